@@ -1,6 +1,6 @@
 # moonserve: everything is one of these.
 #   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-thorough | test-rdma | check | chaos | simulate | bench | bench-transfer | bench-store | bench-engine | reproduce | docs | proto | clean
+#   make test | test-all | test-thorough | test-rdma | check | chaos | simulate | bench | bench-transfer | bench-store | bench-engine | reproduce | docs | proto | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,24 +12,34 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: .venv-peers serve test test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check pages-check clean
+.PHONY: .venv-peers serve test test-all test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check pages-check clean
 
 serve: $(RUNTIME)
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
 
-# All tests run in several processes (tests/scheduling.py), more than there are cores since many tests wait; a part of
-# them, as ARGS says, in one. WORKERS=0 is one process for everything, too.
-WORKERS ?= $(if $(ARGS),0,$(shell expr $$(nproc) + 2))
+# Tests run in several processes, more than there are cores since many tests wait; a part of them, as ARGS says, in one.
+WORKERS ?= $(if $(ARGS),0,$(shell expr $$(nproc) + $(EXTRA)))
+EXTRA = 1
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Compiled beforehand, since hundreds of processes start, some in the virtual machine.
+# What a change is tried with: everything that takes no other program and little time, and one real cluster.
 test: $(DEV)
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-# As `test`, with ten times the examples of every property and the longest outages: for the night.
+# All else: clusters, Ray, Redis, Prometheus, a browser, a virtual machine, ten times the examples of every property,
+# a thousand clusters in virtual time, and three minutes of attacks on a real one.
+test-all: EXTRA = 2
+test-all: $(DEV)
+	@$(BIN)/python -m compileall -q $(PACKAGES) tests
+	MOONSERVE_TEST_EXAMPLES=1 $(PYTEST) -m "slow or examples" $(ARGS)
+	$(MAKE) simulate
+	$(MAKE) chaos MINUTES=3 ARGS="--seed 1"
+
+# Both, with a hundred times the examples and the longest outages: for the night.
 test-thorough: $(DEV)
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
-	MOONSERVE_THOROUGH=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --timeout=7200 $(ARGS)
+	MOONSERVE_TEST_EXAMPLES=10 $(PYTEST) --timeout=7200 $(ARGS)
 
 # Verbs, in a small virtual machine (tests/rdma/guest); the first time fetches Debian's kernel package.
 test-rdma: $(DEV)
@@ -107,14 +117,14 @@ reproduce: $(DEV)
 
 # Pages that are made from the code, then the site, which is site/index.html; `python -m http.server -d site` has its search, too.
 docs: $(DEV)
-	$(BIN)/python -m deploy.reference docs/configuration.md
-	$(BIN)/python -m deploy.metrics_reference docs/metrics.md
+	$(BIN)/python -m docs.reference.configuration docs/configuration.md
+	$(BIN)/python -m docs.reference.metrics docs/metrics.md
 	$(BIN)/python docs/diagrams/sequence.py docs/diagrams/request.txt docs/images/request.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # What runs where users are; the rest is for developers.
-SHIPPED := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy
-PACKAGES := protocol transfer kvstore engine conductor prefill_worker decode_worker gateway traces deploy models benchmarks docs
+SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy
+PACKAGES := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy models benchmarks docs
 
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotocol/pb=proto
 PROTOS := $(patsubst proto/%,protocol/pb/%,$(wildcard proto/*.proto))
@@ -131,7 +141,7 @@ proto-check: $(DEV)
 # Likewise the pages that are made from the code.
 pages-check: $(DEV)
 	@fresh=$$(mktemp -d) && trap 'rm -rf $$fresh' EXIT && \
-	$(BIN)/python -m deploy.reference $$fresh/configuration.md && $(BIN)/python -m deploy.metrics_reference $$fresh/metrics.md && \
+	$(BIN)/python -m docs.reference.configuration $$fresh/configuration.md && $(BIN)/python -m docs.reference.metrics $$fresh/metrics.md && \
 	for page in configuration metrics; do \
 		diff $$fresh/$$page.md docs/$$page.md || { echo "docs/$$page.md is stale: run make docs"; exit 1; }; \
 	done

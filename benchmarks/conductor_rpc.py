@@ -2,8 +2,8 @@
 
 A server process holds the same cluster and index; the client, another process, keeps so many requests going, each a
 `Place` and then, where there are reports, `Report` of its first token and of its end. Rates are placements per second
-of the clock, with both processes at work, and per CPU second of the server, which is what one core would bear. Through
-gRPC, as the gateway does it, and through the lean transport, which the conductor's process does not offer yet.
+of the clock, with both processes at work, and per CPU second of the server, which is what one core would bear. By
+`host:port`, as the gateway does it, which is the lean transport after the first call; and through gRPC alone.
 """
 
 from __future__ import annotations
@@ -143,8 +143,10 @@ async def _serving(scenario: Scenario) -> AsyncIterator[dict[str, str]]:
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
     server.add_lean("Conductor", service)
     address = await server.start("127.0.0.1", 0)
-    yield {"grpc": address, "lean": server.lean_address}
-    await server.stop(0)
+    without_lean = RpcServer(TOKEN)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(service, without_lean.grpc)
+    yield {"grpc": await without_lean.start("127.0.0.1", 0), "lean": address}
+    await asyncio.gather(server.stop(0), without_lean.stop(0))
 
 
 async def _serve(scenario: Scenario) -> None:

@@ -25,8 +25,8 @@ import psutil
 
 from benchmarks.measure import median, random_prompts, table, write_json
 from deploy.config import ServeConfig
-from deploy.local import free_port
 from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.ports import free_port
 from deploy.supervisor import Supervisor
 from models import demo_model_path
 from traces.client import StreamClient

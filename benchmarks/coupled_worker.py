@@ -9,28 +9,27 @@ placements and never asked for anything; so gateway, placement, streams and clie
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from decode_worker.config import DecodeConfig
 from decode_worker.service import DecodeService
-from decode_worker.servicers import WorkerServicer as NoSubmissions
 from decode_worker.state import DecodeState
-from deploy.undivided.service import UndividedService
 from deploy.undivided.state import UndividedState
+from deploy.undivided.worker import UndividedService
 from engine.block_pool import BlockPool
 from engine.replica import Replica, load_replica
-from prefill_worker.service import PrefillService
-from prefill_worker.servicer import WorkerServicer
+from prefill_worker.servicer import PrefillServicer
 from protocol import process
 from protocol.membership import BlockLog, member, own_endpoint
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle
 from protocol.rpc import RpcServer
 from transfer import Segment, TransferEngine
+from worker.memory import KvMemory
+from worker.service import WorkerServicer
 
 STOP_GRACE_S = 0.5
 
@@ -51,28 +50,27 @@ class CoupledWorker:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         state = UndividedState(pool, config.limits(plan))
-        self.service = UndividedService(state, replica.thread, transfer, segment, plan.layout)
+        memory = KvMemory(segment, plan.layout, plan.num_blocks)
+        self.service = UndividedService(state, replica.thread, transfer, memory)
         # Never asked for anything; its gateway's stream stays empty.
         self._idle = DecodeService(
             DecodeState(BlockPool(1, on_added=_ignore, on_removed=_ignore), config.limits(plan)),
             replica.thread,
             transfer,
-            segment,
-            plan.layout,
+            KvMemory(segment, plan.layout, 1),
         )
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop."""
-        servicer = WorkerServicer(
-            cast(PrefillService, self.service),
+        servicer = PrefillServicer(
+            self.service,
             block_size=self._replica.plan.layout.block_size,
             vocab_size=self._replica.vocab_size,
         )
         async with contextlib.AsyncExitStack() as stack:
-            ended = asyncio.Event()
-            work = await stack.enter_async_context(process.running(self.service.run(ended)))
+            stack.push_async_callback(self.service.stop)
             taking = await self._listen(stack, servicer, self._config.port)
-            naming = await self._listen(stack, NoSubmissions(self._idle), 0)
+            naming = await self._listen(stack, WorkerServicer(self._idle), 0)
             taker = self._registration(taking, common_pb2.ROLE_PREFILL)
             named = self._registration(naming, common_pb2.ROLE_DECODE)
             seats = [
@@ -84,7 +82,9 @@ class CoupledWorker:
                 ),
             ]
             lifecycle.ready(rpc=taking)
-            await lifecycle.until_stopped(work, *(task for seat in seats for task in seat.watched))
+            await lifecycle.until_stopped(
+                self.service.failed, *(task for seat in seats for task in seat.watched)
+            )
         self._replica.thread.close()
 
     async def _listen(self, stack: contextlib.AsyncExitStack, servicer: Any, port: int) -> str:

@@ -31,8 +31,8 @@ from benchmarks.fidelity_rounds import combined
 from benchmarks.fidelity_terms import Row, lost_hits, means, prediction_errors, rows_of, write_csv
 from benchmarks.measure import write_json
 from conductor.policies import POLICY_NAMES, PUBLISHED_POLICY
+from deploy.profile.command import ProfileConfig
 from deploy.profile.command import run as profile
-from deploy.profile.config import ProfileConfig
 from deploy.profile.serving import ClusterShape
 from protocol.machine import processor
 from protocol.timeline import mean, percentile

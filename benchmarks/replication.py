@@ -1,170 +1,152 @@
-"""`python -m benchmarks.replication --trace FILE [--limit N] [--only NAME …]`: stores copy from each other, or not.
+"""`python -m benchmarks.replication`: a pool without a conductor, with and without copies of hot prefixes.
 
-Three settings, simulated, each under three placement policies without and with replication by the conductor: the
-conversation trace on 8 prefill and 8 decode machines, at its own speed and at twice that; agents with long system
-prompts of unequal popularity (synthetic) on the same machines; and four very long system prompts on 16 prefill
-machines (synthetic), so that there are always holders with queues and machines without the prefix. Nobody is rejected.
-Whatever comes out is printed and becomes docs/replication.md's table; simulations are kept beside the output, so that a
-run that was stopped goes on.
+Virtual time. Eight hosts, each with a store node and readers. All hosts read a few prefixes, each of which has a home
+node. A reader on a host whose node has the prefix reads it there; others read it over the link of its home. The
+directory's planner (`kvstore.replication`) sees every read and copies what is hot, over the same links.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
-from typing import Any
 
-from benchmarks.measure import table, write_json
-from benchmarks.simulations import simulated
-from conductor.replication.planner import ReplicationTerms
+from benchmarks.measure import table
+from kvstore.directory import Directory
+from kvstore.replication.heat import Heat
+from kvstore.replication.planner import Limits, Planner
+from kvstore.replication.plans import Copy, NodeView
+from kvstore.replication.shell import PLAN_EVERY_S
+from protocol.ids import InstanceId
+from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.timeline import mean, percentile
-from traces.simulator.many import Run, TraceFile
-from traces.simulator.profiles import LLAMA3_70B_8XA800
-from traces.simulator.results import SimulationResult
-from traces.simulator.spec import ClusterSpec
-from traces.synthesis.arrivals import ArrivalSpec
-from traces.synthesis.draws import Constant, LogNormal
-from traces.synthesis.presets import PRESETS
-from traces.synthesis.threads import requests_of
-from traces.synthesis.workload import WorkloadSpec
-from traces.synthesis.writing import bounded, write_trace
+from traces.simulator.network import FlowId, Network
 
-POLICIES = ("global-cache-aware", "moonserve", "local-cache-aware")
-SEED = 0
-# As the published tool-agent trace, but at twice its rate: at its own, hardly anybody waits on eight machines.
-AGENTS = replace(PRESETS["tool-agent"], arrivals=ArrivalSpec(rate=13.0))
-# A prompt of 33,000 tokens takes 4.6 s to compute and 0.1 s to read; what follows on it takes a quarter of a second.
-FEW_LONG = replace(
-    PRESETS["tool-agent"],
-    arrivals=ArrivalSpec(rate=20.0),
-    system_prompts=4,
-    system_zipf=1.0,
-    system_tokens=Constant(32_768),
-    input_tokens=LogNormal(2_000, 0.8),
-    session_share=0.0,
-)
-NUM_SYNTHETIC = 2_000  # requests
-HEADERS = (
-    "trace", "policy", "replication", "TTFT mean, s", "p50", "p90", "p99", "tokens hit, %", "moved, TB", "copied, TB",
-    "copies", "failed", "blocks made", "dropped",
-)  # fmt: skip
+NUM_HOSTS = 8
+LINK_BYTES_PER_S = 3.125e9  # 25 Gbit/s
+LOCAL_BYTES_PER_S = 10e9
+NUM_BLOCKS = 16  # of a prefix
+BLOCK_BYTES = 16 << 20
+POPULARITY = (8, 4, 2, 1)  # of the prefixes
+LOADS = (0.5, 0.8, 0.95, 1.1)  # of the link of the most popular prefix's home
+CAPACITY_BLOCKS = 1_000
+HEADERS = ("load of the home's link", "replication", "read mean, s", "p90", "p99", "copies")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A trace and the machines that serve it."""
+@dataclass
+class Pool:
+    """One pool in virtual time."""
 
-    name: str
-    workload: WorkloadSpec | None = None  # None: the given trace
-    num_prefill: int = 8
-    speedup: float = 1.0
+    replicates: bool
+    now: float = 0.0
+    reads_s: list[float] = field(default_factory=list)
+    num_copies: int = 0
 
-    def trace(self, given: Path, folder: Path, limit: int | None) -> TraceFile:
-        """What is simulated; a synthetic one is written first."""
-        if self.workload is None:
-            return TraceFile(path=given, limit=limit)
-        path = folder / f"{self.name}.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        number = min(limit or NUM_SYNTHETIC, NUM_SYNTHETIC)
-        write_trace(path, bounded(requests_of(self.workload, Random(SEED)), number, None))
-        return TraceFile(path=path)
+    def __post_init__(self) -> None:
+        names = [f"store-{i}" for i in range(NUM_HOSTS)]
+        links = {f"{name}/{way}": LINK_BYTES_PER_S for name in names for way in ("out", "in")}
+        self.network = Network(links | {f"{name}/local": LOCAL_BYTES_PER_S for name in names})
+        self.nodes = [InstanceId(name) for name in names]
+        self.directory = Directory()
+        self.next_seq = dict.fromkeys(self.nodes, 1)
+        self.heat = Heat()
+        self.planner = Planner(self.directory, self.heat, Limits())
+        self.prefixes = [_chain(number) for number in range(len(POPULARITY))]
+        for number, prefix in enumerate(self.prefixes):
+            self._hold(self.nodes[number], prefix)
+        self.reading: dict[FlowId, float] = {}  # since when
+        self.copying: dict[FlowId, Copy] = {}
 
-    def runs(self) -> list[Run]:
-        spec = ClusterSpec(
-            model=LLAMA3_70B_8XA800, num_prefill=self.num_prefill, num_decode=8, admission="none"
-        )
-        return [
-            Run(spec=replace(spec, policy=policy, replication=terms), speedup=self.speedup)
-            for policy in POLICIES
-            for terms in (None, ReplicationTerms())
-        ]
+    def run(self, rate: float, num_reads: int, random: Random) -> None:
+        """Poisson arrivals from random hosts."""
+        next_plan = PLAN_EVERY_S
+        arrives_at = random.expovariate(rate)
+        while len(self.reads_s) < num_reads:
+            wake_at = self.network.wake_at
+            self.now = min(t for t in (arrives_at, next_plan, wake_at) if t is not None)
+            for flow in self.network.advance(self.now):
+                self._ended(flow)
+            if self.now >= arrives_at:
+                self._read(random)
+                arrives_at += random.expovariate(rate)
+            if self.now >= next_plan:
+                next_plan += PLAN_EVERY_S
+                if self.replicates:
+                    self._plan()
+
+    def _read(self, random: Random) -> None:
+        (number,) = random.choices(range(len(POPULARITY)), POPULARITY)
+        prefix, reader = self.prefixes[number], random.choice(self.nodes)
+        self.heat.record(pack_keys(prefix), self.now)
+        is_here = reader in self.directory.holders(prefix[-1])
+        links = [f"{reader}/local"] if is_here else [f"{self.nodes[number]}/out", f"{reader}/in"]
+        flow = self.network.start(links, len(prefix) * BLOCK_BYTES, self.now)
+        self.reading[flow] = self.now
+
+    def _plan(self) -> None:
+        plan = self.planner.plan({view.instance_id: view for view in self._views()}, self.now)
+        for copy in plan.copies:
+            source = copy.steps[0].source
+            links = [f"{source}/out", f"{copy.target}/in"]
+            flow = self.network.start(links, len(copy.keys) * BLOCK_BYTES, self.now)
+            self.copying[flow] = copy
+
+    def _ended(self, flow: FlowId) -> None:
+        if (began_at := self.reading.pop(flow, None)) is not None:
+            self.reads_s.append(self.now - began_at)
+        if (copy := self.copying.pop(flow, None)) is not None:
+            self._hold(copy.target, copy.keys)
+            self.planner.settled(copy, succeeded=True, now=self.now)
+            self.num_copies += 1
+
+    def _hold(self, node: InstanceId, keys: Sequence[BlockKey]) -> None:
+        first = self.next_seq[node]
+        self.next_seq[node] += len(keys)
+        added = tuple((key, parent) for parent, key in pairwise((NO_PARENT, *keys)))
+        self.directory.apply(node, 1, added, (), first, self.next_seq[node], first == 1)
+
+    def _views(self) -> Iterator[NodeView]:
+        for node in self.nodes:
+            used = self.directory.num_blocks(node)
+            yield NodeView(
+                instance_id=node,
+                host=node,
+                free_bytes=CAPACITY_BLOCKS - used,
+                capacity_bytes=CAPACITY_BLOCKS,
+            )
 
 
-SETTINGS = (
-    Setting(name="agents", workload=AGENTS),
-    Setting(name="few-long", workload=FEW_LONG, num_prefill=16),
-    Setting(name="conversation"),
-    Setting(name="conversation-2x", speedup=2.0),
-)
+def _chain(number: int) -> tuple[BlockKey, ...]:
+    return tuple(BlockKey(f"{number}-{i}".encode().ljust(16, b".")) for i in range(NUM_BLOCKS))
 
 
-def figures(result: SimulationResult) -> dict[str, float]:
-    """Seconds, bytes, shares of prompt tokens; of copies nothing where none could be made."""
-    ttfts = sorted(each.ttft_s for each in result.outcomes if each.ttft_s is not None)
-    counters = result.counters
-    return {
-        "mean_ttft_s": mean(ttfts),
-        **{f"p{percent}_ttft_s": percentile(ttfts, percent) for percent in (50, 90, 99)},
-        "hit": sum(each.cached_tokens for each in result.outcomes)
-        / sum(each.input_length for each in result.outcomes),
-        "bytes_moved": counters["bytes_moved"],
-        **{name: counters.get(name, 0.0) for name in ("bytes_copied", "copies", "copies_failed")},
-        **{name: counters.get(name, 0.0) for name in ("replicas_made", "replicas_dropped")},
-    }
-
-
-def row_of(setting: Setting, run: Run, found: dict[str, float]) -> dict[str, Any]:
-    assert isinstance(run.spec, ClusterSpec)
-    is_on = run.spec.replication is not None
-    return {"trace": setting.name, "policy": run.spec.policy, "replication": is_on, **found}
-
-
-def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    return table(HEADERS, [_cells(row) for row in rows])
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    names = ("copies", "copies_failed", "replicas_made", "replicas_dropped")
-    return [
-        row["trace"],
-        row["policy"],
-        "on" if row["replication"] else "off",
-        *(f"{row[f'{name}_ttft_s']:.3f}" for name in ("mean", "p50", "p90", "p99")),
-        f"{row['hit']:.2%}".rstrip("%"),
-        f"{row['bytes_moved'] / 1e12:.2f}",
-        *([f"{row['bytes_copied'] / 1e12:.2f}"] if row["replication"] else ["–"]),
-        *(f"{row[name]:.0f}" if row["replication"] else "–" for name in names),
-    ]
-
-
-def measure(setting: Setting, trace: TraceFile, folder: Path, num_processes: int) -> list[Any]:
-    runs = setting.runs()
-    results = simulated(runs, trace, folder, num_processes)
-    return [row_of(setting, run, figures(each)) for run, each in zip(runs, results, strict=True)]
+def rows(num_reads: int, seed: int) -> Iterator[list[str]]:
+    share = POPULARITY[0] / sum(POPULARITY) * (NUM_HOSTS - 1) / NUM_HOSTS
+    for load in LOADS:
+        rate = load * LINK_BYTES_PER_S / (NUM_BLOCKS * BLOCK_BYTES) / share
+        for replicates in (False, True):
+            pool = Pool(replicates)
+            pool.run(rate, num_reads, Random(seed))
+            reads = sorted(pool.reads_s)
+            figures = (mean(reads), percentile(reads, 90), percentile(reads, 99))
+            yield [
+                f"{load:.0%}",
+                "heat" if replicates else "off",
+                *(f"{each:.3f}" for each in figures),
+                str(pool.num_copies),
+            ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    folder = arguments.output.parent
-    rows: list[Any] = []
-    for setting in _chosen(arguments.only):
-        trace = setting.trace(arguments.trace, folder, arguments.limit)
-        rows += measure(setting, trace, folder, arguments.processes)
-    write_json(arguments.output, {"rows": rows})
-    print(as_table(rows))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reads", type=int, default=2_000, help="reads per row")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    print(table(HEADERS, list(rows(arguments.reads, arguments.seed))))
     return 0
-
-
-def _chosen(names: Iterable[str]) -> list[Setting]:
-    wanted = set(names)
-    return [each for each in SETTINGS if not wanted or each.name in wanted]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
-    parser.add_argument("--limit", type=int, help="the first requests only")
-    names = tuple(each.name for each in SETTINGS)
-    parser.add_argument("--only", nargs="*", default=(), choices=names, help="settings; all")
-    parser.add_argument("--processes", type=int, default=1, help="simulations at once")
-    parser.add_argument("--output", type=Path, default=Path("out/replication/replication.json"))
-    return parser
 
 
 if __name__ == "__main__":

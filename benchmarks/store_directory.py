@@ -24,7 +24,7 @@ from kvstore.directory import Changes, Directory
 from protocol.ids import InstanceId
 from protocol.keys import KEY_BYTES
 
-BLOCKS_PER_MESSAGE = 40_000  # as nodes send them (`kvstore.subscription`)
+BLOCKS_PER_MESSAGE = 40_000  # as nodes send them (`kvstore.event_log`)
 SHORTEST, LONGEST = 16, 256
 MOST_REPLICAS = 3
 LOOKUP_LENGTHS = (1, 4, 16, 64, 256)

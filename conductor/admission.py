@@ -10,12 +10,13 @@ or that of the load when this prompt is prefilled (`predicted`), with as many as
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import zip_longest
 
 import numpy as np
 
 from conductor.columns import DecodeTable, Floats
 from conductor.decision import DecodeColumns, PrefillColumns, Rejection
-from conductor.landing import Newcomer, loads_at, overtaken
+from conductor.landing import Newcomer
 from conductor.outlook import INSTANTS, Outlook
 
 TTFT_SLO = "ttft_slo"
@@ -83,10 +84,7 @@ def reject_tbt(
     )
     if alone.min() > STEP_SHARE * slo_s:
         return Rejection(reason="tbt_slo_unreachable", retry_after_s=_at_least(float(alone.min())))
-    instants = (since + INSTANTS).tolist()
-    loads = loads_at(decodes, outlook, newcomer, instants, [0.0] * len(instants))
-    steps_s = overtaken(decodes, loads, newcomer.num_overtaking).step_s.min(axis=1)
-    too_early_s = _falls_to(STEP_SHARE * slo_s, steps_s)
+    too_early_s = _falls_to(STEP_SHARE * slo_s, _least_steps_s(decodes, outlook, newcomer, since))
     return Rejection(reason="tbt_slo", retry_after_s=_at_least(queue_s + too_early_s))
 
 
@@ -95,6 +93,26 @@ def reject_claimed(until: float | None, now: float) -> Rejection | None:
     if until is None:
         return None
     return Rejection(reason=TENANT_SHARE, retry_after_s=_at_least(until - now))
+
+
+def _least_steps_s(
+    decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, since: float
+) -> Floats:
+    """With the newcomer, if it lands at each of INSTANTS after `since`."""
+    instants, prompt = (since + INSTANTS).tolist(), float(newcomer.num_prompt_tokens)
+    steps_s: list[float] = []
+    for pair in zip_longest(instants[::2], instants[1::2], fillvalue=since):
+        steps = outlook.weigh(
+            decodes,
+            instants=(since, *pair),
+            own_tokens=(prompt, prompt, prompt),
+            num_overtaking=newcomer.num_overtaking,
+            expected_output=0.0,
+            needed_blocks=0,
+            block_size=1,
+        )
+        steps_s += (float(steps.landing_tbt_s.min()), float(steps.later_tbt_s.min()))
+    return np.array(steps_s[: len(instants)])
 
 
 def _falls_to(slo_s: float, steps_s: Floats) -> float:

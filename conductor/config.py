@@ -11,7 +11,6 @@ from conductor.limits import Limits
 from conductor.policies import DEFAULT_POLICY, POLICY_CHOICES, make_policy
 from conductor.policies.base import PlacementPolicy
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
-from conductor.replication.planner import ReplicationTerms
 from conductor.roles.controller import RoleController, RoleTerms
 from protocol.config import option
 from protocol.errors import ConfigError
@@ -20,7 +19,6 @@ from protocol.tracing import TracingConfig
 
 DEFAULT_TERMS = Terms()
 DEFAULT_ROLE_TERMS = RoleTerms()
-DEFAULT_REPLICATION = ReplicationTerms()
 MIN_LEADER_TTL_S = 0.5  # a quarter of it is what an answer of the registry may take
 MAX_LEADER_TTL_S = 600.0
 
@@ -94,19 +92,6 @@ class ConductorConfig(ProcessConfig, TracingConfig):
         "objectives are kept",
         choices=("off", "on"),
     )
-    replication: str = option(
-        "on",
-        help="on = store nodes copy prefixes from each other whose absence costs requests more time than copying",
-        choices=("off", "on"),
-    )
-    replica_share: float = option(
-        DEFAULT_REPLICATION.store_share,
-        help="with --replication: share of each store's memory that such copies may take",
-    )
-    replica_cool_s: float = option(
-        DEFAULT_REPLICATION.cool_s,
-        help="with --replication: seconds without use after which such a copy is dropped",
-    )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def policy(self) -> PlacementPolicy:
@@ -126,11 +111,6 @@ class ConductorConfig(ProcessConfig, TracingConfig):
         """A fresh one, if roles change at all. Raises ConfigError."""
         terms = RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         return RoleController(terms) if self.role_switching == "on" else None
-
-    def replication_terms(self) -> ReplicationTerms | None:
-        """None: nothing is copied. Raises ConfigError."""
-        terms = ReplicationTerms(store_share=self.replica_share, cool_s=self.replica_cool_s)
-        return terms if self.replication == "on" else None
 
     def limits(self) -> Limits:
         """Raises ConfigError for values that cannot work together."""

@@ -16,119 +16,55 @@ from conductor.fairness.shares import Turn
 from protocol.ids import RequestId
 
 
-class PrefillCandidate(NamedTuple):
-    """One prefill instance, weighed for one prompt. Block counts are of leading blocks of the prompt."""
-
-    instance_id: str
-    device_blocks: int  # in its device cache
-    prefix_blocks: int  # there, continued by its home store node: `prefix_len` of Algorithm 1
-    reuse_blocks: int  # would be used here
-    load_s: float  # from the home store into the device
-    transfer_s: float  # from the best store of the cluster
-    queue_s: float
-    prefill_s: float
-    ttft_s: float
-    added_s: float  # by which others would wait longer, together; 0 where the policy does not ask
-    chosen_at: int  # number of the placement that last went here; 0 = none yet
-
-
-class DecodeCandidate(NamedTuple):
-    """One decode instance with this request added to what runs there or is on its way."""
-
-    instance_id: str
-    num_seqs: float  # that run now, as far as known
-    context_tokens: float  # theirs
-    landing_seqs: float  # that will run when the prompt is prefilled
-    landing_tokens: float
-    free_blocks: int  # left for new requests, before this one
-    needed_blocks: int
-    spare_blocks: float  # left at the worst of what is foreseen, with this request's whole answer
-    has_slot: bool  # fewer than max_num_seqs sequences when it lands
-    tbt_s: float  # if it landed now
-    landing_tbt_s: float  # when it lands
-    later_tbt_s: float  # in the middle of its answer
-    chosen_at: int
-
-    @property
-    def fits(self) -> bool:
-        return self.free_blocks >= self.needed_blocks
-
-
 class PrefillColumns(NamedTuple):
-    """Fields of `PrefillCandidate`, a row per candidate; nobody changes them any more."""
+    """Prefill instances weighed for one prompt, a row each; nobody changes them any more. Block counts are of leading
+    blocks of the prompt."""
 
     instance_id: Names
-    device_blocks: Ints
-    prefix_blocks: Ints
-    reuse_blocks: Ints
-    load_s: Floats
-    transfer_s: Floats
+    device_blocks: Ints  # in its device cache
+    prefix_blocks: Ints  # there, continued by its home store node: `prefix_len` of Algorithm 1
+    reuse_blocks: Ints  # would be used here
+    load_s: Floats  # from the home store into the device
+    transfer_s: Floats  # from the best store of the cluster
     queue_s: Floats
     prefill_s: Floats
     ttft_s: Floats
-    added_s: Floats
-    chosen_at: Ints
-
-    def rows(self) -> tuple[PrefillCandidate, ...]:
-        return tuple(map(PrefillCandidate, *(column.tolist() for column in self)))
+    added_s: Floats  # by which others would wait longer, together; 0 where the policy does not ask
+    chosen_at: Ints  # number of the placement that last went here; 0 = none yet
 
 
 class DecodeColumns(NamedTuple):
-    """Fields of `DecodeCandidate`, likewise."""
+    """Decode instances with this request added to what runs there or is on its way, likewise."""
 
     instance_id: Names
-    num_seqs: Floats
-    context_tokens: Floats
-    landing_seqs: Floats
+    num_seqs: Floats  # that run now, as far as known
+    context_tokens: Floats  # theirs
+    landing_seqs: Floats  # that will run when the prompt is prefilled
     landing_tokens: Floats
-    free_blocks: Ints
+    free_blocks: Ints  # left for new requests, before this one
     needed_blocks: int  # the same for all
-    spare_blocks: Floats
-    has_slot: Flags
-    tbt_s: Floats
-    landing_tbt_s: Floats
-    later_tbt_s: Floats
+    spare_blocks: Floats  # left at the worst of what is foreseen, with this request's whole answer
+    has_slot: Flags  # fewer than max_num_seqs sequences when it lands
+    tbt_s: Floats  # if it landed now
+    landing_tbt_s: Floats  # when it lands
+    later_tbt_s: Floats  # in the middle of its answer
     chosen_at: Ints
-
-    def rows(self) -> tuple[DecodeCandidate, ...]:
-        columns = (c if isinstance(c, int) else c.tolist() for c in self)
-        each = (repeat(c) if isinstance(c, int) else c for c in columns)
-        return tuple(DecodeCandidate(*row) for row in zip(*each, strict=False))
-
-
-class UndividedCandidate(NamedTuple):
-    """One decode instance that would prefill the prompt itself. Block counts are of leading blocks of the prompt."""
-
-    instance_id: str
-    device_blocks: int  # in its device cache
-    reuse_blocks: int  # there, or read from stores
-    load_s: float  # from the best store of the cluster
-    queue_s: float  # the step under way, and prompts that it reads before
-    step_s: float  # of those who decode, this request among them
-    added_s: float  # to each of its steps, by this prompt's chunks
-    num_steps: int
-    prefill_s: float  # of these steps, decoding included
-    ttft_s: float
-    keeps_slo: bool  # it has room, and both objectives are kept
 
 
 class UndividedColumns(NamedTuple):
-    """Fields of `UndividedCandidate`, a row per candidate; nobody changes them any more."""
+    """Decode instances that would prefill the prompt themselves, likewise."""
 
     instance_id: Names
-    device_blocks: Ints
-    reuse_blocks: Ints
-    load_s: Floats
-    queue_s: Floats
-    step_s: Floats
-    added_s: Floats
+    device_blocks: Ints  # in its device cache
+    reuse_blocks: Ints  # there, or read from stores
+    load_s: Floats  # from the best store of the cluster
+    queue_s: Floats  # the step under way, and prompts that it reads before
+    step_s: Floats  # of those who decode, this request among them
+    added_s: Floats  # to each of its steps, by this prompt's chunks
     num_steps: Ints
-    prefill_s: Floats
+    prefill_s: Floats  # of these steps, decoding included
     ttft_s: Floats
-    keeps_slo: Flags
-
-    def rows(self) -> tuple[UndividedCandidate, ...]:
-        return tuple(map(UndividedCandidate, *(column.tolist() for column in self)))
+    keeps_slo: Flags  # it has room, and both objectives are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,39 +119,26 @@ class Decision:
     admission: str  # whose predictions may reject: none, current or predicted
     undivided_columns: UndividedColumns | None = None  # None: no decode instance may prefill
     is_undivided: bool = False  # `decode` prefills, `prefill` would have been the best one to do it
-    replica_blocks: int = 0  # of `sources`, those that stores copied from each other to be near
     rejection: Rejection | None = None
     outcome: Outcome | None = None
 
-    @property
-    def prefill_candidates(self) -> tuple[PrefillCandidate, ...]:
-        return self.prefill_columns.rows()
-
-    @property
-    def decode_candidates(self) -> tuple[DecodeCandidate, ...]:
-        return self.decode_columns.rows()
-
     def to_json(self) -> str:
-        record: dict[str, Any] = {}
-        for name in (field.name for field in fields(self)):
-            if name == "undivided_columns":
-                record["undivided_candidates"] = _dicts(self.undivided_columns)
-                continue
-            match getattr(self, name):
-                case PrefillColumns() as columns:
-                    record["prefill_candidates"] = [c._asdict() for c in columns.rows()]
-                case DecodeColumns() as columns:
-                    record["decode_candidates"] = [
-                        {**c._asdict(), "fits": c.fits} for c in columns.rows()
-                    ]
-                case Turn() as turn:
-                    record[name] = {**turn._asdict(), "ahead_tokens": turn.ahead_tokens}
-                case Rejection() | Outcome() as part:
-                    record[name] = asdict(part)
-                case value:
-                    record[name] = value
+        """A row for each candidate, and everything else as it is named here."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record["turn"] = {**self.turn._asdict(), "ahead_tokens": self.turn.ahead_tokens}
+        for name in ("rejection", "outcome"):
+            record[name] = None if record[name] is None else asdict(record[name])
+        for role in ("prefill", "decode", "undivided"):
+            record[f"{role}_candidates"] = _rows(record.pop(f"{role}_columns"))
+        for row in record["decode_candidates"]:
+            row["fits"] = row["free_blocks"] >= row["needed_blocks"]
         return json.dumps(record)
 
 
-def _dicts(undivided: UndividedColumns | None) -> list[dict[str, Any]]:
-    return [] if undivided is None else [each._asdict() for each in undivided.rows()]
+def _rows(
+    columns: PrefillColumns | DecodeColumns | UndividedColumns | None,
+) -> list[dict[str, Any]]:
+    if columns is None:
+        return []
+    values = (repeat(c) if isinstance(c, int) else c.tolist() for c in columns)
+    return [dict(zip(columns._fields, row, strict=True)) for row in zip(*values, strict=False)]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from conductor.columns import DecodeTable, Floats, Ints, Seat
+from conductor.cost.queue import SETTLE_S
 from conductor.events import Load
-from conductor.ledger import SETTLE_S
 from conductor.outlook import Drain, Outlook
 from protocol.ids import RequestId
-from protocol.output_length import OutputLengths
+from protocol.length_curve import OutputLengths
 from protocol.profile import DecodeProfile
 
 # What a column holds at most, whatever an instance says about itself; sums of such stay exact.
@@ -166,11 +166,8 @@ class DecodeBook:
         )
 
     def _show(self) -> None:
-        table, row = (
-            self._seat.table,
-            self._seat.row,
-        )  # as `_columns`, spelled out: part of every event
-        (
+        table, row = self._seat.table, self._seat.row
+        (  # as `_columns`, spelled out: part of every event
             table.other_seqs[row],
             table.other_tokens[row],
             table.num_seqs[row],

@@ -171,19 +171,7 @@ class Away:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopySettled:
-    """What became of a `CopyDue`: all of its blocks are there, or not."""
-
-    copy_id: int
-    target: InstanceId
-    keys: tuple[BlockKey, ...]
-    succeeded: bool
-
-
-Event = (
-    Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick | Away | CopySettled
-)
+Event = Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick | Away
 
 # ---- actions: notices
 
@@ -231,37 +219,6 @@ class RoleChangeDue:
 
     endpoint: Endpoint
     role: Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyStep:
-    """Blocks of one chain, in order, that one store has."""
-
-    source: Endpoint
-    keys: tuple[BlockKey, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyDue:
-    """A store should read these blocks from others, step by step. What becomes of it is told by `CopySettled`."""
-
-    copy_id: int  # of one conductor, never given again
-    target: Endpoint
-    steps: tuple[CopyStep, ...]
-    saved_s: float  # that their absence cost placements lately
-    cost_s: float  # predicted, of copying
-
-    @property
-    def keys(self) -> tuple[BlockKey, ...]:
-        return tuple(key for step in self.steps for key in step.keys)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropDue:
-    """A store should let go of these replicas, in this order, but for those with a pin."""
-
-    store: Endpoint
-    keys: tuple[BlockKey, ...]
 
 
 # ---- actions: replies
@@ -319,17 +276,13 @@ class Refused:
     error: MoonserveError = field(compare=False)
 
 
-Notice = (
+Action = (
     InstanceJoined
     | InstanceRemoved
     | TtftObserved
     | PlacementForgotten
     | RoleChangeDue
-    | CopyDue
-    | DropDue
-)
-Reply = (
-    Registered
+    | Registered
     | HeartbeatSeen
     | Deregistered
     | Placed
@@ -338,4 +291,3 @@ Reply = (
     | PolicySwitched
     | Refused
 )
-Action = Notice | Reply

@@ -10,16 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from conductor.cost.accuracy import Times
-from conductor.decision import Outcome
+from conductor.decision import Decision, Outcome
 from conductor.events import Phase, Place, Report
 from conductor.fairness.shares import Fairness
+from conductor.fairness.turns import Queueing
 from conductor.learned import Learned
 from conductor.members import Instance
-from conductor.plan import Plan
 from conductor.transfers import Transfers
-from protocol.ids import RequestId
+from protocol.ids import RequestId, Role
+from protocol.request import PrefixSource
+
+
+class Plan(NamedTuple):
+    """A decision with the instances it names."""
+
+    decision: Decision
+    prefill: Instance
+    decode: Instance
+    sources: tuple[PrefixSource, ...]
+    reads: tuple[tuple[Instance, int], ...]  # blocks to read from each store
+    predicted: Times
+    prefill_s: float  # predicted service time
+    rank: float  # with which it waits for prefill
+    queueing: Queueing
+    uncached_tokens: int
+    needed_blocks: int
+    block_bytes: int
+    step_s: float  # between its tokens
+    foreseen_seqs: float  # of placed requests, beside it when it lands
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -86,7 +107,7 @@ class Flights:
             expected_output=plan.decision.expected_output,
         )
         for store, num_blocks in plan.reads:
-            store.reads.add(num_blocks)
+            store.add_reads(num_blocks)
         links = [(store.link, num_blocks * plan.block_bytes) for store, num_blocks in plan.reads]
         self._transfers.begin(place.request_id, links, prefill.link, now)
         self._flights[place.request_id] = Flight(
@@ -167,7 +188,7 @@ class Flights:
         self._fairness.prefilled(request_id)
         self._transfers.end(request_id)
         for store, num_blocks in flight.reads:
-            store.reads.remove(num_blocks)
+            store.add_reads(-num_blocks)
         flight.reads = ()
 
     def validate(self, members: Iterable[Instance]) -> None:
@@ -181,8 +202,9 @@ class Flights:
             queued = [r for r in queued if r in instance.queue]
             assert len(instance.queue) == len(queued), "a queue holds a request not in flight"
             assert all(map(self._fairness.waits, queued)), "a prompt waits without its tag"
-            reads = (n for f in flights.values() for s, n in f.reads if s is instance)
-            assert instance.reads.num_blocks == sum(reads)
+            if instance.role is Role.STORE:
+                reads = (n for f in flights.values() for s, n in f.reads if s is instance)
+                assert instance.seat.table.pending_reads[instance.seat.row] == sum(reads)
         for request_id, flight in flights.items():
             assert flight.ttft_s is None or request_id not in flight.prefill.queue
             assert flight.ttft_s is None or not flight.reads

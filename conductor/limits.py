@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from conductor.admission import Admission
+from conductor.events import Place
 from protocol.step_budget import CHUNK_SHARE
 
 
@@ -25,3 +26,10 @@ class Limits:
     by_priority: bool = False  # as the workers' --scheduling-policy has it
     conditional: bool = False  # whether decode workers read prompts themselves where that is sooner
     chunk_share: float = CHUNK_SHARE  # of the TBT objective, what a step with a chunk takes there
+
+    def of(self, place: Place) -> tuple[float, float]:
+        """TTFT and TBT that this request must meet."""
+        return (
+            self.ttft_slo_s if place.ttft_slo_s is None else place.ttft_slo_s,
+            self.tbt_slo_s if place.tbt_slo_s is None else place.tbt_slo_s,
+        )

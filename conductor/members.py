@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
+from conductor.cost.bandwidth import LOCAL_BYTES_PER_S
 from conductor.cost.decode import DecodeCost
 from conductor.cost.prefill import PrefillCost
-from conductor.cost.transfer import LOCAL_BYTES_PER_S
+from conductor.cost.queue import PrefillQueue
 from conductor.decode_book import DecodeBook
 from conductor.draws import digest64
 from conductor.events import Load, Register, Steps, Traffic
-from conductor.ledger import PendingReads, PrefillQueue
 from conductor.observed import Observed
 from conductor.outlook import Outlook
 from conductor.transfers import Transfers
@@ -45,7 +45,6 @@ class Instance:
     seat: Seat[Any]  # in its role's table
     queue: PrefillQueue  # empty unless a prefill worker
     decode: DecodeBook  # empty unless a decode worker
-    reads: PendingReads  # none unless a store
     prefill_cost: PrefillCost  # as registered, corrected by reports
     decode_cost: DecodeCost  # as registered, corrected by heartbeats
     observed: Observed = field(default_factory=Observed)
@@ -123,6 +122,10 @@ class Instance:
         """A prompt that a decode worker prefills itself was placed there, or is read."""
         if self.role is Role.DECODE:
             self.seat.table.reading_s[self.seat.row] = self.queue.placed_s
+
+    def add_reads(self, num_blocks: int) -> None:
+        """So many blocks more, or fewer, are yet to be read from this store by placed prompts."""
+        self.seat.table.pending_reads[self.seat.row] += num_blocks
 
     def index_as(self, bit: int) -> None:
         """Its number in the directory."""
@@ -230,7 +233,7 @@ class Members:
         self.transfers.measured(here, there, traffic.written_bytes, traffic.written_s)
         if peer.instance_id == instance.registration.home_store and traffic.read_s:
             table = self.prefills
-            table.local_bytes_per_s[instance.seat.row] = self.transfers.alone_between(there, here)
+            table.local_bytes_per_s[instance.seat.row] = self.transfers.alone(there, here)
 
     def silent(self, now: float) -> list[Instance]:
         """Those whose lease has run out; cheap when none has."""
@@ -303,7 +306,6 @@ class Members:
             assert not len(instance.decode) or instance.role is Role.DECODE
             instance.queue.validate()
             instance.decode.validate()
-            instance.reads.validate()
             instance.prefill_cost.validate()
             instance.decode_cost.validate()
         self.outlook.validate()
@@ -331,14 +333,12 @@ def _instance(registration: Register, now: float, seat: Seat[Any], outlook: Outl
     role = registration.role
     prefill = seat if role is Role.PREFILL else Seat.alone(PrefillTable)
     decode = seat if role is Role.DECODE else Seat.alone(DecodeTable)
-    store = seat if role is Role.STORE else Seat.alone(StoreTable)
     return Instance(
         registration=registration,
         heard_at=now,
         seat=seat,
         queue=PrefillQueue(prefill, _half_step_s(registration)),
         decode=DecodeBook(registration.num_blocks, decode, outlook),
-        reads=PendingReads(store),
         prefill_cost=PrefillCost(registration.prefill_profile),
         decode_cost=DecodeCost(registration.decode_profile),
     )

@@ -2,26 +2,22 @@
 
 Owns a row for every placed sequence that has not ended. A sequence holds its prompt's tokens from its placement on,
 runs and grows by a token per step from its begin, and ends at a constant rate that is learned anew with every heartbeat
-(how long those that got so far went on), at its limit in any case. Per instance the sums of that are kept at INSTANTS
-after the time of drawing, and change with every sequence; between two instants they are straight lines. So a placement
-asks for all instances at once, however many sequences they have. The arithmetic is `conductor.native.sequences`. Pure;
-knows no blocks.
+(how long those that got so far went on), at its limit in any case. One that is over before the next instant counts by
+the share of the time that it runs. Per instance the sums of that are kept at INSTANTS after the time of drawing, and
+change with every sequence; between two instants they are straight lines. So a placement asks for all instances at once,
+however many sequences they have. The arithmetic is `conductor.native.sequences`. Pure; knows no blocks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from conductor.columns import DecodeTable, Floats, Ints
 from conductor.native.sequences import (
-    CONTEXT,
-    HELD,
     NUM_SUMS,
-    RUNNING,
     Decodes,
     Question,
     Sequences,
@@ -40,14 +36,6 @@ _OFFSETS: list[float] = INSTANTS.tolist()
 _COLUMNS = (
     "_is_used", "_owner", "_tokens", "_most", "_begins_at", "_as_of", "_generated", "_step_s", "_end_rate",
 )  # fmt: skip
-
-
-class Sums(NamedTuple):
-    """Shapes [instants, instances]; sequences count by how likely they are to be there still."""
-
-    running: Floats  # sequences
-    context_tokens: Floats  # theirs
-    held_tokens: Floats  # also of prompts that have not begun
 
 
 class Drain(NamedTuple):
@@ -202,18 +190,6 @@ class Outlook:
             decodes.free_blocks,
         )
         return self._kernel.weigh(columns, question)
-
-    def at(self, instants: Sequence[float], numbers: Ints) -> Sums:
-        """Of these instances; beyond the last of INSTANTS as there."""
-        drawn_at = float(self._instants[0])
-        found = [_between(instant - drawn_at) for instant in instants]
-        after = np.array([place for place, _ in found])
-        weight = np.array([weight for _, weight in found])
-        sums = self._sums[numbers]
-        sums = sums[:, :, after - 1] * (1.0 - weight) + sums[:, :, after] * weight
-        # Not below 0: what rounding leaves of sequences that are gone.
-        sums = np.maximum(sums, 0.0).transpose(1, 2, 0)
-        return Sums(sums[RUNNING], sums[CONTEXT], sums[HELD])
 
     def drain(self, number: int, now: float) -> Drain:
         """What should have ended ends with the next step."""

@@ -9,7 +9,7 @@ operations, however many instances there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from conductor.admission import (
@@ -21,6 +21,7 @@ from conductor.admission import (
     reject_tbt,
     reject_ttft,
 )
+from conductor.candidates import Able, eligible, offers_for, predicted_times, record
 from conductor.columns import DecodeTable, PrefillTable
 from conductor.cost.accuracy import Times
 from conductor.decision import (
@@ -30,48 +31,25 @@ from conductor.decision import (
     Rejection,
     UndividedColumns,
 )
-from conductor.eligible import Able, eligible
 from conductor.events import Place
 from conductor.fairness.shares import Fairness
 from conductor.fairness.turns import Queueing, offers_in_turn, queueing
+from conductor.flights import Plan
 from conductor.landing import Newcomer, best_decode, least, weigh_decodes
 from conductor.learned import Learned
+from conductor.limits import Limits
 from conductor.members import Instance, Members
-from conductor.offers import offers_for, predicted_times, record
-from conductor.plan import Plan
 from conductor.policies.base import PlacementPolicy, Prompt, Weighed
-from conductor.prefix import PrefixMap
-from conductor.session import first_distinguishing
+from conductor.prefix import PrefixMap, first_distinguishing
 from conductor.undivided import (
     Reading,
     best_undivided,
-    remote_s_per_block,
     weigh_undivided,
 )
 from kvstore.directory import Directory, Leading
 from protocol.keys import BlockKey, pack_keys
 from protocol.layout import KvLayout
 from protocol.request import PrefixSource
-from protocol.step_budget import CHUNK_SHARE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """What requests without a target of their own are held to, and by which predictions."""
-
-    ttft_slo_s: float
-    tbt_slo_s: float
-    admission: Admission
-    by_priority: bool = False  # whether prompts wait by priority first
-    conditional: bool = False  # whether decode workers may prefill, too
-    chunk_share: float = CHUNK_SHARE
-
-    def of(self, place: Place) -> tuple[float, float]:
-        """TTFT and TBT that this request must meet."""
-        return (
-            self.ttft_slo_s if place.ttft_slo_s is None else place.ttft_slo_s,
-            self.tbt_slo_s if place.tbt_slo_s is None else place.tbt_slo_s,
-        )
 
 
 class _Prefill(NamedTuple):
@@ -122,14 +100,14 @@ class Planner:
         learned: Learned,
         fairness: Fairness,
         policy: PlacementPolicy,
-        targets: Targets,
+        limits: Limits,
     ) -> None:
         self._members = members
         self._directory = directory
         self._learned = learned
         self._fairness = fairness
         self.policy = policy
-        self._targets = targets
+        self._limits = limits
 
     def plan(self, place: Place, now: float) -> Plan:
         """Raises NoWorker when a role has no instance left, InvalidRequest when none could ever serve the prompt."""
@@ -138,14 +116,7 @@ class Planner:
         prefill = self._best_prefill(place, prefills, excluded, layout, now)
         decode = self._best_decode(place, decodes, layout, prefill.ttft_s, now)
         decision = self._decide(place, prefill, decode, now)
-        undivided = self._undivided(prefill, decode, decision, layout, now)
-        if undivided is not None:
-            sooner_than_s = decision.predicted_ttft_s - self._learned.overhead.request_s
-            row = best_undivided(undivided, sooner_than_s=sooner_than_s)
-            if row is not None:
-                return self._undivided_plan(place, prefill, decode, decision, undivided, row, now)
-            decision = replace(decision, undivided_columns=undivided)
-        return Plan(
+        plan = Plan(
             decision=decision,
             prefill=prefill.instance,
             decode=decode.instance,
@@ -161,6 +132,15 @@ class Planner:
             step_s=float(decode.columns.landing_tbt_s[decode.row]),
             foreseen_seqs=decode.foreseen_seqs,
         )
+        undivided = self._undivided(prefill, decode, decision, layout, now)
+        if undivided is None:
+            return plan
+        sooner_than_s = decision.predicted_ttft_s - self._learned.overhead.request_s
+        row = best_undivided(undivided, sooner_than_s=sooner_than_s)
+        plan = plan._replace(decision=replace(decision, undivided_columns=undivided))
+        if row is None:
+            return plan
+        return self._undivided_plan(plan, prefill, decode, undivided, row, layout, now)
 
     def _best_prefill(
         self,
@@ -176,7 +156,7 @@ class Planner:
         leading = self._directory.leading(pack_keys(keys))
         prefixes = PrefixMap(leading, self._members, excluded)
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
-        offers = offers_for(able, prefixes, self._members, layout, now)
+        offers = offers_for(able, prefixes, layout, now)
         own = self._queueing(place, able.table, now)
         offers = offers_in_turn(offers, own, passes_others=self._passes_others(own))
         weighed = self.policy.weigh(prompt, offers)
@@ -201,11 +181,11 @@ class Planner:
         )
 
     def _queueing(self, place: Place, table: PrefillTable, now: float) -> Queueing:
-        priority = place.priority if self._targets.by_priority else 0
+        priority = place.priority if self._limits.by_priority else 0
         return queueing(self._fairness, place.tenant, priority, table.link, now)
 
     def _passes_others(self, own: Queueing) -> bool:
-        return self._targets.by_priority and self._fairness.has_below(own.priority)
+        return self._limits.by_priority and self._fairness.has_below(own.priority)
 
     def _best_decode(
         self, place: Place, able: Able[DecodeTable], layout: KvLayout, ttft_s: float, now: float
@@ -221,14 +201,14 @@ class Planner:
             ),
             lands_at=now + ttft_s,
             num_overtaking=self._learned.overtaking.expected(
-                ttft_s, caution(self._targets.admission)
+                ttft_s, caution(self._limits.admission)
             ),
         )
         outlook = self._members.outlook
         outlook.advance(now)
         columns = weigh_decodes(able.table, outlook, newcomer, now)
-        _, tbt_slo_s = self._targets.of(place)
-        within = judged_tbt_s(self._targets.admission, columns) <= STEP_SHARE * tbt_slo_s
+        _, tbt_slo_s = self._limits.of(place)
+        within = judged_tbt_s(self._limits.admission, columns) <= STEP_SHARE * tbt_slo_s
         row, wait_s = best_decode(columns, able.instances, within, layout.block_size, now)
         return _Decode(able, columns, row, wait_s, newcomer)
 
@@ -239,52 +219,51 @@ class Planner:
     ) -> UndividedColumns | None:
         """All decode instances as those who would read the prompt; None where none may."""
         decodes = decode.able.table
-        if not self._targets.conditional or not decodes.reads_prompts.any():
+        if not self._limits.conditional or not decodes.reads_prompts.any():
             return None
         reading = Reading(
             num_tokens=decision.num_prompt_tokens,
             block_size=layout.block_size,
             best_blocks=prefill.best_blocks,
-            most_step_s=self._targets.chunk_share * self._targets.tbt_slo_s,
+            most_step_s=self._limits.chunk_share * self._limits.tbt_slo_s,
             most_tbt_s=STEP_SHARE * decision.tbt_slo_s,
             most_ttft_s=decision.ttft_slo_s - self._learned.overhead.request_s,
         )
         device_blocks = prefill.prefixes.device_blocks(decodes)
-        remote_s = remote_s_per_block(
-            decodes, prefill.prefixes, self._members, device_blocks, layout.block_bytes, now
+        remote_s = prefill.prefixes.remote_s_per_block(
+            decodes, device_blocks, layout.block_bytes, now
         )
         return weigh_undivided(decodes, decode.columns, reading, device_blocks, remote_s)
 
     def _undivided_plan(
         self,
-        place: Place,
+        divided: Plan,
         prefill: _Prefill,
         decode: _Decode,
-        divided: Decision,
         undivided: UndividedColumns,
         row: int,
+        layout: KvLayout,
         now: float,
     ) -> Plan:
         """`divided`: what would have been done; `row`: of the decode instance that reads the prompt."""
         instance, columns = decode.able.instances[row], decode.columns
-        reuse_blocks, layout = int(undivided.reuse_blocks[row]), self._members.layout
-        assert layout is not None, "a prompt was weighed"
+        reuse_blocks = int(undivided.reuse_blocks[row])
         device_blocks = int(undivided.device_blocks[row])
         sources = prefill.prefixes.sources(instance, device_blocks, reuse_blocks)
         ttft_s = float(undivided.ttft_s[row]) + self._learned.overhead.request_s
+        prefill_s = float(undivided.prefill_s[row])
         decision = replace(
-            divided,
-            undivided_columns=undivided,
+            divided.decision,
             is_undivided=True,
             decode=instance.instance_id,
             rank=0.0,
-            sources=tuple((s.store.instance_id, s.first_block, s.num_blocks) for s in sources),
+            sources=_named(sources),
             predicted_ttft_s=ttft_s,
-            predicted_tbt_s=float(judged_tbt_s(self._targets.admission, columns)[row]),
+            predicted_tbt_s=float(judged_tbt_s(self._limits.admission, columns)[row]),
             predicted_landing_wait_s=0.0,
             rejection=self._claimed(prefill, now),
         )
-        return Plan(
+        return divided._replace(
             decision=decision,
             prefill=instance,
             decode=instance,
@@ -294,14 +273,11 @@ class Planner:
                 ttft_s=ttft_s,
                 queue_s=float(undivided.queue_s[row]),
                 transfer_s=float(undivided.load_s[row]),
-                prefill_s=float(undivided.prefill_s[row]),
+                prefill_s=prefill_s,
             ),
-            prefill_s=float(undivided.prefill_s[row]),
+            prefill_s=prefill_s,
             rank=0.0,
-            queueing=prefill.queueing,
-            uncached_tokens=place.num_prompt_tokens - reuse_blocks * layout.block_size,
-            needed_blocks=decode.newcomer.needed_blocks,
-            block_bytes=layout.block_bytes,
+            uncached_tokens=decision.num_prompt_tokens - reuse_blocks * layout.block_size,
             step_s=float(columns.landing_tbt_s[row]),
             foreseen_seqs=decode._replace(row=row).foreseen_seqs,
         )
@@ -315,8 +291,8 @@ class Planner:
         queue_s = float(prefill.columns.queue_s[prefill.row])
         ttft_s = prefill.ttft_s + max(decode.wait_s - queue_s, 0.0)
         ttft_s += self._learned.overhead.seconds(queue_s)
-        ttft_slo_s, tbt_slo_s = self._targets.of(place)
-        admission = self._targets.admission
+        ttft_slo_s, tbt_slo_s = self._limits.of(place)
+        admission = self._limits.admission
         return Decision(
             request_id=place.request_id,
             decided_at=now,
@@ -334,9 +310,7 @@ class Planner:
             rank=prefill.rank,
             turn=prefill.queueing.turn,
             priority=place.priority,
-            sources=tuple(
-                (s.store.instance_id, s.first_block, s.num_blocks) for s in prefill.sources
-            ),
+            sources=_named(prefill.sources),
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=float(judged_tbt_s(admission, decode.columns)[decode.row]),
             predicted_landing_wait_s=decode.wait_s,
@@ -348,10 +322,10 @@ class Planner:
     def _rejection(
         self, place: Place, prefill: _Prefill, decode: _Decode, ttft_s: float, now: float
     ) -> Rejection | None:
-        admission = self._targets.admission
+        admission = self._limits.admission
         if admission is Admission.NONE:
             return None
-        ttft_slo_s, tbt_slo_s = self._targets.of(place)
+        ttft_slo_s, tbt_slo_s = self._limits.of(place)
         if ttft_s > ttft_slo_s:
             return reject_ttft(prefill.columns, prefill.ttft_s, ttft_s, ttft_slo_s)
         if float(judged_tbt_s(admission, decode.columns)[decode.row]) <= STEP_SHARE * tbt_slo_s:
@@ -367,7 +341,7 @@ class Planner:
 
     def _claimed(self, prefill: _Prefill, now: float) -> Rejection | None:
         """Both objectives are kept, but somebody who has had less than this tenant may have a claim."""
-        if self._targets.admission is Admission.NONE:
+        if self._limits.admission is Admission.NONE:
             return None
         return reject_claimed(self._fairness.claimed_until(prefill.queueing.turn, now), now)
 
@@ -386,7 +360,7 @@ class Planner:
                 if place.session_id is None
                 else place.session_id.encode()
             )
-        ttft_slo_s, _ = self._targets.of(place)
+        ttft_slo_s, _ = self._limits.of(place)
         return Prompt(
             place.num_prompt_tokens,
             layout.block_size,
@@ -395,3 +369,8 @@ class Planner:
             session,
             ttft_slo_s,
         )
+
+
+def _named(sources: Sequence[PrefixSource]) -> tuple[tuple[str, int, int], ...]:
+    """As the record has them."""
+    return tuple((s.store.instance_id, s.first_block, s.num_blocks) for s in sources)

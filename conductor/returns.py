@@ -1,11 +1,11 @@
-"""Who was rejected for load and told when to come back: so that who obeys is let in. Pure; `now` in monotonic seconds.
+"""When rejected requests should come back, so that those that obey are let in. Pure; `now` in monotonic seconds.
 
 Under lasting overload a rejected request that returns meets as many newcomers as before, and would be rejected again
-however long it waited. So each rejection takes the next free place in a queue that exists on paper only
-(`conductor.places`): its `Retry-After` is the moment at which all who are to come before it have been served, at the
-pace at which requests are let in. Until these have come, newcomers are let in only while there is room to spare
-(`NEWCOMER_TTFT_SHARE`), which is what is left when some do not return; that they do not is learned, and who asks then
-gets a place between theirs. In teletraffic this is trunk reservation for overflow.
+however long it waited. So each rejection takes the next free place in a queue that exists on paper only (`Places`): its
+`Retry-After` is the moment at which all requests before it have been served, at the pace at which requests are let in.
+Until these have come, newcomers are let in only while there is room to spare (`NEWCOMER_TTFT_SHARE`), which is what is
+left when some do not return. The share that returns is learned, and a later rejection gets a place between theirs. In
+teletraffic this is trunk reservation for overflow.
 
 A request is known again by its ticket, a digest of what was asked and by whom, which needs nothing of the client. Who
 asks again before its time keeps its place and gains nothing.
@@ -16,12 +16,12 @@ asks again before its time keeps its place and gains nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from conductor.admission import FOR_LOAD, RETURNS_FIRST, STEP_SHARE
 from conductor.decision import Decision, Rejection
-from conductor.places import Places
 
 NEWCOMER_TTFT_SHARE = 0.25
 """Of what the TTFT objective leaves for a queue, how much may be there for a newcomer to be let in while others are to
@@ -40,16 +40,68 @@ EARLY_S = 0.1
 GRACE_S = 10.0
 """The rounding, a slow client's start, and a second try after a lost reply."""
 MAX_PROMISES = 100_000
-_MEMORY = (
-    256  # observations: gaps differ by as much as their mean, and who comes is one of four or not
-)
+# Observations: gaps differ by as much as their mean, and who comes is one of four or not.
+_MEMORY = 256
 _GUESS = 16  # observations that what is believed at first, or from another time, counts as
 _LEAST_SHARE = 0.05
 
 
+class Places:
+    """The queue on paper: how many have a place in each second that comes.
+
+    A place takes as much of a second as its request is *expected* to take. That changes after places were given away:
+    where it turns out that one of four comes, three quarters of all that was promised is free again, and the next
+    rejection gets a place between those that are there. They keep theirs, since `Retry-After` was told. A place longer
+    than a second keeps the seconds behind it free.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[int, int] = defaultdict(int)  # by second; those that are over go
+        self._second = 0  # of the last call
+        self._carried_s = 0.0  # what those that are over take of it and what follows
+        self._first = 0  # the first second that may have room, as of the beginning of `_second`
+        self._left_s = 0.0  # what those before `_first` leave to it
+
+    def take(self, earliest_at: float, place_s: float, now: float) -> float:
+        """The end of the first free place of `place_s` that ends no sooner than `earliest_at`; it is taken."""
+        self._turn_to(int(now), place_s)
+        second, left_s = self._first, self._left_s
+        while True:
+            count = self._counts.get(second, 0)
+            begun_s = left_s + count * place_s
+            if second == self._second:
+                begun_s = max(begun_s, now - second)
+            has_room = begun_s + place_s <= max(1.0, place_s)
+            if has_room and earliest_at <= second + 1:
+                break
+            second, left_s = second + 1, max(0.0, begun_s - 1.0)
+            if not has_room:  # nor will it have any before the next turn
+                self._first, self._left_s = second, left_s
+        self._counts[second] += 1
+        return max(earliest_at, second + begun_s + place_s)
+
+    def clear(self) -> None:
+        """Nobody has a place any more."""
+        self._counts.clear()
+        self._first, self._left_s, self._carried_s = self._second, 0.0, 0.0
+
+    def _turn_to(self, second: int, place_s: float) -> None:
+        """Once a second all is looked at again: places may have become shorter. What those of the seconds that are over
+        still take of this one stays taken."""
+        if second == self._second:
+            return
+        at, left_s = self._second, self._carried_s
+        for past in sorted(each for each in self._counts if each < second):
+            left_s = max(0.0, left_s - (past - at)) + self._counts.pop(past) * place_s
+            at = past
+        self._carried_s = max(0.0, left_s - (second - at))
+        self._second = self._first = second
+        self._left_s = self._carried_s
+
+
 @dataclass(slots=True)
 class Mean:
-    """Of all that was seen; in the long run, of about the last `_MEMORY`."""
+    """Mean of all that was seen; in the long run, of about the last `_MEMORY`."""
 
     value: float
     weight: int = _GUESS

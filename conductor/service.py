@@ -22,9 +22,7 @@ from conductor.config import ConductorConfig
 from conductor.events import (
     Action,
     Away,
-    CopyDue,
     Deregistered,
-    DropDue,
     Event,
     HeartbeatSeen,
     InstanceJoined,
@@ -40,17 +38,17 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
-from conductor.gateways import SeenGateways
 from conductor.leadership.standby import STOP_GRACE_S, SoleLeadership, serve_among_others
-from conductor.replication.commands import ReplicaCommands, ReplicaMetrics
 from conductor.roles.commands import RoleCommands
 from conductor.state import ConductorState
+from conductor.view import SeenGateways
 from protocol.garbage import seldom_collected
 from protocol.ids import Role
 from protocol.logs import of
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
 from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
+from protocol.request import Placement
 from protocol.rpc import Channels, RpcServer, failure_to_wire
 from protocol.scraping import process_registry, serve_metrics
 from protocol.tracing import NoTracer, Tracer, tracing
@@ -71,17 +69,15 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         metrics: SchedulerMetrics,
         clock: Callable[[], float] = time.monotonic,
         role_commands: RoleCommands | None = None,
-        replica_commands: ReplicaCommands | None = None,
         tracer: Tracer | None = None,
         away_after_s: float = math.inf,
     ) -> None:
-        """Commands: needed where the state changes roles, or has stores copy. `away_after_s`: housekeeping that is so
-        late tells that this process was stopped, or its machine stood still."""
+        """`role_commands`: needed where the state changes roles. `away_after_s`: when housekeeping is so late, this
+        process was stopped, or its machine stood still."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
         self._role_commands = role_commands
-        self._replica_commands = replica_commands
         self._tracer = tracer or NoTracer()
         self._gateways = SeenGateways()
         self._away_after_s = away_after_s
@@ -112,8 +108,6 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     ) -> conductor_pb2.PlaceReply:
         began_at = self._clock()
         reply = self._handle(wire.place_from_wire(request), request.request_id)[-1]
-        if log.isEnabledFor(logging.DEBUG):
-            _log_decision(reply, request.request_id)
         if request.traceparent:
             self._trace(request.traceparent, reply, began_at)
         match reply:
@@ -219,8 +213,12 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         match action:
             case Placed():
                 self._metrics.placements.inc()
+                _log_placement(action.placement)
             case Rejected():
                 self._metrics.rejections.labels(action.reason).inc()
+                if log.isEnabledFor(logging.DEBUG):
+                    text = "rejected: %s; it may come back in %.1f s"
+                    log.debug(text, action.reason, action.retry_after_s, extra=of(request_id))
             case Refused():
                 whose = of(request_id) if request_id else None
                 log.info("refused: %s", action.error.message, extra=whose)
@@ -236,26 +234,9 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 log.info("%s should become a %s worker", action.endpoint.instance_id, action.role)
                 if self._role_commands is not None:
                     self._role_commands.send(action)
-            case CopyDue() | DropDue():
-                self._command(action)
             case PlacementForgotten():
                 whose = of(action.request_id)
                 log.warning("nobody reported the end of %s", action.request_id, extra=whose)
-
-    def _command(self, due: CopyDue | DropDue) -> None:
-        commands = self._replica_commands
-        match due:
-            case CopyDue():
-                log.info(
-                    "%s copies %d blocks: their absence cost %.2f s lately, copying takes %.2f s",
-                    due.target.instance_id, len(due.keys), due.saved_s, due.cost_s,
-                )  # fmt: skip
-                if commands is not None:
-                    commands.copy(due, self._handle)
-            case DropDue():
-                log.info("%s drops %d cold replicas", due.store.instance_id, len(due.keys))
-                if commands is not None:
-                    commands.drop(due)
 
     def _gauge(self) -> None:
         view = self._state.cluster(self._clock())
@@ -265,20 +246,14 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         for term, accuracy in view.ttft_accuracy.items():
             for quantile, error in (("0.5", accuracy.p50), ("0.9", accuracy.p90)):
                 self._metrics.ttft_error_ratio.labels(term.value, quantile).set(error)
-        self._metrics.replicas.set(self._state.num_replicas)
         self._metrics.indexed_blocks.set(sum(i.indexed_blocks for i in view.instances))
 
 
-def _log_decision(reply: Action, request_id: str) -> None:
-    match reply:
-        case Placed(placement=placement):
-            text = "placed: %s, then %s; first token predicted in %.3f s"
-            prefill, decode = placement.prefill.instance_id, placement.decode.instance_id
-            predicted_s = placement.predicted_ttft_s
-            log.debug(text, prefill, decode, predicted_s, extra=of(request_id))
-        case Rejected(reason=reason, retry_after_s=retry_after_s):
-            text = "rejected: %s; it may come back in %.1f s"
-            log.debug(text, reason, retry_after_s, extra=of(request_id))
+def _log_placement(placement: Placement) -> None:
+    if log.isEnabledFor(logging.DEBUG):
+        text = "placed: %s, then %s; first token predicted in %.3f s"
+        named = (placement.prefill.instance_id, placement.decode.instance_id)
+        log.debug(text, *named, placement.predicted_ttft_s, extra=of(placement.request_id))
 
 
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
@@ -288,19 +263,14 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     _begin(metrics, config)
     config.policy()  # says what is wrong before anything is served
     config.roles()
-    config.replication_terms()
     commands = RoleCommands(Channels(config.cluster_token, config.tls()))
-    copies = ReplicaCommands(Channels(config.cluster_token, config.tls()), ReplicaMetrics(registry))
 
     def fresh() -> ConductorService:
-        state = ConductorState(
-            config.policy(), config.limits(), config.roles(), config.replication_terms()
-        )
+        state = ConductorState(config.policy(), config.limits(), config.roles())
         return ConductorService(
             state,
             metrics,
             role_commands=commands,
-            replica_commands=copies,
             tracer=tracer,
             away_after_s=config.lease_s / 2,
         )
@@ -317,7 +287,6 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
                 await serve_among_others(config, config.registry, lifecycle, fresh, registry)
         finally:
             await commands.close()
-            await copies.close()
 
 
 def _begin(metrics: SchedulerMetrics, config: ConductorConfig) -> None:
@@ -336,6 +305,7 @@ async def _serve_alone(
 ) -> None:
     server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    server.add_lean("Conductor", service)
     # For those who were told several addresses at which it may be.
     leadership_pb2_grpc.add_LeadershipServicer_to_server(SoleLeadership(), server.grpc)
     serve_metrics(server.grpc, config.instance_id, registry)

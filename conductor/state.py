@@ -18,11 +18,8 @@ from conductor.events import (
     Action,
     Away,
     BlockChanges,
-    CopyDue,
-    CopySettled,
     Deregister,
     Deregistered,
-    DropDue,
     Event,
     Heartbeat,
     HeartbeatSeen,
@@ -45,16 +42,14 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
-from conductor.fading import Fading
 from conductor.fairness.shares import Fairness
 from conductor.flights import Flight, Flights, outcome
-from conductor.learned import Learned
+from conductor.learned import Fading, Learned
 from conductor.limits import Limits
 from conductor.members import Instance, Members
-from conductor.placement import Planner, Targets
+from conductor.placement import Planner
 from conductor.policies import make_builtin
 from conductor.policies.base import PlacementPolicy
-from conductor.replication.planner import Replication, ReplicationTerms
 from conductor.returns import Returns
 from conductor.roles.controller import RoleController
 from conductor.roles.loads import RoleLoads
@@ -73,33 +68,19 @@ class ConductorState:
         policy: PlacementPolicy,
         limits: Limits,
         roles: RoleController | None = None,
-        replication: ReplicationTerms | None = None,
     ) -> None:
-        """`roles`: None = workers keep theirs; `replication`: None = stores are told of no copies."""
+        """`roles`: None = workers keep theirs."""
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
         self._learned = Learned()
-        self._targets = Targets(
-            ttft_slo_s=limits.ttft_slo_s,
-            tbt_slo_s=limits.tbt_slo_s,
-            admission=limits.admission,
-            by_priority=limits.by_priority,
-            conditional=limits.conditional,
-            chunk_share=limits.chunk_share,
-        )
         self._fairness = Fairness(limits.tenant_weights)
         self._planner = Planner(
-            self._members, self._directory, self._learned, self._fairness, policy, self._targets
+            self._members, self._directory, self._learned, self._fairness, policy, limits
         )
         self._returns = Returns()
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
-        self._replication = (
-            None
-            if replication is None
-            else Replication(self._members, self._directory, replication)
-        )
         self._fading = Fading(self._members, self._learned)
         self._role_loads = RoleLoads(
             self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
@@ -131,14 +112,12 @@ class ConductorState:
                 return self._deregister(event)
             case SwitchPolicy():
                 return [self._switch(event)]
-            case CopySettled():
-                return self._settle_copy(event, now)
             case Away():
                 self._members.excuse(event.seconds, now)
                 return []
             case Tick():
                 self._fading.look(now)
-                return [*self._change_roles(now), *self._replicate(now)]
+                return self._change_roles(now)
 
     # ---- membership
 
@@ -212,8 +191,6 @@ class ConductorState:
     def _remove(self, instance: Instance, reason: Removal) -> InstanceRemoved:
         if instance.role is not Role.STORE:
             self._fairness.lost(instance.link)
-        if self._replication is not None:
-            self._replication.forget(instance.instance_id)
         self._members.remove(instance)
         self._directory.drop(instance.instance_id)
         return InstanceRemoved(instance_id=instance.instance_id, role=instance.role, reason=reason)
@@ -235,14 +212,6 @@ class ConductorState:
         assert worker is not None, "loads are of members"
         return [RoleChangeDue(endpoint=worker.endpoint, role=change.role)]
 
-    def _replicate(self, now: float) -> Sequence[CopyDue | DropDue]:
-        return [] if self._replication is None else self._replication.plan(now)
-
-    def _settle_copy(self, event: CopySettled, now: float) -> list[Action]:
-        if self._replication is not None:
-            self._replication.settled(event, now)
-        return []
-
     def _switch(self, event: SwitchPolicy) -> PolicySwitched:
         try:
             policy = make_builtin(event.name, event.balancing_threshold, event.seed)
@@ -259,9 +228,6 @@ class ConductorState:
         decision = plan.decision
         if self._limits.admission is not Admission.NONE:
             decision = self._returns.judged(decision, event.ticket, now)
-        if self._replication is not None and not decision.is_undivided:
-            self._replication.observe(decision, event.block_keys, now)
-            decision = self._replication.noted(decision, event.block_keys)
         self._decisions.record(decision, event.client_id)
         if decision.rejection is not None:
             self._fading.refused()
@@ -292,7 +258,7 @@ class ConductorState:
     def _claim(self, event: Place, rejection: Rejection, now: float) -> None:
         """Who was rejected for load may be next. Not who asks for more than others are held to: it could claim all the
         time."""
-        ttft_slo_s, tbt_slo_s = self._targets.of(event)
+        ttft_slo_s, tbt_slo_s = self._limits.of(event)
         is_usual = ttft_slo_s >= self._limits.ttft_slo_s and tbt_slo_s >= self._limits.tbt_slo_s
         if rejection.reason in FOR_LOAD and is_usual:
             self._fairness.claim(event.tenant, now, rejection.retry_after_s)
@@ -327,11 +293,6 @@ class ConductorState:
     @property
     def decisions(self) -> DecisionLog:
         return self._decisions
-
-    @property
-    def num_replicas(self) -> int:
-        """Blocks that stores hold, or are about to, because they were told to copy them."""
-        return 0 if self._replication is None else self._replication.num_replicas
 
     def ttft_accuracy(self) -> Mapping[Term, TermAccuracy]:
         """How good predictions were lately, of the terms that were observed."""
@@ -377,8 +338,6 @@ class ConductorState:
         self._learned.validate()
         self._fairness.validate()
         self._role_loads.validate()
-        if self._replication is not None:
-            self._replication.validate()
 
 
 def _observed(event: Report, flight: Flight) -> TtftObserved:

@@ -1,8 +1,14 @@
-"""Prefixes on their way from store nodes to prefill instances, as the book of flows sees them.
+"""Prefixes on their way from store nodes to workers, and how long new ones take beside them. Pure; knows no policy.
 
-A placement's reads begin with it and are over with its first token or its end; what should have arrived before that
-delays nobody any more (`conductor.cost.transfer`). An endpoint keeps its row of the book as long as it is a member; its
-table says which (`link`). Pure; knows no policy.
+A placement's reads are flows from its decision to its first token or its end. Each link is shared equally by the flows
+on it, and a flow moves at the lesser share of its two ends, never faster than its pair does alone. A flow whose bytes
+should all have arrived delays nobody any more, so a lost report costs nothing. A new flow's time is that of its
+busiest link, where it and every flow there get equal shares until it is done:
+
+    t(b) = max(b / pair, (b + Σ_out min(left, b)) / out, (b + Σ_in min(left, b)) / in)
+
+exact where one link is the bottleneck of all its flows and nothing comes later. The arithmetic is
+`conductor.native.flows`; rates are those of `conductor.cost.bandwidth`.
 """
 
 from __future__ import annotations
@@ -14,24 +20,34 @@ import numpy as np
 
 from conductor.columns import Floats, Ints
 from conductor.cost.bandwidth import Bandwidths
-from conductor.cost.transfer import TransferBook
+from conductor.native.flows import ALONE, FLOW_COLUMNS, INTO, LEFT, OUT, flow_kernel
 from protocol.ids import RequestId
 
-# The book's clock ticks this coarsely: moving all flows on costs as much as a placement, and a prefix takes longer.
+# The clock ticks this coarsely: moving all flows on costs as much as a placement, and a prefix takes longer.
 TICK_S = 0.005
 _HOST_MASK = (1 << 62) - 1  # of a digest, to fit into a column of signed numbers
+_FIRST_ROWS = 32
+
+_Key = tuple[RequestId, int]
 
 
 class Transfers:
-    """Of all requests in flight."""
+    """Flows of all requests in flight, a row each. Times are monotonic seconds and never go back.
+
+    An endpoint has a number, its `link`, for as long as it is a member; its table says which.
+    """
 
     def __init__(self) -> None:
-        self._bandwidths = Bandwidths()
-        self._book = TransferBook(self._bandwidths)
+        self._rates = Bandwidths()
         self._free: list[int] = []
         self._num_links = 0
+        self._rows = np.zeros((_FIRST_ROWS, FLOW_COLUMNS))
+        self._keys: list[_Key] = []  # by row
+        self._row: dict[_Key, int] = {}
         self._reads: dict[RequestId, int] = {}  # how many flows a request has
-        self._ended: list[tuple[RequestId, int]] = []  # flows that the book still has
+        self._ended: list[_Key] = []  # flows that still have rows
+        self._now = 0.0
+        self._kernel = flow_kernel()
 
     def join(self, host: int, bytes_per_s: float, local_bytes_per_s: float) -> int:
         """The link of a new endpoint. `host`: a digest; rates as registered, 0 = not measured."""
@@ -39,65 +55,92 @@ class Transfers:
             self._free.append(self._num_links)
             self._num_links += 1
         link = self._free.pop()
-        self._book.join(link, host & _HOST_MASK, bytes_per_s or None, local_bytes_per_s or None)
+        self._rates.join(link, host & _HOST_MASK, bytes_per_s, local_bytes_per_s)
         return link
 
     def leave(self, link: int) -> None:
         """The endpoint is gone, and with it what was on its way."""
-        self._book.leave(link)
+        ends = self._used()[:, (OUT, INTO)] // 2
+        touching = np.flatnonzero((ends == link).any(axis=1))
+        for key in [self._keys[row] for row in touching.tolist()]:
+            self._discard(key)
+        self._rates.leave(link)
         self._free.append(link)
 
     def begin(
         self, request_id: RequestId, reads: Sequence[tuple[int, float]], target: int, now: float
     ) -> None:
-        """`reads`: link and bytes of each source."""
+        """`reads`: link and bytes of each source. No flow of this request is under way."""
         if not reads:
             return
-        self._clear(now)
+        self._move_to(now)
         for number, (source, nbytes) in enumerate(reads):
-            self._book.begin((request_id, number), source, target, nbytes, _tick(now))
+            if source != target and nbytes > 0:
+                self._add((request_id, number), source, target, nbytes)
         self._reads[request_id] = len(reads)
 
     def end(self, request_id: RequestId) -> None:
-        """Its prefix is there, or nobody wants it any more. Unknown ones are ignored."""
+        """Its prefix is there, or nobody wants it any more. Unknown ones are ignored. When the first token comes says
+        nothing of when the bytes came, so that no rate is learned from it."""
         self._ended += ((request_id, number) for number in range(self._reads.pop(request_id, 0)))
 
     def seconds(self, source: int, targets: Ints, nbytes: Floats, now: float) -> Floats:
-        """From one endpoint to each of others as if it were the only new flow; shapes [N]."""
-        self._clear(now)
-        if len(self._book):
-            return self._book.seconds(source, targets, nbytes, _tick(now))
-        return nbytes / self._bandwidths.alone(source, targets)
+        """From one endpoint to each of different others as if it were the only new flow; shapes [N]. Nothing to move,
+        and moving to itself, take no time."""
+        self._move_to(now)
+        rates = self._rates
+        return self._kernel.seconds(
+            self._used(), rates.all_links(), source, targets, nbytes, rates.measured(source)
+        )
 
     def measured(self, source: int, target: int, nbytes: float, seconds: float) -> None:
         """An instance saw so many bytes pass in so much time, in which some were always under way."""
-        self._bandwidths.observe(source, target, nbytes, seconds)
+        self._rates.observe(source, target, nbytes, seconds)
 
-    def alone_between(self, source: int, target: int) -> float:
+    def alone(self, source: int, target: int) -> float:
         """Bytes per second without other traffic."""
-        return self._bandwidths.alone_between(source, target)
+        return self._rates.alone(source, target)
 
-    def _clear(self, now: float) -> None:
-        """Takes out what has ended since the last question: all at once, since each change of the book costs a pass."""
+    def _move_to(self, now: float) -> None:
+        """Also takes out what has ended since the last question."""
+        tick = math.floor(now / TICK_S) * TICK_S
+        if tick > self._now:
+            if self._keys:
+                self._kernel.advance(self._used(), self._rates.all_links(), tick - self._now)
+            self._now = tick
         for key in self._ended:
-            # Not the book's `end`: when the first token comes says nothing of when the bytes came.
-            self._book.abandon(key, _tick(now))
+            self._discard(key)
         self._ended.clear()
 
+    def _used(self) -> Floats:
+        return self._rows[: len(self._keys)]
+
+    def _add(self, key: _Key, source: int, target: int, nbytes: float) -> None:
+        row = len(self._keys)
+        if row == len(self._rows):
+            self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)))
+        self._row[key] = row
+        self._keys.append(key)
+        links, alone = self._rates.links_between(source, target), self._rates.alone(source, target)
+        self._rows[row] = (*links, nbytes, alone)
+
+    def _discard(self, key: _Key) -> None:
+        """The last flow takes its row. Unknown ones are ignored."""
+        row = self._row.pop(key, None)
+        if row is None:
+            return
+        last_key = self._keys.pop()
+        if row < len(self._keys):
+            self._keys[row] = last_key
+            self._row[last_key] = row
+            self._rows[row] = self._rows[len(self._keys)]
+
     def validate(self) -> None:
-        self._book.validate()
-        assert len(self._book) <= sum(self._reads.values()) + len(self._ended)
+        rows = self._used()
+        assert self._row == {key: row for row, key in enumerate(self._keys)}
+        assert (rows[:, LEFT] >= 0.0).all()
+        assert (rows[:, ALONE] > 0.0).all()
+        self._rates.validate()
+        assert len(self._keys) <= sum(self._reads.values()) + len(self._ended)
         assert sorted(set(self._free)) == sorted(self._free), "a link was given back twice"
         assert all(0 <= link < self._num_links for link in self._free)
-
-
-def _tick(now: float) -> float:
-    return math.floor(now / TICK_S) * TICK_S
-
-
-def seconds_per_block(
-    transfers: Transfers, source: int, targets: Ints, missing: Ints, block_bytes: int, now: float
-) -> Floats:
-    """Predicted for the missing blocks of each target together, each one's share of it; shape [N]."""
-    blocks = np.maximum(missing, 1).astype(np.float64)
-    return transfers.seconds(source, targets, blocks * block_bytes, now) / blocks

@@ -16,9 +16,6 @@ import numpy as np
 
 from conductor.columns import DecodeTable, Floats, Ints
 from conductor.decision import DecodeColumns, UndividedColumns
-from conductor.members import Members
-from conductor.prefix import PrefixMap
-from conductor.transfers import seconds_per_block
 from protocol.step_budget import LEAST_CHUNK
 
 
@@ -81,19 +78,3 @@ def best_undivided(columns: UndividedColumns, *, sooner_than_s: float) -> int | 
         return None
     best = int(np.where(columns.keeps_slo, columns.ttft_s, np.inf).argmin())
     return best if columns.ttft_s[best] < sooner_than_s else None
-
-
-def remote_s_per_block(
-    decodes: DecodeTable,
-    prefixes: PrefixMap,
-    members: Members,
-    device_blocks: Ints,
-    block_bytes: int,
-    now: float,
-) -> Floats:
-    """From the best store, beside all that is on its way: each block's share of those that an instance lacks."""
-    missing = prefixes.best_blocks - device_blocks
-    if prefixes.best_store is None or not np.count_nonzero(missing > 0):
-        return np.zeros(len(decodes))
-    source = int(members.stores.link[prefixes.best_store])
-    return seconds_per_block(members.transfers, source, decodes.link, missing, block_bytes, now)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Literal
+from typing import Any
 
 from conductor.events import (
     NO_STEPS,
@@ -21,11 +20,10 @@ from conductor.events import (
     SwitchPolicy,
     Traffic,
 )
-from conductor.gateways import GatewayView
 from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
-from conductor.view import ClusterView, InstanceView
+from conductor.view import ClusterView, GatewayView, InstanceView
 from protocol.errors import InvalidRequest
-from protocol.ids import InstanceId, RequestId, Role
+from protocol.ids import InstanceId, Role
 from protocol.keys import BlockKey, unpack_keys
 from protocol.pb import conductor_pb2
 from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
@@ -33,14 +31,14 @@ from protocol.wire import (
     decode_profile_from_wire,
     endpoint_from_wire,
     endpoint_to_wire,
+    from_message,
     layout_from_wire,
     layout_to_wire,
     prefill_profile_from_wire,
     role_from_wire,
     role_to_wire,
+    to_message,
 )
-
-_Times = Literal["queue_s", "transfer_s", "prefill_s"]
 
 _PHASES = {
     conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN: Phase.FIRST_TOKEN,
@@ -59,57 +57,46 @@ def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
         layout = layout_from_wire(message.layout) if message.HasField("layout") else None
     except (KeyError, ValueError) as error:
         raise InvalidRequest(f"role or KV layout: {error}") from error
-    return Register(
+    return from_message(
+        Register,
+        message,
         endpoint=endpoint_from_wire(message.endpoint),
         role=role,
         layout=layout if role is not Role.STORE else None,
-        fingerprint=message.fingerprint,
-        num_blocks=message.num_blocks,
         prefill_profile=_prefill_profile(message),
         decode_profile=_decode_profile(message),
         home_store=InstanceId(message.home_store) if message.home_store else None,
-        max_num_seqs=message.max_num_seqs,
-        max_model_len=message.max_model_len,
         bytes_per_s=_rate("transfer_bytes_per_s", message.transfer_bytes_per_s),
         local_bytes_per_s=_rate("local_bytes_per_s", message.local_bytes_per_s),
-        can_switch_role=message.can_switch_role,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        reads_prompts=message.reads_prompts,
     )
 
 
 def heartbeat_from_wire(message: conductor_pb2.HeartbeatRequest) -> Heartbeat:
     """Raises InvalidRequest for keys of a wrong length."""
-    return Heartbeat(
-        instance_id=InstanceId(message.instance_id),
-        epoch=message.epoch,
+    return from_message(
+        Heartbeat,
+        message,
         load=_load(message.load),
         changes=_changes(message.events) if message.HasField("events") else None,
-        draining=message.draining,
     )
 
 
 def deregister_from_wire(message: conductor_pb2.DeregisterRequest) -> Deregister:
-    return Deregister(instance_id=InstanceId(message.instance_id), epoch=message.epoch)
+    return from_message(Deregister, message)
 
 
 def place_from_wire(message: conductor_pb2.PlaceRequest) -> Place:
     """Raises InvalidRequest for keys of a wrong length or a missing id."""
     if not message.request_id:
         raise InvalidRequest("a request is placed with a request_id")
-    return Place(
-        request_id=RequestId(message.request_id),
+    return from_message(
+        Place,
+        message,
         block_keys=tuple(_keys(message.block_keys)),
-        num_prompt_tokens=message.num_prompt_tokens,
-        max_tokens=message.max_tokens,
         ttft_slo_s=message.ttft_slo_s or None,
         tbt_slo_s=message.tbt_slo_s or None,
-        priority=message.priority,
-        tenant=message.tenant,
         excluded_instances=frozenset(message.excluded_instances),
         session_id=message.session_id or None,
-        client_id=message.client_id,
-        ticket=message.ticket,
     )
 
 
@@ -118,159 +105,66 @@ def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
     phase = _PHASES.get(message.phase)
     if phase is None:
         raise InvalidRequest("a report names its phase")
-    return Report(
-        request_id=RequestId(message.request_id),
-        phase=phase,
-        elapsed_s=message.elapsed_s,
-        cached_tokens=message.cached_tokens,
-        output_tokens=message.output_tokens,
-        queue_s=_seconds(message, "queue_s"),
-        transfer_s=_seconds(message, "transfer_s"),
-        prefill_s=_seconds(message, "prefill_s"),
-    )
+    times = {name: _seconds(message, name) for name in ("queue_s", "transfer_s", "prefill_s")}
+    return from_message(Report, message, phase=phase, **times)
 
 
 def switch_from_wire(message: conductor_pb2.SetPolicyRequest) -> SwitchPolicy:
-    return SwitchPolicy(
-        name=message.name,
-        balancing_threshold=message.balancing_threshold or DEFAULT_BALANCING_THRESHOLD,
-        seed=message.seed,
-    )
+    threshold = message.balancing_threshold or DEFAULT_BALANCING_THRESHOLD
+    return from_message(SwitchPolicy, message, balancing_threshold=threshold)
 
 
 def rejected_to_wire(rejected: Rejected) -> conductor_pb2.Overloaded:
-    return conductor_pb2.Overloaded(
-        predicted_ttft_s=rejected.predicted_ttft_s,
-        predicted_tbt_s=rejected.predicted_tbt_s,
-        retry_after_s=rejected.retry_after_s,
-        reason=rejected.reason,
-    )
+    return to_message(conductor_pb2.Overloaded, rejected)
 
 
 def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
-    return conductor_pb2.ClusterView(
-        instances=_instances(view.instances),
+    return to_message(
+        conductor_pb2.ClusterView,
+        view,
+        instances=[_instance_to_wire(each) for each in view.instances],
         layout=layout_to_wire(view.layout) if view.layout is not None else None,
-        fingerprint=view.fingerprint or "",
-        max_model_len=view.max_model_len,
-        ready=view.ready,
-        ttft_slo_s=view.ttft_slo_s,
-        tbt_slo_s=view.tbt_slo_s,
         ttft_accuracy=[
-            conductor_pb2.TtftAccuracy(
-                term=term.value,
-                num_observed=accuracy.num_observed,
-                p50=accuracy.p50,
-                p90=accuracy.p90,
-                bias=accuracy.bias,
-            )
+            to_message(conductor_pb2.TtftAccuracy, accuracy, term=term.value)
             for term, accuracy in view.ttft_accuracy.items()
         ],
     )
 
 
 def gateway_from_wire(message: conductor_pb2.GatewayView) -> GatewayView:
-    return GatewayView(
-        instance_id=message.instance_id,
-        rpc_address=message.rpc_address,
-        host=message.host,
-        num_requests=message.num_requests,
-    )
+    return from_message(GatewayView, message)
 
 
 def gateway_to_wire(view: GatewayView) -> conductor_pb2.GatewayView:
-    return conductor_pb2.GatewayView(
-        instance_id=view.instance_id,
-        rpc_address=view.rpc_address,
-        host=view.host,
-        num_requests=view.num_requests,
+    return to_message(conductor_pb2.GatewayView, view)
+
+
+def _instance_to_wire(view: InstanceView) -> conductor_pb2.InstanceView:
+    return to_message(
+        conductor_pb2.InstanceView,
+        view,
+        endpoint=endpoint_to_wire(view.endpoint),
+        role=role_to_wire(view.role),
+        load=_load_to_wire(view.load),
+        last_heard_s=view.silent_s,
     )
 
 
-def _instances(views: Iterable[InstanceView]) -> list[conductor_pb2.InstanceView]:
-    return [
-        conductor_pb2.InstanceView(
-            endpoint=endpoint_to_wire(view.endpoint),
-            role=role_to_wire(view.role),
-            load=_load_to_wire(view.load),
-            num_blocks=view.num_blocks,
-            draining=view.draining,
-            last_heard_s=view.silent_s,
-            indexed_blocks=view.indexed_blocks,
-            can_switch_role=view.can_switch_role,
-            need=view.need,
-            use=view.use,
-        )
-        for view in views
-    ]
-
-
 def _load_to_wire(load: Load) -> conductor_pb2.Load:
-    return conductor_pb2.Load(
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        free_blocks=load.free_blocks,
-        held_blocks=load.held_blocks,
-        leased_blocks=load.leased_blocks,
-        context_tokens=load.context_tokens,
-        queued_tokens=load.queued_tokens,
-        num_preemptions=load.num_preemptions,
-        traffic=[
-            conductor_pb2.Traffic(
-                peer=each.peer,
-                read_bytes=each.read_bytes,
-                read_s=each.read_s,
-                written_bytes=each.written_bytes,
-                written_s=each.written_s,
-            )
-            for each in load.traffic
-        ],
-        steps=conductor_pb2.Steps(
-            num_steps=load.steps.num_steps,
-            seconds=load.steps.seconds,
-            sequences=load.steps.sequences,
-            context_tokens=load.steps.context_tokens,
-        ),
-        free_bytes=load.free_bytes,
-        capacity_bytes=load.capacity_bytes,
-        num_blocks=load.num_blocks,
+    return to_message(
+        conductor_pb2.Load,
+        load,
+        traffic=[to_message(conductor_pb2.Traffic, each) for each in load.traffic],
+        steps=to_message(conductor_pb2.Steps, load.steps),
     )
 
 
 def _load(load: conductor_pb2.Load) -> Load:
-    return Load(
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        free_blocks=load.free_blocks,
-        held_blocks=load.held_blocks,
-        leased_blocks=load.leased_blocks,
-        context_tokens=load.context_tokens,
-        queued_tokens=load.queued_tokens,
-        num_preemptions=load.num_preemptions,
-        traffic=tuple(map(_traffic, load.traffic)),
-        steps=_steps(load.steps) if load.HasField("steps") else NO_STEPS,
-        free_bytes=load.free_bytes,
-        capacity_bytes=load.capacity_bytes,
-        num_blocks=load.num_blocks,
-    )
-
-
-def _traffic(traffic: conductor_pb2.Traffic) -> Traffic:
-    return Traffic(
-        peer=InstanceId(traffic.peer),
-        read_bytes=traffic.read_bytes,
-        read_s=traffic.read_s,
-        written_bytes=traffic.written_bytes,
-        written_s=traffic.written_s,
-    )
-
-
-def _steps(steps: conductor_pb2.Steps) -> Steps:
-    return Steps(
-        num_steps=steps.num_steps,
-        seconds=steps.seconds,
-        sequences=steps.sequences,
-        context_tokens=steps.context_tokens,
+    return from_message(
+        Load,
+        load,
+        traffic=tuple(from_message(Traffic, each) for each in load.traffic),
+        steps=from_message(Steps, load.steps) if load.HasField("steps") else NO_STEPS,
     )
 
 
@@ -312,7 +206,7 @@ def _rate(name: str, bytes_per_s: float) -> float:
     return bytes_per_s
 
 
-def _seconds(message: conductor_pb2.ReportRequest, name: _Times) -> float | None:
+def _seconds(message: conductor_pb2.ReportRequest, name: Any) -> float | None:
     """None where it was not sent or cannot be: a worker's odd clock is no reason to lose the report."""
     seconds: float = getattr(message, name)
     return seconds if message.HasField(name) and 0 <= seconds < math.inf else None

@@ -4,61 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from engine.batch import Slice
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey
 from protocol.request import DecodeReport, Endpoint, Token
+from worker.events import Action
+from worker.events import Fail as Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenWindow:
-    """Let peers write these blocks → WindowOpened."""
+class CloseWindow(Action):
+    """Let nobody write under this lease any more, then bring what landed to where steps read it → WindowClosed."""
 
     lease_id: LeaseId
-    blocks: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseWindow:
-    """Let nobody write under this window any more, then bring what landed to where steps read it → WindowClosed."""
-
-    lease_id: LeaseId
-    window_id: int
     landed: tuple[BlockId, ...] = ()  # (): nobody wants what was written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantLease:
-    """Answer to Reserve."""
+class GrantLease(Action):
+    """Answer to Reserve. Peers may write the blocks behind the cached ones from now on, until CloseWindow."""
 
     lease_id: LeaseId
     blocks: tuple[BlockId, ...]  # all of the sequence, in order
     num_cached: int  # leading ones that hold their KV already and must not be written
-    window_id: int | None  # None: nothing is to be written
     ttl_s: float
 
 
+class Question(Enum):
+    """Calls of prefill workers that the state answers with an action."""
+
+    RESERVE = auto()
+    RENEW = auto()
+    COMMIT = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseLease:
-    """Answer to Reserve."""
-
-    lease_id: LeaseId
-    error: MoonserveError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmRenewal:
+class ConfirmRenewal(Action):
     """Answer to Renew."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseRenewal:
-    """Answer to Renew."""
+class AnswerCommit(Action):
+    """Answer to Commit: the request is this worker's now; or, where blocks are corrupt, they must be written again, and
+    the landing stays open."""
 
+    lease_id: LeaseId
+    corrupt: tuple[int, ...] = ()  # indexes within the sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(Action):
+    """Answer to a call about a lease."""
+
+    question: Question
     lease_id: LeaseId
     error: MoonserveError
 
@@ -75,7 +78,7 @@ class LandedBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyBlocks:
+class VerifyBlocks(Action):
     """Compare these blocks with their checksums → Verified."""
 
     request_id: RequestId
@@ -84,30 +87,7 @@ class VerifyBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptCommit:
-    """Answer to Commit: the request is this worker's now."""
-
-    lease_id: LeaseId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportCorrupt:
-    """Answer to Commit: these blocks must be written again; the landing stays open."""
-
-    lease_id: LeaseId
-    corrupt: tuple[int, ...]  # indexes within the sequence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectCommit:
-    """Answer to Commit."""
-
-    lease_id: LeaseId
-    error: MoonserveError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
+class RunStep(Action):
     """One forward pass → StepDone or StepFailed. The slices change again only after that event. Steps end in the order
     in which they were asked for; there may be two under way."""
 
@@ -126,7 +106,7 @@ class DecodePhase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendTokens:
+class SendTokens(Action):
     """All tokens of one step for one gateway. `began`: of those whose first step here it was; `ended`: of those that
     are traced and had their last."""
 
@@ -134,15 +114,6 @@ class SendTokens:
     tokens: list[Token]
     began: list[DecodeReport] = field(default_factory=list)
     ended: list[DecodePhase] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """A request ends without a finish reason; its gateway must know why."""
-
-    gateway_id: GatewayId
-    request_id: RequestId
-    error: MoonserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +127,7 @@ class KeptBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepBlocks:
+class KeepBlocks(Action):
     """Put these blocks into the store → Kept."""
 
     move_id: int
@@ -165,29 +136,10 @@ class KeepBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadBlocks:
+class LoadBlocks(Action):
     """Read these keys into these blocks → BlocksLoaded."""
 
     move_id: int
     store: Endpoint
     keys: tuple[BlockKey, ...]
     blocks: tuple[BlockId, ...]
-
-
-Action = (
-    OpenWindow
-    | CloseWindow
-    | GrantLease
-    | RefuseLease
-    | ConfirmRenewal
-    | RefuseRenewal
-    | VerifyBlocks
-    | AcceptCommit
-    | ReportCorrupt
-    | RejectCommit
-    | RunStep
-    | SendTokens
-    | Fail
-    | KeepBlocks
-    | LoadBlocks
-)

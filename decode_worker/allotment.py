@@ -5,7 +5,8 @@ and whatever else a state names) over one `BlockPool`, where tables share the bl
 
 Its rule: a look at the policy costs as much as a small model's step, so a request that was refused is refused again,
 unseen, until something may have changed: any event but a step's end, the end of a sequence, a block's worth of steps.
-Without any holder whoever fits is let in. Owns no blocks; does not know leases, phases or time.
+Without any holder whoever fits is let in; otherwise requests of priority 0 and above leave the pool's reserve free.
+Owns no blocks; does not know leases, phases or time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.block_pool import BlockPool
-from engine.lookahead.base import Growing, Holder, Policy
-from engine.lookahead.on_demand import OnDemand
+from engine.lookahead.base import Growing, Holder, OnDemand, Policy
 from protocol.ids import BlockId, RequestId
 from protocol.keys import BlockKey
 
@@ -51,7 +51,7 @@ class Books:
         self._pool = pool
         self.holders: dict[RequestId, Holder] = {}
         for request, blocks, times in claims:
-            self.holders[request.request_id] = Holder(request, list(blocks), 1, times)
+            self.holders[request.request_id] = Holder(request, blocks, times)
         self._shared: dict[RequestId, int] = {}
         self.num_shared = 0
         if sum(len(holder.blocks) for holder in self.holders.values()) > pool.num_held:
@@ -68,11 +68,13 @@ class Books:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def spare(self, holder: Holder) -> int:
-        return max(len(holder.blocks) - self.blocks_for(holder.request.num_tokens), 0)
-
     def shared(self, request: Growing) -> int:
         return self._shared.get(request.request_id, 0)
+
+    def leave(self, num_blocks: int) -> None:
+        """So many are not for this newcomer."""
+        self.num_blocks -= num_blocks
+        self.num_free -= num_blocks
 
     def finds(self, request: Growing, blocks: Sequence[BlockId]) -> None:
         """A reference to each of these blocks is this newcomer's; what has others, too, it shares."""
@@ -110,22 +112,22 @@ class Allotment:
             return None
         found = self._pool.match_prefix(keys)
         self._pool.retain(found)  # before allocate, which might evict them
-        lets_in = self._lets_in(request, found)
-        fresh = self._pool.allocate(num_blocks - len(found)) if lets_in else None
+        books = Books(self._pool, self._block_size, self.claims())
+        books.finds(request, found)
+        leaves = request.rank[0] >= 0 and bool(books.holders)
+        if leaves:
+            books.leave(self._pool.num_reserved)
+        lets_in = not books.holders or self._policy.admits(request, books)
+        missing = num_blocks - len(found)
+        fresh = self._pool.allocate(missing, leave_reserve=leaves) if lets_in else None
         if fresh is None:
             self._pool.release(found)
-            self._pool.want(num_blocks - len(found))
+            self._pool.want(missing)
             self._refused.add(request.request_id)
             return None
         self._pool.reused(found)
         self._policy.admitted(request)
         return found, fresh
-
-    def _lets_in(self, request: Growing, found: Sequence[BlockId]) -> bool:
-        """`found`: retained for it already."""
-        books = Books(self._pool, self._block_size, self.claims())
-        books.finds(request, found)
-        return not books.holders or self._policy.first(request, books) is not None
 
     def victim(self, needy: Growing, claims: Iterable[Claim]) -> RequestId:
         """Who of these gives its blocks up so that `needy` goes on; perhaps itself, and never the best-ranked one

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 from decode_worker.limits import Limits
 from engine.device import CUDA
-from engine.lookahead.base import Policy
-from engine.lookahead.costs import Costs
-from engine.lookahead.lookahead import Lookahead
-from engine.lookahead.on_demand import OnDemand
+from engine.lookahead.base import OnDemand, Policy
+from engine.lookahead.lookahead import Costs, Lookahead
 from engine.pool_plan import PoolPlan
 from engine.replica import Profiles
-from engine.replica_config import ReplicaConfig
 from protocol.config import option
 from protocol.errors import ConfigError
 from protocol.step_budget import StepBudget
 from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
-from transfer.config import TransferConfig
+from worker.config import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +52,9 @@ class AllotmentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
-    """Beyond these a decode worker needs only somewhere to keep what gave way."""
+class DecodeConfig(RoleConfig, AllotmentConfig):
+    """Of a decode worker."""
 
-    home_store: str | None = option(
-        None,
-        help="instance id of the store node that keeps the KV of sequences that gave way, where that is cheaper than "
-        "to compute it again, and that of answers",
-    )
     store_writes: str = option(
         "all",
         help="what is put into the home store unasked: all = answers, too, so that a conversation's next turn finds "
@@ -72,8 +64,6 @@ class DecodeConfig(ReplicaConfig, TransferConfig, AllotmentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.home_store is not None and self.conductor is None:
-            raise ConfigError("--home-store needs --conductor, which knows where the store is")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "

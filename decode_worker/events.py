@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 from engine.batch import Sampled
 from protocol.errors import MoonserveError
-from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.ids import LeaseId, RequestId
 from protocol.keys import BlockKey
-from protocol.request import Endpoint, Request
+from protocol.request import Request
+from worker.events import Event
+from worker.events import GatewayLost as GatewayLost
+from worker.events import MemoryChanged as MemoryChanged
+from worker.events import RequestCancelled as RequestCancelled
+from worker.events import StoreFound as StoreFound
+from worker.events import Tick as Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveRequested:
+class ReserveRequested(Event):
     """A prefill worker wants blocks for a prompt; it waits for the answer until `deadline_at`."""
 
     lease_id: LeaseId
@@ -25,45 +31,38 @@ class ReserveRequested:
     num_prompt_tokens: int | None = None  # of num_tokens, the client's; None: all
     max_tokens: int | None = None  # that may be generated behind these; None: as many as fit
     tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveWithdrawn:
+class ReserveWithdrawn(Event):
     """Nobody waits for this reservation any more."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowOpened:
-    """`OpenWindow` is done: peers may write the lease's blocks."""
-
-    lease_id: LeaseId
-    window_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowClosed:
+class WindowClosed(Event):
     """`CloseWindow` is done: no write under this lease is under way, and none will come."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRenewed:
+class LeaseRenewed(Event):
     lease_id: LeaseId
     ttl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased:
+class LeaseReleased(Event):
     """The holder gives the landing up; also before it was granted or seen."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRequested:
+class CommitRequested(Event):
     """All KV has been written. `request.token_ids` ends with the token that prefill sampled."""
 
     lease_id: LeaseId
@@ -74,7 +73,7 @@ class CommitRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class Verified(Event):
     """`VerifyBlocks` is done."""
 
     lease_id: LeaseId
@@ -83,28 +82,21 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class StepDone(Event):
     """`RunStep` is done; one entry per slice, None where nothing was to be sampled."""
 
     sampled: Sequence[Sampled | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailed:
+class StepFailed(Event):
     """The engine raised; the KV of the step's sequences cannot be trusted any more."""
 
     error: MoonserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreFound:
-    """The home store can be reached (again); a new epoch is an empty store."""
-
-    store: Endpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(Event):
     """`KeepBlocks` has ended; nothing reads the blocks any more."""
 
     move_id: int
@@ -117,7 +109,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksLoaded:
+class BlocksLoaded(Event):
     """`LoadBlocks` has ended; nothing fills the blocks any more."""
 
     move_id: int
@@ -127,61 +119,15 @@ class BlocksLoaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled:
-    """The gateway does not want this request any more; it may not have arrived yet."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayLost:
-    gateway_id: GatewayId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainStarted:
+class DrainStarted(Event):
     """No new work; what runs may finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainEnded:
+class DrainEnded(Event):
     """New work is welcome again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class Stopped(Event):
     """What has not finished by now is failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryChanged:
-    """There may be memory for more blocks, or only for fewer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """The instant `DecodeState.wake_at` has come."""
-
-
-Event = (
-    ReserveRequested
-    | ReserveWithdrawn
-    | WindowOpened
-    | WindowClosed
-    | LeaseRenewed
-    | LeaseReleased
-    | CommitRequested
-    | Verified
-    | StepDone
-    | StepFailed
-    | StoreFound
-    | Kept
-    | BlocksLoaded
-    | RequestCancelled
-    | GatewayLost
-    | DrainStarted
-    | DrainEnded
-    | Stopped
-    | MemoryChanged
-    | Tick
-)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from decode_worker.actions import Action, KeepBlocks, KeptBlock, LoadBlocks
+from decode_worker.actions import KeepBlocks, KeptBlock, LoadBlocks
 from decode_worker.counters import Counters
-from decode_worker.events import BlocksLoaded, Kept, StoreFound
+from decode_worker.events import BlocksLoaded, Kept
 from decode_worker.sequence import Sequence as Running
 from decode_worker.sequence import SequencePhase
 from engine.block_pool import BlockPool
@@ -30,6 +30,7 @@ from protocol.ids import BlockId
 from protocol.keys import NO_PARENT
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
+from worker.events import Action, StoreFound
 
 # Answers are kept behind everything else: with so many moves under way, one more is not worth its blocks.
 MAX_MOVES = 64

@@ -10,19 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from decode_worker.actions import (
-    AcceptCommit,
-    Action,
+    AnswerCommit,
     CloseWindow,
     ConfirmRenewal,
-    Fail,
-    OpenWindow,
-    RefuseLease,
-    RefuseRenewal,
-    RejectCommit,
-    ReportCorrupt,
+    Question,
+    Refuse,
     VerifyBlocks,
 )
-from decode_worker.alarms import AlarmKind, Alarms
 from decode_worker.allotment import Allotment, Claim, Prospect
 from decode_worker.counters import Counters
 from decode_worker.events import CommitRequested, LeaseRenewed, ReserveRequested, Verified
@@ -39,10 +33,11 @@ from protocol.errors import (
 )
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import NO_PARENT
+from worker.alarms import Alarms
+from worker.events import Action, Fail
 
 # A repeated call about a lease that is over gets the same answer for this long; longer than any call's deadline.
 MEMORY_S = 60.0
-RETRY_AFTER_S = 1.0
 
 
 class Landings:
@@ -99,7 +94,7 @@ class Landings:
             self._refuse(event.lease_id, self._too_long(event), out)
         else:
             self._queue[event.lease_id] = event
-            self._alarms.set(event.deadline_at, AlarmKind.RESERVE, event.lease_id)
+            self._alarms.set(event.deadline_at, self._give_up_reserve, event.lease_id)
 
     def admit(self, now: float, out: list[Action]) -> None:
         """Grants from the head of the queue, until one has to wait."""
@@ -120,24 +115,17 @@ class Landings:
         """Nobody waits for this reservation any more; a granted one is left to its expiry."""
         self._queue.pop(lease_id, None)
 
-    def give_up_reserve(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
+    def _give_up_reserve(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
         """The caller's deadline may have come."""
         event = self._queue.get(lease_id)
         if event is not None and event.deadline_at <= now:
+            missing = self._limits.blocks_for(event.num_tokens)
             error = Overloaded(
                 f"no room for {event.num_tokens} tokens of KV in time",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=self._pool.retry_after_s(now, missing),
                 request=event.request_id,
             )
             self._refuse_queued(lease_id, error, out)
-
-    def window_opened(self, lease_id: LeaseId, window_id: int, out: list[Action]) -> None:
-        lease = self._leases[lease_id]
-        lease.window_id = window_id
-        if lease.phase is LeasePhase.ENDING:
-            out.append(CloseWindow(lease_id=lease_id, window_id=window_id))
-        else:
-            self._open(lease, out)
 
     def _grant(
         self,
@@ -161,14 +149,7 @@ class Landings:
         self._leases[lease.lease_id] = lease
         self._counters.leases_granted += 1
         self._counters.shared_blocks += len(shared)
-        self._alarms.set(lease.expires_at, AlarmKind.LEASE, lease.lease_id)
-        if fresh:
-            out.append(OpenWindow(lease_id=lease.lease_id, blocks=lease.landing_blocks))
-        else:
-            self._open(lease, out)
-
-    def _open(self, lease: Lease, out: list[Action]) -> None:
-        lease.become(LeasePhase.OPEN)
+        self._alarms.set(lease.expires_at, self._expire, lease.lease_id)
         out.append(lease.grant)
 
     def _grant_again(self, lease: Lease, event: ReserveRequested, out: list[Action]) -> None:
@@ -177,7 +158,7 @@ class Landings:
             self._refuse(event.lease_id, error, out)
         elif lease.phase is LeasePhase.OPEN:
             out.append(lease.grant)
-        elif lease.phase is not LeasePhase.OPENING:  # whose grant is on its way
+        else:
             self._refuse(event.lease_id, self._stale(event.lease_id), out)
 
     # -- renew, release, expire
@@ -186,7 +167,7 @@ class Landings:
         lease = self._leases.get(event.lease_id)
         if lease is None or lease.phase is LeasePhase.ENDING:
             error = self._stale(event.lease_id)
-            out.append(RefuseRenewal(lease_id=event.lease_id, error=error))
+            out.append(Refuse(question=Question.RENEW, lease_id=event.lease_id, error=error))
             return
         lease.ttl_s = event.ttl_s
         self._extend(lease, now)
@@ -203,19 +184,19 @@ class Landings:
         elif lease.phase is not LeasePhase.SEALING:
             self._end(lease, Ending.RELEASED, now, out)
 
-    def expire(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
+    def _expire(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
         """The lease's time may have come."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.runs_out_at is not None and lease.runs_out_at <= now:
             self._counters.leases_expired += 1
             self._end(lease, Ending.EXPIRED, now, out)
 
-    def forget_ended(self, lease_id: LeaseId) -> None:
+    def _forget_ended(self, lease_id: LeaseId, _now: float, _out: list[Action]) -> None:
         self._ended.pop(lease_id, None)
 
     def _extend(self, lease: Lease, now: float) -> None:
         lease.expires_at = now + lease.ttl_s
-        self._alarms.set(lease.expires_at, AlarmKind.LEASE, lease.lease_id)
+        self._alarms.set(lease.expires_at, self._expire, lease.lease_id)
 
     def _end(self, lease: Lease, ending: Ending, now: float, out: list[Action]) -> None:
         """Takes the right away; the blocks are free once the window is closed."""
@@ -224,26 +205,23 @@ class Landings:
             return
         lease.become(LeasePhase.ENDING)
         lease.ending, lease.commit = ending, None
-        error = self._stale(lease.lease_id)
-        if before is LeasePhase.OPENING:
-            self._refuse(lease.lease_id, error, out)
-        elif before is LeasePhase.VERIFYING:
-            self._reject(lease.lease_id, error, out)
+        if before is LeasePhase.VERIFYING:
+            self._reject(lease.lease_id, self._stale(lease.lease_id), out)
         if not lease.landing_blocks:
             self.window_closed(lease.lease_id, now)
-        elif before is not LeasePhase.SEALING and lease.window_id is not None:
-            out.append(CloseWindow(lease_id=lease.lease_id, window_id=lease.window_id))
+        elif before is not LeasePhase.SEALING:
+            out.append(CloseWindow(lease_id=lease.lease_id))
 
     # -- commit
 
     def commit(self, event: CommitRequested, now: float, out: list[Action]) -> None:
         lease = self._leases.get(event.lease_id)
         if lease is None and self._ended.get(event.lease_id) is Ending.COMMITTED:
-            out.append(AcceptCommit(lease_id=event.lease_id))
-        elif lease is None or lease.phase in (LeasePhase.OPENING, LeasePhase.ENDING):
+            out.append(AnswerCommit(lease_id=event.lease_id))
+        elif lease is None or lease.phase is LeasePhase.ENDING:
             self._reject(event.lease_id, self._stale(event.lease_id), out)
         elif lease.phase is LeasePhase.SEALING:
-            out.append(AcceptCommit(lease_id=event.lease_id))
+            out.append(AnswerCommit(lease_id=event.lease_id))
         elif lease.phase is LeasePhase.OPEN:  # while VERIFYING the answer is on its way
             self._verify(lease, event, now, out)
 
@@ -274,20 +252,17 @@ class Landings:
         lease.become(LeasePhase.OPEN)
         lease.commit = None
         self._extend(lease, now)
-        out.append(ReportCorrupt(lease_id=event.lease_id, corrupt=event.corrupt))
+        out.append(AnswerCommit(lease_id=event.lease_id, corrupt=event.corrupt))
 
     def _accept(self, lease: Lease, now: float, out: list[Action]) -> None:
         lease.become(LeasePhase.SEALING)
         self._counters.commits_accepted += 1
         self._counters.landed_blocks += len(lease.landing_blocks)
-        out.append(AcceptCommit(lease_id=lease.lease_id))
-        if lease.window_id is None:
-            self.window_closed(lease.lease_id, now)
+        out.append(AnswerCommit(lease_id=lease.lease_id))
+        if lease.landing_blocks:
+            out.append(CloseWindow(lease_id=lease.lease_id, landed=lease.landing_blocks))
         else:
-            close = CloseWindow(
-                lease_id=lease.lease_id, window_id=lease.window_id, landed=lease.landing_blocks
-            )
-            out.append(close)
+            self.window_closed(lease.lease_id, now)
 
     def window_closed(self, lease_id: LeaseId, now: float) -> None:
         """No write can come any more: the blocks go where the lease ended."""
@@ -357,11 +332,11 @@ class Landings:
 
     def _refuse(self, lease_id: LeaseId, error: MoonserveError, out: list[Action]) -> None:
         self._counters.reserves_refused += 1
-        out.append(RefuseLease(lease_id=lease_id, error=error))
+        out.append(Refuse(question=Question.RESERVE, lease_id=lease_id, error=error))
 
     def _reject(self, lease_id: LeaseId, error: MoonserveError, out: list[Action]) -> None:
         self._counters.commits_rejected += 1
-        out.append(RejectCommit(lease_id=lease_id, error=error))
+        out.append(Refuse(question=Question.COMMIT, lease_id=lease_id, error=error))
 
     def _stale(self, lease_id: LeaseId) -> MoonserveError:
         """Why nothing more can be done under this lease."""
@@ -384,7 +359,7 @@ class Landings:
     def _remember(self, lease_id: LeaseId, ending: Ending, now: float) -> None:
         if lease_id not in self._ended:
             self._ended[lease_id] = ending
-            self._alarms.set(now + MEMORY_S, AlarmKind.ENDED_LEASE, lease_id)
+            self._alarms.set(now + MEMORY_S, self._forget_ended, lease_id)
 
     # -- proof
 

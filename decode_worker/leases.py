@@ -1,8 +1,8 @@
 """`Lease`: a prefill worker's timed right to write a prompt's KV into this worker's blocks.
 
-    OPENING → OPEN → VERIFYING → SEALING → (a sequence)
-       ↓        ↓  ↖____↙  ↓        ↓
-     ENDING ←───┴──────────┴────────┘  → (blocks are free)
+    OPEN → VERIFYING → SEALING → (a sequence)
+      ↓  ↖____↙  ↓        ↓
+    ENDING ←─────┴────────┘  → (blocks are free)
 
 Its blocks leave the lease, to a sequence or to the pool, only after its window has been closed: nobody can write into
 a block that is readable, shared or re-used. An expired lease is refused and never revived.
@@ -24,7 +24,6 @@ from protocol.keys import BlockKey
 class LeasePhase(StrEnum):
     """Where a lease is in its life."""
 
-    OPENING = "opening"  # blocks are reserved, the window is being opened
     OPEN = "open"  # granted; peers may write; the expiry counts
     VERIFYING = "verifying"  # a commit is being checked; the expiry rests
     SEALING = "sealing"  # the commit was good; the window is being closed
@@ -32,7 +31,6 @@ class LeasePhase(StrEnum):
 
 
 _NEXT: dict[LeasePhase, frozenset[LeasePhase]] = {
-    LeasePhase.OPENING: frozenset({LeasePhase.OPEN, LeasePhase.ENDING}),
     LeasePhase.OPEN: frozenset({LeasePhase.VERIFYING, LeasePhase.ENDING}),
     LeasePhase.VERIFYING: frozenset({LeasePhase.OPEN, LeasePhase.SEALING, LeasePhase.ENDING}),
     LeasePhase.SEALING: frozenset({LeasePhase.ENDING}),
@@ -61,10 +59,9 @@ class Lease:
     blocks: tuple[BlockId, ...]
     num_cached: int  # leading blocks shared with others, outside the window
     ttl_s: float
-    expires_at: float  # OPENING, OPEN
-    phase: LeasePhase = LeasePhase.OPENING
+    expires_at: float  # OPEN
+    phase: LeasePhase = LeasePhase.OPEN
     history: list[LeasePhase] = field(default_factory=list)
-    window_id: int | None = None  # from OPEN on; None when there is nothing to land
     commit: CommitRequested | None = None  # VERIFYING, SEALING
     committed_at: float = 0.0  # VERIFYING, SEALING
     ending: Ending | None = None  # ENDING
@@ -81,8 +78,7 @@ class Lease:
     @property
     def runs_out_at(self) -> float | None:
         """When it runs out; None while that cannot happen."""
-        timed = self.phase in (LeasePhase.OPENING, LeasePhase.OPEN)
-        return self.expires_at if timed else None
+        return self.expires_at if self.phase is LeasePhase.OPEN else None
 
     @property
     def grant(self) -> GrantLease:
@@ -91,7 +87,6 @@ class Lease:
             lease_id=self.lease_id,
             blocks=self.blocks,
             num_cached=self.num_cached,
-            window_id=self.window_id,
             ttl_s=self.ttl_s,
         )
 
@@ -152,4 +147,5 @@ def prospect_of(event: ReserveRequested, max_model_len: int) -> Prospect:
         num_prompt_tokens=num_prompt,
         max_tokens=most if event.max_tokens is None else min(event.max_tokens, most),
         num_tokens=event.num_tokens + 1,
+        rank=(event.priority, 0),
     )

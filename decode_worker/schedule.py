@@ -8,7 +8,7 @@ Requirements, and how each is met:
 3. *Something always progresses.* The best-ranked holder is never preempted; a preempted sequence is restored before any
    later one, and before new reservations are granted; one that fits into no empty pool fails.
 4. *Nothing that a step reads changes during it.* A sequence that ends while steps use it frees its blocks after them,
-   and while one is under way nobody is preempted (`under_way`).
+   and while one is under way nobody is preempted (`composition`).
 
 Does not know leases: blocks that the pool counts as held and no sequence has are landings, which end in bounded time.
 """
@@ -19,22 +19,49 @@ from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from decode_worker.actions import Action, Fail, SendTokens
-from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.actions import DecodePhase, SendTokens
 from decode_worker.allotment import Allotment, Claim
-from decode_worker.composition import Composition
+from decode_worker.composition import Composition, StepsUnderWay
 from decode_worker.counters import Counters
 from decode_worker.keeping import Keeping
 from decode_worker.limits import Limits
-from decode_worker.others_memory import OthersMemory
 from decode_worker.sequence import Sequence, SequencePhase, rank_of
-from decode_worker.times import note_times
-from decode_worker.under_way import StepsUnderWay
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
 from protocol.ids import BlockId, GatewayId, RequestId
-from protocol.request import FinishReason, Request
+from protocol.request import DecodeReport, FinishReason, Request, Token
+from worker.alarms import Alarms
+from worker.events import Action, Fail
+
+# Pages change hands within milliseconds; a busy machine takes a few hundred.
+PATIENCE_S = 1.0
+
+
+def _note_times(sequence: Sequence, token: Token, sending: SendTokens, *, began_at: float) -> None:
+    """Adds to `sending`, which has `token` of a step that began at `began_at`, what is known with it."""
+    landed, request = sequence.landed, sequence.request
+    if landed is None:  # it was prefilled here: there was no way from elsewhere
+        return
+    if landed.began_at is None:
+        landed.began_at = began_at
+        sending.began.append(
+            DecodeReport(
+                request_id=request.request_id,
+                transfer_s=landed.transfer_s,
+                queue_s=began_at - landed.committed_at,
+            )
+        )
+    if request.traceparent and token.finish_reason is not None:
+        sending.ended.append(
+            DecodePhase(
+                traceparent=request.traceparent,
+                queued_at=landed.committed_at,
+                began_at=landed.began_at,
+                num_tokens=len(sequence.token_ids) - len(request.token_ids),
+                times_preempted=sequence.times_preempted,
+            )
+        )
 
 
 class Schedule:
@@ -59,7 +86,7 @@ class Schedule:
         self._running: list[Sequence] = []  # in order of admission
         self._waiting: list[Sequence] = []  # by rank
         self._steps = StepsUnderWay()
-        self._others_memory = OthersMemory()
+        self._waits_since: float | None = None  # for memory that others may give
         self._num_added = 0
         self._composition = Composition(limits, counters)
 
@@ -110,7 +137,7 @@ class Schedule:
         if num_computed is not None:
             sequence.rewind(num_computed)
         self._sequences[request.request_id] = sequence
-        self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
+        self._alarms.set(deadline_at, self._time_out, request.request_id)
         insort(self._waiting, sequence, key=rank_of)
         return sequence
 
@@ -127,7 +154,7 @@ class Schedule:
             if sequence.request.gateway_id == gateway_id:
                 self._drop(sequence)
 
-    def time_out(self, request_id: RequestId, now: float, out: list[Action]) -> None:
+    def _time_out(self, request_id: RequestId, now: float, out: list[Action]) -> None:
         """The request's time may be over."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.deadline_at <= now:
@@ -183,7 +210,7 @@ class Schedule:
                 if (sending := sent.get(gateway_id)) is None:
                     sending = sent[gateway_id] = SendTokens(gateway_id=gateway_id, tokens=[])
                 sending.tokens.append(token)
-                note_times(sequence, token, sending, began_at=step.began_at)
+                _note_times(sequence, token, sending, began_at=step.began_at)
                 if token.finish_reason is not None:
                     self._counters.requests_finished += 1
                     stopped = token.finish_reason is FinishReason.LENGTH
@@ -269,7 +296,7 @@ class Schedule:
             self._fail(sequence, self._too_long(sequence), out)
             return
         while (block := self._pool.allocate(1)) is None:
-            if self._pool.num_free and self._others_memory.may_come(now):  # which was asked for
+            if self._pool.num_free and self._others_may_give(now):
                 return
             claims = [claim for claim in self.claims() if not self._is_moving(claim)]
             if len(claims) == 1 or self._keeping.num_leaving:  # nobody else's; or some come soon
@@ -278,8 +305,15 @@ class Schedule:
             self._preempt(victim, now, out)
             if victim is sequence:
                 return
-        self._others_memory.came()
+        self._waits_since = None
         sequence.block_table += block
+
+    def _others_may_give(self, now: float) -> bool:
+        """Whether to go on waiting for memory that others seem to have. What they say of themselves is some tenths of
+        a second old, and two may count on the same pages, so the wait is bounded."""
+        if self._waits_since is None:
+            self._waits_since = now
+        return now - self._waits_since < PATIENCE_S
 
     def _is_moving(self, claim: Claim) -> bool:
         return self._sequences[claim.request.request_id].move_id is not None

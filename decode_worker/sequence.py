@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from engine.batch import Sampled, Slice
-from engine.prompt_scores import PromptScores, scores_for
+from engine.batch import PromptScores, Sampled, Slice, scores_for
 from protocol.ids import BlockId, RequestId
 from protocol.keys import BlockKey, child_key, pack_tokens
 from protocol.request import FinishReason, Request, Token, finish_reason

@@ -1,65 +1,30 @@
-"""What a decode worker serves over gRPC: between wire messages and the service's events; decides nothing."""
+"""What a decode worker serves to prefill workers: between wire messages and the service's events; decides nothing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
-
-import grpc.aio
 
 from decode_worker import events
 from decode_worker.service import DecodeService
 from protocol.checksum import join
 from protocol.errors import Incompatible, InvalidRequest
-from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.ids import LeaseId, RequestId
 from protocol.keys import unpack_keys
 from protocol.logs import of
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import SamplingParams
 from protocol.wire import request_from_wire
+from worker.service import Context
 
 log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_TTL_S = 60.0
 # For callers that set no deadline.
 MAX_WAIT_S = 60.0
 # A refusal must still reach its caller before the call's own deadline does.
 ANSWER_MARGIN_S = 0.05
-
-
-class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Gateways' side."""
-
-    def __init__(self, service: DecodeService) -> None:
-        self._service = service
-
-    async def Submit(
-        self, request: worker_pb2.SubmitRequest, context: Context
-    ) -> worker_pb2.SubmitReply:
-        raise InvalidRequest(
-            "this is a decode worker; submit to a prefill worker", request=request.request_id
-        )
-
-    async def Cancel(
-        self, request: worker_pb2.CancelRequest, context: Context
-    ) -> worker_pb2.CancelReply:
-        self._service.handle(events.RequestCancelled(request_id=RequestId(request.request_id)))
-        return worker_pb2.CancelReply()
-
-    async def Events(
-        self, request: worker_pb2.EventsRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.EventBatch]:
-        async for batch in self._service.streams.events(GatewayId(request.gateway_id)):
-            yield batch
-
-    async def GetStatus(
-        self, request: worker_pb2.GetStatusRequest, context: Context
-    ) -> worker_pb2.WorkerStatus:
-        return self._service.status()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +56,14 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
         self, request: worker_pb2.ReserveRequest, context: Context
     ) -> worker_pb2.LandingLease:
         event = self._reservation(request, context.time_remaining())
-        grant = await self._service.reserve(event)
+        grant, window_id = await self._service.reserve(event)
         return worker_pb2.LandingLease(
             lease_id=grant.lease_id,
             block_ids=grant.blocks,
             num_cached_blocks=grant.num_cached,
             transfer_address=self._zone.transfer_address,
             segment_id=self._zone.segment_id,
-            window_id=grant.window_id or 0,  # unset when nothing is to be written
+            window_id=window_id or 0,  # unset when nothing is to be written
             num_blocks=self._zone.num_blocks,
             ttl_s=grant.ttl_s,
         )
@@ -139,7 +104,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
     async def Release(
         self, request: worker_pb2.ReleaseRequest, context: Context
     ) -> worker_pb2.ReleaseReply:
-        self._service.handle(events.LeaseReleased(lease_id=LeaseId(request.lease_id)))
+        self._service.post(events.LeaseReleased(lease_id=LeaseId(request.lease_id)))
         return worker_pb2.ReleaseReply()
 
     def _reservation(
@@ -170,6 +135,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             num_prompt_tokens=request.num_prompt_tokens or None,
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
             tenant=request.tenant,
+            priority=request.priority,
         )
 
     def _require_same_fingerprint(self, request: worker_pb2.ReserveRequest) -> None:

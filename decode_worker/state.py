@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from decode_worker import events
-from decode_worker.actions import Action, RefuseLease, RunStep
-from decode_worker.alarms import AlarmKind, Alarms
+from decode_worker.actions import Question, Refuse, RunStep
 from decode_worker.allotment import Allotment, Claim
 from decode_worker.counters import Counters
-from decode_worker.events import Event
 from decode_worker.keeping import Keeping, KeepingCosts
 from decode_worker.landings import Landings
 from decode_worker.limits import Limits
@@ -26,13 +24,10 @@ from decode_worker.schedule import Schedule
 from decode_worker.sequence import Landed
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
-from protocol.errors import Cancelled, NoWorker
-from protocol.ids import RequestId
-
-# A cancellation may overtake its request by as long as that waits at the prefill worker.
-TOMBSTONE_S = 60.0
-# A late cancellation of a request that was here must not hit its next attempt, which has the same id.
-MEMORY_S = 60.0
+from protocol.errors import Cancelled, MoonserveError, NoWorker
+from protocol.keys import BlockKey
+from worker.alarms import Alarms, Tombstones
+from worker.events import Action, Event
 
 
 class DecodeState:
@@ -48,7 +43,7 @@ class DecodeState:
         """`policy`: who is let in and who gives way; None: a block is kept for each, and the last one gives way.
         `keeping`: of a worker that has a home store; None: whoever gave way is computed again."""
         self.counters = Counters()
-        self._pool = pool
+        self.pool = pool
         self._alarms = Alarms()
         self._allotment = Allotment(pool, limits.block_size, policy)
         self._allotment.claims = self._claims
@@ -57,8 +52,7 @@ class DecodeState:
         self._schedule = Schedule(
             pool, limits, self._alarms, self.counters, self._allotment, self._keeping
         )
-        self._tombstones: dict[RequestId, float] = {}  # cancelled before they came → when to forget
-        self._seen: dict[RequestId, float] = {}  # committed here → when to forget
+        self._tombstones = Tombstones()
         self._draining = False
         self._handlers = self._table()
 
@@ -67,9 +61,7 @@ class DecodeState:
         out: list[Action] = []
         if not isinstance(event, events.StepDone):  # whose ends tell by themselves
             self._allotment.changed()
-        next_at = self._alarms.next_at
-        if next_at is not None and next_at <= now:
-            self._ring(now, out)
+        self._alarms.ring(now, out)
         self._handlers[type(event)](event, now, out)
         self._advance(now, out)
         return out
@@ -106,30 +98,20 @@ class DecodeState:
         return self._schedule.context_tokens
 
     @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
-
-    @property
     def num_leased_blocks(self) -> int:
         return self._landings.num_leased_blocks
 
     @property
     def num_held_blocks(self) -> int:
         """Held by sequences, or shared with a landing."""
-        return self._pool.num_held - self._landings.num_leased_blocks
+        return self.pool.num_held - self._landings.num_leased_blocks
 
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
+    def counted(self) -> dict[str, int]:
+        """What GetStatus shows of `counters`."""
+        return self.counters.as_dict()
 
-    @property
-    def capacity(self) -> int:
-        """Blocks that can be held at once, as limits of memory are now."""
-        return self._pool.capacity
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return self._pool.num_cached
+    def evicted(self, key: BlockKey) -> None:
+        """The pool cannot serve this block any more."""
 
     # -- events
 
@@ -138,9 +120,6 @@ class DecodeState:
         return {
             events.ReserveRequested: self._reserve,
             events.ReserveWithdrawn: lambda event, now, out: landings.withdraw(event.lease_id),
-            events.WindowOpened: lambda event, now, out: landings.window_opened(
-                event.lease_id, event.window_id, out
-            ),
             events.WindowClosed: lambda event, now, out: landings.window_closed(
                 event.lease_id, now
             ),
@@ -167,26 +146,25 @@ class DecodeState:
         }
 
     def _reserve(self, event: events.ReserveRequested, now: float, out: list[Action]) -> None:
-        if self._tombstones.pop(event.request_id, None) is not None:
-            cancelled = Cancelled("the request was cancelled", request=event.request_id)
-            out.append(RefuseLease(lease_id=event.lease_id, error=cancelled))
+        error: MoonserveError
+        if self._tombstones.take(event.request_id, now):
+            error = Cancelled("the request was cancelled", request=event.request_id)
         elif self._draining:
             error = NoWorker("this decode worker is draining", request=event.request_id)
-            out.append(RefuseLease(lease_id=event.lease_id, error=error))
         else:
             self._landings.reserve(event, out)
+            return
+        out.append(Refuse(question=Question.RESERVE, lease_id=event.lease_id, error=error))
 
     def _commit(self, event: events.CommitRequested, now: float, out: list[Action]) -> None:
-        self._seen[event.request.request_id] = now + MEMORY_S
-        self._alarms.set(now + MEMORY_S, AlarmKind.SEEN, event.request.request_id)
+        self._tombstones.seen(event.request.request_id, now)
         self._landings.commit(event, now, out)
 
     def _cancel(self, event: events.RequestCancelled, now: float, out: list[Action]) -> None:
         landing = self._landings.cancel(event.request_id, now, out)
         running = self._schedule.cancel(event.request_id)
-        if not landing and not running and event.request_id not in self._seen:
-            self._tombstones[event.request_id] = now + TOMBSTONE_S
-            self._alarms.set(now + TOMBSTONE_S, AlarmKind.TOMBSTONE, event.request_id)
+        if not landing and not running:
+            self._tombstones.put(event.request_id, now)
 
     def _lose_gateway(self, event: events.GatewayLost, now: float, out: list[Action]) -> None:
         self._landings.drop_gateway(event.gateway_id, now, out)
@@ -204,25 +182,6 @@ class DecodeState:
         stopping = NoWorker("the decode worker is stopping")
         self._landings.stop(stopping, now, out)
         self._schedule.fail_all(stopping, out)
-
-    def _ring(self, now: float, out: list[Action]) -> None:
-        for kind, key in self._alarms.due(now):
-            self._look_at(kind, key, now, out)
-
-    def _look_at(self, kind: AlarmKind, key: Any, now: float, out: list[Action]) -> None:
-        match kind:
-            case AlarmKind.RESERVE:
-                self._landings.give_up_reserve(key, now, out)
-            case AlarmKind.LEASE:
-                self._landings.expire(key, now, out)
-            case AlarmKind.ENDED_LEASE:
-                self._landings.forget_ended(key)
-            case AlarmKind.SEQUENCE:
-                self._schedule.time_out(key, now, out)
-            case AlarmKind.TOMBSTONE:
-                _forget(self._tombstones, key, now)
-            case AlarmKind.SEEN:
-                _forget(self._seen, key, now)
 
     # -- what follows from any event
 
@@ -270,7 +229,7 @@ class DecodeState:
 
     def validate(self) -> None:
         """Raises AssertionError unless free + held + leased = all blocks and references = holders."""
-        self._pool.validate()
+        self.pool.validate()
         self._landings.validate()
         self._schedule.validate()
         self._allotment.validate()
@@ -280,12 +239,7 @@ class DecodeState:
             references.update(lease.blocks)
         for sequence in self._schedule.holders():
             references.update(sequence.block_table)
-        for block in range(self._pool.num_blocks):
-            assert self._pool.references_of(block) == references[block], f"block {block} leaks"
-        total = self.num_free_blocks + self.num_held_blocks + self.num_leased_blocks
-        assert total <= self._pool.num_blocks, "there are more blocks than there are"
-
-
-def _forget(entries: dict[RequestId, float], request_id: RequestId, now: float) -> None:
-    if entries.get(request_id, now + 1.0) <= now:
-        del entries[request_id]
+        for block in range(self.pool.num_blocks):
+            assert self.pool.references_of(block) == references[block], f"block {block} leaks"
+        total = self.pool.num_free + self.num_held_blocks + self.num_leased_blocks
+        assert total <= self.pool.num_blocks, "there are more blocks than there are"

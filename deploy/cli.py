@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
@@ -19,41 +20,21 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "conductor": ("conductor.__main__", "main", "run the global scheduler"),
     "deploy": ("deploy.ray.command", "main", "run a cluster on Ray: deploy ray FILE | status | …"),
     "worker": ("deploy.cli", "worker", "run a worker: --role prefill|decode"),
-    "role": (
-        "deploy.remote.role",
-        "main",
-        "change a running worker's role: role INSTANCE prefill|decode",
-    ),
-    "drain": (
-        "deploy.remote.drain",
-        "main",
-        "take a running worker or store node out of service: drain ID",
-    ),
+    "role": ("deploy.remote.workers", "role", "change a worker's role: role ID prefill|decode"),
+    "drain": ("deploy.remote.workers", "drain", "take a worker or store node out of service"),
     "store": ("kvstore.__main__", "main", "run a KV store node"),
     "directory": ("kvstore.directory.__main__", "main", "run the index over all KV store nodes"),
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),
     "keys": ("deploy.keys", "main", "API keys: keys add | list | revoke | hash"),
     "explain": ("deploy.remote.explain", "main", "why a request went where it went: explain ID"),
     "top": ("deploy.remote.top", "main", "the cluster live: queues, latencies, caches, transfers"),
-    "chat": (
-        "deploy.remote.chat",
-        "main",
-        "talk to the model, with what each answer took: chat [PROMPT]",
-    ),
+    "chat": ("deploy.remote.chat", "main", "talk to the model; with what each answer took"),
     "doctor": ("deploy.doctor.command", "main", "examine this machine, its transports and a peer"),
-    "profile": (
-        "deploy.profile.command",
-        "main",
-        "measure a model on this machine: profile [MODEL]",
-    ),
+    "profile": ("deploy.profile.command", "main", "measure a model here: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),
     "simulate": ("traces.simulator.command", "main", "a cluster in virtual time: simulate TRACE"),
     "plan": ("traces.planner.command", "main", "the cluster that a trace needs: plan TRACE"),
-    "reproduce": (
-        "traces.reproduction.command",
-        "main",
-        "published figures again: reproduce TRACE",
-    ),
+    "reproduce": ("traces.reproduction.command", "main", "published figures: reproduce TRACE"),
     "traces": ("traces.cli", "main", "traces of requests: traces fetch | analyze | synthesize"),
 }
 
@@ -89,37 +70,25 @@ def _run(arguments: list[str]) -> int:
 
 def worker(argv: list[str]) -> int:
     """`moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`."""
-    modules = {"prefill": "prefill_worker.__main__", "decode": "decode_worker.__main__"}
-    switching, rest = _take(argv, "--role-switching")
-    if switching == "on":
-        switching_worker: Callable[[list[str]], int]
-        switching_worker = importlib.import_module("deploy.worker.__main__").main
-        return switching_worker(rest)
-    if switching not in (None, "off"):
-        print("moonserve worker: --role-switching is on or off", file=sys.stderr)
+    parser = ArgumentParser(prog="moonserve worker", add_help=False, allow_abbrev=False)
+    parser.add_argument("--role", choices=("prefill", "decode"))
+    for flag in ("--role-switching", "--conditional-disaggregation"):
+        parser.add_argument(flag, choices=("off", "on"), default="off")
+    try:
+        known, rest = parser.parse_known_args(argv)
+        if known.role_switching == "on":
+            module = "deploy.worker"
+            rest += ["--role", known.role] if known.role else []
+        elif known.role is None:
+            parser.error("--role prefill or --role decode must be given")
+        elif known.role == "decode" and known.conditional_disaggregation == "on":
+            module = "deploy.undivided"
+        else:
+            module = f"{known.role}_worker"
+    except SystemExit:  # argparse has said what is wrong
         return EXIT_USAGE
-    role, rest = _take(rest, "--role")
-    conditional, rest = _take(rest, "--conditional-disaggregation")
-    if conditional not in (None, "off", "on"):
-        print("moonserve worker: --conditional-disaggregation is on or off", file=sys.stderr)
-        return EXIT_USAGE
-    if conditional == "on":
-        modules["decode"] = "deploy.undivided.__main__"
-    if role not in modules:
-        print("moonserve worker: --role prefill or --role decode must be given", file=sys.stderr)
-        return EXIT_USAGE
-    run: Callable[[list[str]], int] = importlib.import_module(modules[role]).main
+    run: Callable[[list[str]], int] = importlib.import_module(f"{module}.__main__").main
     return run(rest)
-
-
-def _take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag, if it is there, and the other arguments."""
-    for position, argument in enumerate(argv):
-        if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}="), argv[:position] + argv[position + 1 :]
-        if argument == flag and position + 1 < len(argv):
-            return argv[position + 1], argv[:position] + argv[position + 2 :]
-    return None, argv
 
 
 def _usage() -> str:

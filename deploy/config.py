@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from conductor.admission import Admission
-from conductor.config import DEFAULT_ROLE_TERMS, DEFAULT_TERMS, ConductorConfig
+from conductor.config import ConductorConfig
 from conductor.fairness.shares import parse_weights
-from conductor.policies import DEFAULT_POLICY as DEFAULT_PLACEMENT
-from conductor.policies import POLICY_CHOICES
-from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.roles.controller import RoleTerms
-from decode_worker.config import AllotmentConfig
-from deploy.worker.config import DEFAULT_ROLE_DRAIN_S
+from decode_worker.config import AllotmentConfig, DecodeConfig
+from deploy.worker.config import WorkerConfig
 from engine.device import DEVICES
 from engine.elastic.config import LedgerConfig
-from engine.format_config import FormatConfig
-from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
-from engine.replica_config import DEFAULT_KV_BYTES, DEFAULT_UTILIZATION, require_share
-from gateway.client_config import ClientConfig
+from engine.replica_config import DEFAULT_KV_BYTES, DEFAULT_UTILIZATION, FormatConfig, require_share
+from gateway.config import ClientConfig
 from kvstore.config import StoreConfig
-from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
-from prefill_worker.puts import MIN_HITS
+from prefill_worker.config import PrefillConfig
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from protocol.tracing import TracingConfig
 from transfer.config import PatienceConfig, TransferConfig
 
-MIB = 2**20
-
 STOP_GRACE_S = 4.0  # serve promises an end within 5 s, and what a disk needs on top
+# Workers compute on all cores. Processes that answer clients do little, and must not wait for a time slice to do it.
+WORKER_NICE = 10
 DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say good-bye
+
+
+def _of(cls: type, name: str, *, help: str | None = None) -> Any:
+    """The option as a process's own configuration declares it; `help`: where that speaks of one process only."""
+    [declared] = [each for each in fields(cls) if each.name == name]
+    metadata = declared.metadata if help is None else {**declared.metadata, "help": help}
+    return field(default=declared.default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,7 @@ class ServeConfig(
     port: int = option(8000, help="port of the HTTP endpoint")
     served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
     conductors: int = option(1, help="number of conductors, of which one leads; needs --registry")
-    leader_ttl_s: float = option(
-        DEFAULT_TERMS.ttl_s,
-        help="a conductor that is dead or silent is replaced after this, seconds",
-    )
+    leader_ttl_s: float = _of(ConductorConfig, "leader_ttl_s")
     gateways: int = option(
         1,
         help="number of gateways behind the port; the kernel deals connections out. With a Redis as --registry they "
@@ -77,46 +76,24 @@ class ServeConfig(
     decode_tensor_parallel_size: int | None = option(
         None, help="--tensor-parallel-size of decode workers, where it is another one"
     )
-    store_reads: str = option(
-        "auto",
-        help="read stored prefixes instead of computing them: where that is predicted to be faster, always, or never",
-        choices=("auto", "always", "never"),
-    )
-    layered_loads: str = option(
-        "auto",
-        help="compute behind stored prefixes while they are read layer by layer: where that is "
-        "predicted to be faster, always, or never",
-        choices=("auto", "always", "never"),
-    )
+    store_reads: str = _of(PrefillConfig, "store_reads")
+    layered_loads: str = _of(PrefillConfig, "layered_loads")
     decode_workers: int = option(1, help="number of decode workers")
     store_nodes: int = option(1, help="number of KV store nodes")
+    worker_nice: int = option(
+        WORKER_NICE,
+        help="priority of workers that are ready, as nice(1) counts it: 19 leaves most of the processor to the "
+        "gateway and the conductor, 0 shares it equally",
+    )
     role_switching: str = option(
         "off",
         help="on = workers can change between prefill and decode while they run, and do as load demands",
         choices=("off", "on"),
     )
-    conditional_disaggregation: str = option(
-        "off",
-        help="on = decode workers prefill prompts themselves where the first token comes sooner and both objectives "
-        "are kept",
-        choices=("off", "on"),
-    )
-    replication: str = option(
-        "on",
-        help="on = store nodes copy prefixes from each other whose absence costs requests more time than copying",
-        choices=("off", "on"),
-    )
-    role_hold_s: float = option(
-        DEFAULT_ROLE_TERMS.hold_s,
-        help="with --role-switching: seconds for which a need must last before a worker changes",
-    )
-    role_cool_down_s: float = option(
-        DEFAULT_ROLE_TERMS.cool_down_s, help="with --role-switching: seconds between two changes"
-    )
-    role_drain_s: float = option(
-        DEFAULT_ROLE_DRAIN_S,
-        help="with --role-switching: seconds that what is under way gets to finish before a change",
-    )
+    conditional_disaggregation: str = _of(ConductorConfig, "conditional_disaggregation")
+    role_hold_s: float = _of(ConductorConfig, "role_hold_s")
+    role_cool_down_s: float = _of(ConductorConfig, "role_cool_down_s")
+    role_drain_s: float = _of(WorkerConfig, "role_drain_s")
 
     max_model_len: int | None = option(
         None, help="longest prompt plus output in tokens; the model's own limit when not given"
@@ -137,70 +114,44 @@ class ServeConfig(
         DEFAULT_UTILIZATION,
         help="share of each GPU's memory that its workers may take together, weights and all",
     )
-    dram: int = option(512 * MIB, help="bytes of KV per store node", unit="bytes")
-    eviction_policy: str = option(
-        DEFAULT_POLICY, help="which KV leaves a store node first", choices=POLICY_NAMES
+    dram: int = _of(StoreConfig, "dram", help="bytes of KV per store node")
+    eviction_policy: str = _of(
+        StoreConfig, "eviction_policy", help="which KV leaves a store node first"
     )
     ssd: str | None = option(
         None,
         help="folder and bytes of a disk for cold KV of each store node, as /mnt/kv:64GiB; with "
         "several nodes each has a folder of its own below it",
     )
-    ssd_key_file: str | None = option(
-        None,
-        help="file with the key (32 bytes, or 64 hex digits) under which the disk is encrypted",
+    ssd_key_file: str | None = _of(StoreConfig, "ssd_key_file")
+    ssd_write_through: bool = _of(StoreConfig, "ssd_write_through")
+    ssd_sync_interval_s: float = _of(StoreConfig, "ssd_sync_interval_s")
+    ssd_flush_s: float = _of(StoreConfig, "ssd_flush_s")
+    tenant_quota: tuple[str, ...] = _of(
+        StoreConfig,
+        "tenant_quota",
+        help="bytes that tenants may take of each store node, as alice=2GiB,bob=512MiB",
     )
-    ssd_write_through: bool = option(False, help="write all KV to disk soon, not only cold KV")
-    ssd_sync_interval_s: float = option(
-        1.0,
-        help="flush what was written to disk at least so often: a loss of power costs at most the writes of so many"
-        " seconds, never a removal; 0 = after every group of writes",
-    )
-    ssd_flush_s: float = option(
-        60.0, help="at a stop, write what is only in memory to disk for at most so many seconds"
-    )
-    tenant_quota: tuple[str, ...] = option(
-        (), help="bytes that tenants may take of each store node, as alice=2GiB,bob=512MiB"
-    )
-    max_num_seqs: int = option(64, help="sequences in one decode batch")
-    max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
-    enable_prefix_caching: bool = option(True, help="re-use the KV of equal prefixes")
-    prefix_eviction: str = option(
-        DEFAULT_EVICTION,
-        help="which cached KV makes room in a worker first: least recently (lru) or least frequently used (lfu, counts "
-        "age)",
-        choices=EVICTION_NAMES,
-    )
-    store_writes: str = option(
-        "all",
-        help="what workers put into the store: all blocks, those of answers included, or hot = those of prompts that "
-        "were re-used in the worker's own memory",
-        choices=tuple(MIN_HITS),
-    )
-    enable_chunked_prefill: bool = option(True, help="cut long prompts into several steps")
-    scheduling_policy: str = option(
-        "fcfs", help="order of a prefill worker's queue", choices=("fcfs", "priority")
+    max_num_seqs: int = _of(DecodeConfig, "max_num_seqs", help="sequences in one decode batch")
+    max_num_batched_tokens: int = _of(PrefillConfig, "max_num_batched_tokens")
+    enable_prefix_caching: bool = _of(PrefillConfig, "enable_prefix_caching")
+    prefix_eviction: str = _of(PrefillConfig, "prefix_eviction")
+    reserved_kv_share: float = _of(PrefillConfig, "reserved_kv_share")
+    zero_kv_blocks: bool = _of(PrefillConfig, "zero_kv_blocks")
+    store_writes: str = _of(PrefillConfig, "store_writes")
+    enable_chunked_prefill: bool = _of(PrefillConfig, "enable_chunked_prefill")
+    scheduling_policy: str = _of(
+        PrefillConfig, "scheduling_policy", help="order of a prefill worker's queue"
     )
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
     )
-    placement_policy: str = option(
-        DEFAULT_PLACEMENT, help=f"how the conductor chooses prefill workers: {POLICY_CHOICES}"
-    )
-    ttft_slo: float = option(30.0, help="seconds to the first token that placement must meet")
-    tbt_slo: float = option(1.0, help="seconds between tokens that placement must meet")
-    admission: str = option(
-        Admission.PREDICTED.value,
-        help="which predictions reject requests: none, of the load now, or of the decode load to come",
-        choices=tuple(each.value for each in Admission),
-    )
-    balancing_threshold: float = option(
-        DEFAULT_BALANCING_THRESHOLD,
-        help="re-use ratio above which a remote prefix is fetched (Algorithm 1)",
-    )
-    tenant_weights: tuple[str, ...] = option(
-        (), help="shares of tenants that compete for prefill, as alice=2,bob=0.5; 1 where not given"
-    )
+    placement_policy: str = _of(ConductorConfig, "placement_policy")
+    ttft_slo: float = _of(ConductorConfig, "ttft_slo")
+    tbt_slo: float = _of(ConductorConfig, "tbt_slo")
+    admission: str = _of(ConductorConfig, "admission")
+    balancing_threshold: float = _of(ConductorConfig, "balancing_threshold")
+    tenant_weights: tuple[str, ...] = _of(ConductorConfig, "tenant_weights")
 
     parent_pid: int | None = option(
         None, help="process without which the cluster must not run: it stops when that one ends"
@@ -208,20 +159,18 @@ class ServeConfig(
     log_dir: str | None = option(
         None, help="folder for the processes' logs; below the user's state folder when not given"
     )
-    log_format: str = option("human", help="form of log lines", choices=("human", "json"))
-    log_level: str = option(
-        "info", help="least severe level to log", choices=("debug", "info", "warning", "error")
-    )
-    fault_corrupt_writes: int = option(
-        0, help="testing: flip a byte in this many KV writes of each prefill worker"
-    )
+    log_format: str = _of(PrefillConfig, "log_format")
+    log_level: str = _of(PrefillConfig, "log_level")
+    fault_corrupt_writes: int = _of(PrefillConfig, "fault_corrupt_writes")
 
     def __post_init__(self) -> None:
+        """Says what is wrong before any process is started."""
         self.transfer_patience()
         self.check_tracing()
-        self.transfer_options("127.0.0.1")  # says what is wrong before any process is started
+        self.transfer_options("127.0.0.1")
         self.tls()
-        self._check_memory()
+        self.check_budget()
+        self.check_clients()
         require_share(self.gpu_memory_utilization)
         require_at_least_1(
             self,
@@ -234,71 +183,78 @@ class ServeConfig(
             "block_size",
             "max_num_batched_tokens",
         )
-        if self.role_switching == "on" and self.conditional_disaggregation == "on":
-            raise ConfigError(
-                "--role-switching and --conditional-disaggregation exclude each other"
-            )
-        if self.role_switching == "on" and self.pipeline_parallel_size > 1:
-            raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
-                f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
-            )
-        self._check_tensor_parallelism()
-        self._check_async_scheduling()
-        self._check_stores()
-        if self.conductors > 1 and self.registry is None:
-            raise ConfigError(
-                f"--conductors {self.conductors} needs --registry, where they agree which of them leads"
-            )
         ConductorConfig(leader_ttl_s=self.leader_ttl_s).terms()
         parse_weights(self.tenant_weights)
-        self.check_clients()
         RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        if self.ssd_sync_interval_s < 0 or self.ssd_flush_s < 0:
+            raise ConfigError("--ssd-sync-interval-s and --ssd-flush-s must not be negative")
+        StoreConfig(
+            instance_id="store", dram=self.dram, ssd=self.ssd, tenant_quota=self.tenant_quota
+        )
+        for is_wrong, message in (*self._out_of_range(), *self._excluded()):
+            if is_wrong:
+                raise ConfigError(message)
 
-    def _check_async_scheduling(self) -> None:
-        if self.async_scheduling and (self.is_elastic or self.conditional_disaggregation == "on"):
-            raise ConfigError(
-                "--async-scheduling does not go with elastic KV memory or --conditional-disaggregation"
-            )
-
-    def _check_tensor_parallelism(self) -> None:
+    def _out_of_range(self) -> Iterator[tuple[bool, str]]:
         sizes = self.tensor_parallel_sizes
-        if min(sizes) < 1:
-            raise ConfigError("a tensor-parallel size is at least 1")
-        if self.num_threads is not None and self.num_threads < max(sizes):
-            raise ConfigError(
-                f"--num-threads {self.num_threads} is below the {max(sizes)} ranks of a worker"
-            )
-        if sizes[0] > 1 and self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "--tensor-parallel-size does not go with --pipeline-parallel-size above 1"
-            )
-        if self.role_switching == "on" and sizes != (self.tensor_parallel_size,) * 2:
-            raise ConfigError(
-                "with --role-switching all workers have the same --tensor-parallel-size"
-            )
-
-    def _check_memory(self) -> None:
-        self.check_budget()
-        if self.kv_memory_ledger is not None and self.kv_memory_budget is None:
-            raise ConfigError("--kv-memory-ledger needs --kv-memory-budget")
-        if self.is_elastic and "rdma" in self.transports:
-            raise ConfigError(
-                "elastic KV memory does not go with rdma, whose devices pin what is registered: take it out of "
-                "--transports"
-            )
-        if self.is_elastic and self.pipeline_parallel_size > 1:
-            raise ConfigError("elastic KV memory does not go with --pipeline-parallel-size above 1")
+        yield not 0 <= self.port < 65536, f"--port {self.port} is not between 0 and 65535"
+        nice = self.worker_nice
+        yield not 0 <= nice <= 19, f"--worker-nice {nice} is not between 0 and 19"
+        yield self.store_nodes < 0, "--store-nodes must not be negative"
+        yield min(sizes) < 1, "a tensor-parallel size is at least 1"
+        yield (
+            self.max_num_batched_tokens < self.max_num_seqs,
+            f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+            f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token",
+        )
+        yield (
+            self.num_threads is not None and self.num_threads < max(sizes),
+            f"--num-threads {self.num_threads} is below the {max(sizes)} ranks of a worker",
+        )
         budget = self.kv_memory_budget
-        if budget is not None and self.memory_floor * self.num_workers > budget:
-            raise ConfigError(
-                f"--kv-memory-floor {self.memory_floor} for each of {self.num_workers} workers exceeds "
-                f"--kv-memory-budget {budget}"
-            )
+        yield (
+            budget is not None and self.memory_floor * self.num_workers > budget,
+            f"--kv-memory-floor {self.memory_floor} for each of {self.num_workers} workers exceeds "
+            f"--kv-memory-budget {budget}",
+        )
+
+    def _excluded(self) -> Iterator[tuple[bool, str]]:
+        """Options that need others, or do not go with them."""
+        switches, is_group = self.role_switching == "on", self.pipeline_parallel_size > 1
+        conditional, sizes = self.conditional_disaggregation == "on", self.tensor_parallel_sizes
+        pipeline = "does not go with --pipeline-parallel-size above 1"
+        yield (
+            switches and conditional,
+            "--role-switching and --conditional-disaggregation exclude each other",
+        )
+        yield switches and is_group, f"--role-switching {pipeline}"
+        yield sizes[0] > 1 and is_group, f"--tensor-parallel-size {pipeline}"
+        yield self.is_elastic and is_group, f"elastic KV memory {pipeline}"
+        yield (
+            switches and sizes != (self.tensor_parallel_size,) * 2,
+            "with --role-switching all workers have the same --tensor-parallel-size",
+        )
+        yield (
+            bool(self.async_scheduling) and (self.is_elastic or conditional),
+            "--async-scheduling does not go with elastic KV memory or --conditional-disaggregation",
+        )
+        yield (
+            self.is_elastic and "rdma" in self.transports,
+            "elastic KV memory does not go with rdma, whose devices pin what is registered: take it out of "
+            "--transports",
+        )
+        yield (
+            self.kv_memory_ledger is not None and self.kv_memory_budget is None,
+            "--kv-memory-ledger needs --kv-memory-budget",
+        )
+        yield (
+            self.ssd is not None and self.store_nodes == 0,
+            "--ssd needs --store-nodes, whose KV it holds",
+        )
+        yield (
+            self.conductors > 1 and self.registry is None,
+            f"--conductors {self.conductors} needs --registry, where they agree which of them leads",
+        )
 
     @property
     def num_workers(self) -> int:
@@ -312,19 +268,6 @@ class ServeConfig(
             return self.kv_memory_floor or 0
         most = DEFAULT_KV_BYTES if self.kv_cache_memory is None else self.kv_cache_memory
         return min(most, self.kv_memory_budget // (4 * self.num_workers))
-
-    def _check_stores(self) -> None:
-        if self.store_nodes < 0:
-            raise ConfigError("--store-nodes must not be negative")
-        if self.ssd is not None and self.store_nodes == 0:
-            raise ConfigError("--ssd needs --store-nodes, whose KV it holds")
-        if self.ssd_sync_interval_s < 0:
-            raise ConfigError("--ssd-sync-interval-s must not be negative")
-        if self.ssd_flush_s < 0:
-            raise ConfigError("--ssd-flush-s must not be negative")
-        StoreConfig(  # says what is wrong before any process is started
-            instance_id="store", dram=self.dram, ssd=self.ssd, tenant_quota=self.tenant_quota
-        )
 
     @property
     def store_stop_grace_s(self) -> float:

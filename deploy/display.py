@@ -1,7 +1,7 @@
 """What a person at the terminal sees of a cluster that starts, runs and stops.
 
 On a terminal a table is redrawn in place; elsewhere each change of a process's stage is one line. What cannot be
-written, as to a disk that is full, is not seen, and nothing else comes of it.
+written, as to a disk that is full, is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from deploy.local import READY
 from deploy.supervisor import Child
+from deploy.terminal.output import grid
 
 _STYLES = {"ready": "green", "restarting": "red"}
 
@@ -87,20 +88,14 @@ class Display:
             self._console.print(what, **how)
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("process", "pid", "state", "where"):
-            table.add_column(column)
+        table = grid("process", "pid", "state", "where")
         for child in self._children:
+            is_under_way = child.fraction is not None and child.stage != "ready"
+            state = f"{child.stage} {child.fraction:.0%}" if is_under_way else child.stage
             table.add_row(
                 child.spec.instance_id,
                 str(child.pid or ""),
-                Text(_state(child), style=_STYLES.get(child.stage, "yellow")),
+                Text(state, style=_STYLES.get(child.stage, "yellow")),
                 child.facts.get("http") or child.facts.get("rpc", ""),
             )
         return table
-
-
-def _state(child: Child) -> str:
-    if child.fraction is None or child.stage == "ready":
-        return child.stage
-    return f"{child.stage} {child.fraction:.0%}"

@@ -1,6 +1,6 @@
 """`moonserve keys add | list | revoke | hash`: the API keys in a file or in the registry.
 
-A key is shown once, when it is made; what is kept is its hash. Owns the arguments and the exit code.
+A key is shown once, when it is made; what is kept is its hash.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE, exit_code, explained
+from deploy.terminal.client import EXIT_NOT_FOUND, EXIT_OK, run
 from deploy.terminal.output import Output, Table
-from gateway.identity import redis_keys
-from gateway.keys.file import KeyFile
-from gateway.keys.holder import KeyStore
-from gateway.keys.record import ApiKey, KeyLimits, check_strength, digest_of, new_key
-from protocol.errors import ConfigError, InvalidRequest, MoonserveError
+from gateway.access.key_file import KeyFile
+from gateway.access.key_holder import KeyStore
+from gateway.access.key_record import ApiKey, KeyLimits, check_strength, digest_of, new_key
+from protocol.errors import ConfigError, InvalidRequest
 
 FILE_ENV = "MOONSERVE_API_KEY_FILE"
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
@@ -27,21 +26,16 @@ REGISTRY_ENV = "MOONSERVE_REGISTRY"
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """`argv`: the arguments after `keys`."""
-    try:
-        arguments = _parser(environ).parse_args(argv)
-    except SystemExit as exit:  # argparse has printed what is wrong, or the help
-        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
+    return run(_parser(environ), argv, lambda arguments: asyncio.run(_run(arguments)))
+
+
+async def _run(arguments: Namespace) -> int:
     output = Output("keys", as_json=arguments.json)
-    try:
-        if arguments.verb == "hash":
-            return _hash(arguments, output)
-        return asyncio.run(_with_store(arguments, output))
-    except MoonserveError as error:
-        output.problem(explained(error))
-        return exit_code(error)
-
-
-async def _with_store(arguments: Namespace, output: Output) -> int:
+    if arguments.verb == "hash":  # for keys that another system writes into the file
+        record = _record(arguments, _presented())
+        output.record(**record.to_json())
+        output.line(record.digest)
+        return EXIT_OK
     store = _store(arguments)
     try:
         match arguments.verb:
@@ -62,7 +56,9 @@ def _store(arguments: Namespace) -> KeyStore:
     if arguments.in_registry:
         if not arguments.registry:
             raise ConfigError(f"give the Redis with --registry, or in {REGISTRY_ENV}")
-        return redis_keys(arguments.registry)
+        from gateway.access.redis_stores import RedisKeys  # imports redis
+
+        return RedisKeys(arguments.registry)
     if not arguments.file:
         raise ConfigError(f"give the file with --file, or in {FILE_ENV}; or --in-registry")
     return KeyFile(Path(arguments.file))
@@ -81,12 +77,15 @@ async def _add(arguments: Namespace, store: KeyStore, output: Output) -> int:
 
 
 async def _list(store: KeyStore, output: Output) -> int:
-    keys = sorted(await store.all(), key=lambda key: (key.tenant, key.created, key.key_id))
     numbers = (">priority", ">requests/min", ">tokens/min", ">streams")
     table = Table(output, "key id", "tenant", *numbers, "made", "note")
-    for key in keys:
-        output.record(**_shown(key))
-        table.add(*_row(key))
+    for key in sorted(await store.all(), key=lambda key: (key.tenant, key.created, key.key_id)):
+        told = {name: value for name, value in key.to_json().items() if name != "digest"}
+        output.record(key_id=key.key_id, **told)
+        limits = key.limits
+        figures = (limits.requests_per_minute, limits.tokens_per_minute, limits.streams)
+        shown = ("–" if number is None else f"{number:,}" for number in (key.priority, *figures))
+        table.add(key.key_id, key.tenant or "–", *shown, key.created or "–", key.note)
     table.flush()
     return EXIT_OK
 
@@ -98,14 +97,6 @@ async def _revoke(arguments: Namespace, store: KeyStore, output: Output) -> int:
         return EXIT_OK
     output.problem(f"there is no key {arguments.key_id}; see `moonserve keys list`")
     return EXIT_NOT_FOUND
-
-
-def _hash(arguments: Namespace, output: Output) -> int:
-    """For keys that another system writes into the file."""
-    record = _record(arguments, _presented())
-    output.record(**record.to_json())
-    output.line(record.digest)
-    return EXIT_OK
 
 
 def _presented() -> str:
@@ -131,22 +122,6 @@ def _record(arguments: Namespace, key: str) -> ApiKey:
         note=arguments.note,
         created=datetime.now(UTC).date().isoformat(),
     )
-
-
-def _shown(key: ApiKey) -> dict[str, object]:
-    return {"key_id": key.key_id} | {n: v for n, v in key.to_json().items() if n != "digest"}
-
-
-def _row(key: ApiKey) -> tuple[str, ...]:
-    limits = key.limits
-    numbers = (
-        key.priority,
-        limits.requests_per_minute,
-        limits.tokens_per_minute,
-        limits.streams,
-    )
-    shown = ("–" if number is None else f"{number:,}" for number in numbers)
-    return (key.key_id, key.tenant or "–", *shown, key.created or "–", key.note)
 
 
 def _parser(environ: Mapping[str, str]) -> ArgumentParser:

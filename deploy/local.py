@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from deploy.ports import free_port
 from protocol.errors import MoonserveError
 
 READY = "moonserve is ready on"  # the launcher's line when everything is
@@ -45,10 +45,8 @@ class LocalCluster:
         *flags: str,
         log_dir: Path,
         environ: Mapping[str, str] | None = None,
-        port: int | None = None,
     ) -> None:
-        """On any free port, unless one is given."""
-        self.port = free_port() if port is None else port
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_dir = log_dir
         self._output: list[str] = []
@@ -83,7 +81,6 @@ class LocalCluster:
             time.sleep(_POLL_S)
 
     def is_ready(self) -> bool:
-        """Whether /ready answers 200."""
         return takes_requests(self.url)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
@@ -122,11 +119,3 @@ def running(
     finally:
         if cluster.process.poll() is None:
             cluster.stop()
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

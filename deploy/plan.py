@@ -2,14 +2,14 @@
 
 An option that a process's configuration shares by name with `ServeConfig` is passed on as it is; what differs from
 process to process is said here. `conductor_spec` and `member_specs` are a cluster on one machine; launchers that place
-processes themselves (`deploy.ray`) ask for one at a time, for the `Site` where it will run. Knows neither how a process
-is started nor by whom.
+processes themselves (`deploy.ray`) ask for one at a time, for the `Site` where it will run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from conductor.config import ConductorConfig
@@ -27,10 +27,31 @@ from protocol.ids import Role
 # The HTTP endpoint's address is the gateway's alone.
 _NOT_INHERITED = {"host", "port"}
 
-# Workers compute on all cores; who answers clients has little to do, and shall not wait for a time slice to do it.
-WORKER_NICE = 10
-
 DEMO_MODEL_NAME = "moonserve-demo"
+
+
+class Kind(StrEnum):
+    """Kinds of processes, in the order in which they start; they stop in the other one. Workers that can change roles
+    are of the kind that they begin with."""
+
+    DIRECTORY = "directory"
+    CONDUCTOR = "conductor"
+    STORE = "store"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GATEWAY = "gateway"
+
+
+ROLES = {Kind.PREFILL: Role.PREFILL, Kind.DECODE: Role.DECODE}
+_KINDS = {role: kind for kind, role in ROLES.items()}
+_PROCESSES: dict[Kind, tuple[str, type]] = {
+    Kind.DIRECTORY: ("kvstore.directory", DirectoryConfig),
+    Kind.CONDUCTOR: ("conductor", ConductorConfig),
+    Kind.STORE: ("kvstore", StoreConfig),
+    Kind.PREFILL: ("prefill_worker", PrefillConfig),
+    Kind.DECODE: ("decode_worker", DecodeConfig),
+    Kind.GATEWAY: ("gateway", GatewayConfig),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +59,13 @@ class ProcessSpec:
     """One process to start as `python -m module flags`."""
 
     instance_id: str
+    kind: Kind
     module: str
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
     nice: int = 0  # as nice(1): higher gives way
-    fds: tuple[int, ...] = ()  # descriptors of ours that it has, too
+    fds: tuple[int, ...] = ()  # descriptors of the launcher's that the process inherits
     overlaps: bool = False  # two of it serve side by side while one gives way to the other
 
 
@@ -73,7 +95,7 @@ def conductor_spec(
     """A process that must be ready before the others can be told its address, unless `port` says it."""
     instance_id = "conductor" if config.conductors == 1 else f"conductor-{number}"
     listening = {} if site is None else site.listening
-    return _spec(config, instance_id, "conductor", ConductorConfig, {"port": port, **listening})
+    return _spec(config, instance_id, Kind.CONDUCTOR, {"port": port, **listening})
 
 
 def member_specs(
@@ -86,44 +108,21 @@ def member_specs(
 ) -> list[ProcessSpec]:
     """All other processes: store nodes, workers, gateways. `conductor`: addresses with commas between; `ledger`: file
     for the shares of a memory budget, unless the configuration names another; `gpus`: this machine's, as
-    CUDA_VISIBLE_DEVICES names them; `listener`: as of `deploy.port.HeldPort`."""
+    CUDA_VISIBLE_DEVICES names them; `listener`: as of `deploy.ports.HeldPort`."""
     site = Site(conductor=conductor, model_path=model_path, ledger=ledger)
-    stores = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
-    dealt = _Dealt(config, gpus)
-    workers = [
-        dealt.seen_by(
-            index,
-            worker_spec(
-                config, site, name, role, home=_home(config, turn), share=dealt.share(index)
-            ),
-        )
-        for index, (name, role, turn) in enumerate(_workers(config))
-    ]
-    gateways = [
-        gateway_spec(config, site, f"gateway-{i}", listener) for i in range(config.gateways)
-    ]
-    return [*stores, *workers, *gateways]
-
-
-class _Dealt:
-    """GPUs, dealt out to workers in turn: each computes on one, whose memory its workers share evenly."""
-
-    def __init__(self, config: ServeConfig, gpus: Sequence[str]) -> None:
-        self._gpus = gpus if config.device in ("auto", "cuda") else ()
-        self._config = config
-
-    def share(self, index: int) -> float:
-        """Of its GPU's memory, for the worker with this number."""
-        num_gpus, num_workers = len(self._gpus) or 1, self._config.num_workers
-        sharing = len(range(index % num_gpus, num_workers, num_gpus))
-        return self._config.gpu_memory_utilization / sharing
-
-    def seen_by(self, index: int, spec: ProcessSpec) -> ProcessSpec:
-        """The worker as a process that sees its own GPU only."""
-        if not self._gpus:
-            return spec
-        own = {"CUDA_VISIBLE_DEVICES": self._gpus[index % len(self._gpus)]}
-        return replace(spec, environment={**spec.environment, **own})
+    specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
+    gpus = gpus if config.device in ("auto", "cuda") else ()
+    for index, (name, role, turn) in enumerate(_workers(config)):
+        # Each computes on one GPU, which it alone sees and whose memory those who share it share evenly.
+        num_gpus = len(gpus) or 1
+        num_sharing = len(range(index % num_gpus, config.num_workers, num_gpus))
+        share = config.gpu_memory_utilization / num_sharing
+        home = f"store-{turn % config.store_nodes}" if config.store_nodes else None
+        spec = worker_spec(config, site, name, role, home=home, share=share)
+        seen = {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+        specs.append(replace(spec, environment={**spec.environment, **seen}))
+    gateways = range(config.gateways)
+    return [*specs, *(gateway_spec(config, site, f"gateway-{i}", listener) for i in gateways)]
 
 
 def _workers(config: ServeConfig) -> list[tuple[str, Role, int]]:
@@ -146,40 +145,36 @@ def worker_spec(
     share: float | None = None,
 ) -> ProcessSpec:
     """`home`: the store node beside it; `share`: of its GPU's memory, where that is not what the configuration says."""
+    size = config.tensor_parallel_sizes[0 if role is Role.PREFILL else 1]
     values = {
         **site.listening,
         "conductor": site.conductor,
         "model": site.model_path,
         "drain_timeout_s": str(site.drain_s),
-        **_memory(config, site),
-        **_ranks(config, config.tensor_parallel_sizes[0 if role is Role.PREFILL else 1]),
+        "tensor_parallel_size": str(size),
+        "num_threads": str(config.threads_of(size)),
     }
+    ledger = config.kv_memory_ledger or site.ledger
+    if config.kv_memory_budget is not None and ledger is not None:
+        values |= {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
     is_group = role is Role.PREFILL and config.pipeline_parallel_size > 1
     if home is not None and not is_group:  # whose stages have no whole blocks for a store
         values["home_store"] = home
     if share is not None:
         values["gpu_memory_utilization"] = f"{share:.4g}"
-    module, config_class = _WORKERS[role, config.conditional_disaggregation]
+    process = _PROCESSES[_KINDS[role]]
     if config.role_switching == "on":
-        module, config_class = "deploy.worker", WorkerConfig
-        values["role"] = role.value
-    spec = _spec(config, instance_id, module, config_class, values)
-    return replace(spec, nice=WORKER_NICE, stop_grace_s=site.stop_grace_s)
-
-
-# By role and by --conditional-disaggregation.
-_WORKERS: dict[tuple[Role, str], tuple[str, type]] = {
-    (Role.PREFILL, "off"): ("prefill_worker", PrefillConfig),
-    (Role.PREFILL, "on"): ("prefill_worker", PrefillConfig),
-    (Role.DECODE, "off"): ("decode_worker", DecodeConfig),
-    (Role.DECODE, "on"): ("deploy.undivided", UndividedConfig),
-}
+        process, values["role"] = ("deploy.worker", WorkerConfig), role.value
+    elif config.conditional_disaggregation == "on" and role is Role.DECODE:
+        process = "deploy.undivided", UndividedConfig
+    spec = _spec(config, instance_id, _KINDS[role], values, process)
+    return replace(spec, nice=config.worker_nice, stop_grace_s=site.stop_grace_s)
 
 
 def gateway_spec(
     config: ServeConfig, site: Site, instance_id: str, listener: int | None = None
 ) -> ProcessSpec:
-    """Its address is the endpoint's, wherever it runs. `listener`: as of `deploy.port.HeldPort`."""
+    """Its address is the endpoint's, wherever it runs. `listener`: as of `deploy.ports.HeldPort`."""
     names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
     values = {
         "conductor": site.conductor,
@@ -189,7 +184,7 @@ def gateway_spec(
         "served_model_name": ",".join(names),
         "drain_s": str(site.drain_s),
     }
-    spec = _spec(config, instance_id, "gateway", GatewayConfig, values)
+    spec = _spec(config, instance_id, Kind.GATEWAY, values)
     spec = replace(spec, stop_grace_s=site.stop_grace_s)
     if listener is not None:
         flags = (*spec.flags, "--listen-fd", str(listener))
@@ -200,52 +195,30 @@ def gateway_spec(
 
 
 def store_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec:
-    """A node with memory, and the part of the disk that is its own."""
-    values = {**site.listening, "conductor": site.conductor, **_disk(config, instance_id)}
-    spec = _spec(config, instance_id, "kvstore", StoreConfig, values)
+    """A node with memory, and, of several that share a disk, a folder of its own."""
+    values = {**site.listening, "conductor": site.conductor}
+    if config.ssd is not None and config.store_nodes > 1:
+        folder, _, size = config.ssd.rpartition(":")
+        values["ssd"] = f"{folder.rstrip('/')}/{instance_id}:{size}"
+    spec = _spec(config, instance_id, Kind.STORE, values)
     return replace(spec, stop_grace_s=config.store_stop_grace_s)
 
 
 def directory_spec(config: ServeConfig, site: Site, port: int) -> ProcessSpec:
     """The embedded registry of a cluster without a Redis, at a port that others are told beforehand."""
     values = {**site.listening, "port": str(port), "registry": None}
-    return _spec(config, "directory", "kvstore.directory", DirectoryConfig, values)
-
-
-def _memory(config: ServeConfig, site: Site) -> dict[str, str]:
-    """What workers of one host that share a budget are told."""
-    ledger = config.kv_memory_ledger or site.ledger
-    if config.kv_memory_budget is None or ledger is None:
-        return {}
-    return {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
-
-
-def _disk(config: ServeConfig, instance_id: str) -> dict[str, str]:
-    """A folder belongs to one store node."""
-    if config.ssd is None or config.store_nodes == 1:
-        return {}
-    folder, _, size = config.ssd.rpartition(":")
-    return {"ssd": f"{folder.rstrip('/')}/{instance_id}:{size}"}
-
-
-def _ranks(config: ServeConfig, size: int) -> dict[str, str]:
-    """How a worker of so many ranks computes."""
-    return {"tensor_parallel_size": str(size), "num_threads": str(config.threads_of(size))}
-
-
-def _home(config: ServeConfig, turn: int) -> str | None:
-    """The store node beside a worker: they are dealt out in turn."""
-    return f"store-{turn % config.store_nodes}" if config.store_nodes else None
+    return _spec(config, "directory", Kind.DIRECTORY, values)
 
 
 def _spec(
     config: ServeConfig,
     instance_id: str,
-    module: str,
-    config_class: type,
+    kind: Kind,
     values: Mapping[str, str | None],
+    process: tuple[str, type] | None = None,
 ) -> ProcessSpec:
     """`values`: options of its own; None = as if nobody had said anything, whatever the configuration says."""
+    module, config_class = process or _PROCESSES[kind]
     flags: list[str] = ["--instance-id", instance_id]
     environment: dict[str, str] = {}
     for option in options_of(config_class):
@@ -259,7 +232,11 @@ def _spec(
             else:
                 flags += inherited
     return ProcessSpec(
-        instance_id=instance_id, module=module, flags=tuple(flags), environment=environment
+        instance_id=instance_id,
+        kind=kind,
+        module=module,
+        flags=tuple(flags),
+        environment=environment,
     )
 
 
@@ -272,6 +249,4 @@ def _inherited(option: Option, value: Any) -> list[str]:
         return []
     if isinstance(value, bool):
         return [option.flag if value else option.negated_flag]
-    if isinstance(value, tuple):
-        return [option.flag, ",".join(value)]
-    return [option.flag, str(value)]
+    return [option.flag, ",".join(value) if isinstance(value, tuple) else str(value)]

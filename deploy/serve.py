@@ -11,52 +11,46 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deploy.config import ServeConfig
 from deploy.display import Display
-from deploy.environment import child_environment
+from deploy.environment import child_environment, log_folder, model_folder
 from deploy.local import takes_requests
-from deploy.model import model_folder
-from deploy.plan import conductor_spec, member_specs
-from deploy.port import held_port
+from deploy.plan import Kind, conductor_spec, member_specs
+from deploy.ports import held_port
 from deploy.restarting import RollingRestart
 from deploy.supervisor import ChildDied, Supervisor
 from engine.device import visible_gpus
 from protocol import logs
-from protocol.config import ENV_PREFIX, HelpRequested, effective, load
+from protocol.config import ENV_PREFIX, EXIT_INTERRUPTED, effective, run_command
 from protocol.errors import ConfigError, MoonserveError
-from protocol.process import EXIT_CONFIG, die_with_parent, running
+from protocol.process import die_with_parent, running
 from protocol.rpc import Channels
 
-EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _JOINED_WITHIN_S = 30.0
 _JOIN_POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `serve`; the first one may be the model."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--model", arguments[0]]
+    return run_command(ServeConfig, run, argv, prog="moonserve serve", positional="--model")
+
+
+def run(config: ServeConfig) -> int:
+    """Runs the cluster until it is told to stop. Raises ConfigError."""
     try:
-        config = load(ServeConfig, arguments, prog="moonserve serve", environ=dict(os.environ))
         # Before the event loop, whose signal handling a download would hold up.
         model_path = model_folder(config.model)
-        with held_port(config) as port:
+        with held_port(config.host, config.port, shared=config.gateways > 1) as port:
             config = replace(config, port=port.number)
             return asyncio.run(_serve(config, model_path, _log_dir(config), port.listener))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"moonserve serve: {error}", file=sys.stderr)
-        return EXIT_CONFIG
     except ChildDied as error:
         print(f"moonserve serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -65,18 +59,24 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(config: ServeConfig, model_path: Path, log_dir: Path, listener: int | None) -> int:
     logs.configure("serve", log_format=config.log_format, level=config.log_level)
     logging.getLogger(__name__).debug("effective configuration: %s", effective(config))
-    stopping, restarting = _stop_on_signals(), _restart_on_signal()
+    stopping, restarting = _on(signal.SIGTERM, signal.SIGINT), _on(signal.SIGUSR1)
     if config.parent_pid is not None:
         _stop_without(config.parent_pid, stopping)
-    environment = _environment(config)
-    with _display(model_path, log_dir) as display:
-        supervisor = Supervisor(log_dir, environment, display.refresh)
+    token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
+    environment = child_environment(os.environ, token, config.threads_per_worker)
+    display = Display(sys.stdout)
+    supervisor = Supervisor(log_dir, environment, display.refresh)
+    with contextlib.closing(display):
+        display.show_start(model_path, log_dir)
         display.follow(supervisor.children)
         start = _start(supervisor, config, model_path, _ledger(log_dir), listener)
         try:
             if await _unless_stopped(start, stopping):
                 display.show_ready()
-                rolling = _rolling(supervisor, config, environment)
+                conductors = (c for c in supervisor.children if c.spec.kind is Kind.CONDUCTOR)
+                addresses = ",".join(conductor.facts["rpc"] for conductor in conductors)
+                channels = partial(Channels, token, config.tls())
+                rolling = RollingRestart(supervisor, addresses, channels)
                 await _unless_stopped(_restarts(rolling, restarting, display), stopping)
             display.show_stopping()
         finally:
@@ -94,26 +94,17 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stopping: asyncio.Eve
         return False
 
 
-def _rolling(
-    supervisor: Supervisor, config: ServeConfig, environment: Mapping[str, str]
-) -> RollingRestart:
-    conductors = (c for c in supervisor.children if c.spec.module == "conductor")
-    addresses = ",".join(conductor.facts["rpc"] for conductor in conductors)
-    token = environment[f"{ENV_PREFIX}CLUSTER_TOKEN"]
-    return RollingRestart(supervisor, addresses, lambda: Channels(token, config.tls()))
-
-
 async def _restarts(rolling: RollingRestart, wanted: asyncio.Event, display: Display) -> None:
     """A rolling restart whenever one is asked for, until cancelled."""
     while True:
         await wanted.wait()
         wanted.clear()
+        outcome = "every process was restarted"
         try:
             await rolling.run()
         except MoonserveError as error:
-            display.show_restarted(f"the rolling restart ended early: {error}")
-        else:
-            display.show_restarted("every process was restarted")
+            outcome = f"the rolling restart ended early: {error}"
+        display.show_restarted(outcome)
 
 
 async def _start(
@@ -130,16 +121,8 @@ async def _start(
     for number, (conductor, address) in enumerate(zip(conductors, addresses, strict=True)):
         # A restarted conductor must be found where the others look for it.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
-    members = await supervisor.start(
-        member_specs(
-            config,
-            str(model_path),
-            ",".join(addresses),
-            str(ledger),
-            visible_gpus(os.environ),
-            listener,
-        )
-    )
+    where = (str(model_path), ",".join(addresses), str(ledger), visible_gpus(os.environ), listener)
+    members = await supervisor.start(member_specs(config, *where))
     url = next(member.facts["http"] for member in members if "http" in member.facts)
     await _until_joined(url)
 
@@ -158,11 +141,7 @@ async def _until_joined(url: str) -> None:
 
 
 def _log_dir(config: ServeConfig) -> Path:
-    if config.log_dir is not None:
-        path = Path(config.log_dir)
-    else:
-        state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-        path = Path(state) / "moonserve" / f"serve-{config.port}"
+    path = log_folder(config.log_dir, f"serve-{config.port}")
     try:
         path.mkdir(parents=True, exist_ok=True)
         for old in path.glob("*.log"):
@@ -181,16 +160,12 @@ def _ledger(log_dir: Path) -> Path:
     return path
 
 
-def _environment(config: ServeConfig) -> dict[str, str]:
-    token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
-    return child_environment(os.environ, token, config.threads_per_worker)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    return stopping
+def _on(*signals: signal.Signals) -> asyncio.Event:
+    """Set when one of them comes."""
+    event = asyncio.Event()
+    for number in signals:
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event
 
 
 def _stop_without(pid: int, stopping: asyncio.Event) -> None:
@@ -210,19 +185,3 @@ def _stop_without(pid: int, stopping: asyncio.Event) -> None:
         stopping.set()
 
     loop.add_reader(process, ended)
-
-
-def _restart_on_signal() -> asyncio.Event:
-    wanted = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, wanted.set)
-    return wanted
-
-
-@contextlib.contextmanager
-def _display(model_path: Path, log_dir: Path) -> Iterator[Display]:
-    display = Display(sys.stdout)
-    display.show_start(model_path, log_dir)
-    try:
-        yield display
-    finally:
-        display.close()

@@ -20,15 +20,13 @@ from pathlib import Path
 
 from deploy.plan import ProcessSpec
 from protocol import status
+from protocol.config import EXIT_CONFIG
 from protocol.errors import ConfigError, MoonserveError
-from protocol.process import EXIT_CONFIG
 
 log = logging.getLogger(__name__)
 
 LAST_LINES = 15
-FIRST_RESTART_DELAY_S = (
-    0.5  # of one that dies soon after it was started again; the first time there is none
-)
+FIRST_RESTART_DELAY_S = 0.5  # of one that dies soon again; the first time there is none
 LAST_RESTART_DELAY_S = 30.0
 _STDERR = 2
 STEADY_AFTER_S = 60.0  # one that lived this long is started again at once
@@ -187,25 +185,23 @@ class Supervisor:
             raise
         finally:
             os.close(write_fd)
-        give_way(child.process.pid, child.spec.nice)
-        child.follower = asyncio.create_task(self._follow(child, read_fd))
+        child.follower = asyncio.create_task(self._note_all(child, read_fd))
 
-    async def _follow(self, child: Child, read_fd: int) -> None:
+    async def _note_all(self, child: Child, read_fd: int) -> None:
         """Takes in what the process says on its status pipe, until it ends."""
         async with contextlib.aclosing(status.follow(read_fd)) as said:
             async for report in said:
-                self._note(child, report)
-
-    def _note(self, child: Child, report: status.Report) -> None:
-        match report:
-            case status.Ready(facts):
-                child.facts, child.stage, child.fraction = facts, "ready", 1.0
-                child.ready.set()
-            case status.Failed(message):
-                child.failure = message
-            case status.Progress(stage, fraction):
-                child.stage, child.fraction = stage, fraction
-        self._on_change()
+                match report:
+                    case status.Ready(facts):
+                        child.facts, child.stage, child.fraction = facts, "ready", 1.0
+                        assert child.process is not None
+                        give_way(child.process.pid, child.spec.nice)
+                        child.ready.set()
+                    case status.Failed(message):
+                        child.failure = message
+                    case status.Progress(stage, fraction):
+                        child.stage, child.fraction = stage, fraction
+                self._on_change()
 
     async def _until_ready(self, child: Child) -> None:
         assert child.process is not None
@@ -328,12 +324,13 @@ async def _end(child: Child) -> None:
 
 
 def give_way(pid: int, nice: int) -> None:
-    """Lowers the priority of a process that leads a session, and of the threads that it will start: among its like, and
-    where the kernel weighs sessions (sched_autogroup, sched(7)) also that of the session."""
+    """Lowers the priority of all threads of a session, given its leader: among its like, and where the kernel weighs
+    sessions (sched_autogroup, sched(7)) also that of the session. Done once a process is ready: one that starts at low
+    priority on a busy machine gets so little of the processor that it never becomes ready."""
     if not nice:
         return
     with contextlib.suppress(OSError):  # it has ended, or there are no autogroups
-        os.setpriority(os.PRIO_PROCESS, pid, nice)
+        os.setpriority(os.PRIO_PGRP, pid, nice)
         Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 

@@ -1,6 +1,10 @@
 """What one step of the engine computes, and what it gives back. Pure data.
 
 A step is any mix of prompt chunks and decode steps; to the engine they are the same thing, a `Slice` of a sequence.
+
+`PromptScores` are the log-probabilities of a prompt's own tokens, as its chunks are computed. The engine puts in what
+a step has found, in its thread; whoever has the sequence takes the whole when the prompt's last chunk is computed. A
+prompt that is computed again from its beginning replaces what there was. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -8,9 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.prompt_scores import PromptScores
 from protocol.ids import BlockId, RequestId
-from protocol.request import Logprobs, SamplingParams
+from protocol.prompt_logprobs import PromptLogprobs
+from protocol.request import Logprobs, Request, SamplingParams
+
+MAX_SCORED_TOKENS = 256
+"""Of one step. Each needs a row of logits: 156 MB of them with a vocabulary of 152,000."""
+
+
+class PromptScores:
+    """Of one prompt. `num_top`: likeliest tokens to tell of beside each."""
+
+    def __init__(self, num_top: int) -> None:
+        self.num_top = num_top
+        self._runs: list[tuple[int, PromptLogprobs]] = []  # by the chunk's start
+
+    def put(self, start: int, run: PromptLogprobs) -> None:
+        """Of the tokens at positions `start` + 1 and on. It replaces what later chunks had put in."""
+        self._runs = [each for each in self._runs if each[0] < start]
+        self._runs.append((start, run))
+
+    def result(self) -> PromptLogprobs:
+        """Of all tokens but the first, once all chunks are computed."""
+        return PromptLogprobs.joined([run for _, run in self._runs], self.num_top)
+
+
+def scores_for(request: Request) -> PromptScores | None:
+    """None where nobody wants any."""
+    num_top = request.sampling.num_prompt_logprobs
+    return PromptScores(num_top) if request.scores_prompt and num_top is not None else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,9 +51,7 @@ class Slice:
     token_ids: Sequence[int]  # the whole sequence so far; at least `end` of them
     start: int
     end: int
-    block_table: Sequence[
-        BlockId
-    ]  # blocks of the sequence in order; they cover at least `end` tokens
+    block_table: Sequence[BlockId]  # in order; they cover at least `end` tokens
     sampling: SamplingParams
     num_prompt_tokens: int  # the client's prompt; what follows it counts as output for penalties
     samples: bool  # whether the token at position `end` is wanted

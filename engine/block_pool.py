@@ -3,6 +3,10 @@
 Owns ids and bookkeeping, never bytes. Every block is in exactly one of three states: *blank* (free, holds nothing
 findable), *cached* (unreferenced, findable by key, evictable) or *held* (referenced; findable too once published).
 
+When an allocation is short of blank blocks, cached ones are *evicted* for it. If that is not enough it gets None, and
+its caller either *waits* (`want` asks for more memory where memory comes and goes) or is *rejected* with
+`retry_after_s`. A share of the blocks may be *reserved*: new requests that are not urgent leave it free.
+
 What can be found, and what is evicted next, is the prefix index's business (`engine.prefix`): a block goes before the
 block it extends, since a prefix without its beginning cannot be matched. Does not know sequences, leases or requests; a
 reference is a reference.
@@ -10,13 +14,85 @@ reference is a reference.
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from engine.blanks import Blanks, Stack
-from engine.prefix import DEFAULT_EVICTION, PrefixIndex, RadixTree, make_eviction
+from engine.pool_figures import Durations, Turnover
+from engine.prefix import DEFAULT_EVICTION, RadixTree, make_eviction
 from protocol.ids import BlockId
 from protocol.keys import BlockKey
+
+TIMED_EVERY = 8
+"""Calls of which one is timed: reading the clock takes a third of a call."""
+
+
+class Blanks:
+    """Where a pool's blank blocks come from: here a stack, of memory that is there for good; low ids come first.
+    `engine.elastic.paged_blanks` is where memory comes and goes.
+
+    Blocks are taken when somebody is about to hold them and put back when nothing is in them that counts. Does not know
+    who holds the blocks that are out, nor what they cache.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._blocks = array("I", range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that `take` gives now."""
+        return len(self._blocks)
+
+    @property
+    def num_in_reach(self) -> int:
+        """Those, and what `prepare` could make ready, as far as is known."""
+        return len(self._blocks)
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be out at once, as limits are now: what needs more never fits."""
+        return self._num_blocks
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether `choose_leaving` has something to choose, or something that was chosen is not blank yet."""
+        return False
+
+    def prepare(self, count: int) -> None:
+        """So many are about to be taken: makes them ready, as far as that is possible at once."""
+
+    def want(self, count: int) -> None:
+        """Somebody waits for so many blocks, beyond what is in reach."""
+
+    def take(self, count: int) -> list[BlockId] | None:
+        """None: fewer are ready."""
+        blocks = self._blocks
+        if count > len(blocks):
+            return None
+        if count == 1:
+            return [BlockId(blocks.pop())]
+        taken = blocks[: -count - 1 : -1].tolist()
+        del blocks[len(blocks) - count :]
+        return taken
+
+    def put(self, block: BlockId) -> None:
+        self._blocks.append(block)
+
+    def keep_only(self, taken: Collection[BlockId]) -> None:
+        """All but these are blank, whatever was taken before."""
+        blank = (b for b in range(self._num_blocks - 1, -1, -1) if b not in taken)
+        self._blocks = array("I", blank)
+
+    def choose_leaving(self, references: Sequence[int]) -> Collection[BlockId]:
+        """Blocks that are to become blank, and then are out of reach, since there is less memory. `references`: of each
+        block."""
+        return ()
+
+    def __iter__(self) -> Iterator[BlockId]:
+        """Every blank block, in reach or not."""
+        return map(BlockId, self._blocks)
 
 
 class BlockPool:
@@ -30,18 +106,33 @@ class BlockPool:
         on_removed: Callable[[BlockKey], None],
         enable_prefix_caching: bool = True,
         eviction: str = DEFAULT_EVICTION,
-        make_index: Callable[..., PrefixIndex] = RadixTree,
+        make_index: Callable[..., RadixTree] = RadixTree,
         blanks: Blanks | None = None,
+        reserved_share: float = 0.0,
+        zero: Callable[[Sequence[BlockId]], None] | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """`eviction`: one of `engine.prefix.EVICTION_NAMES`. Raises ConfigError for another. `blanks`: where blank
-        blocks come from; None: all are there."""
+        blocks come from; None: all are there. `reserved_share`: of the capacity, which requests that are not urgent
+        leave free. `zero`: clears blocks before they are handed out."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        if not 0.0 <= reserved_share < 1.0:
+            raise ValueError(f"a reserved share is from 0 to below 1, not {reserved_share}")
         self.num_blocks = num_blocks
+        self.durations = Durations()
+        self.num_allocated = self.num_evicted = self.num_refused = 0  # the last one in calls
+        self._num_revived = 0  # cached blocks that were held again
+        self._num_returned = 0
+        self._reserved_share = reserved_share
+        self._zero = zero
+        self._clock_ns = clock_ns
+        self._until_timed = TIMED_EVERY  # calls
+        self._turnover = Turnover()
         self._caching = enable_prefix_caching
-        self._blanks: Blanks = blanks or Stack(num_blocks)
+        self._blanks = blanks or Blanks(num_blocks)
+        self._take = self._blanks.take
         self._references = array("I", bytes(4 * num_blocks))
-        self._num_held = 0
         self._index = make_index(
             num_blocks,
             make_eviction(eviction, num_blocks),
@@ -52,7 +143,7 @@ class BlockPool:
     def take_over(self, earlier: BlockPool) -> None:
         """Begins with what can be found in a pool over the same memory that nobody uses any more, whoever still seems
         to hold it; nothing may have been allocated here. Announces every block."""
-        if self._num_held or len(self._index) or self.num_blocks != earlier.num_blocks:
+        if self.num_held or len(self._index) or self.num_blocks != earlier.num_blocks:
             raise ValueError("a pool takes over before anything is in it, and from one of its size")
         if not self._caching:
             self._blanks.keep_only(())
@@ -71,7 +162,7 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         """Referenced blocks."""
-        return self._num_held
+        return self.num_allocated + self._num_revived - self._num_returned
 
     @property
     def num_free(self) -> int:
@@ -83,6 +174,11 @@ class BlockPool:
     def capacity(self) -> int:
         """Blocks that can ever be held at once, as limits are now; what needs more never fits."""
         return self._blanks.capacity
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that requests which are not urgent leave free."""
+        return math.ceil(self._reserved_share * self.capacity)
 
     @property
     def num_cached(self) -> int:
@@ -120,25 +216,55 @@ class BlockPool:
 
     # -- references
 
-    def allocate(self, count: int) -> list[BlockId] | None:
+    def allocate(self, count: int, *, leave_reserve: bool = False) -> list[BlockId] | None:
         """`count` blocks with one reference each and nothing findable in them, or None (and no change) when there
-        are fewer than that free."""
-        blanks = self._blanks
-        if count > blanks.num_ready:
-            self.make_way()  # what is evicted below is not among what leaves
-            blanks.prepare(count)
-            missing = count - blanks.num_ready
-            if missing > self._index.num_idle:
-                blanks.want(missing)
+        are fewer than that free, not counting the reserve when it is to be left."""
+        self._until_timed -= 1
+        if self._until_timed == 0:
+            return self._allocate_timed(count, leave_reserve)
+        if leave_reserve and count + self.num_reserved > self.num_free:
+            self.num_refused += 1
+            return None
+        blocks = self._take(count)
+        if blocks is None:
+            blocks = self._evict(count)
+            if blocks is None:
+                self.num_refused += 1
                 return None
-            if missing > 0:
-                for block in reversed(self._index.evict(missing)):
-                    blanks.put(block)
-        blocks = blanks.take(count)
+        references = self._references
         for block in blocks:
-            self._references[block] = 1
-        self._num_held += count
+            references[block] = 1
+        self.num_allocated += count
+        if self._zero is not None:
+            self._zero(blocks)
         return blocks
+
+    def _allocate_timed(self, count: int, leave_reserve: bool) -> list[BlockId] | None:
+        begun = self._clock_ns()
+        blocks = self.allocate(count, leave_reserve=leave_reserve)
+        self.durations.add(self._clock_ns() - begun)
+        self._until_timed = TIMED_EVERY
+        return blocks
+
+    def _evict(self, count: int) -> list[BlockId] | None:
+        """`count` blocks, some of which were not ready: of memory that comes, and of cached ones that go."""
+        blanks = self._blanks
+        self.make_way()  # what is evicted below is not among what leaves
+        blanks.prepare(count)
+        missing = count - blanks.num_ready
+        if missing > self._index.num_idle:
+            blanks.want(missing)
+            return None
+        if missing > 0:
+            self.num_evicted += missing
+            for block in reversed(self._index.evict(missing)):
+                blanks.put(block)
+        return self._take(count)
+
+    def retry_after_s(self, now: float, count: int) -> float:
+        """Seconds until `count` blocks may be free, by how fast blocks came back lately."""
+        missing = max(count - self.num_free, 1)
+        return self._turnover.retry_after_s(now, self._num_returned, missing)
 
     def reused(self, blocks: Iterable[BlockId]) -> None:
         """Somebody who holds these findable blocks found them and saves computing them: worth keeping."""
@@ -150,7 +276,7 @@ class BlockPool:
             if self._references[block] == 0:
                 if not self._index.is_findable(block):
                     raise ValueError(f"block {block} is blank and cannot be retained")
-                self._num_held += 1
+                self._num_revived += 1
                 self._index.hold(block)
             self._references[block] += 1
 
@@ -165,7 +291,7 @@ class BlockPool:
                 self._let_go(block)
 
     def _let_go(self, block: BlockId) -> None:
-        self._num_held -= 1
+        self._num_returned += 1
         if self._index.is_findable(block):
             self._index.let_go(block)
         else:

@@ -1,4 +1,5 @@
-"""What a checkpoint's config.json says, reduced to what the forward pass needs. No torch.
+"""From what the operator typed to a local model folder, and what its config.json says, reduced to what the forward pass
+needs. No torch.
 
 Owns the list of supported architectures and the wording of every complaint about a model folder's configuration; the
 forward pass never looks at the JSON. Does not know weights; `engine.weights` complains about those.
@@ -7,6 +8,7 @@ forward pass never looks at the JSON. Does not know weights; `engine.weights` co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,23 +93,13 @@ class ModelConfig:
 class _Family:
     """How one architecture departs from Llama."""
 
-    biases: Callable[[Fields], tuple[bool, bool, bool]]  # (qkv, o, mlp)
+    biases: tuple[bool | str, bool | str, bool | str]  # of qkv, o, mlp; a name = as that field says
     sliding_windows: Callable[[Fields, int], tuple[int | None, ...]]
     qk_norm: bool = False
     # What transformers takes where config.json is silent.
     default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
     default_kv_heads: int | None = None  # None = num_attention_heads
     default_positions: int = 2048
-
-
-def _llama_biases(fields: Fields) -> tuple[bool, bool, bool]:
-    attention = fields.flag("attention_bias", default=False)
-    return attention, attention, fields.flag("mlp_bias", default=False)
-
-
-def _qwen3_biases(fields: Fields) -> tuple[bool, bool, bool]:
-    attention = fields.flag("attention_bias", default=False)
-    return attention, attention, False
 
 
 def _no_window(_fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -139,21 +131,21 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(_llama_biases, _no_window),
+    "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
     "MistralForCausalLM": _Family(
-        lambda _fields: (False, False, False),
+        (False, False, False),
         _mistral_windows,
         default_kv_heads=8,
         default_positions=131_072,
     ),
     "Qwen2ForCausalLM": _Family(
-        lambda _fields: (True, False, False),
+        (True, False, False),
         _qwen_windows,
         default_kv_heads=32,
         default_positions=32_768,
     ),
     "Qwen3ForCausalLM": _Family(
-        _qwen3_biases,
+        ("attention_bias", "attention_bias", False),
         _qwen_windows,
         qk_norm=True,
         default_head_dim=128,
@@ -178,7 +170,10 @@ def load_model_config(path: Path) -> ModelConfig:
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
     vocab_size = fields.count("vocab_size")
     max_positions = fields.count("max_position_embeddings", default=family.default_positions)
-    qkv_bias, o_bias, mlp_bias = family.biases(fields)
+    qkv_bias, o_bias, mlp_bias = (
+        fields.flag(each, default=False) if isinstance(each, str) else each
+        for each in family.biases
+    )
     _require_silu(fields)
     return ModelConfig(
         architecture=architecture,
@@ -281,3 +276,38 @@ def _eos_token_ids(path: Path, fields: Fields, vocab_size: int) -> tuple[int, ..
         ids += Fields(_read_json(generation), source=str(generation)).token_ids("eos_token_id")
     ids += fields.token_ids("eos_token_id")
     return tuple(each for each in dict.fromkeys(ids) if 0 <= each < vocab_size)
+
+
+# -- the folder
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """A local folder as it is; otherwise `organisation/name`, downloaded from the hub (or found in its cache).
+    Raises ConfigError."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {name_or_path} is a file; give the folder that holds config.json")
+    if not _REPOSITORY.fullmatch(name_or_path):
+        raise ConfigError(
+            f"model {name_or_path} is neither a folder nor a hub name like organisation/name"
+        )
+    return _download(name_or_path)
+
+
+def _download(name: str) -> Path:
+    # Imported here: it is slow, and a local folder needs none of it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except Exception as error:  # of three trees:
+        # The hub's client raises its own tree, its HTTP library's and OSError: one and the same to the operator.
+        raise ConfigError(
+            f"model {name} is no local folder and cannot be downloaded from the hub: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error

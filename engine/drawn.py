@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from engine.batch import Sampled, Slice
-from engine.cuda.placing import to_device
-from engine.cuda.streams import Event, record_event
+from engine.cuda.streams import Event, record_event, to_device
 from engine.grammar_masks import Allowed
 from engine.sampler import is_greedy_alone, sample
 from protocol.errors import InvalidRequest
@@ -33,91 +31,82 @@ class Fed:
         token_ids.index_copy_(0, to_device(self.places, token_ids.device), self.tokens)
 
 
-class Drawn(Protocol):
-    """The tokens of one step."""
+class BegunStep:
+    """A step that an engine was given, and what it samples. Steps end in the order in which they were begun."""
 
-    def result(self) -> list[Sampled]:
-        """One per slice that samples; waits for them."""
+    def __init__(
+        self,
+        num_slices: int,
+        places: Sequence[int] = (),
+        sampled: Sequence[Sampled] = (),
+        *,
+        following: Sequence[RequestId] = (),
+        on_device: torch.Tensor | None = None,
+    ) -> None:
+        """`places`: which of the slices sampled each. `on_device`: greedy tokens [places] int64 of the requests
+        `following`, in place of `sampled`, where they are still on the device."""
+        self.on_device = on_device
+        self._num_slices = num_slices
+        self._places = places
+        self._sampled = sampled
+        self._request_ids = following or [each.request_id for each in sampled]
+        self._arrived: Event | None = None
+        if on_device is not None:
+            is_cuda = on_device.device.type == "cuda"
+            shape, dtype = on_device.shape, on_device.dtype
+            self._on_host = torch.empty(shape, dtype=dtype, pin_memory=is_cuda)
+            self._on_host.copy_(on_device, non_blocking=True)
+            self._arrived = record_event() if is_cuda else None
+
+    def end(self) -> list[Sampled | None]:
+        """As `Engine.execute`; waits until the device has come so far."""
+        results: list[Sampled | None] = [None] * self._num_slices
+        for place, sampled in zip(self._places, self._drawn(), strict=True):
+            results[place] = sampled
+        return results
 
     def token_of(self, request_id: RequestId) -> int:
         """On the host; waits for it. Raises InvalidRequest where the step sampled none for the request."""
-
-    @property
-    def on_device(self) -> torch.Tensor | None:
-        """[slices that sample] int64; None: they are on the host."""
+        return self._drawn()[self.row_of(request_id)].token_id
 
     def row_of(self, request_id: RequestId) -> int:
-        """Raises InvalidRequest where the step sampled none for the request."""
+        """Which of the tokens is the request's. Raises InvalidRequest where the step sampled none for it."""
+        if request_id not in self._request_ids:
+            raise InvalidRequest(
+                "the step before sampled no token for it to follow", request=request_id
+            )
+        return self._request_ids.index(request_id)
 
-
-def draw_from(
-    logits: torch.Tensor | None,
-    slices: Sequence[Slice],
-    allowed: Sequence[Allowed | None] | None = None,
-    *,
-    may_stay: bool,
-) -> Drawn:
-    """`slices`: those that sample, a row of `logits` each (None where there is none). `allowed`: as for `sample`.
-    `may_stay`: greedy tokens may stay on the device for now."""
-    if logits is None or not slices:
-        return OnHost(())
-    if may_stay and is_greedy_alone(slices):
-        return OnDevice(logits.argmax(dim=-1), slices)
-    return OnHost(sample(logits, slices, allowed))
-
-
-class OnHost:
-    """`Drawn` that is known."""
-
-    on_device: torch.Tensor | None = None
-
-    def __init__(self, sampled: Sequence[Sampled]) -> None:
-        self._sampled = list(sampled)
-
-    def result(self) -> list[Sampled]:
-        return self._sampled
-
-    def token_of(self, request_id: RequestId) -> int:
-        return self._sampled[self.row_of(request_id)].token_id
-
-    def row_of(self, request_id: RequestId) -> int:
-        return _row_of(request_id, [each.request_id for each in self._sampled])
-
-
-class OnDevice:
-    """`Drawn` that is on its way."""
-
-    def __init__(self, tokens: torch.Tensor, slices: Sequence[Slice]) -> None:
-        self.on_device: torch.Tensor | None = tokens
-        self._request_ids = [piece.request_id for piece in slices]
-        is_cuda = tokens.device.type == "cuda"
-        self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=is_cuda)
-        self._on_host.copy_(tokens, non_blocking=True)
-        self._arrived: Event | None = record_event() if is_cuda else None
-
-    def result(self) -> list[Sampled]:
+    def _drawn(self) -> Sequence[Sampled]:
+        if self.on_device is None:
+            return self._sampled
         if self._arrived is not None:
             self._arrived.synchronize()
         pairs = zip(self._request_ids, self._on_host.tolist(), strict=True)
         return [Sampled(request_id=name, token_id=token) for name, token in pairs]
 
-    def token_of(self, request_id: RequestId) -> int:
-        return self.result()[self.row_of(request_id)].token_id
 
-    def row_of(self, request_id: RequestId) -> int:
-        return _row_of(request_id, self._request_ids)
+def draw(
+    num_slices: int,
+    places: Sequence[int],
+    sampling: Sequence[Slice],
+    logits: torch.Tensor,
+    allowed: Sequence[Allowed | None] | None,
+    *,
+    may_stay: bool,
+) -> BegunStep:
+    """`sampling`: the slices at `places`, a row of `logits` each. `allowed`: as for `sample`. `may_stay`: greedy tokens
+    may stay on the device for now."""
+    if not sampling:
+        return BegunStep(num_slices)
+    if may_stay and is_greedy_alone(sampling):
+        names = [piece.request_id for piece in sampling]
+        best = logits.argmax(dim=-1)
+        return BegunStep(num_slices, places, following=names, on_device=best)
+    return BegunStep(num_slices, places, sample(logits, sampling, allowed))
 
 
-def _row_of(request_id: RequestId, among: Sequence[RequestId]) -> int:
-    try:
-        return among.index(request_id)
-    except ValueError:
-        raise InvalidRequest(
-            "the step before sampled no token for it to follow", request=request_id
-        ) from None
-
-
-def with_history(slices: Sequence[Slice], before: Drawn) -> list[Slice]:
+def with_history(slices: Sequence[Slice], before: BegunStep) -> list[Slice]:
     """Where sampling looks at a sequence's tokens, and the last one may not be among them yet, with it. Such a token is
     on the host already: it was sampled there, for the same reason."""
     return [
@@ -128,22 +117,3 @@ def with_history(slices: Sequence[Slice], before: Drawn) -> list[Slice]:
         else piece
         for piece in slices
     ]
-
-
-class BegunStep:
-    """A step that an engine was given. Steps end in the order in which they were begun."""
-
-    def __init__(self, slices: Sequence[Slice], order: Sequence[int], drawn: Drawn) -> None:
-        """`order`: in which the slices that sample were computed."""
-        self._slices = slices
-        self._order = order
-        self._drawn = drawn
-
-    def end(self) -> list[Sampled | None]:
-        """As `Engine.execute`; waits until the device has come so far."""
-        drawn = iter(self._drawn.result())
-        results: list[Sampled | None] = [None] * len(self._slices)
-        for index in self._order:
-            if self._slices[index].samples:
-                results[index] = next(drawn)
-        return results

@@ -21,7 +21,7 @@ from engine.cuda.graphs import with_graphs
 from engine.cuda.requirements import find_device
 from engine.cuda.staging import HostStaging, StepStores
 from engine.device import CPU, STAGED
-from engine.drawn import BegunStep, draw_from, with_history
+from engine.drawn import BegunStep, draw, with_history
 from engine.grammar_masks import GrammarMasks
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
@@ -205,14 +205,15 @@ class Engine:
         """As `execute`, as far as a GPU is given it; what is sampled is waited for by `BegunStep.end`. Slices that
         follow the step begun before this one are fed where its tokens are. Of a CPU the step is over on return."""
         if not slices:
-            return BegunStep((), (), draw_from(None, (), may_stay=False))
+            return BegunStep(0)
         for piece in slices:
             self._builder.check(piece)
         order = self._attention.order([(piece.start, piece.end) for piece in slices])
         ordered = [slices[index] for index in order]
-        sampling = [piece for piece in ordered if piece.samples] if self.stage.is_last else []
-        if any(piece.follows for piece in sampling) and self._builder.drawn is not None:
-            sampling = with_history(sampling, self._builder.drawn)
+        places = [at for at in order if slices[at].samples] if self.stage.is_last else []
+        sampling = [slices[at] for at in places]
+        if any(piece.follows for piece in sampling) and self._builder.before is not None:
+            sampling = with_history(sampling, self._builder.before)
         masks = None if self.grammars is None else self.grammars.begin(sampling)
         with torch.inference_mode():
             step = self._builder.build(ordered, hidden)
@@ -227,15 +228,16 @@ class Engine:
             if self.stage.is_last:
                 allowed = None if masks is None else masks.result()
                 output = score_prompts(output, ordered)
-                drawn = draw_from(output, sampling, allowed, may_stay=self._feeds_on_device)
+                stays = self._feeds_on_device
+                begun = draw(len(slices), places, sampling, output, allowed, may_stay=stays)
             else:
-                drawn = draw_from(None, (), may_stay=False)
+                begun = BegunStep(len(slices))
                 if hidden is not None and hidden.passed_on is not None:
                     self._builder.rows_of(hidden.passed_on, len(output)).copy_(output)
                     if hidden.on_passed is not None:
                         hidden.on_passed()
-        self._builder.drawn = drawn
-        return BegunStep(slices, order if sampling else (), drawn)
+        self._builder.before = begun
+        return begun
 
     @contextmanager
     def _hooks(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from protocol.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -29,77 +32,61 @@ class Fields:
         """Names of those that are objects themselves."""
         return [name for name, value in self._content.items() if isinstance(value, dict)]
 
-    def optional_count(self, name: str, *, minimum: int = 1) -> int | None:
+    def _get(self, name: str, what: str, fits: Callable[[Any], bool]) -> Any:
         value = self._content.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{name} must be an integer, not {value!r}")
-        if value < minimum:
+        if value is not None and not fits(value):
+            raise self.error(f"{name} must be {what}, not {value!r}")
+        return value
+
+    def _required(self, name: str, value: T | None, default: T | None) -> T:
+        found = default if value is None else value
+        if found is None:
+            raise self.error(f"{name} is missing")
+        return found
+
+    def optional_count(self, name: str, *, minimum: int = 1) -> int | None:
+        value: int | None = self._get(name, "an integer", _is_integer)
+        if value is not None and value < minimum:
             raise self.error(f"{name} must be at least {minimum}, not {value}")
         return value
 
     def count(self, name: str, *, default: int | None = None, minimum: int = 1) -> int:
-        value = self.optional_count(name, minimum=minimum)
-        if value is not None:
-            return value
-        if default is None:
-            raise self.error(f"{name} is missing")
-        return default
+        return self._required(name, self.optional_count(name, minimum=minimum), default)
 
     def optional_number(self, name: str) -> float | None:
-        value = self._content.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"{name} must be a number, not {value!r}")
-        return float(value)
+        value = self._get(name, "a number", lambda each: _is_integer(each) or type(each) is float)
+        return None if value is None else float(value)
 
     def number(self, name: str, *, default: float | None = None) -> float:
-        value = self.optional_number(name)
-        if value is not None:
-            return value
-        if default is None:
-            raise self.error(f"{name} is missing")
-        return default
+        return self._required(name, self.optional_number(name), default)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        value = self._content.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(f"{name} must be true or false, not {value!r}")
-        return value
+        value: bool | None = self._get(name, "true or false", lambda each: isinstance(each, bool))
+        return self._required(name, value, default)
 
     def text(self, name: str, *, default: str) -> str:
-        value = self._content.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.error(f"{name} must be a string, not {value!r}")
-        return value
+        value: str | None = self._get(name, "a string", lambda each: isinstance(each, str))
+        return self._required(name, value, default)
 
     def strings(self, name: str) -> tuple[str, ...] | None:
-        value = self._content.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(f"{name} must be a list of strings, not {value!r}")
-        return tuple(value)
+        value = self._get(name, "a list of strings", lambda each: _is_list_of(each, str))
+        return None if value is None else tuple(value)
 
     def token_ids(self, name: str) -> list[int]:
         """One id or a list of them; absent = empty."""
-        value = self._content.get(name)
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            raise self.error(f"{name} must be a token id or a list of them, not {value!r}")
-        return list(items)
+        what = "a token id or a list of them"
+        value = self._get(name, what, lambda each: _is_integer(each) or _is_list_of(each, int))
+        return [] if value is None else value if isinstance(value, list) else [value]
 
     def nested(self, name: str) -> Fields | None:
         """The fields of an object within this one."""
-        value = self._content.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(f"{name} must be an object, not {value!r}")
-        return Fields(value, source=f"{self._source}: {name}")
+        value = self._get(name, "an object", lambda each: isinstance(each, dict))
+        return None if value is None else Fields(value, source=f"{self._source}: {name}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)

@@ -60,9 +60,8 @@ class GrammarMasks:
         self._grammars = Grammars(folder, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._followers: OrderedDict[RequestId, _Follower] = (
-            OrderedDict()
-        )  # least recently used first
+        # Least recently used first.
+        self._followers: OrderedDict[RequestId, _Follower] = OrderedDict()
         self._num_steps = 0
 
     def prepare(self, grammar: str) -> None:

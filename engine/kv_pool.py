@@ -1,20 +1,60 @@
 """The bytes of the KV pool as tensors: per layer a K and a V `[num_blocks, block_size, kv_heads, head_dim]`, or a range
-of these heads. Where K and V are quantised, heads are rows of bytes (`engine.quantised`), `head_bytes` long.
+of these heads. Where K and V are quantised, heads are rows of bytes, `head_bytes` long.
 
 The memory belongs to whoever registered it with the transfer engine; here are only views, at exactly the offsets that
 `protocol.layout` gives to everyone else. A pool on a GPU has the same layout there; `engine.staging` is the way between
 the two. Does not know which blocks are in use.
+
+Quantised K and V have a byte per element, and a scale per token and head: int8, or fp8 in E4M3. A head's row is its
+codes and behind them the scale (`protocol.layout`). Its rule: a row depends on that head of that token alone, so that
+a block's bytes are the same whoever wrote its tokens, in whatever order. The native kernels
+(`engine/native/quantise.h`) give the same bits: the scale is the highest magnitude over the highest code, codes are
+rounded to nearest, ties to even. Why so and not a scale per block: docs/kv-dtypes.md.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from engine.quantised import CODES, dequantise, quantise
 from protocol.errors import ConfigError
-from protocol.layout import KvLayout
+from protocol.layout import SCALE_BYTES, KvLayout
+
+# Below, a head is as good as zero, and its scale must be no denormal.
+_LEAST = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """How a byte stands for a number between -`highest` and `highest`."""
+
+    highest: float
+    dtype: torch.dtype
+    round: Callable[[torch.Tensor], torch.Tensor]
+
+
+CODES = {
+    "int8": Code(127.0, torch.int8, torch.round),
+    "fp8": Code(448.0, torch.float8_e4m3fn, torch.positive),  # the conversion rounds
+}
+
+
+def quantise(heads: torch.Tensor, code: Code) -> torch.Tensor:
+    """[..., head_dim] of any float dtype → rows [..., head_dim + 4] uint8."""
+    wide = heads.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / code.highest
+    codes = code.round(wide / scales).to(code.dtype)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+
+
+def dequantise(rows: torch.Tensor, code: Code, dtype: torch.dtype) -> torch.Tensor:
+    """rows [..., head_dim + 4] uint8, contiguous → [..., head_dim] in `dtype`."""
+    codes = rows[..., :-SCALE_BYTES].view(code.dtype).float()
+    return codes.mul_(rows[..., -SCALE_BYTES:].view(torch.float32)).to(dtype)
+
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

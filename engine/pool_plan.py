@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import ModelConfig
-from engine.elastic.paging import Paging
+from engine.elastic.pages import Paging
 from engine.replica_config import DEFAULT_KV_BYTES, ReplicaConfig
 from engine.stage import Stage, split
 from protocol.errors import ConfigError

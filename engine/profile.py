@@ -249,7 +249,7 @@ def _identity(engine: Engine, chunk_tokens: int) -> str:
         processor(),
         torch.get_num_threads(),
         *(() if engine.device.type == "cpu" else (torch.cuda.get_device_name(engine.device),)),
-        *(() if engine.team is None else (engine.team.shard.size, engine.team.ranks.name)),
+        *(() if engine.team is None else (engine.team.shard.size,)),
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

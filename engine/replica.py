@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from engine.blanks import Blanks
-from engine.config import ModelConfig, load_model_config
+from engine.block_pool import Blanks
+from engine.config import ModelConfig, load_model_config, resolve_model
 from engine.device import CPU, CUDA, resolve_device
 from engine.elastic.elasticity import Elasticity
 from engine.elastic.elasticity import Memory as ElasticMemory
-from engine.hub import resolve_model
 from engine.pool_plan import PoolPlan, Room, plan_pool
 from engine.replica_config import ReplicaConfig, cache_folder_of
 from engine.staging import InPlace, Staging, staging_of
+from engine.zeroing import BlockMemory
 from protocol.errors import ConfigError
 from protocol.pb import common_pb2, conductor_pb2
 from protocol.process import Lifecycle
@@ -53,6 +53,12 @@ class Replica:
     def blanks(self) -> Blanks | None:
         """For the pool over its memory; None: all blocks are there."""
         return None if self.elasticity is None else self.elasticity.blanks
+
+    def zeroing(self, memory: memoryview) -> BlockMemory | None:
+        """For the pool over `memory`; None: blocks are handed out with what is in them."""
+        if not self.config.zero_kv_blocks:
+            return None
+        return BlockMemory(memory, self.plan.own_layout, self.plan.num_blocks)
 
     @property
     def fingerprint(self) -> str:

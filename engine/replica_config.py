@@ -8,10 +8,10 @@ from pathlib import Path
 
 from engine.device import CUDA, DEVICES, STAGED
 from engine.elastic.config import LedgerConfig
-from engine.format_config import FormatConfig
 from engine.prefix import DEFAULT_EVICTION, EVICTION_NAMES
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
+from protocol.layout import KV_DTYPES
 from protocol.machine import cache_folder
 from protocol.process import ProcessConfig
 from protocol.tracing import TracingConfig
@@ -19,6 +19,33 @@ from protocol.tracing import TracingConfig
 MIB = 2**20
 DEFAULT_KV_BYTES = 256 * MIB
 DEFAULT_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatConfig:
+    """How a worker holds weights and KV, and what computes on them. Flags that vLLM has too mean the same."""
+
+    dtype: str = option(
+        "auto",
+        help="of weights and, unless it is quantised, of KV",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        help="of KV: auto = as --dtype; fp8 (E4M3) and int8 quantise it, a scale per token and head, with some loss "
+        "(docs/kv-dtypes.md)",
+        choices=("auto", *KV_DTYPES),
+    )
+    load_format: str = option(
+        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
+    )
+    block_size: int = option(32, help="tokens per KV block")
+    kernels: str = option(
+        "auto",
+        help="what computes layers and attention: auto = native, compiled at the first start, or torch where there is "
+        "no compiler; on a GPU Triton's",
+        choices=("auto", "native", "torch"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +80,13 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         help="which cached KV makes room first: least recently (lru) or least frequently used (lfu, counts age)",
         choices=EVICTION_NAMES,
     )
+    reserved_kv_share: float = option(
+        0.0,
+        help="share of the KV that is kept free of new requests of priority 0 and above, for those below 0",
+    )
+    zero_kv_blocks: bool = option(
+        False, help="clear the memory of KV blocks before another request gets them"
+    )
     num_threads: int = option(1, help="compute threads")
     tensor_parallel_size: int = option(
         1,
@@ -75,6 +109,12 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         self._require_threads()
         self.check_ledger()
         require_share(self.gpu_memory_utilization)
+        if not 0.0 <= self.reserved_kv_share < 1.0:
+            raise ConfigError(
+                f"--reserved-kv-share is a share from 0 to below 1, not {self.reserved_kv_share}"
+            )
+        if self.zero_kv_blocks and self.num_stages > 1:
+            raise ConfigError("--zero-kv-blocks does not go with --pipeline-parallel-size above 1")
         if self.device in (CUDA, STAGED):
             self.require_device(self.device)
 
@@ -86,6 +126,7 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
                 ("--tensor-parallel-size above 1", self.tensor_parallel_size > 1),
                 ("--pipeline-parallel-size above 1", self.num_stages > 1),
                 ("elastic KV memory", self.is_elastic),
+                ("--zero-kv-blocks", self.zero_kv_blocks),
                 (
                     f"--kv-cache-dtype {self.kv_cache_dtype}",
                     device == CUDA and self.kv_cache_dtype in ("fp8", "int8"),

@@ -15,6 +15,7 @@ from typing import TypeVar
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.drawn import BegunStep
 from engine.engine import Engine
+from engine.staging import uninterrupted
 from protocol.request import SamplingParams
 
 T = TypeVar("T")
@@ -38,33 +39,18 @@ class EngineThread:
         """`Engine.execute` in the engine's thread, where what it is given is called too. A step cannot be interrupted:
         when the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes
         to are never released under it."""
-        return await self._uninterrupted(
-            partial(
-                self.engine.execute,
-                slices,
-                on_layer,
-                before_attention=before_attention,
-                hidden=hidden,
-            )
+        step = partial(
+            self.engine.execute, slices, on_layer, before_attention=before_attention, hidden=hidden
         )
+        return await uninterrupted(self._executor, step)
 
     async def begin(self, slices: Sequence[Slice]) -> BegunStep:
         """`Engine.begin` in the engine's thread; the step is `end`ed in the order of these calls."""
-        return await self._uninterrupted(partial(self.engine.begin, slices))
+        return await uninterrupted(self._executor, partial(self.engine.begin, slices))
 
     async def end(self, step: BegunStep) -> list[Sampled | None]:
         """`BegunStep.end` in the engine's thread, as for `execute`."""
-        return await self._uninterrupted(step.end)
-
-    async def _uninterrupted(self, work: Callable[[], T]) -> T:
-        step = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        try:
-            return await asyncio.shield(step)
-        except asyncio.CancelledError:
-            await asyncio.wait([step])
-            if not step.cancelled():
-                step.exception()  # retrieved: the cancelled caller is not interested
-            raise
+        return await uninterrupted(self._executor, step.end)
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Compiles a request's grammar, if it has one, beside the engine's thread: no step has to wait for that. Raises

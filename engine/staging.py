@@ -12,13 +12,28 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from protocol.ids import BlockId
 
 if TYPE_CHECKING:
     from engine.cuda.staging import HostStaging
     from engine.engine import Engine
+
+
+T = TypeVar("T")
+
+
+async def uninterrupted(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """What `work` gives. A caller that is cancelled waits for its end all the same, and is cancelled then."""
+    task = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancelled caller is not interested
+        raise
 
 
 class Staging(Protocol):
@@ -58,21 +73,12 @@ class StagingThread:
 
     async def load(self, blocks: Sequence[BlockId], layers: range | None = None) -> None:
         if blocks:
-            await self._run(partial(self._ring.load_all, tuple(blocks), layers))
+            load = partial(self._ring.load_all, tuple(blocks), layers)
+            await uninterrupted(self._executor, load)
 
     async def store(self, blocks: Sequence[BlockId]) -> None:
         if blocks:
-            await self._run(partial(self._ring.store_all, tuple(blocks)))
-
-    async def _run(self, work: Callable[[], None]) -> None:
-        copy = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        try:
-            await asyncio.shield(copy)
-        except asyncio.CancelledError:
-            await asyncio.wait([copy])
-            if not copy.cancelled():
-                copy.exception()  # retrieved: the cancelled caller is not interested
-            raise
+            await uninterrupted(self._executor, partial(self._ring.store_all, tuple(blocks)))
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -22,6 +22,5 @@ class Step:
     spans: Sequence[Span]
     rows: torch.Tensor | None  # int64, tokens whose logits are wanted; None = all of them
     fed: Fed | None = None  # tokens that only the device knows; `token_ids` has 0 there
-    hidden: torch.Tensor | None = (
-        None  # [tokens, hidden_size] that an earlier stage computed; None = `token_ids` are embedded
-    )
+    # [tokens, hidden_size] that an earlier stage computed; None = `token_ids` are embedded.
+    hidden: torch.Tensor | None = None

@@ -13,8 +13,8 @@ import torch
 
 from engine.attention import Span
 from engine.batch import HiddenStates, Slice
-from engine.cuda.placing import to_device
-from engine.drawn import Drawn, Fed
+from engine.cuda.streams import to_device
+from engine.drawn import BegunStep, Fed
 from engine.kv_pool import TORCH_DTYPES
 from engine.scoring import num_scored
 from engine.stage import Stage
@@ -37,8 +37,8 @@ class StepBuilder:
         dtype: str,
         knows_grammars: bool,
     ) -> None:
-        self.drawn: Drawn | None = None
-        """By the step begun last; the engine sets it."""
+        self.before: BegunStep | None = None
+        """The step begun last; the engine sets it."""
         self._layout = layout
         self._stage = stage
         self._vocab_size = vocab_size
@@ -65,7 +65,7 @@ class StepBuilder:
         """Raises InvalidRequest for a token that the vocabulary does not have."""
         block_size = self._layout.block_size
         following = [index for index, piece in enumerate(slices) if piece.follows]
-        on_device = self.drawn.on_device if following and self.drawn is not None else None
+        on_device = self.before.on_device if following and self.before is not None else None
         spans: list[Span] = []
         token_ids: list[int] = []
         positions: list[int] = []
@@ -102,17 +102,17 @@ class StepBuilder:
     def _first_token(self, piece: Slice) -> int:
         if not piece.follows:
             return piece.token_ids[piece.start]
-        if self.drawn is None:
+        if self.before is None:
             raise InvalidRequest("it follows no step", request=piece.request_id)
-        return self.drawn.token_of(piece.request_id)
+        return self.before.token_of(piece.request_id)
 
     def _fed(
         self, slices: Sequence[Slice], following: Sequence[int], on_device: torch.Tensor
     ) -> Fed:
         """Tokens that the step begun before has on the device."""
-        assert self.drawn is not None, "somebody has them"
+        assert self.before is not None, "somebody has them"
         ends = np.cumsum([piece.num_tokens for piece in slices])
-        rows = [self.drawn.row_of(slices[index].request_id) for index in following]
+        rows = [self.before.row_of(slices[index].request_id) for index in following]
         chosen = to_device(torch.tensor(rows), on_device.device)
         return Fed(torch.from_numpy(ends[following] - 1), on_device.index_select(0, chosen))
 

@@ -41,9 +41,7 @@ class LayerWeights:
     input_norm: torch.Tensor
     qkv: torch.Tensor  # q rows, then k, then v
     qkv_bias: torch.Tensor | None
-    qk_norm: (
-        torch.Tensor | None
-    )  # [heads + kv_heads, head_dim]: q_norm and k_norm repeated per head
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: of q and k, repeated per head
     o: torch.Tensor
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
@@ -60,9 +58,7 @@ class Weights:
     embedding: torch.Tensor  # [vocab, hidden]; no rows where the first stage is another one
     layers: Sequence[LayerWeights]  # the stage's
     norm: torch.Tensor
-    lm_head: (
-        torch.Tensor
-    )  # [vocab, hidden], a rank's rows; none where the last stage is another one
+    lm_head: torch.Tensor  # [vocab, hidden], a rank's rows; none where the last stage is another
     # Of all stored tensors, whatever the share: names, dtypes, shapes and bytes; and of `kv_identity`.
     digest: str
 

@@ -14,7 +14,6 @@ import logging
 import math
 import resource
 import socket
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,28 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from gateway.api import Api
-from gateway.app import build_app
+from gateway.access.key_file import KeyFile
+from gateway.access.key_holder import KeyHolder, KeyStore
+from gateway.access.limiter import Limiter
 from gateway.cluster.metrics import ClusterMetrics, phase_collector
-from gateway.config import GatewayConfig
-from gateway.http_protocol import MOST_REFUSED, BoundedProtocol, Doors, Patience
-from gateway.identity import open_keys, open_limits
-from gateway.ledger import PHASES
-from gateway.model_endpoints import ModelEndpoints
-from gateway.operations import Operations
-from gateway.responses.handlers import Responses
-from gateway.responses.store import ResponseStore
-from gateway.served import Served, ServedModel
-from gateway.service import Gateway
-from gateway.text.tokenizer import Tokenizer, load_tokenizer, load_vocab_size
+from gateway.config import ClientConfig, GatewayConfig
+from gateway.generation.service import Gateway
+from gateway.generation.timings import PHASES
+from gateway.http.app import build_app
+from gateway.http.operations import Operations
+from gateway.http.protocol import MOST_REFUSED, BoundedProtocol, Doors
+from gateway.openai.endpoints import Api
+from gateway.openai.models import ModelEndpoints, ServedModel
+from gateway.openai.responses.handlers import Responses, ResponseStore
+from gateway.text.tokenizer import load_tokenizer
 from protocol.conductors import parse_addresses
 from protocol.errors import ConfigError
 from protocol.garbage import seldom_collected
-from protocol.ids import GatewayId, new_id
 from protocol.metrics import request_metrics
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import process_registry, serve_metrics
-from protocol.tracing import Tracer, tracing
+from protocol.tracing import tracing
 
 log = logging.getLogger(__name__)
 
@@ -73,25 +71,22 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         listener = closing.enter_context(_listener(config))
         lifecycle.progress("loading tokenizer")
         tokenizer = load_tokenizer(Path(config.model))
-        served = _served(config, tokenizer)
         tracer = closing.enter_context(tracing(config, config.instance_id, "gateway"))
         rpc_address = await _served_metrics(config, registry, closing)
-        gateway = _gateway(config, channels, tokenizer, served, registry, tracer, rpc_address)
-        model = ServedModel(gateway, tokenizer, served, config)
+        metrics = request_metrics(registry, config.names[0], config.instance_id, PHASES)
+        gateway = Gateway(config, channels, tokenizer, metrics, tracer, rpc_address)
+        model = ServedModel(gateway, tokenizer, config)
         api = Api(gateway, model, config)
         registry.register(phase_collector(gateway.phases))
+        conductors = parse_addresses(config.conductor)
         of_cluster = ClusterMetrics(
-            config.instance_id,
-            registry,
-            gateway.cluster,
-            channels,
-            parse_addresses(config.conductor),
+            config.instance_id, registry, gateway.cluster, channels, conductors
         )
         app = build_app(
             api,
             ModelEndpoints(model),
             Responses(api, model, ResponseStore(config.response_store_bytes)),
-            Operations(gateway, registry, served.names, of_cluster),
+            Operations(gateway, registry, config.names, of_cluster),
             keys,
             limiter,
             config.limits_for_all,
@@ -99,6 +94,27 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         closing.enter_context(seldom_collected())
         beside = [gateway.run, keys.run, limiter.run]
         await _run(gateway, _server(app, config), listener, lifecycle, config, beside)
+
+
+def open_keys(config: ClientConfig, registry: CollectorRegistry) -> KeyHolder:
+    """Reads nothing yet. Imports redis only where it is used."""
+    stores: list[KeyStore] = []
+    if config.api_key_file is not None:
+        stores.append(KeyFile(Path(config.api_key_file)))
+    if config.api_keys_in_registry and config.redis_url is not None:
+        from gateway.access.redis_stores import RedisKeys
+
+        stores.append(RedisKeys(config.redis_url))
+    return KeyHolder(config.fixed_keys(), stores, registry)
+
+
+def open_limits(config: ClientConfig, registry: CollectorRegistry) -> Limiter:
+    """Shared with other gateways where there is a Redis."""
+    if config.redis_url is None:
+        return Limiter(None, registry)
+    from gateway.access.redis_stores import SharedLimits
+
+    return Limiter(SharedLimits(config.redis_url), registry)
 
 
 async def _served_metrics(
@@ -114,42 +130,11 @@ async def _served_metrics(
     return await server.start("127.0.0.1", 0)  # of this host, as they are
 
 
-def _gateway(
-    config: GatewayConfig,
-    channels: Channels,
-    tokenizer: Tokenizer,
-    served: Served,
-    registry: CollectorRegistry,
-    tracer: Tracer,
-    rpc_address: str,
-) -> Gateway:
-    assert config.conductor is not None
-    return Gateway(
-        channels=channels,
-        conductor_addresses=config.conductor,
-        instance_id=config.instance_id,
-        rpc_address=rpc_address,
-        # Streams of an earlier life must not be taken for ours.
-        gateway_id=GatewayId(new_id(config.instance_id)),
-        tokenizer=tokenizer,
-        metrics=request_metrics(registry, served.names[0], config.instance_id, PHASES),
-        timeout_s=config.request_timeout_s,
-        patience_s=config.worker_patience_s,
-        tracer=tracer,
-    )
-
-
 def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
-    patience = Patience(
-        max_header_bytes=config.max_header_bytes,
-        header_timeout_s=config.header_timeout_s,
-        body_timeout_s=config.body_timeout_s,
-        slow_client_s=config.slow_client_s,
-    )
     doors = Doors()
     # uvicorn's type says a class; it only calls it.
     protocol: Any = functools.partial(
-        BoundedProtocol, patience=patience, max_connections=_max_connections(config), doors=doors
+        BoundedProtocol, patience=config, max_connections=_max_connections(config), doors=doors
     )
     return _Server(
         doors,
@@ -223,7 +208,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def idle(self) -> None:
-        """Until every request that has come has its reply; behind closed doors, until every connection has ended."""
+        """Waits until every request has its reply; behind closed doors, until every connection has ended."""
         if self._doors.are_closing:
             await self._doors.until_empty()
         while tasks := set(self.server_state.tasks):
@@ -289,12 +274,3 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {hint}") from error
     listener.setblocking(False)
     return listener
-
-
-def _served(config: GatewayConfig, tokenizer: Tokenizer) -> Served:
-    folder = Path(config.model)
-    return Served(
-        names=config.served_model_name or (folder.resolve().name,),
-        vocab_size=load_vocab_size(folder) or tokenizer.size,
-        created=int(time.time()),
-    )

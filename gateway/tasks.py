@@ -1,52 +1,39 @@
-"""Tasks that somebody holds: started at will, their failures logged, cancelled and awaited together.
-
-Unlike asyncio.TaskGroup one task's failure does not end the others: each belongs to a different request.
-"""
+"""Held tasks whose failures are logged with the request that they belong to, each without effect on the others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from protocol.held_tasks import HeldTasks
 from protocol.logs import of
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-class TaskGroup:
-    """A set of running tasks."""
 
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+class LoggedTasks(HeldTasks):
+    """Tasks of a gateway. Its requests share them, so one failure ends no other task."""
 
     def start(
-        self, coroutine: Coroutine[Any, Any, None], *, name: str, request_id: str = ""
-    ) -> asyncio.Task[None]:
-        """`request_id`: whose it is, for the log."""
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._ended(done, request_id))
+        self, work: Coroutine[Any, Any, T], *, name: str = "", request_id: str = ""
+    ) -> asyncio.Task[T]:
+        """`request_id`: of the request that the task works for, for the log."""
+        task = super().start(work)
+        task.set_name(name or task.get_name())
+        task.add_done_callback(lambda done: _log_failure(done, request_id))
         return task
-
-    async def cancel(self) -> None:
-        """Ends all tasks and waits for their clean-up."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout_s: float) -> None:
         """Waits for the tasks under way, at most so long."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=timeout_s)
+        if tasks := list(self):
+            await asyncio.wait(tasks, timeout=timeout_s)
 
-    def _ended(self, task: asyncio.Task[Any], request_id: str) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            whose = of(request_id) if request_id else None
-            log.error("task %s failed", task.get_name(), exc_info=error, extra=whose)
+
+def _log_failure(task: asyncio.Task[Any], request_id: str) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        whose = of(request_id) if request_id else None
+        log.error("task %s failed", task.get_name(), exc_info=error, extra=whose)

@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.allocator import Allocator, padded
-from kvstore.books import Books
-from kvstore.candidates import Candidates
+from kvstore.books import Books, Hidden, Remains
+from kvstore.candidates import Candidates, Followers
 from kvstore.disk.base import Pin, Place
 from kvstore.eviction import EvictionPolicy
-from kvstore.followers import Followers
-from kvstore.hidden import Hidden, Remains
+from kvstore.generations import Reserving
 from kvstore.native.base import (
     NO_RECORD,
     Entry,
@@ -28,13 +27,10 @@ from kvstore.native.base import (
     Record,
     RecordArray,
 )
-from kvstore.records import NO_PLACE, Records
-from kvstore.reserving import Reserving
+from kvstore.records import NO_PLACE, Records, SpareCopies, Visible
 from kvstore.room import Room
 from kvstore.shares import Shares
-from kvstore.spare_copies import SpareCopies
 from kvstore.stored import Announcements, DiskSpace, StoredObject, Usage, Watermarks
-from kvstore.visible import Visible
 from protocol.keys import BlockKey
 
 

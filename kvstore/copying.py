@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvstore.block_client import BlockClient
-from kvstore.objects import LeasedObject, ReadLease
+from kvstore.client.blocks import BlockStores
+from kvstore.client.objects import LeasedObject, ReadLease
+from kvstore.client.spots import Spots
 from kvstore.promises import Outcome, Reservation, Wish
 from kvstore.remembering import Remembering
 from kvstore.removals import Removals
@@ -27,7 +28,7 @@ from protocol.process import running
 from protocol.request import Endpoint
 from protocol.wire import endpoint_from_wire
 from transfer import Segment
-from transfer.patience import Patience
+from transfer.config import Patience
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ RENEW_EVERY_S = 1.0
 
 
 async def copy_here(
-    client: BlockClient,
+    client: BlockStores,
     state: StoreState,
     remembering: Remembering,
     segment: Segment,
@@ -68,7 +69,7 @@ async def copy_here(
 
 
 async def _num_up_to_date(
-    client: BlockClient, remembering: Remembering, source: Endpoint, keys: Sequence[BlockKey]
+    client: BlockStores, remembering: Remembering, source: Endpoint, keys: Sequence[BlockKey]
 ) -> int:
     """Of how many leading keys the source has heard the last removal that is known here, so that what it has was stored
     since; this node hears of those that only the source knew, so that they are not taken for later ones.
@@ -87,7 +88,7 @@ async def _num_up_to_date(
     return next(behind, len(keys))
 
 
-async def _renewed(client: BlockClient, lease: ReadLease) -> None:
+async def _renewed(client: BlockStores, lease: ReadLease) -> None:
     """For as long as the source lets it; ends when it does not."""
     while True:
         await asyncio.sleep(RENEW_EVERY_S)
@@ -104,7 +105,7 @@ class _Copying:
 
     def __init__(
         self,
-        client: BlockClient,
+        client: BlockStores,
         state: StoreState,
         removals: Removals,
         heard: Mapping[BlockKey, int],
@@ -148,18 +149,13 @@ class _Copying:
         reservation: Reservation,
         deadline_s: float,
     ) -> int:
-        nbytes = sum(stored.length for stored in granted)
-        places = [
-            [(place.offset, place.length)]
-            for stored in granted
-            if (place := reservation.objects[stored.key]).offset is not None
-        ]
+        offsets = [reservation.objects[stored.key].offset or 0 for stored in granted]
+        spots = Spots.checked(self._segment, offsets, [stored.length for stored in granted])
         # A lease that ended all the same lets others' bytes in, whose checksums do not match.
-        return await self._client.read(
+        return await self._client.read_leased(
             replace(lease, objects=granted, expires_at=math.inf),
-            self._segment,
-            places,
-            deadline_s=deadline_s or PATIENCE.deadline_s(nbytes),
+            spots,
+            deadline_s=deadline_s or PATIENCE.deadline_s(spots.nbytes),
         )
 
     def _end(self, reservation: Reservation, checksums: dict[BlockKey, int]) -> None:

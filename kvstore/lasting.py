@@ -6,20 +6,57 @@ A part of `kvstore.service`, which owns what is used here. What is removed every
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from kvstore import wire
-from kvstore.drain_mark import DrainMark
+from kvstore.disk.identity import sync_folder
 from kvstore.mover import Mover
 from kvstore.remembering import Remembering
 from kvstore.removals import Heard
 from kvstore.state import StoreState
 from protocol.keys import pack_keys
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+
+FILE_NAME = "draining"
+
+
+class DrainMark:
+    """Whether a node is being drained, over its restarts: an empty file in its folder.
+
+    A node without a folder starts empty, and accepts objects again.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / FILE_NAME if folder is not None else None
+        self._turn = asyncio.Lock()  # what was asked for last is what stays
+
+    def is_set(self) -> bool:
+        """Blocks for a look at the folder."""
+        return self._path is not None and self._path.exists()
+
+    async def keep(self, draining: bool) -> None:
+        """On disk when it returns; where the disk refuses, this process goes on and the next one does not know."""
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._write, draining)
+            except OSError as error:
+                log.error("a restart will not know whether this node is draining: %s", error)
+
+    def _write(self, draining: bool) -> None:
+        if self._path is None:
+            return
+        if draining:
+            self._path.touch()
+        else:
+            self._path.unlink(missing_ok=True)
+        sync_folder(self._path.parent)
+
 
 log = logging.getLogger(__name__)
 

@@ -226,12 +226,17 @@ class Mover:
 
         Also of keys that are absent here: what was evicted from the disk lies there until its segment is reclaimed.
         """
-        if self.recovered < 1:
-            self._unwanted.update(generations)
-            await self._all_found.wait()
+        self.refuse(generations)
+        await self._all_found.wait()
         if self.disk is None or not generations:
             return True
         return await self.disk.forget([_forgotten(k, upto) for k, upto in generations.items()])
+
+    def refuse(self, keys: Iterable[BlockKey]) -> None:
+        """Recovery takes in nothing that it still finds of these. To be called in the same turn of the loop as the
+        removal: a batch that is taken in between the two would bring the object back."""
+        if not self._all_found.is_set():
+            self._unwanted.update(keys)
 
     async def keep_pins(self, keys: Iterable[BlockKey]) -> None:
         """The pins that these objects have now outlast a restart, where the objects do."""

@@ -221,6 +221,8 @@ class Moves:
 
     def _begin_store(self, stored: StoredObject, *, demote: bool) -> bool:
         assert self._catalog.disk is not None
+        if not self._catalog.disk.takes(stored.length):
+            return False
         nbytes = self._catalog.disk.space(stored.length)
         if not self._catalog.room.on_disk(nbytes, for_demotion=demote):
             return False

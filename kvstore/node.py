@@ -1,5 +1,6 @@
 """A store node from start to stop: memory, disk, listeners, membership, metrics. The service itself is
-`kvstore.service`."""
+`kvstore.service`.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +19,20 @@ from kvstore.catching_up import CatchingUp
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.event_log import EventLog, ToAll
-from kvstore.express.door import Door as ExpressDoor
 from kvstore.express.frames import METHOD
-from kvstore.express.served import Served
+from kvstore.express.service import ExpressConnections, ExpressService
 from kvstore.express.storing import Storing
-from kvstore.host_memory import available_bytes
-from kvstore.incarnation import first_generation, first_of
+from kvstore.generations import first_generation, first_of
 from kvstore.index_segment import IndexSegments
 from kvstore.metrics import StoreCollector
-from kvstore.native.library import key_index
+from kvstore.native.library import compiled, key_index
 from kvstore.service import StoreService
 from kvstore.state import StoreState
 from kvstore.stored import Announcements, Tier
 from protocol.errors import ConfigError
 from protocol.in_loop import InLoop
 from protocol.keys import NO_PARENT, BlockKey
-from protocol.lean.methods import HandOver
+from protocol.lean.served import HandOver
 from protocol.membership import BlockLog, member, own_endpoint
 from protocol.metrics import exposed
 from protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
@@ -46,8 +45,29 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import process_registry, serve_metrics
 from protocol.wire import endpoint_to_wire
-from transfer import Segment, TransferEngine, told
-from transfer.metrics import TransferCollector
+from transfer import Segment, TransferEngine
+from transfer.metrics import TransferCollector, rail_totals
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_COUNTED = ("MemAvailable:", "SwapFree:")
+
+
+def available_bytes(meminfo: Path = MEMINFO, cgroup_limit: Path = CGROUP_LIMIT) -> int | None:
+    """Memory that a process here can still have by its kernel and control group; None where they do not say."""
+    lines = [line.split() for line in _text(meminfo).splitlines()]
+    kib = [int(line[1]) for line in lines if line[:1] and line[0] in _COUNTED]
+    limit = _text(cgroup_limit).strip()
+    told = [sum(kib) << 10] if kib else []
+    return min([*told, *([int(limit)] if limit.isdigit() else [])], default=None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
 
 log = logging.getLogger(__name__)
 
@@ -129,10 +149,10 @@ class StoreNode:
             server.grpc,
             self._config.instance_id,
             self._registry,
-            lambda: told.rails(self._transfer.stats),
+            lambda: rail_totals(self._transfer.stats),
         )
         express = self._express()
-        if offers_express(self._config):
+        if express is not None:
             server.add_hand_over(HandOver(METHOD, express.admit, express.take))
         await self._service.remembering.load(is_first_life=self._is_first_life)
         if self._config.join is not None:
@@ -158,13 +178,16 @@ class StoreNode:
         finally:
             self._service.end_streams()
             await server.stop(STOP_GRACE_S)
-            await asyncio.to_thread(express.close)
+            if express is not None:
+                await asyncio.to_thread(express.close)
             await self._service.close()
 
-    def _express(self) -> ExpressDoor:
+    def _express(self) -> ExpressConnections | None:
         """Threads that answer from the same memory; they ask this loop for what is not theirs to decide."""
+        if not offers_express(self._config) or compiled() is None:
+            return None
         storing = Storing(self._segment, self._service.writes, InLoop(asyncio.get_running_loop()))
-        return ExpressDoor(Served(self._index, self._segment, storing).serve)
+        return ExpressConnections(ExpressService(self._index, self._segment, storing).serve)
 
     async def _open_disk(self, lifecycle: Lifecycle) -> None:
         ssd = self._config.ssd_folder()

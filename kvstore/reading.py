@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from kvstore.catalog import Catalog
 from kvstore.moves import Load, Moves
-from kvstore.promises import Lease, check_ttl
-from kvstore.rights import Deadlines, Ended
+from kvstore.promises import Deadlines, Ended, Lease, check_ttl
 from kvstore.stored import StoredObject
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey

@@ -17,8 +17,7 @@ from typing import TypeVar
 
 from kvstore.disk.base import DiskObject
 from kvstore.mover import Mover
-from kvstore.presence import Presence, Seen, Stamp
-from kvstore.removal_file import RemovalFile
+from kvstore.removal_file import Presence, RemovalFile, Seen, Stamp
 from kvstore.removals import MAX_REMOVALS, Heard, Removal, Removals
 from kvstore.state import StoreState
 from protocol.keys import BlockKey
@@ -186,6 +185,7 @@ class Remembering:
 
     def _save(self, generations: dict[BlockKey, int], records: Sequence[Record]) -> None:
         """Begins to. It goes on when whoever asked for it has left."""
+        self._mover.refuse(generations)
         saving = asyncio.create_task(self._forget_and_keep(generations, records))
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)

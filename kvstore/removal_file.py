@@ -1,22 +1,78 @@
-"""A node's removals over its restarts: one file in its folder, of records that are appended. Blocking.
+"""A node's removals over its restarts, and when it was last in touch with its cluster: files in its folder. Blocking.
 
-Each record has a checksum, so that a torn one at the end, or a damaged one, costs itself and not the others. It is not
-synced: a removal whose record a loss of power took is heard of again from other nodes, and what it removed is
-forgotten by the disk tier's own, durable tombstones.
+Removals are records that are appended. Each has a checksum, so that a torn one at the end, or a damaged one, costs
+itself and not the others. The file is not synced: a removal whose record a loss of power took is heard of again from
+other nodes, and what it removed is forgotten by the disk tier's own, durable tombstones.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.presence import Stamp
 from protocol.keys import BlockKey
+
+PRESENCE_FILE_NAME = "presence.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """An instant, as far as this machine can tell it again later."""
+
+    boot: str
+    boot_s: float  # since boot, suspension included
+    wall_s: float
+
+    @classmethod
+    def now(cls) -> Stamp:
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        return cls(boot=boot, boot_s=time.clock_gettime(time.CLOCK_BOOTTIME), wall_s=time.time())
+
+    def until(self, later: Stamp) -> float | None:
+        """Seconds; None = they cannot be known."""
+        if self.boot and self.boot == later.boot:
+            return max(later.boot_s - self.boot_s, 0.0)
+        passed_s = later.wall_s - self.wall_s
+        return passed_s if passed_s >= 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The last time that a node was in touch, and how much of the removals before it knew then."""
+
+    at: Stamp
+    covered_s: float
+
+
+class Presence:
+    """The file in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PRESENCE_FILE_NAME
+
+    def read(self) -> Seen | None:
+        """None when there is none that can be read."""
+        try:
+            entry = json.loads(self._path.read_text())
+            return Seen(at=Stamp(**entry["at"]), covered_s=float(entry["covered_s"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def write(self, covered_s: float) -> None:
+        """Raises OSError. It need not outlast a loss of power: an older one says a longer absence."""
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(asdict(Seen(at=Stamp.now(), covered_s=covered_s))))
+        os.replace(fresh, self._path)
+
 
 FILE_NAME = "removals"
 _MAGIC = b"MSKVREM1"

@@ -74,8 +74,9 @@ class Room:
         return True
 
     def coldest_in_memory(self) -> StoredObject | None:
-        """What would leave memory first."""
-        return self._object(self._shares.victim(Tier.MEMORY))
+        """What would leave memory for the disk first. An object that the disk cannot take stays until its memory is
+        needed."""
+        return self._first(lambda: self._shares.victim(Tier.MEMORY), self._disk_takes)
 
     def _within(self, share: Share, nbytes: int) -> bool:
         """Evicts a tenant's own objects until its quota has room; those only on disk are the colder ones."""
@@ -101,6 +102,12 @@ class Room:
     def _may_leave_memory(self, record: Record) -> bool:
         """False = the blocks that follow it are on disk, and it is not yet: it can go once it has been written."""
         return self._catalog.rows.on_disk(record) or self._is_leaf(record)
+
+    def _disk_takes(self, record: Record) -> bool:
+        stored = self._object(record)
+        assert stored is not None
+        disk = self._catalog.disk
+        return stored.place is not None or (disk is not None and disk.takes(stored.length))
 
     def _is_leaf(self, record: Record) -> bool:
         return not self._catalog.rows.followers[record]

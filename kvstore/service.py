@@ -17,23 +17,21 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvstore import promises, subscription, wire
-from kvstore.block_client import BlockClient
+from kvstore import event_log, promises, wire
+from kvstore.client.blocks import BlockStores
 from kvstore.config import StoreConfig
 from kvstore.copying import copy_here
-from kvstore.drain_mark import DrainMark
 from kvstore.event_log import EventLog
-from kvstore.express.writes import LocalWrites
+from kvstore.express.storing import LocalWrites
 from kvstore.index_segment import IndexSegments
-from kvstore.landings import Landings
-from kvstore.lasting import LastingCalls
+from kvstore.lasting import DrainMark, LastingCalls
 from kvstore.mover import Mover
 from kvstore.promises import Landed, Reservation
 from kvstore.remembering import Remembering
 from kvstore.removals import Removals
 from kvstore.state import StoreState
 from kvstore.stored import Usage
-from kvstore.verification import Verifier, batched
+from kvstore.verification import Landings, Verifier, batched
 from protocol.errors import Overloaded
 from protocol.held_tasks import HeldTasks
 from protocol.keys import KEY_BYTES, BlockKey, pack_keys
@@ -75,6 +73,7 @@ class StoreService(LastingCalls):
         index: IndexSegments,
         log: EventLog,
         clock: Callable[[], float] = time.monotonic,
+        peers: Channels | None = None,
     ) -> None:
         self._config = config
         self._transfer = transfer
@@ -84,8 +83,8 @@ class StoreService(LastingCalls):
         self._index = index
         self._events = log
         self._clock = clock
-        self._peers = Channels(config.cluster_token, config.tls())
-        self._client = BlockClient(self._peers, transfer)
+        self._peers = peers or Channels(config.cluster_token, config.tls())
+        self._client = BlockStores(self._peers, transfer, attaches=False)
         self.mover = Mover(
             state, segment.buffer, self._changed, write_through=config.ssd_write_through
         )
@@ -281,7 +280,7 @@ class StoreService(LastingCalls):
         self, request: kvstore_pb2.StoreSubscribeRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.StoreEvents]:
         epoch = self._endpoint.epoch
-        async for events in subscription.follow(self._events, self._state, epoch, request):
+        async for events in event_log.follow(self._events, self._state, epoch, request):
             yield events
 
     async def List(

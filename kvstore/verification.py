@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from kvstore.disk.base import DiskRead
 from kvstore.mover import Mover
+from kvstore.promises import Landed
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
-from transfer import Segment
+from transfer import Segment, TransferEngine
 
 T = TypeVar("T")
 
@@ -95,3 +96,40 @@ class Verifier:
         fresh = self._state.find(stored.key)
         moved = fresh is None or fresh.place != stored.place  # compaction took it elsewhere
         return good or moved
+
+
+# A thread to verify this much would take longer to wake than the checksum does.
+VERIFY_HERE_BYTES = 4 * 2**20
+
+
+class Landings:
+    """What writers have put into one segment, compared with their checksums once nobody can write there any more.
+
+    Thread-safe.
+    """
+
+    def __init__(self, transfer: TransferEngine, segment: Segment) -> None:
+        self._transfer = transfer
+        self._memory = segment.buffer
+
+    def can_be_verified_here(self, window_id: int | None, landed: Sequence[Landed]) -> bool:
+        """Whether little was written, and the window is closed now because nobody is writing."""
+        if sum(item.length for item in landed) > VERIFY_HERE_BYTES:
+            return False
+        return window_id is None or self._transfer.close_window_if_idle(window_id)
+
+    def close_and_verify(
+        self, window_id: int | None, landed: Sequence[Landed]
+    ) -> tuple[BlockKey, ...]:
+        """As `corrupt`, behind a window that is closed first; blocks."""
+        if window_id is not None:
+            self._transfer.close_window(window_id)
+        return self.corrupt(landed)
+
+    def corrupt(self, landed: Sequence[Landed]) -> tuple[BlockKey, ...]:
+        """The keys whose bytes do not match."""
+        return tuple(
+            item.key
+            for item in landed
+            if checksum([self._memory[item.offset : item.offset + item.length]]) != item.checksum
+        )

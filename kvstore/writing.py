@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from kvstore.catalog import Catalog
 from kvstore.moves import Moves
 from kvstore.promises import (
+    Deadlines,
+    Ended,
     Landed,
     Outcome,
     Phase,
@@ -23,7 +25,6 @@ from kvstore.promises import (
     check_tenant,
     check_ttl,
 )
-from kvstore.rights import Deadlines, Ended
 from kvstore.stored import StoredObject
 from protocol.errors import InvalidRequest, StaleLease
 from protocol.keys import BlockKey

@@ -60,8 +60,7 @@ class TokenSource:
 
     def _snippets(self, rng: random.Random) -> Iterator[list[int]]:
         while True:
-            snippet = make_snippet(self._draw(rng), rng)
-            yield self._document([snippet.prompt, snippet.continuation])
+            yield self._document(make_snippet(self._draw(rng), rng))
 
     def _draw(self, rng: random.Random) -> Function:
         return self._functions[rng.randrange(len(self._functions))]
@@ -87,11 +86,6 @@ class TokenSource:
 
 def _concatenate(documents: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.array(tokens, dtype=np.uint16) for tokens in documents])
-
-
-def file_stream(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> np.ndarray:
-    """The packed stream of ``files`` alone, in their order: uint16, shape [num_tokens]."""
-    return TokenSource(tokenizer, files, seed=0).files_only()
 
 
 def window_order(num_tokens: int, sequence_length: int, seed: int, epoch: int) -> Starts:

@@ -64,14 +64,6 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snippet:
-    """A stand-alone piece of code, cut where a caller's prompt might end."""
-
-    prompt: str
-    continuation: str
-
-
 def find_functions(files: Sequence[SourceFile]) -> Iterator[Function]:
     """Yield the functions and methods of ``files`` that are neither trivial nor long."""
     for file in files:
@@ -153,22 +145,17 @@ def _writing_from_purpose(function: Function, rng: random.Random) -> tuple[str, 
     return rng.choice(PURPOSE_PROMPTS).format(purpose=purpose), function.source
 
 
-def make_snippet(function: Function, rng: random.Random) -> Snippet:
-    """Cut ``function`` after a line break, before one, or anywhere.
+def make_snippet(function: Function, rng: random.Random) -> tuple[str, str]:
+    """Cut ``function`` where a caller's prompt might end: after a line break, before one, or anywhere.
 
     Prompt and continuation are tokenized apart, so the model also learns the token sequences
     that begin where a prompt ended, such as indentation after a final line break.
     """
-    way = rng.randrange(3)
-    if way == 0:
-        position = rng.randrange(1, len(function.source))
-        return _cut_at(function.source, position)
-    prompt, _ = _cut_after_line(function.source, rng)
-    return _cut_at(function.source, len(prompt) - (way - 1))
-
-
-def _cut_at(source: str, position: int) -> Snippet:
-    return Snippet(prompt=source[:position], continuation=source[position:])
+    way, source = rng.randrange(3), function.source
+    position = (
+        len(_cut_after_line(source, rng)[0]) - (way - 1) if way else rng.randrange(1, len(source))
+    )
+    return source[:position], source[position:]
 
 
 def _cut_after_line(source: str, rng: random.Random) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The training schedule as pure functions of progress, the elapsed share of the time budget.
 
-Time, not a step count, is the budget: the run ends on time on any machine, and the learning rate
-reaches its floor whatever the speed was.
+Time, not a step count, is the budget: the run ends on time on any machine, and the learning rate reaches its floor
+whatever the speed was.
 """
 
 import math
@@ -29,25 +29,10 @@ class Schedule:
         return self.final_learning_rate + span * 0.5 * (1.0 + math.cos(math.pi * decay))
 
     def sequence_length(self, progress: float) -> int:
-        """Tokens per sequence; the last ``long_share`` of the run trains on long sequences."""
+        """Tokens per sequence; the last `long_share` of the run trains on long sequences."""
         is_long = progress >= 1.0 - self.long_share
         return self.long_sequence_length if is_long else self.short_sequence_length
 
     def batch_size(self, progress: float) -> int:
         """Sequences per step; the tokens per step stay the same."""
         return self.tokens_per_step // self.sequence_length(progress)
-
-
-@dataclass(slots=True, eq=False)
-class Interval:
-    """Tells when something that recurs is due. Times are monotonic seconds."""
-
-    interval_s: float
-    last_at: float
-
-    def take(self, now: float) -> bool:
-        """Whether it is due at ``now``; if so, the interval starts anew."""
-        if now - self.last_at < self.interval_s:
-            return False
-        self.last_at = now
-        return True

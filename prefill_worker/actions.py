@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from engine.batch import Slice
 from prefill_worker.events import Landing
 from prefill_worker.load_or_compute import LoadChoice
-from protocol.errors import MoonserveError
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
 from protocol.keys import BlockKey
 from protocol.request import Endpoint, PrefillReport, Request, Token
+from worker.events import Action
+from worker.events import Fail as Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveLanding:
+class ReserveLanding(Action):
     """Lease blocks on the decode worker → LandingGranted | LandingRefused."""
 
     request_id: RequestId
@@ -28,19 +29,20 @@ class ReserveLanding:
     num_prompt_tokens: int  # of them, the client's prompt
     max_tokens: int  # that may be generated behind it
     tenant: str
+    priority: int
     block_keys: tuple[BlockKey, ...]
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithdrawReservation:
+class WithdrawReservation(Action):
     """The ReserveLanding under way is not wanted any more; it still answers."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseLanding:
+class ReleaseLanding(Action):
     """Give a lease back, or make sure that it was not granted. Not answered."""
 
     request_id: RequestId
@@ -57,7 +59,7 @@ class PrefetchPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchPrefix:
+class PrefetchPrefix(Action):
     """Ask stores to bring to memory what a waiting request will read. Not answered."""
 
     request_id: RequestId
@@ -74,7 +76,7 @@ class PrefixPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPrefix:
+class LoadPrefix(Action):
     """Read prefix blocks into the own pool → PrefixLoaded | PrefixLoadFailed. Parts in order; or, where
     `choice.layers_at_once` says so, all parts' first layers first, with a PrefixProgress for each few."""
 
@@ -84,7 +86,7 @@ class LoadPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkipPrefix:
+class SkipPrefix(Action):
     """For the record: all that could be read is computed. Not answered."""
 
     request_id: RequestId
@@ -92,7 +94,7 @@ class SkipPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendBlocks:
+class SendBlocks(Action):
     """Write whole blocks, given as (own block, block at the target) → WritesDone | WritesFailed."""
 
     request_id: RequestId
@@ -113,7 +115,7 @@ class SlicePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
+class RunStep(Action):
     """One forward pass → StepDone | StepGivenUp | StepFailed, and then WritesDone | WritesFailed for each slice that is
     sent."""
 
@@ -125,7 +127,7 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendFirstToken:
+class SendFirstToken(Action):
     """Tell the gateway. Not answered."""
 
     gateway_id: GatewayId
@@ -135,16 +137,7 @@ class SendFirstToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """Tell the gateway that the request ended without a result here. Not answered."""
-
-    gateway_id: GatewayId
-    request_id: RequestId
-    error: MoonserveError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitHandoff:
+class CommitHandoff(Action):
     """Move the sequence to the decode worker → HandoffAccepted | HandoffCorrupt | HandoffFailed."""
 
     request: Request
@@ -168,25 +161,9 @@ class PutItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutBlocks:
+class PutBlocks(Action):
     """Write blocks to the home store → PutDone | PutFailed."""
 
     put_id: int
     store: Endpoint
     items: tuple[PutItem, ...]
-
-
-Action = (
-    ReserveLanding
-    | WithdrawReservation
-    | ReleaseLanding
-    | PrefetchPrefix
-    | LoadPrefix
-    | SkipPrefix
-    | SendBlocks
-    | RunStep
-    | SendFirstToken
-    | Fail
-    | CommitHandoff
-    | PutBlocks
-)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.pool_plan import PoolPlan
-from engine.replica_config import ReplicaConfig
 from prefill_worker.ledger import Limits
 from prefill_worker.puts import MIN_HITS
 from protocol.config import option, require_at_least_1
 from protocol.errors import ConfigError
 from transfer import FaultPlan
-from transfer.config import PatienceConfig, TransferConfig
+from transfer.config import PatienceConfig
+from worker.config import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
+class PrefillConfig(RoleConfig, PatienceConfig):
     """What a prefill worker has beyond the options of every worker."""
 
     max_model_len: int | None = option(
@@ -24,12 +24,8 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
     enable_chunked_prefill: bool = option(
         True, help="cut long prompts into several steps; otherwise a step takes any prompt whole"
     )
-    enable_prefix_caching: bool = option(True, help="keep the KV of prompts for later ones")
     scheduling_policy: str = option(
         "fcfs", help="order of waiting requests", choices=("fcfs", "priority")
-    )
-    home_store: str | None = option(
-        None, help="instance id of the store node that keeps this worker's blocks"
     )
     pipeline_parallel_size: int = option(
         1,
@@ -85,8 +81,6 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             raise ConfigError("--max-prefetch-blocks must not be negative")
         if self.landing_ttl_s <= 0:
             raise ConfigError("--landing-ttl-s must be above 0")
-        if self.home_store is not None and self.conductor is None:
-            raise ConfigError("--home-store needs --conductor, which knows where the store is")
 
     def _require_group(self) -> None:
         """What a group cannot do (docs/pipeline.md): a stored block is all layers, and each stage has its own."""
@@ -119,7 +113,6 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
         return Limits(
             block_size=self.block_size,
             block_bytes=plan.layout.block_bytes,
-            num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=max_chunk,
             max_num_seqs=self.max_num_seqs,
@@ -132,8 +125,6 @@ class PrefillConfig(ReplicaConfig, TransferConfig, PatienceConfig):
             layered_loads="never" if self._computes_in_several else self.layered_loads,
             num_stages=self.pipeline_parallel_size,
             policy=self.scheduling_policy,
-            enable_prefix_caching=self.enable_prefix_caching,
-            prefix_eviction=self.prefix_eviction,
             store_writes=self.store_writes,
         )
 

@@ -1,7 +1,14 @@
-"""Which sequence begins before its prefix is there, and when what it computed counts (rules: `early`).
+"""LOADING → RUNNING: which sequence's step begins before its prefix is there, and when what it computed counts.
 
-Owns the sequences that have begun early, until their outcome counts or they are loaded after all. A part of the
-automaton beside `steps`, which runs what this one chooses.
+A prefix that is read layer by layer is computed behind while it arrives: the engine needs layer l of it when it gets to
+layer l. **A step begins early when no waiting is foreseen in it**: the layers that are missing should take less time to
+arrive than the engine takes to get to the last of them. Beginning sooner would not end sooner, and the engine would
+stand still while others wait. So a step that begins early has one member, may wait for a bounded time only, and is
+given up beyond it; its prompt then goes the usual way, once all is loaded.
+
+**Nothing that such a step computed counts before every loaded block has matched its writer's checksum**: its outcome
+is put aside until then. Where a block is bad, or did not come, the outcome is dropped and computed again, after its
+writes to the decode worker, which nobody has accepted, have ended. `steps` runs what is chosen here.
 """
 
 from __future__ import annotations
@@ -9,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prefill_worker import events as ev
-from prefill_worker.early import EarlyStep
 from prefill_worker.ledger import Ledger
 from prefill_worker.preparation import make_ready
-from prefill_worker.sequence import Phase, Sequence
+from prefill_worker.sequence import EarlyStep, Phase, Sequence
 from protocol.errors import MoonserveError
 
 

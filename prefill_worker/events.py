@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 from engine.batch import Sampled
 from protocol.errors import MoonserveError
-from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
+from protocol.ids import BlockId, LeaseId, RequestId
 from protocol.keys import BlockKey
-from protocol.request import Endpoint, Placement, Request
+from protocol.request import Endpoint
+from worker.events import Event
+from worker.events import GatewayLost as GatewayLost
+from worker.events import MemoryChanged as MemoryChanged
+from worker.events import RequestCancelled as RequestCancelled
+from worker.events import StoreFound as StoreFound
+from worker.events import Submitted as Submitted
+from worker.events import Tick as Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,39 +37,7 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A gateway brought a request that the conductor placed here."""
-
-    request: Request
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRequested:
-    """The client went away. The request may be unknown yet: the cancellation can overtake it."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayLost:
-    """Nobody is left to hear the tokens of this gateway's requests."""
-
-    gateway_id: GatewayId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryChanged:
-    """There may be memory for more blocks, or only for fewer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """A deadline that `PrefillState.next_deadline` announced may have passed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LandingGranted:
+class LandingGranted(Event):
     """Answer to ReserveLanding."""
 
     request_id: RequestId
@@ -70,7 +45,7 @@ class LandingGranted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LandingRefused:
+class LandingRefused(Event):
     """Answer to ReserveLanding: refused, not reachable, or withdrawn by WithdrawReservation."""
 
     request_id: RequestId
@@ -78,7 +53,7 @@ class LandingRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LandingLost:
+class LandingLost(Event):
     """A lease that was held could not be renewed."""
 
     request_id: RequestId
@@ -97,7 +72,7 @@ class PartRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixProgress:
+class PrefixProgress(Event):
     """On the way to the answer to LoadPrefix by layer: the first `num_layers` layers of the `num_blocks` leading
     blocks are in the pool. Nothing is verified yet."""
 
@@ -110,7 +85,7 @@ class PrefixProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLoaded:
+class PrefixLoaded(Event):
     """Answer to LoadPrefix: this many leading blocks arrived and matched these checksums of the store."""
 
     request_id: RequestId
@@ -119,7 +94,7 @@ class PrefixLoaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLoadFailed:
+class PrefixLoadFailed(Event):
     """Answer to LoadPrefix: nothing usable arrived, and nothing will be written to the blocks any more."""
 
     request_id: RequestId
@@ -139,7 +114,7 @@ class SliceDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class StepDone(Event):
     """Answer to RunStep."""
 
     slices: tuple[SliceDone, ...]
@@ -148,13 +123,13 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepGivenUp:
+class StepGivenUp(Event):
     """Answer to RunStep with `max_wait_s`: layers of the prefix did not come in time, or will not. Nothing of it
     counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailed:
+class StepFailed(Event):
     """Answer to RunStep: the engine raised; what its slices computed is unknown."""
 
     error: MoonserveError
@@ -162,14 +137,14 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesDone:
+class WritesDone(Event):
     """All transfers of one SendBlocks, or of one slice of a step, arrived. Comes after that step's StepDone."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesFailed:
+class WritesFailed(Event):
     """As WritesDone, but some transfer failed. None of them reads the source any more."""
 
     request_id: RequestId
@@ -177,14 +152,14 @@ class WritesFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffAccepted:
+class HandoffAccepted(Event):
     """Answer to CommitHandoff: the decode worker goes on with the sequence."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffCorrupt:
+class HandoffCorrupt(Event):
     """Answer to CommitHandoff: these blocks (indexes in the sequence's table) did not match their checksums."""
 
     request_id: RequestId
@@ -192,7 +167,7 @@ class HandoffCorrupt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffFailed:
+class HandoffFailed(Event):
     """Answer to CommitHandoff: refused or not reachable."""
 
     request_id: RequestId
@@ -200,14 +175,7 @@ class HandoffFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HomeStoreFound:
-    """The endpoint of the home store is known (again); a new epoch is an empty store."""
-
-    store: Endpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutDone:
+class PutDone(Event):
     """Answer to PutBlocks. `corrupt` keys did not match at the store; `num_refused` found no space."""
 
     put_id: int
@@ -216,34 +184,8 @@ class PutDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutFailed:
+class PutFailed(Event):
     """Answer to PutBlocks: the store was not reachable. Nothing reads the source any more."""
 
     put_id: int
     error: MoonserveError
-
-
-Event = (
-    Submitted
-    | CancelRequested
-    | GatewayLost
-    | MemoryChanged
-    | Tick
-    | LandingGranted
-    | LandingRefused
-    | LandingLost
-    | PrefixProgress
-    | PrefixLoaded
-    | PrefixLoadFailed
-    | StepDone
-    | StepGivenUp
-    | StepFailed
-    | WritesDone
-    | WritesFailed
-    | HandoffAccepted
-    | HandoffCorrupt
-    | HandoffFailed
-    | HomeStoreFound
-    | PutDone
-    | PutFailed
-)

@@ -8,22 +8,25 @@ where they are small. Ranges are rows of numpy: a prefix of a thousand blocks ha
 
 from __future__ import annotations
 
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.staging import InPlace, Staging
 from prefill_worker.actions import SlicePlan
 from prefill_worker.events import Landing
 from protocol.checksum import RunningChecksum
 from protocol.errors import MoonserveError
 from protocol.ids import BlockId
 from protocol.layout import KvLayout
-from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Segment, scatter
-from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
+from protocol.request import Endpoint
+from transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine, scatter
+from transfer.config import Patience
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
+from worker.memory import KvMemory
 
 Submit = Callable[[ScatterTransfer], Batch]
 
@@ -32,33 +35,6 @@ Submit = Callable[[ScatterTransfer], Batch]
 MIN_BATCH_BYTES = 2 << 20
 
 Indexes = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class KvMemory:
-    """The own pool: a registered segment, laid out as `protocol.layout` says."""
-
-    segment: Segment
-    layout: KvLayout
-    num_blocks: int
-    first_piece: int = 0
-    """Which of a target's pieces its first one is: a pipeline's stage has some layers only."""
-    staging: Staging = field(default_factory=InPlace)
-    """Between it and what the engine computes from."""
-
-    @property
-    def piece_stride(self) -> int:
-        """From one piece of a block to the next."""
-        return self.num_blocks * self.layout.piece_bytes
-
-    def pieces_of(self, block: BlockId) -> tuple[tuple[int, int], ...]:
-        """(offset, length) of all pieces of a block, in the order of a stored object."""
-        length = self.layout.piece_bytes
-        start = block * length
-        return tuple(
-            (start + piece * self.piece_stride, length)
-            for piece in range(self.layout.pieces_per_block)
-        )
 
 
 class Route:
@@ -222,3 +198,54 @@ async def all_done(batches: Sequence[Batch]) -> None:
             first_error = first_error or error
     if first_error is not None:
         raise first_error
+
+
+# A cluster has fewer instances; those that have not been heard of for long are left to the transfer engine.
+MAX_KNOWN = 4096
+
+
+class Sender:
+    """Submits writes with deadlines that grow with what is on its way to the same peer: a write waits behind those
+    before it. Forgets a peer's earlier incarnation when it meets a later one. Thread-safe: layers are sent from the
+    engine's thread."""
+
+    def __init__(self, transfer: TransferEngine, patience: Patience) -> None:
+        self._transfer = transfer
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._under_way: Counter[str] = Counter()
+        """Bytes by transfer address."""
+        self._known: OrderedDict[str, Endpoint] = OrderedDict()
+
+    def submit(self, write: ScatterTransfer) -> Batch:
+        """Does not block. Raises what the transfer engine raises."""
+        address, nbytes = write.remote.address, scatter.total(write.rows)
+        with self._lock:
+            self._under_way[address] += nbytes
+            deadline_s = self._patience.deadline_s(self._under_way[address])
+        try:
+            batch = self._transfer.submit([write], deadline_s=deadline_s)
+        except BaseException:  # whatever it was, nothing is under way
+            self._ended(address, nbytes)
+            raise
+        batch.add_done_callback(lambda _: self._ended(address, nbytes))
+        return batch
+
+    def met(self, peer: Endpoint) -> None:
+        """A later incarnation means that the earlier one is dead: what is on its way there fails now."""
+        with self._lock:
+            known = self._known.get(peer.instance_id)
+            if known is not None and known.epoch >= peer.epoch:
+                return
+            self._known[peer.instance_id] = peer
+            self._known.move_to_end(peer.instance_id)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        if known is not None and known.transfer_address != peer.transfer_address:
+            self._transfer.forget(known.transfer_address)
+
+    def _ended(self, address: str, nbytes: int) -> None:
+        with self._lock:
+            self._under_way[address] -= nbytes
+            if not self._under_way[address]:
+                del self._under_way[address]

@@ -57,6 +57,7 @@ class LandingClient:
             num_prompt_tokens=action.num_prompt_tokens,
             max_tokens=action.max_tokens,
             tenant=action.tenant,
+            priority=action.priority,
         )
         timeout_s = min(action.timeout_s, RESERVE_TIMEOUT_S)
         lease = await self._channels.call(

@@ -11,23 +11,86 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvstore.block_client import BlockClient, right_s
-from kvstore.objects import ReadLease
+from kvstore.client.blocks import BlockStores
+from kvstore.client.deadline import right_s
+from kvstore.client.objects import ReadLease
 from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefixPart
-from prefill_worker.landing import KvMemory
-from prefill_worker.layer_gate import LayerGate
 from prefill_worker.stores import READ_STALL_S
 from protocol.errors import InvalidRequest, MoonserveError
 from protocol.logs import of
 from transfer import Op, ScatterTransfer
-from transfer.patience import Patience
-from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
+from transfer.config import Patience
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
+from worker.memory import KvMemory
+
+
+class PrefixLate(Exception):
+    """A layer of the prefix did not come in time, or will not come: the step is not worth going on with."""
+
+
+class LayerGate:
+    """How many leading layers of one prefix are in the pool. The event loop says so, the engine's thread waits, and is
+    told when nothing more will come. Whether the bytes are good is known when the whole load is."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_layers = 0
+        self._is_closed = False
+
+    @property
+    def num_layers(self) -> int:
+        return self._num_layers
+
+    def arrived(self, num_layers: int) -> None:
+        """The first `num_layers` layers are there."""
+        with self._changed:
+            self._num_layers = num_layers
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No further layer will come. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, timeout_s: float) -> None:
+        """Blocks the thread until `layer` is there. Raises PrefixLate."""
+        if self._num_layers > layer:  # the usual case, without the lock
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._num_layers > layer or self._is_closed, max(timeout_s, 0.0)
+            )
+            if self._num_layers <= layer:
+                raise PrefixLate(f"layer {layer} of a prefix: {self._num_layers} are there")
+
+
+class BoundedWait:
+    """One step's waits at a gate: in all at most `limit_s`. Used by the engine's thread, read when the step is over."""
+
+    def __init__(self, gate: LayerGate, limit_s: float) -> None:
+        self._gate = gate
+        self._limit_s = limit_s
+        self.waited_s = 0.0
+
+    def before(self, layer: int) -> None:
+        """Returns when the prefix's `layer` may be looked at. Raises PrefixLate."""
+        if self._gate.num_layers > layer:
+            return
+        began_at = time.monotonic()
+        try:
+            self._gate.wait(layer, self._limit_s - self.waited_s)
+        finally:
+            self.waited_s += time.monotonic() - began_at
+
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +131,7 @@ class LayeredLoad:
 
     def __init__(
         self,
-        client: BlockClient,
+        client: BlockStores,
         memory: KvMemory,
         action: LoadPrefix,
         patience: Patience,
@@ -219,11 +282,9 @@ class LayeredLoad:
         checksums: list[int] = []
         for each in tuple(self._parts):
             began_at = self._clock()
-            places = [
-                self._memory.pieces_of(block) for block in each.part.blocks[: each.num_blocks]
-            ]
+            spots = self._memory.spots_of(each.part.blocks[: each.num_blocks])
             try:
-                each.num_good = await self._client.verify(each.lease, self._memory.segment, places)
+                each.num_good = await self._client.verify(each.lease, spots)
             except MoonserveError as error:
                 del self._parts[self._parts.index(each) :]
                 self._fail(each.part, each.seconds + self._clock() - began_at, error)

@@ -1,30 +1,71 @@
 """Who lives on a prefill worker, who holds which blocks, and how a sequence ends.
 
 Shared by the parts of the automaton (`preparation`, `steps`, `handoffs`); each of them moves sequences through some
-phases, and all of them end sequences here. Blocks go back to the pool only when nothing under way uses them.
+phases, and all of them end sequences here. Blocks go back to the pool only when nothing under way uses them. Beside it
+`Prefetches` from the disks of stores.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from engine.blanks import Blanks
 from engine.block_pool import BlockPool
-from engine.prefix import DEFAULT_EVICTION
-from prefill_worker.actions import Action, Fail, PutItem, ReleaseLanding, WithdrawReservation
-from prefill_worker.events import Submitted
+from prefill_worker.actions import (
+    PrefetchPart,
+    PrefetchPrefix,
+    PutItem,
+    ReleaseLanding,
+    WithdrawReservation,
+)
 from prefill_worker.load_or_compute import Layers, PrefixLoads
-from prefill_worker.prefetch import Prefetches
 from prefill_worker.puts import MIN_HITS, WriteBehind
-from prefill_worker.queue import RequestQueue
-from prefill_worker.sequence import ENDED, Phase, Sequence
-from prefill_worker.tombstones import Tombstones
+from prefill_worker.sequence import ENDED, Phase, Rank, Sequence
 from protocol.errors import InvalidRequest, MoonserveError, PeerError
 from protocol.ids import RequestId
-from protocol.keys import NO_PARENT, BlockKey
+from protocol.keys import NO_PARENT
 from protocol.profile import PrefillProfile
+from worker.alarms import Tombstones
+from worker.events import Action, Fail, Submitted
+
+
+class RequestQueue:
+    """Requests that wait for blocks, in the order in which they get them; they can leave from any place.
+
+    The order is a sequence's `rank`: priority (0 for fcfs), the time of arrival + the seconds that its placement says
+    it yields (`Placement.rank`, below 0 where its tenant has had less), arrival. Only what the conductor puts before
+    it can overtake it later than that; a head that waits for blocks is not passed by those behind it."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, RequestId]] = []
+        self._waiting: dict[RequestId, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In no particular order."""
+        return iter(self._waiting.values())
+
+    def push(self, sequence: Sequence) -> None:
+        self._waiting[sequence.request_id] = sequence
+        heapq.heappush(self._heap, (sequence.rank, sequence.request_id))
+
+    def head(self) -> Sequence | None:
+        """The next one, which stays."""
+        while self._heap:
+            rank, request_id = self._heap[0]
+            sequence = self._waiting.get(request_id)
+            if sequence is not None and sequence.rank == rank:
+                return sequence
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out, wherever it is."""
+        del self._waiting[sequence.request_id]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +74,6 @@ class Limits:
 
     block_size: int
     block_bytes: int
-    num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -48,8 +88,6 @@ class Limits:
     spare_wait_s: float = 0.1
     num_stages: int = 1  # of a pipeline: as many steps are under way together
     policy: str = "fcfs"
-    enable_prefix_caching: bool = True
-    prefix_eviction: str = DEFAULT_EVICTION
     store_writes: str = "all"
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -61,28 +99,12 @@ class Ledger:
     """Sequences, blocks, counters, and the actions that the event under handling has caused so far."""
 
     def __init__(
-        self,
-        limits: Limits,
-        *,
-        profile: PrefillProfile,
-        home_store: str | None,
-        on_added: Callable[[BlockKey, BlockKey], None],
-        on_removed: Callable[[BlockKey], None],
-        blanks: Blanks | None = None,
+        self, pool: BlockPool, limits: Limits, *, profile: PrefillProfile, home_store: str | None
     ) -> None:
-        """`blanks`: the pool's, where they are not all there."""
+        self.pool = pool
         self.limits = limits
         self.home_store = home_store
         self.counters: Counter[str] = Counter()
-        self._on_removed = on_removed
-        self.pool = BlockPool(
-            limits.num_blocks,
-            on_added=on_added,
-            on_removed=self._unpublished,
-            eviction=limits.prefix_eviction,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            blanks=blanks,
-        )
         self.puts = WriteBehind(
             self.pool,
             self.counters,
@@ -150,10 +172,6 @@ class Ledger:
         sequence.num_computed = sequence.num_cached = end * self.limits.block_size
         self.counters["device_hit_blocks"] += end - first
 
-    def _unpublished(self, key: BlockKey) -> None:
-        self.puts.evicted(key)
-        self._on_removed(key)
-
     # -- ending
 
     def fail(self, sequence: Sequence, error: MoonserveError, now: float) -> None:
@@ -192,7 +210,7 @@ class Ledger:
         self.pool.release(sequence.block_table)
         self._release_landing(sequence)
         del self.sequences[sequence.request_id], self.admitted[sequence.request_id]
-        self.tombstones.ended(sequence.request_id, now)
+        self.tombstones.seen(sequence.request_id, now)
         successor = self.successors.pop(sequence.request_id, None)
         if successor is not None:
             self.returned.append(successor)
@@ -236,3 +254,81 @@ def as_retryable(error: MoonserveError) -> MoonserveError:
     if error.retryable or isinstance(error, InvalidRequest):
         return error
     return PeerError(f"the decode worker refused: {error.message}", **error.ids)
+
+
+class Prefetches:
+    """Blocks that stores were asked to bring from disk to memory for QUEUED sequences, in the order of the queue.
+
+    A request is asked for once, when it comes within reach of the queue's head. Reach is counted in blocks: those asked
+    for and still waiting are at most `max_blocks`, a share of the worker's own pool. A request further back starts only
+    after that much of the pool has turned over, and asking for the whole of a long queue would drive out of a store's
+    memory what its head is about to read. Nothing depends on whether a store obeys.
+    """
+
+    def __init__(
+        self, pool: BlockPool, counters: Counter[str], *, block_size: int, max_blocks: int
+    ) -> None:
+        self._pool = pool
+        self._counters = counters
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._candidates = RequestQueue()
+        self._asked: dict[RequestId, int] = {}  # blocks
+        self._num_asked = 0
+
+    def waits(self, sequence: Sequence) -> None:
+        """A sequence came into the queue."""
+        if sequence.placement.prefix_sources:
+            self._candidates.push(sequence)
+
+    def leaves(self, sequence: Sequence) -> None:
+        """A sequence left the queue, for whatever reason."""
+        num_blocks = self._asked.pop(sequence.request_id, None)
+        if num_blocks is not None:
+            self._num_asked -= num_blocks
+        elif sequence.placement.prefix_sources:
+            self._candidates.remove(sequence)
+
+    def start(self) -> list[PrefetchPrefix]:
+        """What is to be asked for now."""
+        actions: list[PrefetchPrefix] = []
+        while (sequence := self._candidates.head()) is not None and self._has_room_for(sequence):
+            self._candidates.remove(sequence)
+            parts = self._parts(sequence)
+            num_blocks = sum(len(part.keys) for part in parts)
+            self._asked[sequence.request_id] = num_blocks
+            self._num_asked += num_blocks
+            if parts:
+                self._counters["prefetched_blocks"] += num_blocks
+                actions.append(PrefetchPrefix(request_id=sequence.request_id, parts=parts))
+        return actions
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Asked for as a whole, save for one that is larger than all the room there is."""
+        if self._num_asked == 0:
+            return self._max_blocks > 0
+        offered = sum(source.num_blocks for source in sequence.placement.prefix_sources)
+        return self._num_asked + offered <= self._max_blocks
+
+    def _parts(self, sequence: Sequence) -> tuple[PrefetchPart, ...]:
+        """What the sources hold beyond the device cache."""
+        keys = sequence.usable_keys(self._block_size)
+        first = len(self._pool.match_prefix(keys))
+        limit = first + self._max_blocks
+        runs = (
+            (store, start, min(end, limit))
+            for store, start, end in sequence.source_runs(first, self._block_size)
+        )
+        return tuple(
+            PrefetchPart(store=store, keys=keys[start:end])
+            for store, start, end in runs
+            if start < end
+        )
+
+    def validate(self, waiting: Iterable[RequestId]) -> None:
+        """Raises AssertionError unless exactly what waits is known, and its blocks are counted right."""
+        candidates = {sequence.request_id for sequence in self._candidates}
+        assert not candidates & set(self._asked), "asked for and still to be asked for"
+        assert candidates | set(self._asked) <= set(waiting), "a prefetch for what does not wait"
+        assert self._num_asked == sum(self._asked.values())
+        assert self._num_asked <= self._max_blocks

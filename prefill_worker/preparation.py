@@ -14,9 +14,8 @@ from prefill_worker.actions import (
     SendBlocks,
     SkipPrefix,
 )
-from prefill_worker.early import Arrival
 from prefill_worker.ledger import Ledger, as_retryable
-from prefill_worker.sequence import ENDED, PREPARED, Phase, Sequence
+from prefill_worker.sequence import ENDED, PREPARED, Arrival, Phase, Sequence
 from protocol.errors import Cancelled, PeerError
 
 
@@ -51,11 +50,15 @@ class Preparation:
         return len(ahead) < limits.lookahead or sum(ahead) < limits.max_num_batched_tokens
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Cached blocks of the prompt and fresh ones for the rest, or nothing at all."""
+        """Cached blocks of the prompt and fresh ones for the rest, or nothing at all. A prompt that is alone may take
+        the reserve: nothing else would ever make room for it."""
         limits, pool = self._ledger.limits, self._ledger.pool
         cached = pool.match_prefix(sequence.usable_keys(limits.block_size))
         pool.retain(cached)
-        fresh = pool.allocate(limits.blocks_for(sequence.num_tokens) - len(cached))
+        fresh = pool.allocate(
+            limits.blocks_for(sequence.num_tokens) - len(cached),
+            leave_reserve=sequence.request.priority >= 0 and bool(self._ledger.admitted),
+        )
         if fresh is None:
             pool.release(cached)
             return False
@@ -194,6 +197,7 @@ def _reservation(sequence: Sequence, now: float) -> ReserveLanding:
         num_prompt_tokens=sequence.request.num_prompt_tokens,
         max_tokens=sequence.request.sampling.max_tokens,
         tenant=sequence.request.tenant,
+        priority=sequence.request.priority,
         block_keys=sequence.request.block_keys,
         timeout_s=max(0.0, sequence.deadline_at - now),
     )

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from engine.prompt_scores import PromptScores, scores_for
-from prefill_worker.early import Arrival, EarlyStep
-from prefill_worker.events import Landing
+from engine.batch import PromptScores, scores_for
+from prefill_worker.events import Landing, PrefixProgress, SliceDone
 from prefill_worker.load_or_compute import LoadChoice
+from protocol.errors import MoonserveError
 from protocol.ids import BlockId, LeaseId, RequestId
 from protocol.keys import BlockKey
+from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, Request, Token
 
 
@@ -212,3 +213,43 @@ class Sequence:
             assert self.num_left == 0, f"{self.request_id} left RUNNING too early"
             assert self.first_token is not None, f"{self.request_id} has no first token"
             assert self.num_sent == self.num_tokens, f"{self.request_id} is not sent in full"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EarlyStep:
+    """The step of one sequence that began before its prefix was there."""
+
+    start: int  # its first token: so many must have loaded
+    end: int
+    num_sent: int  # leading tokens that the target had, or was being sent, before it
+    outcome: SliceDone | MoonserveError | None = None  # None: it is under way
+    waited_s: float = 0.0
+    seconds: float = 0.0  # of the engine, waits included
+    is_given_up: bool = False
+
+    def ended(
+        self, outcome: SliceDone | MoonserveError, *, waited_s: float = 0.0, seconds: float = 0.0
+    ) -> None:
+        """The step is over; what it computed is put aside."""
+        self.outcome, self.waited_s, self.seconds = outcome, waited_s, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """How far a prefix that is read layer by layer has come, and when that was told."""
+
+    progress: PrefixProgress
+    at: float
+
+    def left_s(self, now: float) -> float:
+        """Until the last layer is there, at the pace so far."""
+        told = self.progress
+        per_layer_s = told.seconds / told.num_layers
+        return max((told.of_layers - told.num_layers) * per_layer_s - (now - self.at), 0.0)
+
+    def hides(self, profile: PrefillProfile, start: int, end: int, now: float) -> bool:
+        """Whether computing [start, end) now is not expected to wait: the engine comes to the last layers that
+        arrive together after all others."""
+        told = self.progress
+        before_last = 1.0 - told.layers_at_once / told.of_layers
+        return self.left_s(now) <= profile.seconds(end, start) * before_last

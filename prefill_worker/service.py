@@ -13,29 +13,27 @@ from functools import partial
 from typing import Any, Protocol
 
 from engine.batch import Sampled
-from kvstore.block_client import BlockClient
+from kvstore.client.blocks import BlockStores
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from prefill_worker.landing import KvMemory
+from prefill_worker.actions import CommitHandoff, SendFirstToken
+from prefill_worker.landing import Sender
 from prefill_worker.landing_client import LandingClient, lost
-from prefill_worker.layer_gate import BoundedWait, LayerGate, PrefixLate
-from prefill_worker.layered_load import LayeredLoad
+from prefill_worker.layered_load import BoundedWait, LayeredLoad, LayerGate, PrefixLate
 from prefill_worker.pipeline.stage import Checksums, OwnStage, StageEngine
-from prefill_worker.sending import Sender
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, prefetch, put_blocks
-from prefill_worker.tasks import Operations
-from prefill_worker.traces import trace_prefill, trace_transfer
 from protocol.errors import Cancelled, MoonserveError, PeerError
-from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.ids import LeaseId, RequestId
 from protocol.logs import of, of_all
-from protocol.pb import conductor_pb2, worker_pb2
+from protocol.pb import conductor_pb2
 from protocol.request import Endpoint, PrefillReport
-from protocol.streams import GatewayStreams
-from protocol.timer import Timer
-from protocol.tracing import NoTracer, Tracer
+from protocol.tracing import Tracer
 from transfer import TransferEngine
-from transfer.patience import Patience
+from transfer.config import Patience
+from worker.events import Action, Event
+from worker.memory import KvMemory
+from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +57,10 @@ class Stages(Protocol):
     async def send_blocks(self, action: act.SendBlocks) -> None: ...
 
 
-class PrefillService:
-    """One prefill worker's live part. `look_for_home` is called while it does not know where its home store is."""
+class PrefillService(WorkerService):
+    """One prefill worker's live part."""
+
+    state: PrefillState
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PrefillService:
         memory: KvMemory,
         transfer: TransferEngine,
         landings: LandingClient,
-        stores: BlockClient,
+        stores: BlockStores,
         landing_ttl_s: float,
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
@@ -78,7 +78,7 @@ class PrefillService:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state = state
+        super().__init__(state, look_for_home=look_for_home, tracer=tracer, clock=clock)
         self._memory = memory
         self._patience = patience or Patience()
         self._sender = Sender(transfer, self._patience)
@@ -86,109 +86,38 @@ class PrefillService:
         self._landings = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
-        self._look_for_home = look_for_home
-        self._clock = clock
-        self._tracer = tracer or NoTracer()
-        self.streams = GatewayStreams(on_lost=self._gateway_lost)
-        self._operations = Operations(self.post)
         self._gates: dict[RequestId, LayerGate] = {}  # of prefixes that load layer by layer
-        self._reservations: dict[RequestId, asyncio.Task[ev.Event | None]] = {}
-        self._timer = Timer(lambda: self.post(ev.Tick()), clock)
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._performers = self._performer_table()
+        self._reservations: dict[RequestId, asyncio.Task[Event | None]] = {}
         self._operations.start(self._keep_landings())
 
-    def _performer_table(self) -> Mapping[type, Callable[[Any], object]]:
-        start, stores, memory = self._operations.start, self._stores, self._memory
-        patience = self._patience
+    def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
         return {
             act.ReserveLanding: self._start_reserve,
-            act.WithdrawReservation: lambda action: self._withdraw(action.request_id),
-            act.ReleaseLanding: lambda action: start(self._release(action)),
-            act.PrefetchPrefix: lambda action: start(prefetch(stores, action)),
+            act.WithdrawReservation: self._withdraw,
+            act.ReleaseLanding: self._starts(self._release),
+            act.PrefetchPrefix: self._starts(self._prefetch),
             act.SkipPrefix: _log_skipped,
             act.LoadPrefix: self._start_load,
-            act.SendBlocks: lambda action: start(self._send_blocks(action)),
-            act.RunStep: lambda action: start(self._run_step(action, self._wait_of(action))),
+            act.SendBlocks: self._starts(self._send_blocks),
+            act.RunStep: self._start_step,
             act.SendFirstToken: self._send_first_token,
-            act.Fail: self._send_failure,
-            act.CommitHandoff: lambda action: start(self._commit(action)),
-            act.PutBlocks: lambda action: start(put_blocks(stores, memory, action, patience)),
+            act.CommitHandoff: self._starts(self._commit),
+            act.PutBlocks: self._starts(self._put),
         }
 
-    # -- life
-
-    @property
-    def failed(self) -> asyncio.Future[None]:
-        """Done, with the exception, when a bug of ours makes going on pointless."""
-        return self._operations.failed
-
-    @property
-    def is_idle(self) -> bool:
-        """No request is here."""
-        return self._idle.is_set()
-
-    async def drained(self) -> None:
-        """Waits until no request is here."""
-        await self._idle.wait()
-
-    async def stop(self) -> None:
-        """Ends what is under way. The transfer engine and the engine thread are the caller's to close."""
-        self._timer.set(None)
-        self.streams.close()
-        await self._operations.stop()
-        await self._stores.close()
-
     def load(self) -> conductor_pb2.Load:
-        """For heartbeats."""
-        state = self._state
-        return conductor_pb2.Load(
-            num_waiting=state.num_waiting,
-            num_running=state.num_running,
-            free_blocks=state.num_free_blocks,
-            held_blocks=state.num_held_blocks,
-            queued_tokens=state.queued_tokens,
-            num_blocks=state.pool.capacity,
-        )
+        load = super().load()
+        load.queued_tokens = self.state.queued_tokens
+        return load
 
-    def status(self) -> worker_pb2.WorkerStatus:
-        """For people and tests."""
-        return worker_pb2.WorkerStatus(
-            load=self.load(),
-            num_blocks=self._state.num_blocks,
-            cached_blocks=self._state.num_cached_blocks,
-            counters={name: count for name, count in self._state.counters.items() if count},
-        )
-
-    def validate(self) -> None:
-        """Raises AssertionError when the state's bookkeeping is broken."""
-        self._state.validate()
-
-    # -- events in, actions out
-
-    def post(self, event: ev.Event) -> None:
-        """Handles an event at once."""
+    def post(self, event: Event) -> None:
         if isinstance(event, ev.Submitted):
             self._sender.met(event.placement.decode)
-        elif isinstance(event, ev.HomeStoreFound):
+        elif isinstance(event, ev.StoreFound):
             self._sender.met(event.store)
-        for action in self._state.handle(event, self._clock()):
-            self._performers[type(action)](action)
-        self._timer.set(self._state.next_deadline())
-        if self._state.needs_home_store:
+        super().post(event)
+        if self.state.needs_home_store:
             self._look_for_home()
-        if self._state.is_idle:
-            self._idle.set()
-        else:
-            self._idle.clear()
-
-    def home_found(self, store: Endpoint) -> None:
-        self.post(ev.HomeStoreFound(store=store))
-
-    def _gateway_lost(self, gateway_id: GatewayId) -> None:
-        log.warning("gateway %s is gone; its requests end", gateway_id)
-        self.post(ev.GatewayLost(gateway_id=gateway_id))
 
     # -- landing
 
@@ -206,12 +135,12 @@ class PrefillService:
 
         task.add_done_callback(ended)
 
-    def _withdraw(self, request_id: RequestId) -> None:
-        task = self._reservations.get(request_id)
+    def _withdraw(self, action: act.WithdrawReservation) -> None:
+        task = self._reservations.get(action.request_id)
         if task is not None:
             task.cancel()
 
-    async def _reserve(self, action: act.ReserveLanding) -> ev.Event:
+    async def _reserve(self, action: act.ReserveLanding) -> Event:
         try:
             landing = await self._landings.reserve(action)
         except MoonserveError as error:
@@ -225,7 +154,7 @@ class PrefillService:
             text = "landing %s left to run out: %s"
             log.info(text, action.lease_id, error, extra=of(action.request_id))
 
-    async def _commit(self, action: act.CommitHandoff) -> ev.Event:
+    async def _commit(self, action: act.CommitHandoff) -> Event:
         request_id = action.request.request_id
         if action.request.traceparent:
             trace_transfer(self._tracer, action, self._clock())
@@ -243,12 +172,12 @@ class PrefillService:
         """Renews the leases of whatever takes long, until cancelled."""
         while True:
             await asyncio.sleep(self._landing_ttl_s / 3)
-            for request_id, decode, lease_id in self._state.held_landings():
+            for request_id, decode, lease_id in self.state.held_landings():
                 self._operations.start(self._renew(request_id, decode, lease_id))
 
     async def _renew(
         self, request_id: RequestId, decode: Endpoint, lease_id: LeaseId
-    ) -> ev.Event | None:
+    ) -> Event | None:
         try:
             await self._landings.renew(decode, lease_id)
         except MoonserveError as error:
@@ -275,15 +204,28 @@ class PrefillService:
 
         task.add_done_callback(ended)
 
+    async def _prefetch(self, action: act.PrefetchPrefix) -> None:
+        await prefetch(self._stores, action)
+
+    async def _put(self, action: act.PutBlocks) -> Event:
+        return await put_blocks(self._stores, self._memory, action, self._patience)
+
     # -- computing and sending
 
-    async def _run_step(self, action: act.RunStep, wait: BoundedWait | None) -> ev.Event | None:
+    def _start_step(self, action: act.RunStep) -> None:
+        wait = None
+        if action.max_wait_s is not None:  # its only prompt's prefix is arriving
+            [plan] = action.plans
+            wait = BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
+        self._operations.start(self._run_step(action, wait))
+
+    async def _run_step(self, action: act.RunStep, wait: BoundedWait | None) -> Event | None:
         step = self._stages.begin(action.plans, wait.before if wait is not None else None)
         try:
             sampled = await step.compute()
         except PrefixLate as late:
             log.info("a step is given up: %s", late, extra=_whose(action))
-            outcome: ev.Event = ev.StepGivenUp()
+            outcome: Event = ev.StepGivenUp()
         except Exception as error:  # whatever the engine raises ends these requests, not the worker
             log.exception("a step failed", extra=_whose(action))
             outcome = ev.StepFailed(error=_as_failure(error), step_id=action.step_id)
@@ -310,14 +252,7 @@ class PrefillService:
                 self._operations.start(_writes(plan.slice.request_id, sent))
         return None
 
-    def _wait_of(self, action: act.RunStep) -> BoundedWait | None:
-        """For a step whose only prompt's prefix is arriving; it may have ended when the step begins."""
-        if action.max_wait_s is None:
-            return None
-        [plan] = action.plans
-        return BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
-
-    async def _send_blocks(self, action: act.SendBlocks) -> ev.Event:
+    async def _send_blocks(self, action: act.SendBlocks) -> Event:
         return await _writes(action.request_id, partial(self._stages.send_blocks, action))
 
     # -- to the gateway
@@ -328,11 +263,6 @@ class PrefillService:
             _log_first_token(action.report)
         if action.traceparent:
             trace_prefill(self._tracer, action, self._clock())
-
-    def _send_failure(self, action: act.Fail) -> None:
-        level = logging.DEBUG if isinstance(action.error, Cancelled) else logging.WARNING
-        log.log(level, "given up: %s", action.error.message, extra=of(action.request_id))
-        self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
 
 
 def _log_skipped(action: act.SkipPrefix) -> None:
@@ -354,7 +284,7 @@ def _whose(action: act.RunStep) -> Mapping[str, Any]:
     return of_all(plan.slice.request_id for plan in action.plans)
 
 
-async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> ev.Event:
+async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> Event:
     """The outcome of some writes as an event."""
     try:
         await sent()
@@ -368,3 +298,28 @@ def _as_failure(error: Exception) -> MoonserveError:
     failure = PeerError("the prefill engine failed")
     failure.__cause__ = error
     return failure
+
+
+def trace_prefill(tracer: Tracer, action: SendFirstToken, now: float) -> None:
+    """From the submission to the first token. Its parts are laid end to end: a prompt that shares the engine waits and
+    computes in turns, and only the sums are known."""
+    report = action.report
+    parts = {"queue": report.queue_s, "load": report.load_s, "compute": report.compute_s}
+    at = now - sum(parts.values())
+    parent = tracer.span("prefill", action.traceparent, at, now, cached_tokens=report.cached_tokens)
+    for name, seconds in parts.items():
+        tracer.span(name, parent, at, at + seconds)
+        at += seconds
+
+
+def trace_transfer(tracer: Tracer, action: CommitHandoff, now: float) -> None:
+    """From the first token to the last byte, when the decode worker is told."""
+    tracer.span(
+        "transfer",
+        action.request.traceparent,
+        now - action.transfer_s,
+        now,
+        decode_instance=action.decode.instance_id,
+        blocks_sent=len(action.checksums),
+        blocks_cached=action.num_cached_blocks,
+    )

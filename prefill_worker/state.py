@@ -9,22 +9,19 @@ blocks are released only when no operation under way uses them; every sequence e
 failure that its gateway is told. No clock, no I/O, no tensors; `now` is in monotonic seconds.
 
 This file owns arrival, cancellation and deadlines; `preparation`, `steps` (with `early_steps`) and `handoffs` own the
-phases, `puts` the write-behind to the store, `prefetch` what stores are asked for ahead of time, `load_or_compute`
+phases, `puts` the write-behind to the store, `load_or_compute`
 whether a stored prefix is worth reading, and `ledger` what all of them share.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.blanks import Blanks
 from engine.block_pool import BlockPool
 from prefill_worker import events as ev
-from prefill_worker.actions import Action
 from prefill_worker.handoffs import Handoffs, out_of_time
 from prefill_worker.ledger import Ledger, Limits
 from prefill_worker.load_or_compute import PrefixLoads
@@ -36,6 +33,8 @@ from protocol.ids import LeaseId, RequestId
 from protocol.keys import BlockKey
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
+from worker.alarms import Alarms
+from worker.events import Action, Event
 
 
 class PrefillState:
@@ -43,28 +42,21 @@ class PrefillState:
 
     def __init__(
         self,
+        pool: BlockPool,
         limits: Limits,
         *,
         lease_prefix: str,
         profile: PrefillProfile,
         home_store: str | None,
-        on_added: Callable[[BlockKey, BlockKey], None],
-        on_removed: Callable[[BlockKey], None],
-        blanks: Blanks | None = None,
     ) -> None:
-        self._ledger = Ledger(
-            limits,
-            profile=profile,
-            home_store=home_store,
-            on_added=on_added,
-            on_removed=on_removed,
-            blanks=blanks,
-        )
+        """`evicted` must be told of the keys that `pool` loses."""
+        self.pool = pool
+        self._ledger = Ledger(pool, limits, profile=profile, home_store=home_store)
         self._preparation = Preparation(self._ledger)
         self._handoffs = Handoffs(self._ledger)
         self._steps = Steps(self._ledger, self._handoffs.computed)
         self._lease_prefix = lease_prefix
-        self._deadlines: list[tuple[float, RequestId]] = []
+        self._alarms = Alarms()
         self._num_submitted = 0
         self._handlers = self._handler_table()
 
@@ -72,10 +64,10 @@ class PrefillState:
         puts = self._ledger.puts
         return {
             ev.Submitted: self._submitted,
-            ev.CancelRequested: self._cancel_requested,
+            ev.RequestCancelled: self._cancel_requested,
             ev.GatewayLost: self._gateway_lost,
             ev.MemoryChanged: lambda _event, _now: None,
-            ev.Tick: self._tick,
+            ev.Tick: lambda _event, now: self._alarms.ring(now),
             ev.LandingGranted: self._preparation.landing_granted,
             ev.LandingRefused: self._preparation.landing_refused,
             ev.LandingLost: self._preparation.landing_lost,
@@ -90,12 +82,12 @@ class PrefillState:
             ev.HandoffAccepted: self._handoffs.accepted,
             ev.HandoffCorrupt: self._handoffs.corrupt,
             ev.HandoffFailed: self._handoffs.failed,
-            ev.HomeStoreFound: lambda event, _now: puts.found(event.store),
+            ev.StoreFound: lambda event, _now: puts.found(event.store),
             ev.PutDone: lambda event, _now: puts.done(event),
             ev.PutFailed: lambda event, _now: puts.failed(event),
         }
 
-    def handle(self, event: ev.Event, now: float) -> list[Action]:
+    def handle(self, event: Event, now: float) -> list[Action]:
         """What `event` changes, and what is to be done about it, in order.
 
         Raises IllegalTransition, KeyError or ValueError for an answer to an operation that is not under way.
@@ -127,10 +119,6 @@ class PrefillState:
         return self._ledger.loads
 
     @property
-    def pool(self) -> BlockPool:
-        return self._ledger.pool
-
-    @property
     def is_idle(self) -> bool:
         return not self._ledger.sequences
 
@@ -146,21 +134,16 @@ class PrefillState:
         return len(self._ledger.sequences) - self.num_waiting
 
     @property
-    def num_blocks(self) -> int:
-        return self._ledger.pool.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._ledger.pool.num_free
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Free blocks that still hold a findable prefix."""
-        return self._ledger.pool.num_cached
-
-    @property
     def num_held_blocks(self) -> int:
-        return self._ledger.pool.num_held
+        return self.pool.num_held
+
+    def counted(self) -> dict[str, int]:
+        """What GetStatus shows of `counters`."""
+        return {name: count for name, count in self.counters.items() if count}
+
+    def evicted(self, key: BlockKey) -> None:
+        """The pool cannot serve this block any more."""
+        self._ledger.puts.evicted(key)
 
     @property
     def queued_tokens(self) -> int:
@@ -186,15 +169,10 @@ class PrefillState:
             if sequence.landing is not None and not sequence.handed_off
         ]
 
-    def next_deadline(self) -> float | None:
-        """When a Tick is due."""
-        while self._deadlines:
-            at, request_id = self._deadlines[0]
-            sequence = self._ledger.sequences.get(request_id)
-            if sequence is not None and sequence.deadline_at == at:
-                return at
-            heapq.heappop(self._deadlines)
-        return None
+    @property
+    def wake_at(self) -> float | None:
+        """When a Tick is due; None = never."""
+        return self._alarms.next_at
 
     # -- arrival
 
@@ -224,7 +202,7 @@ class PrefillState:
             submitted_at=now,
         )
         ledger.enqueue(sequence)
-        heapq.heappush(self._deadlines, (sequence.deadline_at, request.request_id))
+        self._alarms.set(sequence.deadline_at, self._time_out, request.request_id)
         ledger.counters["submitted_requests"] += 1
         return sequence
 
@@ -244,7 +222,7 @@ class PrefillState:
 
     # -- cancellation and deadlines
 
-    def _cancel_requested(self, event: ev.CancelRequested, now: float) -> None:
+    def _cancel_requested(self, event: ev.RequestCancelled, now: float) -> None:
         ledger = self._ledger
         sequence = ledger.sequences.get(event.request_id)
         if sequence is not None and ledger.successors.pop(event.request_id, None) is not None:
@@ -266,13 +244,14 @@ class PrefillState:
             if sequence.request.gateway_id == event.gateway_id and sequence.phase not in ENDED:
                 ledger.cancel(sequence, now)
 
-    def _tick(self, _event: ev.Tick, now: float) -> None:
-        while (at := self.next_deadline()) is not None and at <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            sequence = self._ledger.sequences[request_id]
-            # A commit under way has its own limit, and the decode worker watches the time after it.
-            if sequence.phase not in ENDED and sequence.phase is not Phase.COMMITTING:
-                self._ledger.fail(sequence, out_of_time(sequence), now)
+    def _time_out(self, request_id: RequestId, now: float) -> None:
+        """The request's time may be over."""
+        sequence = self._ledger.sequences.get(request_id)
+        if sequence is None or sequence.deadline_at > now:
+            return
+        # A commit under way has its own limit, and the decode worker watches the time after it.
+        if sequence.phase not in ENDED and sequence.phase is not Phase.COMMITTING:
+            self._ledger.fail(sequence, out_of_time(sequence), now)
 
     # -- proof
 

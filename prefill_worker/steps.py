@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.batch import Slice
-from engine.prompt_scores import MAX_SCORED_TOKENS
+from engine.batch import MAX_SCORED_TOKENS, Slice
 from prefill_worker import events as ev
 from prefill_worker.actions import RunStep, SendFirstToken, SlicePlan
 from prefill_worker.early_steps import EarlySteps

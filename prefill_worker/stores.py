@@ -9,14 +9,14 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 
-from kvstore.block_client import BlockClient, right_s
-from kvstore.objects import PutObject
+from kvstore.client.blocks import BlockStores
+from kvstore.client.objects import PutObject
 from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefetchPrefix, PrefixPart, PutBlocks
-from prefill_worker.landing import KvMemory
 from protocol.errors import MoonserveError
 from protocol.logs import of
-from transfer.patience import Patience
+from transfer.config import Patience
+from worker.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ READ_STALL_S = 5.0
 
 
 async def load_prefix(
-    client: BlockClient, memory: KvMemory, action: LoadPrefix, patience: Patience
+    client: BlockStores, memory: KvMemory, action: LoadPrefix, patience: Patience
 ) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
     """Reads the parts in order; the first block that is missing or bad ends the prefix."""
     request_id, block_bytes = action.request_id, memory.layout.block_bytes
@@ -66,7 +66,7 @@ class _PartOutcome:
 
 
 async def _timed(
-    client: BlockClient, memory: KvMemory, part: PrefixPart, patience: Patience
+    client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience
 ) -> _PartOutcome:
     clock = asyncio.get_running_loop().time
     began_at = clock()
@@ -78,27 +78,18 @@ async def _timed(
 
 
 async def _load_part(
-    client: BlockClient, memory: KvMemory, part: PrefixPart, patience: Patience
+    client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience
 ) -> list[int]:
     """Checksums of the leading blocks that are good."""
     patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
     deadline_s = patience.deadline_s(len(part.keys) * memory.layout.block_bytes)
-    # Granting the lease may mean reading everything from a disk.
-    lease = await client.lease(
-        part.store, part.keys, ttl_s=right_s(deadline_s), timeout_s=deadline_s
-    )
-    if not lease.objects:
-        return []
-    try:
-        places = [memory.pieces_of(block) for block in part.blocks[: len(lease.objects)]]
-        num_good = await client.read(lease, memory.segment, places, deadline_s=deadline_s)
-        await memory.staging.load(part.blocks[:num_good])
-    finally:
-        client.release_soon(lease)
-    return [stored.checksum for stored in lease.objects[:num_good]]
+    spots = memory.spots_of(part.blocks)
+    checksums = await client.read(part.store, part.keys, spots, deadline_s=deadline_s)
+    await memory.staging.load(part.blocks[: len(checksums)])
+    return checksums
 
 
-async def prefetch(client: BlockClient, action: PrefetchPrefix) -> None:
+async def prefetch(client: BlockStores, action: PrefetchPrefix) -> None:
     """Asks the stores of a waiting request for what they have on disk. Whatever fails is read later, or computed."""
     for part in action.parts:
         store, whose = part.store, of(action.request_id)
@@ -111,21 +102,16 @@ async def prefetch(client: BlockClient, action: PrefetchPrefix) -> None:
 
 
 async def put_blocks(
-    client: BlockClient, memory: KvMemory, action: PutBlocks, patience: Patience
+    client: BlockStores, memory: KvMemory, action: PutBlocks, patience: Patience
 ) -> ev.PutDone | ev.PutFailed:
     """Writes blocks from the pool into the home store."""
     objects = [
-        PutObject(
-            key=item.key,
-            parent=item.parent,
-            checksum=item.checksum,
-            pieces=memory.pieces_of(item.block),
-        )
-        for item in action.items
+        PutObject(key=item.key, parent=item.parent, checksum=item.checksum) for item in action.items
     ]
+    spots = memory.spots_of([item.block for item in action.items])
     deadline_s = patience.deadline_s(len(objects) * memory.layout.block_bytes)
     try:
-        result = await client.put(action.store, objects, memory.segment, deadline_s=deadline_s)
+        result = await client.put(action.store, objects, spots, deadline_s=deadline_s)
     except MoonserveError as error:
         log.warning("put to %s failed: %s", action.store.instance_id, error)
         return ev.PutFailed(put_id=action.put_id, error=error)

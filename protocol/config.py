@@ -2,18 +2,19 @@
 
 A field `max_model_len` is `--max-model-len` on the command line, `MOONSERVE_MAX_MODEL_LEN` in the environment and
 `max_model_len` (or `max-model-len`) in the TOML file that `--config` names, in falling precedence; then its default.
-A field that is itself such a dataclass contributes its own fields to the same flat space. Built once, at the entry
-point; nothing else reads the environment.
+A configuration is built once, at the entry point; nothing else reads the environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from protocol.errors import ConfigError
 T = TypeVar("T")
 
 ENV_PREFIX = "MOONSERVE_"
+EXIT_CONFIG = 2  # exit code for a configuration that the user has to mend
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _UNITS = {
@@ -65,14 +68,12 @@ def option(
         "masked": masked or secret,
         "unit": unit,
     }
-    if default is MISSING:
-        return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One leaf field of a configuration class, as users name it."""
+    """One field of a configuration class, as users name it."""
 
     name: str
     type: Any  # the bare type, without `| None`
@@ -109,14 +110,43 @@ class Option:
 
 
 def options_of(cls: type) -> Iterator[Option]:
-    """The options of a configuration class, nested ones in place."""
+    """The options of a configuration class."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = _bare_type(hints[field.name])
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            yield from options_of(kind)
-        else:
-            yield _option_of(field, kind)
+        yield Option(name=field.name, type=kind, default=field.default, **field.metadata)
+
+
+def run_command(
+    cls: type[T],
+    run: Callable[[T], int],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    positional: str | None = None,
+    interrupted: str | None = None,
+) -> int:
+    """Runs a command with the configuration that `argv` gives, and returns its exit code.
+
+    A ConfigError is one line and exit code 2. `positional`: the flag that the first argument may leave out.
+    `interrupted`: what Ctrl-C leaves behind, for the message; None: KeyboardInterrupt is raised.
+    """
+    arguments = list(argv)
+    if positional is not None and arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, positional)
+    try:
+        return run(load(cls, arguments, prog=prog, environ=os.environ))
+    except HelpRequested as request:
+        sys.stdout.write(f"{request}\n")
+        return 0
+    except ConfigError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        if interrupted is None:
+            raise
+        sys.stderr.write(f"{prog}: interrupted; {interrupted}\n")
+        return EXIT_INTERRUPTED
 
 
 def load(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, str]) -> T:
@@ -136,27 +166,21 @@ def load(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, 
     values = {name: _convert(options[name], value) for name, value in texts.items()}
     missing = [o.flag for o in options.values() if o.default is MISSING and o.name not in values]
     if missing:
-        raise ConfigError(f"{prog}: {', '.join(missing)} must be given; see {prog} --help")
-    return _build(cls, values)
+        raise ConfigError(f"{', '.join(missing)} must be given; see {prog} --help")
+    return cls(**values)
 
 
 def effective(config: object) -> dict[str, Any]:
-    """The configuration as a flat dict, secrets masked, for printing at start."""
-    shown: dict[str, Any] = {}
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]  # any config dataclass
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            shown.update(effective(value))
-        else:
-            shown[field.name] = "***" if field.metadata["masked"] and value else value
-    return shown
+    """The configuration as a dict, secrets masked, for printing at start."""
+    values = {option: getattr(config, option.name) for option in options_of(type(config))}
+    return {o.name: "***" if o.masked and value else value for o, value in values.items()}
 
 
 def to_flags(config: object) -> list[str]:
     """Flags that make `load` build this configuration again; secrets are left to the environment."""
     flags: list[str] = []
     for option in options_of(type(config)):
-        value = _value_of(config, option.name)
+        value = getattr(config, option.name)
         if option.secret or value is None or value == option.default:
             continue
         if option.type is bool:
@@ -194,33 +218,10 @@ def _size(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def _value_of(config: object, name: str) -> Any:
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]  # any config dataclass
-        value = getattr(config, field.name)
-        if field.name == name:
-            return value
-        if dataclasses.is_dataclass(value) and any(o.name == name for o in options_of(type(value))):
-            return _value_of(value, name)
-    raise KeyError(name)
-
-
 def _bare_type(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
-
-
-def _option_of(field: dataclasses.Field[Any], kind: Any) -> Option:
-    return Option(
-        name=field.name,
-        type=kind,
-        default=field.default,
-        help=field.metadata["help"],
-        choices=field.metadata["choices"],
-        secret=field.metadata["secret"],
-        masked=field.metadata["masked"],
-        unit=field.metadata["unit"],
-    )
 
 
 def _parse_flags(
@@ -234,9 +235,9 @@ def _parse_flags(
     for argument in remaining:
         flag, equals, inline = argument.partition("=")
         if flag in ("-h", "--help"):
-            raise HelpRequested(help_text(prog, options.values()))
+            raise HelpRequested(_help_text(prog, options.values()))
         if flag == "--config":
-            config_file = inline if equals else _next_value(remaining, flag, prog)
+            config_file = inline if equals else _next_value(remaining, flag)
         elif flag in negated:
             found[negated[flag].name] = False
         elif flag in by_flag:
@@ -244,18 +245,18 @@ def _parse_flags(
             if option.type is bool and not equals:
                 found[option.name] = True
             else:
-                found[option.name] = inline if equals else _next_value(remaining, flag, prog)
+                found[option.name] = inline if equals else _next_value(remaining, flag)
         else:
             raise ConfigError(
-                f"{prog}: unknown argument {argument!r}{_nearest(flag, [*by_flag, *negated])}"
+                f"unknown argument {argument!r}{_nearest(flag, [*by_flag, *negated])}"
             )
     return found, config_file
 
 
-def _next_value(remaining: Iterator[str], flag: str, prog: str) -> str:
+def _next_value(remaining: Iterator[str], flag: str) -> str:
     value = next(remaining, None)
     if value is None:
-        raise ConfigError(f"{prog}: {flag} needs a value")
+        raise ConfigError(f"{flag} needs a value")
     return value
 
 
@@ -307,23 +308,8 @@ def _parse_bool(text: str) -> bool:
     raise ValueError("expected true or false")
 
 
-def _build(cls: type[T], values: Mapping[str, Any]) -> T:
-    hints = typing.get_type_hints(cls)
-    arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # any config dataclass
-        kind = _bare_type(hints[field.name])
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            arguments[field.name] = _build(kind, values)
-        elif field.name in values:
-            arguments[field.name] = values[field.name]
-    return cls(**arguments)
-
-
-def help_text(prog: str, options: typing.Iterable[Option], description: str = "") -> str:
-    """What `--help` prints."""
+def _help_text(prog: str, options: typing.Iterable[Option]) -> str:
     lines = [f"usage: {prog} [--config FILE.toml] [options]", ""]
-    if description:
-        lines += [description, ""]
     for option in options:
         names = option.env if option.secret else option.flag
         if option.type is bool and not option.secret:

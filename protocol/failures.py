@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
 from google.protobuf.message import DecodeError
 
 from protocol.errors import MoonserveError, PeerLost, error_classes
+from protocol.logs import of
 from protocol.pb import common_pb2
+
+log = logging.getLogger(__name__)
+
+
+def handler_failure(error: BaseException, request: object) -> common_pb2.Failure:
+    """What the caller learns of an error that a handler raised. Logs an unexpected one under its request's id."""
+    if not isinstance(error, MoonserveError):
+        request_id = getattr(request, "request_id", "")
+        text, whose = "the handler of a %s failed", of(request_id) if request_id else None
+        log.error(text, type(request).__name__, exc_info=error, extra=whose)
+    return failure_to_wire(error)
 
 
 def failure_to_wire(error: BaseException) -> common_pb2.Failure:

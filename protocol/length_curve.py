@@ -1,8 +1,6 @@
-"""How many tokens requests of one kind produce: a survival curve over bins that grow with length, learned online.
+"""How many tokens requests produce, learned online: `LengthCurve` for one kind of request, `OutputLengths` for all.
 
-Bins are single tokens up to 16 and then eight to a doubling, so that a length is known to 9 %. A request that stopped
-at its limit did not end: it counts as one that lived at least so long (Kaplan & Meier 1958), so that low limits do not
-make answers look short. Old observations fade. Within a bin, ends are spread evenly. Pure; knows no tenants or prompts.
+Pure.
 """
 
 from __future__ import annotations
@@ -22,6 +20,9 @@ MOST_TOKENS = 1 << 20
 # P(length > x) falls so steeply where nothing was seen. With 1 a burst of long answers to a worker that knew few ends
 # led to 130 preemptions instead of 2, with 0.25 it began with a sixth fewer sequences (benchmarks.engine.lookahead).
 TAIL = 0.5
+ENOUGH = 50  # the median of so many is within 7 ranks (σ = √(n/4) = 3.5, two of them)
+MOST_TENANTS = 256  # of 5 KiB each
+_NUM_CLASSES = 8  # of prompts: below 64 tokens, then by factors of 4
 _PER_DOUBLING = 8
 _ENDED, _STOPPED = 0, 1
 _STALE_SHARE = 0.01  # the curve is drawn again after so many new observations, as a share of all
@@ -40,7 +41,12 @@ _WIDTHS = np.diff(EDGES)
 
 
 class LengthCurve:
-    """P(length > x), its quantiles and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS."""
+    """P(length > x), its quantiles and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS.
+
+    A survival curve over bins: single tokens up to 16 and then eight to a doubling, so that a length is known to 9 %.
+    A request that stopped at its limit did not end: it counts as one that lived at least so long (Kaplan & Meier 1958),
+    so that low limits do not make answers look short. Old observations fade. Within a bin, ends are spread evenly.
+    """
 
     __slots__ = ("_below", "_counts", "_drawn_at", "_most_weight", "_survival")
 
@@ -169,3 +175,61 @@ def _survival(ended: Floats, stopped: Floats) -> Floats:
     found: Floats = np.ones(len(EDGES))
     np.cumprod(1.0 - hazard, out=found[1:])
     return found
+
+
+class OutputLengths:
+    """Expected output lengths, from every finished request: by tenant, by length of the prompt, or of all requests.
+
+    The most particular curve that rests on enough requests answers. Tenants that finished nothing for longest are
+    forgotten. Without data a request is expected to use up its limit, which errs to the safe side.
+    """
+
+    def __init__(self) -> None:
+        self._all = LengthCurve()
+        self._classes = tuple(LengthCurve() for _ in range(_NUM_CLASSES))
+        self._tenants: dict[str, LengthCurve] = {}  # least recently finished first
+
+    def observe(
+        self, num_tokens: int, *, max_tokens: int, prompt_tokens: int, tenant: str = ""
+    ) -> None:
+        """A request finished by itself, or at its limit."""
+        stopped = num_tokens >= max_tokens
+        curves = [self._all, self._classes[_class_of(prompt_tokens)]]
+        if tenant:
+            curves.append(self._tenant(tenant))
+        for curve in curves:
+            curve.observe(num_tokens, stopped=stopped)
+
+    def curve(self, *, prompt_tokens: int, tenant: str = "") -> LengthCurve:
+        """The one that knows most about such requests; it keeps learning."""
+        own = self._tenants.get(tenant)
+        if own is not None and own.num_observed >= ENOUGH:
+            return own
+        alike = self._classes[_class_of(prompt_tokens)]
+        return alike if alike.num_observed >= ENOUGH else self._all
+
+    def expected(self, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> float:
+        """E[output tokens] of a request that has produced none."""
+        curve = self.curve(prompt_tokens=prompt_tokens, tenant=tenant)
+        return curve.mean(max_tokens)
+
+    def remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
+        """E[tokens still to come] of requests that have produced `generated`, whosoever they are; shapes alike."""
+        return self._all.mean_remaining(generated, max_tokens)
+
+    def _tenant(self, tenant: str) -> LengthCurve:
+        curve = self._tenants.pop(tenant, None) or LengthCurve()
+        self._tenants[tenant] = curve
+        if len(self._tenants) > MOST_TENANTS:
+            del self._tenants[next(iter(self._tenants))]
+        return curve
+
+    def validate(self) -> None:
+        assert len(self._tenants) <= MOST_TENANTS
+        assert sum(one.num_observed for one in self._classes) == self._all.num_observed
+        for curve in (self._all, *self._classes, *self._tenants.values()):
+            curve.validate()
+
+
+def _class_of(prompt_tokens: int) -> int:
+    return min(max((max(prompt_tokens, 1).bit_length() - 5) // 2, 0), _NUM_CLASSES - 1)

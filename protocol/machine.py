@@ -1,10 +1,35 @@
-"""What compiled code and caches depend on: the name of the processor, and where caches go."""
+"""This machine: its identity, the name of its processor, and where caches go."""
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
+import socket
 from collections.abc import Mapping
 from pathlib import Path
+
+
+@functools.cache
+def boot_id() -> str:
+    """Identity of this boot of the kernel: equal for all processes under one kernel, in whatever containers they run.
+
+    Raises OSError where there is no /proc.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
+def host_identity() -> str:
+    """Equal for processes that can share memory: the boot of this kernel and the network namespace.
+
+    Abstract Unix sockets, over which memory is shared, are private to a network namespace.
+    """
+    try:
+        namespace = os.readlink("/proc/self/ns/net")
+        return f"{boot_id()[:13]}.{namespace.strip('net:[]')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def processor() -> str:

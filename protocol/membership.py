@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from protocol.conductors import Conductors
 from protocol.errors import Incompatible, MoonserveError, StaleLease, Unauthenticated
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from protocol.machine import host_identity
 from protocol.pb import conductor_pb2
-from protocol.process import ProcessConfig, host_identity, running
+from protocol.process import ProcessConfig, running
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.timer import set_within

@@ -14,15 +14,13 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol import logs, status
-from protocol.config import HelpRequested, load, option
+from protocol.config import EXIT_CONFIG, option, run_command
 from protocol.errors import ConfigError
 from protocol.tls import TlsConfig
 
@@ -31,7 +29,6 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound="ProcessConfig")
 T = TypeVar("T")
 
-EXIT_CONFIG = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -138,17 +135,11 @@ def main(
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
     """Body of a `__main__.py`: configuration from flags, environment and TOML, then the service until it ends."""
-    try:
-        config = load(
-            cls, sys.argv[1:] if argv is None else argv, prog=prog, environ=dict(os.environ)
-        )
-    except HelpRequested as request:
-        sys.stdout.write(f"{request}\n")
-        return 0
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_CONFIG
-    return run(config, lambda lifecycle: service(config, lifecycle), loop_factory=loop_factory)
+
+    def serve(config: C) -> int:
+        return run(config, lambda lifecycle: service(config, lifecycle), loop_factory=loop_factory)
+
+    return run_command(cls, serve, sys.argv[1:] if argv is None else argv, prog=prog)
 
 
 def run(
@@ -208,16 +199,3 @@ def die_with_parent(parent_pid: int | None) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def host_identity() -> str:
-    """Equal for processes that can share memory: the boot of this kernel and the network namespace.
-
-    Abstract Unix sockets, over which memory is shared, are private to a network namespace.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
-    return f"{boot[:13]}.{namespace.strip('net:[]')}"

@@ -2,16 +2,15 @@
 
 Rules: every call has a deadline; every call carries the cluster token in its metadata; a `MoonserveError` raised by a
 handler arrives at the caller as the same class. Anything else a handler raises is logged with its traceback and
-arrives as the base class, without details of the inside. Unary calls of services that were added with `add_lean` also
-travel over `protocol.lean`; callers choose by the address.
+arrives as the base class, without details of the inside. Unary calls of services that were added with `add_lean`
+travel over `protocol.lean` once the caller knows the way (`protocol.lean.routed`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -32,16 +31,15 @@ from protocol.errors import (
 )
 from protocol.failures import failure_from_wire as failure_from_wire
 from protocol.failures import failure_to_wire as failure_to_wire
+from protocol.failures import handler_failure
 from protocol.lean import sockets
 from protocol.lean.channel import LeanChannel
 from protocol.lean.frames import MAX_MESSAGE_BYTES
-from protocol.lean.methods import HandOver
+from protocol.lean.routed import LeanAddresses, RoutedChannel
+from protocol.lean.served import HandOver
 from protocol.lean.server import LeanServer
-from protocol.logs import of
 from protocol.pb import common_pb2
 from protocol.tls import Certificates, grpc_failure
-
-log = logging.getLogger(__name__)
 
 TOKEN_HEADER = "x-moonserve-token"
 FAILURE_HEADER = "x-moonserve-failure-bin"
@@ -95,7 +93,8 @@ class RpcServer:
         self._token = cluster_token
         self._tls = tls
         self._lean: LeanServer | None = None
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[_Gatekeeper(cluster_token)])
+        self._gatekeeper = _Gatekeeper(cluster_token)
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[self._gatekeeper])
 
     @property
     def grpc(self) -> grpc.aio.Server:
@@ -131,6 +130,7 @@ class RpcServer:
             ) from error
         if self._lean is not None:
             self.lean_address, self.lean_unix_address = await self._lean.start(host)
+            self._gatekeeper.lean = LeanAddresses(self.lean_address, self.lean_unix_address)
         await self._server.start()
         return f"{host}:{bound}"
 
@@ -148,9 +148,10 @@ class RpcServer:
 
 
 class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Checks the cluster token and translates what handlers raise."""
+    """Checks the cluster token, translates what handlers raise and tells callers of the lean server beside it."""
 
     def __init__(self, cluster_token: str) -> None:
+        self.lean: LeanAddresses | None = None
         self._token = cluster_token.encode()
 
     async def intercept_service(
@@ -164,16 +165,22 @@ class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         presented = dict(details.invocation_metadata or ()).get(TOKEN_HEADER, "")
         allowed = hmac.compare_digest(str(presented).encode(), self._token)
         if handler.unary_unary:
-            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, allowed))
+            guarded = _guard_unary(handler.unary_unary, allowed, self.lean)
+            return handler._replace(unary_unary=guarded)
         return handler._replace(unary_stream=_guard_stream(handler.unary_stream, allowed))
 
 
-def _guard_unary(behavior: Callable[..., Awaitable[Any]], allowed: bool) -> Callable[..., Any]:
+def _guard_unary(
+    behavior: Callable[..., Awaitable[Any]], allowed: bool, lean: LeanAddresses | None
+) -> Callable[..., Any]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             if not allowed:
                 raise Unauthenticated("wrong or missing cluster token")
-            return await behavior(request, context)
+            reply = await behavior(request, context)
+            if lean is not None:
+                context.set_trailing_metadata(lean.metadata())
+            return reply
         except Exception as error:  # whatever a handler raises must reach the caller as a failure
             await _abort(context, error, request)
 
@@ -198,11 +205,7 @@ async def _abort(
 ) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, MoonserveError):
-        request_id = getattr(request, "request_id", "")
-        text, whose = "the handler of a %s failed", of(request_id) if request_id else None
-        log.error(text, type(request).__name__, exc_info=error, extra=whose)
-    failure = failure_to_wire(error)
+    failure = handler_failure(error, request)
     await context.abort(
         _status_of(error),
         failure.message,
@@ -224,8 +227,8 @@ class Channels:
     """
 
     def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
-        self._token = cluster_token
-        self._tls = tls
+        self.cluster_token = cluster_token
+        self.tls = tls
         self._metadata = ((TOKEN_HEADER, cluster_token),)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -242,11 +245,13 @@ class Channels:
     def _open(self, address: str) -> grpc.aio.Channel:
         if sockets.is_lean(address):
             # It has what stubs need of a channel; streams it refuses.
-            return cast(grpc.aio.Channel, LeanChannel(address, self._token, self._tls))
-        if self._tls is None:
-            return grpc.aio.insecure_channel(address, options=_OPTIONS)
-        options = [*_OPTIONS, *self._tls.grpc_options]
-        return grpc.aio.secure_channel(address, self._tls.grpc_channel(), options=options)
+            return cast(grpc.aio.Channel, LeanChannel(address, self.cluster_token, self.tls))
+        if self.tls is None:
+            channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            options = [*_OPTIONS, *self.tls.grpc_options]
+            channel = grpc.aio.secure_channel(address, self.tls.grpc_channel(), options=options)
+        return cast(grpc.aio.Channel, RoutedChannel(channel, self.cluster_token, self.tls))
 
     async def call(
         self,
@@ -294,8 +299,7 @@ class Channels:
             await channel.close(None)
 
     async def close(self) -> None:
-        addresses: Sequence[str] = list(self._channels)
-        for address in addresses:
+        for address in list(self._channels):
             await self.forget(address)
 
 

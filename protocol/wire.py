@@ -1,10 +1,17 @@
-"""Between the frozen domain types and the generated protobuf messages; nothing else converts."""
+"""Between the frozen domain types and the generated protobuf messages: `to_message` and `from_message` copy fields of
+equal names, and each pair of functions says what goes another way."""
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from protocol.ids import GatewayId, RequestId, Role
+import numpy as np
+from google.protobuf.message import Message
+
+from protocol.ids import RequestId, Role
 from protocol.keys import pack_keys, pack_tokens, unpack_keys, unpack_tokens
 from protocol.layout import KvLayout
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2
@@ -23,6 +30,9 @@ from protocol.request import (
     Token,
 )
 
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
 _ROLES = {
     Role.PREFILL: common_pb2.ROLE_PREFILL,
     Role.DECODE: common_pb2.ROLE_DECODE,
@@ -37,6 +47,31 @@ _FINISH = {
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
+def to_message(message_type: type[M], value: Any, **others: Any) -> M:
+    """A message with what the dataclass `value` has in fields of the same names, None unset, and with `others`."""
+    for name, _ in _shared_fields(message_type, type(value)):  # type: ignore[arg-type]
+        if name not in others:
+            others[name] = getattr(value, name)
+    return message_type(**others)
+
+
+def from_message(value_type: Callable[..., T], message: Message, **others: Any) -> T:
+    """A dataclass with what `message` has in fields of the same names, None where one is unset, and with `others`."""
+    for name, is_optional in _shared_fields(type(message), value_type):  # type: ignore[arg-type]
+        if name not in others:
+            is_unset = is_optional and not message.HasField(name)
+            others[name] = None if is_unset else getattr(message, name)
+    return value_type(**others)
+
+
+@functools.cache
+def _shared_fields(message_type: Any, value_type: Any) -> tuple[tuple[str, bool], ...]:
+    """Names, and whether the message's field can be unset."""
+    names = {field.name for field in dataclasses.fields(value_type)}
+    fields = message_type.DESCRIPTOR.fields
+    return tuple((each.name, each.has_presence) for each in fields if each.name in names)
+
+
 def role_to_wire(role: Role) -> common_pb2.Role.ValueType:
     return _ROLES[role]
 
@@ -47,156 +82,86 @@ def role_from_wire(message: common_pb2.Role.ValueType) -> Role:
 
 
 def layout_to_wire(layout: KvLayout) -> common_pb2.KvLayout:
-    return common_pb2.KvLayout(
-        num_layers=layout.num_layers,
-        block_size=layout.block_size,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-    )
+    return to_message(common_pb2.KvLayout, layout)
 
 
 def layout_from_wire(message: common_pb2.KvLayout) -> KvLayout:
-    return KvLayout(
-        num_layers=message.num_layers,
-        block_size=message.block_size,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-    )
+    return from_message(KvLayout, message)
 
 
 def endpoint_to_wire(endpoint: Endpoint) -> common_pb2.Endpoint:
-    return common_pb2.Endpoint(
-        instance_id=endpoint.instance_id,
-        epoch=endpoint.epoch,
-        rpc_address=endpoint.rpc_address,
-        transfer_address=endpoint.transfer_address,
-        host=endpoint.host,
-    )
+    return to_message(common_pb2.Endpoint, endpoint)
 
 
 def endpoint_from_wire(message: common_pb2.Endpoint) -> Endpoint:
-    return Endpoint(
-        instance_id=message.instance_id,
-        epoch=message.epoch,
-        rpc_address=message.rpc_address,
-        transfer_address=message.transfer_address,
-        host=message.host,
-    )
+    return from_message(Endpoint, message)
 
 
 def placement_to_wire(placement: Placement) -> common_pb2.Placement:
-    return common_pb2.Placement(
-        request_id=placement.request_id,
+    return to_message(
+        common_pb2.Placement,
+        placement,
         prefill=endpoint_to_wire(placement.prefill),
         decode=endpoint_to_wire(placement.decode),
         prefix_sources=[
-            common_pb2.PrefixSource(
-                store=endpoint_to_wire(source.store),
-                first_block=source.first_block,
-                num_blocks=source.num_blocks,
-            )
+            to_message(common_pb2.PrefixSource, source, store=endpoint_to_wire(source.store))
             for source in placement.prefix_sources
         ],
-        predicted_ttft_s=placement.predicted_ttft_s,
-        predicted_tbt_s=placement.predicted_tbt_s,
-        rank=placement.rank,
     )
 
 
 def placement_from_wire(message: common_pb2.Placement) -> Placement:
-    return Placement(
-        request_id=RequestId(message.request_id),
+    return from_message(
+        Placement,
+        message,
         prefill=endpoint_from_wire(message.prefill),
         decode=endpoint_from_wire(message.decode),
         prefix_sources=tuple(
-            PrefixSource(
-                store=endpoint_from_wire(source.store),
-                first_block=source.first_block,
-                num_blocks=source.num_blocks,
-            )
+            from_message(PrefixSource, source, store=endpoint_from_wire(source.store))
             for source in message.prefix_sources
         ),
-        predicted_ttft_s=message.predicted_ttft_s,
-        predicted_tbt_s=message.predicted_tbt_s,
-        rank=message.rank,
     )
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
+    return to_message(
+        common_pb2.SamplingParams,
+        sampling,
         stop_token_ids=sorted(sampling.stop_token_ids),
-        num_logprobs=sampling.num_logprobs,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias),
-        grammar=sampling.grammar,
         bad_words=[common_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
     )
 
 
 def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
+    return from_message(
+        SamplingParams,
+        message,
         stop_token_ids=frozenset(message.stop_token_ids),
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
         logit_bias=dict(message.logit_bias),
-        grammar=message.grammar,
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
-        num_prompt_logprobs=message.num_prompt_logprobs
-        if message.HasField("num_prompt_logprobs")
-        else None,
     )
 
 
 def submission_to_wire(request: Request, placement: Placement) -> worker_pb2.SubmitRequest:
-    return worker_pb2.SubmitRequest(
-        request_id=request.request_id,
-        gateway_id=request.gateway_id,
+    return to_message(
+        worker_pb2.SubmitRequest,
+        request,
         token_ids=pack_tokens(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
         block_keys=pack_keys(request.block_keys),
         sampling=sampling_to_wire(request.sampling),
         placement=placement_to_wire(placement),
-        priority=request.priority,
-        timeout_s=request.timeout_s,
-        tenant=request.tenant,
-        traceparent=request.traceparent,
     )
 
 
 def request_from_wire(message: worker_pb2.SubmitRequest | worker_pb2.CommitRequest) -> Request:
     """The request in a submission or in a handoff (where token_ids ends with the token that prefill sampled)."""
-    return Request(
-        request_id=RequestId(message.request_id),
-        gateway_id=GatewayId(message.gateway_id),
+    return from_message(
+        Request,
+        message,
         token_ids=tuple(unpack_tokens(message.token_ids)),
-        num_prompt_tokens=message.num_prompt_tokens,
         block_keys=tuple(unpack_keys(message.block_keys)),
         sampling=sampling_from_wire(message.sampling),
-        priority=message.priority,
-        timeout_s=message.timeout_s,
-        tenant=message.tenant,
-        traceparent=message.traceparent,
     )
 
 
@@ -232,29 +197,18 @@ def _logprobs_from_wire(message: worker_pb2.TokenEvent) -> Logprobs:
 
 
 def prefill_report_to_wire(report: PrefillReport) -> worker_pb2.PrefillReport:
-    return worker_pb2.PrefillReport(
-        request_id=report.request_id,
-        cached_tokens=report.cached_tokens,
-        queue_s=report.queue_s,
-        load_s=report.load_s,
-        compute_s=report.compute_s,
-        prompt_logprobs=None
-        if report.prompt_logprobs is None
-        else prompt_logprobs_to_wire(report.prompt_logprobs),
+    found = report.prompt_logprobs
+    return to_message(
+        worker_pb2.PrefillReport,
+        report,
+        prompt_logprobs=None if found is None else prompt_logprobs_to_wire(found),
     )
 
 
 def prefill_report_from_wire(message: worker_pb2.PrefillReport) -> PrefillReport:
-    return PrefillReport(
-        request_id=RequestId(message.request_id),
-        cached_tokens=message.cached_tokens,
-        queue_s=message.queue_s,
-        load_s=message.load_s,
-        compute_s=message.compute_s,
-        prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs)
-        if message.HasField("prompt_logprobs")
-        else None,
-    )
+    has_logprobs = message.HasField("prompt_logprobs")
+    found = prompt_logprobs_from_wire(message.prompt_logprobs) if has_logprobs else None
+    return from_message(PrefillReport, message, prompt_logprobs=found)
 
 
 def prompt_logprobs_to_wire(found: PromptLogprobs) -> worker_pb2.PromptLogprobs:
@@ -280,24 +234,16 @@ def prompt_logprobs_from_wire(message: worker_pb2.PromptLogprobs) -> PromptLogpr
 
 
 def decode_report_to_wire(report: DecodeReport) -> worker_pb2.DecodeReport:
-    return worker_pb2.DecodeReport(
-        request_id=report.request_id,
-        transfer_s=report.transfer_s,
-        queue_s=report.queue_s,
-    )
+    return to_message(worker_pb2.DecodeReport, report)
 
 
 def decode_report_from_wire(message: worker_pb2.DecodeReport) -> DecodeReport:
-    return DecodeReport(
-        request_id=RequestId(message.request_id),
-        transfer_s=message.transfer_s,
-        queue_s=message.queue_s,
-    )
+    return from_message(DecodeReport, message)
 
 
 def prefill_profile_from_wire(message: conductor_pb2.PrefillProfile) -> PrefillProfile:
-    return PrefillProfile(c0=message.c0, c1=message.c1, c2=message.c2)
+    return from_message(PrefillProfile, message)
 
 
 def decode_profile_from_wire(message: conductor_pb2.DecodeProfile) -> DecodeProfile:
-    return DecodeProfile(c0=message.c0, c1=message.c1, c2=message.c2)
+    return from_message(DecodeProfile, message)

@@ -1,23 +1,63 @@
-"""For all tests: nothing is timed by the way. And when several processes run them: their order, and who stands back."""
+"""For all tests: which belong to `make test` and which to `make test-all`, in which order, with how many examples."""
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import os
 import signal
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+import protocol.garbage
 from tests.authority import authority as authority
 from tests.thoroughness import THOROUGH, examples
 
-# Steps of niceness: two fifths of the weight, and less than two thirds of that. Not more: beside somebody else's
-# processes, which do not stand back, tests would wait for seconds for their turn.
-_BACK, _FAR_BACK = 4, 6
+SLOW = (
+    "benchmarks/",
+    "conductor/test_process.py",
+    "conductor/test_standby.py",
+    "deploy/kvctl/",
+    "deploy/profile/",
+    "deploy/ray/test_ray.py",
+    "deploy/test_disk.py",
+    "deploy/test_monitoring.py",
+    "deploy/test_wheel.py",
+    "docs/",
+    "e2e/",
+    "engine/cuda/",
+    "engine/elastic/test_elasticity.py",
+    "engine/test_head_ranges.py",
+    "engine/test_kv_dtypes.py",
+    "kvstore/client/test_concurrency.py",
+    "kvstore/client/test_faults.py",
+    "kvstore/client/test_leases.py",
+    "kvstore/directory/test_cluster.py",
+    "kvstore/disk/test_power.py",
+    "kvstore/faults/",
+    "networks/",
+    "prefill_worker/test_pipeline.py",
+    "rdma/",
+    "simulation/",
+    "traces/reports/test_page.py",
+    "traces/reproduction/",
+    "traces/simulator/test_fairness.py",
+    "traces/simulator/test_roles.py",
+    "traces/simulator/test_trace.py",
+    "transfer/fuzz/",
+    "transfer/test_failover.py",
+    "transfer/test_leaks.py",
+)
+"""Run by `make test-all`, as tests marked `slow` are: several processes, other programs, hours of virtual time."""
 
-_started_with = os.nice(0)
+FAST = ("e2e/test_cluster.py",)
+"""Exceptions: run by `make test`."""
+
+LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
+"""Run first, so that no long test is left when all others have ended."""
 
 # Otherwise it tells between the dots of connections that ended as tests wanted.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -42,27 +82,39 @@ settings.register_profile(
 )
 settings.load_profile("tests")
 
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
-        from tests.scheduling import in_order
-
-        items[:] = in_order(items)
+_HERE = Path(__file__).parent
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The guest is what takes longest: it goes first and all others stand back for it. Clusters of processes come
-    before what only computes: their parts wait for each other. Only root can step forward again."""
-    if hasattr(item.config, "workerinput") and "rdma" not in item.keywords:
-        from tests.scheduling import CLUSTERS
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        place = _place(item)
+        if place.startswith(SLOW) and not place.startswith(FAST):
+            item.add_marker(pytest.mark.slow)
+        if is_hypothesis_test(getattr(item, "obj", None)) or _counts_examples(item):
+            item.add_marker(pytest.mark.examples)
+    items.sort(key=_rank)
 
-        back = _BACK if item.nodeid.startswith(CLUSTERS) else _FAR_BACK
-        with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, _started_with + back)
+
+def _place(item: pytest.Item) -> str:
+    return item.path.relative_to(_HERE).as_posix()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.scheduling import Scheduling
+def _counts_examples(item: pytest.Item) -> bool:
+    """Whether its module asks `tests.thoroughness` how many."""
+    return getattr(getattr(item, "module", None), "examples", None) is examples
 
-    return Scheduling(config, log)
+
+def _rank(item: pytest.Item) -> int:
+    place = _place(item)
+    return next((i for i, begin in enumerate(LONGEST) if place.startswith(begin)), len(LONGEST))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _services_collect_no_garbage() -> Iterator[None]:
+    """A service collects garbage as it starts. In a test process, whose heap is large, that takes 0.3 s each time."""
+    patch = pytest.MonkeyPatch()
+    real = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
+    nothing = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: 0)
+    patch.setattr(protocol.garbage, "gc", SimpleNamespace(**real, **nothing))
+    yield
+    patch.undo()

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from tests.patience import PATIENCE_S, until
-from tests.ports import free_port
 
 
 def scrape(port: int) -> str:

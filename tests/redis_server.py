@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.ports import free_port
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
 from tests.stopping import stop
 
 START_S = PATIENCE_S

@@ -17,18 +17,16 @@ ALLOWED = {
     "transfer": {"protocol"},
     "kvstore": {"protocol", "transfer"},
     "engine": {"protocol"},
-    "conductor": {"protocol", "kvstore.directory", "kvstore.replication.ledger"},
-    "prefill_worker": {"protocol", "engine", "transfer", "kvstore"},
-    "decode_worker": {"protocol", "engine", "transfer", "kvstore"},
+    "conductor": {"protocol", "kvstore.directory"},
+    "worker": {"protocol", "engine", "transfer", "kvstore"},
+    "prefill_worker": {"protocol", "engine", "transfer", "kvstore", "worker"},
+    "decode_worker": {"protocol", "engine", "transfer", "kvstore", "worker"},
     "gateway": {"protocol"},
     "traces": {
         "protocol",
         # The pure parts, which the simulator drives in virtual time.
         *(f"conductor.{part}" for part in ("state", "limits", "events", "decision", "policies")),
-        *(
-            f"conductor.{part}"
-            for part in ("admission", "cost", "fairness", "replication", "roles")
-        ),
+        *(f"conductor.{part}" for part in ("admission", "cost", "fairness", "roles")),
         *(f"kvstore.{part}" for part in ("catalog", "disk.base", "eviction", "native", "stored")),
         "kvstore.directory",
     },

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from deploy.ports import free_port
 from kvstore.client import connect
 from tests.kvstore.directory.cluster import TOKEN, running_directory, running_store
 from tests.patience import until
-from tests.ports import free_port
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

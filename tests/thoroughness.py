@@ -1,6 +1,7 @@
-"""How hard tests with chance in them try: enough for a change, or ten times that (`make test-thorough`, for the night).
+"""How hard tests with chance in them try: as much as a change affords (`make test`), ten times that (`make test-all`),
+or a hundred times (`make test-thorough`, for the night).
 
-Owns one factor. What a test claims is the same in both; only how many examples are looked at differs, and that the
+Owns one factor. What a test claims is the same in all; only how many examples are looked at differs, and that the
 thorough run draws others every time: what it finds becomes an `@example`.
 """
 
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import os
 
-THOROUGH = os.environ.get("MOONSERVE_THOROUGH", "") not in ("", "0")
+_FACTOR = float(os.environ.get("MOONSERVE_TEST_EXAMPLES", "0.1"))
+_FEWEST = 3
+
+THOROUGH = _FACTOR >= 10
 
 
 def examples(ordinary: int) -> int:
-    """Of a property test, given how many an ordinary run affords."""
-    return ordinary * 10 if THOROUGH else ordinary
+    """Number of examples of a property test, given how many `make test-all` affords."""
+    return max(_FEWEST, round(ordinary * _FACTOR))
 
 
 def seconds(ordinary: float, thorough: float) -> float:

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
-from protocol.config import HelpRequested
-from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
+from protocol.config import EXIT_CONFIG
 
-# verb → (module with `run(arguments after the verb) -> exit code`, one line of help)
+# verb → (module with `main(arguments after the verb) -> exit code`, one line of help)
 VERBS = {
     "fetch": ("traces.fetch", "download the public traces: fetch [--into FOLDER]"),
     "analyze": ("traces.analysis.command", "measure a trace: analyze TRACE [--json F] [--plot F]"),
@@ -24,21 +22,14 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else EXIT_CONFIG
-    verb, rest = argv[0], list(argv[1:])
+    verb = argv[0]
     if verb not in VERBS:
         close = get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"it is one of {', '.join(VERBS)}"
         print(f"moonserve traces: unknown verb {verb!r}; {hint}", file=sys.stderr)
         return EXIT_CONFIG
-    run: Callable[[list[str]], int] = importlib.import_module(VERBS[verb][0]).run
-    try:
-        return run(rest)
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"moonserve traces {verb}: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    run: Callable[[Sequence[str]], int] = importlib.import_module(VERBS[verb][0]).main
+    return run(argv[1:])
 
 
 def _usage() -> str:

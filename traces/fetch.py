@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 
 import aiohttp
 
-from protocol.config import load, option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from protocol.progress import Progress
+from traces.output import writing
 
 LISTING = "https://api.github.com/repos/kvcache-ai/Mooncake/contents/FAST25-release/traces"
 CHUNK_BYTES = 1 << 16
@@ -34,13 +34,15 @@ class FetchConfig:
     timeout: float = option(60.0, help="seconds without progress after which to give up")
 
 
-def run(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `fetch`. Raises ConfigError and HelpRequested."""
-    config = load(FetchConfig, argv, prog="moonserve traces fetch", environ=os.environ)
-    try:
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `fetch`."""
+    return run_command(FetchConfig, run, argv, prog="moonserve traces fetch")
+
+
+def run(config: FetchConfig) -> int:
+    """Downloads the traces and returns the exit code. Raises ConfigError."""
+    with writing(f"to --into {config.into}"):
         Path(config.into).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to --into {config.into}: {error.strerror}") from error
     asyncio.run(fetch(config))
     return 0
 

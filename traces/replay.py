@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -14,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.config import HelpRequested, load, option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
 from protocol.progress import Progress
 from traces.client import ModelFacts, StreamClient
 from traces.format import TraceRecord, read_trace
+from traces.output import write_text
 from traces.prompts import PromptBuilder, ideal_cached_tokens
 from traces.report import Sent, build_report, format_report
 
@@ -47,29 +45,16 @@ class ReplayConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `replay`; the first one may be the trace."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--trace", arguments[0]]
-    try:
-        config = load(ReplayConfig, arguments, prog="moonserve replay", environ=dict(os.environ))
-        report = asyncio.run(replay(config))
-        print(format_report(report))
-        if config.output:
-            _write(Path(config.output), report)
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"moonserve replay: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    return run_command(ReplayConfig, run, argv, prog="moonserve replay", positional="--trace")
+
+
+def run(config: ReplayConfig) -> int:
+    """Replays, prints the report, and returns the exit code. Raises ConfigError."""
+    report = asyncio.run(replay(config))
+    print(format_report(report))
+    if config.output:
+        write_text(Path(config.output), json.dumps(report, indent=2) + "\n")
     return 0 if report["completed"] else 1
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

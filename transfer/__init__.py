@@ -6,9 +6,8 @@ blocks, keys, requests or models.
 
 from transfer.base import Op, RemoteSegment, ScatterTransfer, Transfer
 from transfer.batch import Batch
+from transfer.config import FaultPlan, TransferOptions
 from transfer.engine import TransferEngine
-from transfer.faults import FaultPlan
-from transfer.options import TransferOptions
 from transfer.segments import Segment, SegmentInfo
 
 __all__ = [

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from protocol.errors import Incompatible, InvalidRequest
 
@@ -43,6 +41,7 @@ class Address:
 
     instance: bytes
     host: str
+    """The kernel's boot id. Whether two processes under one kernel can meet shows on connecting."""
     rails: Mapping[str, Sequence[Rail]]
     name: str = ""
     """For logs and metrics; need not be unique."""
@@ -75,12 +74,6 @@ def parse(text: str) -> Address:
     except (KeyError, ValueError) as error:
         raise InvalidRequest(f"malformed transfer address {text[:200]!r}") from error
     return Address(instance, host, rails, name, tls)
-
-
-@cache
-def host_identity() -> str:
-    """Equal on, and only on, processes under one kernel; whether they can meet shows on connecting."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _rail_text(rail: Rail) -> str:

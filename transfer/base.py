@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from protocol.errors import MoonserveError
     from transfer.address import Address, Rail
-    from transfer.options import TransferOptions
-    from transfer.rows import Rows
+    from transfer.config import TransferOptions
+    from transfer.scatter import Rows
     from transfer.segments import Segment, SegmentInfo, SegmentTable
+    from transfer.tcp.acceptor import ServedConnections
     from transfer.windows import WindowTable
-    from transfer.wire.served import ServedConnections
 
 
 class Op(StrEnum):
@@ -83,10 +83,6 @@ class Slice:
     nbytes: int
     deadline_at: float
     """Monotonic seconds."""
-    damage: bool = False
-    """Fault injection: flip a byte of a WRITE …"""
-    damage_shows: bool = False
-    """… after its checksum was taken, as a bad link would; otherwise before, as bad memory would."""
 
 
 class Feed(Protocol):

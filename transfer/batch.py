@@ -1,7 +1,7 @@
 """The outcome of one `submit`, for threads and for asyncio.
 
-A batch is final once: after `done` no byte of it moves and no error changes. Knows nothing of how
-its parts are carried out.
+A batch is final once: after `done` no byte of it moves and no error changes. A batch has one job per
+peer, which it hears of once, when no part of the job moves any more. Knows no sessions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from protocol.errors import DeadlineExceeded, MoonserveError
+from protocol.errors import Cancelled, DeadlineExceeded, MoonserveError, PeerLost
+from transfer.plan import Part, Planned
 
 _log = logging.getLogger(__name__)
 
@@ -122,3 +123,43 @@ def _call(callback: Callable[[], None]) -> None:
         callback()
     except Exception:  # a caller's mistake must not end the thread that carries the transfers
         _log.exception("a callback of a transfer batch failed")
+
+
+class Job:
+    """The work of one batch for one peer. Its parts are settled one by one, from any thread."""
+
+    __slots__ = ("_batch", "_errors", "_left", "_lock", "deadline_at", "nbytes")
+
+    def __init__(self, planned: Planned, batch: Batch, deadline_at: float) -> None:
+        self.deadline_at = deadline_at
+        self.nbytes = sum(part.nbytes for part in planned.parts)
+        self._batch = batch
+        self._errors = planned.errors
+        self._lock = threading.Lock()
+        for part in planned.parts:
+            part.job = self
+        self._left = len(planned.parts)
+        if not self._left:
+            batch.settle_part(self._errors)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._batch.cancelled
+
+    def why_ended(self, overdue: str, peer: str) -> MoonserveError:
+        """The error of a part that is begun no more; `overdue`: what to say where its time is over."""
+        if self.cancelled:
+            return Cancelled("the batch was cancelled")
+        return PeerLost(overdue, peer=peer)
+
+    def settle(self, part: Part, error: MoonserveError | None) -> None:
+        """The part has ended for good."""
+        with self._lock:
+            assert self._left > 0, "a part has ended twice"
+            if error is not None:
+                for index in part.indices:
+                    self._errors.setdefault(index, error)
+            self._left -= 1
+            if self._left:
+                return
+        self._batch.settle_part(self._errors)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
+from protocol.machine import boot_id
 from transfer import address, plan, registry
-from transfer.address import Address, Rail, host_identity
+from transfer.address import Address, Rail
 from transfer.base import (
     Credentials,
     Dial,
@@ -19,37 +22,32 @@ from transfer.base import (
     RemoteSegment,
     Session,
     Transfer,
-    Transport,
 )
-from transfer.batch import Batch
-from transfer.buffers import Registrable
-from transfer.endpoints import Endpoints
-from transfer.faults import FaultPlan
-from transfer.job import Job
-from transfer.known_peers import KnownPeers
-from transfer.options import TransferOptions
+from transfer.batch import Batch, Job
+from transfer.config import FaultPlan, TransferOptions
+from transfer.paths.chooser import Path
+from transfer.paths.discovery import read_topology
+from transfer.paths.endpoints import Endpoints, Unfenced
 from transfer.peer import Peer, Surroundings
 from transfer.plan import AnyTransfer
-from transfer.rails import sysfs
-from transfer.rails.paths import Path
-from transfer.segments import Segment, SegmentTable
+from transfer.scatter import LENGTH, REMOTE
+from transfer.segments import Registrable, Segment, SegmentTable
 from transfer.stats import EngineUsage, TransferStats
-from transfer.unfenced import Unfenced
+from transfer.tcp.acceptor import ServedConnections
+from transfer.tcp.handshake import INSTANCE_BYTES
 from transfer.windows import WindowTable
-from transfer.wire.handshake import INSTANCE_BYTES
-from transfer.wire.served import ServedConnections
 
 AT_ONCE_BYTES = 256 << 10
 """`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
 _RUN_HERE_BYTES = 4 << 20
 """`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
+_UNUSED_S = 300.0  # until a peer that is not used is dropped
 
 
 class TransferEngine:
     """One-sided READ and WRITE between registered segments of authenticated processes.
 
-    All methods are thread-safe. `address` is what peers need; it is valid after `start` and for this
-    incarnation of the process only.
+    All methods are thread-safe. `address` is what peers need, valid after `start` and for this process only.
     """
 
     def __init__(
@@ -63,15 +61,15 @@ class TransferEngine:
         """`name` is for the logs and metrics of peers. Raises ConfigError for an empty token or unknown transports."""
         if not cluster_token:
             raise ConfigError("the cluster token is empty")
-        self._options = options or TransferOptions()
+        self.options = options or TransferOptions()
         self._name = name
-        self._transports = registry.make(self._options.transports)
+        self._transports = {each.name: each for each in registry.make(self.options.transports)}
         self._faults = faults or FaultPlan()
         credentials = Credentials(cluster_token.encode(), secrets.token_bytes(INSTANCE_BYTES))
         self._hosted = Hosted(
-            credentials, SegmentTable(), WindowTable(), ServedConnections(), self._options
+            credentials, SegmentTable(), WindowTable(), ServedConnections(), self.options
         )
-        self._endpoints = Endpoints(self._options.max_endpoints)
+        self._endpoints = Endpoints(self.options.max_endpoints)
         self._listeners: list[Listener] = []
         self._rails: list[Rail] = []
         self._surroundings: Surroundings | None = None
@@ -91,10 +89,18 @@ class TransferEngine:
         if self._listeners:
             raise ConfigError("the transfer engine has been started already")
         try:
-            for transport in self._transports:
+            for transport in self._transports.values():
                 self._listeners += transport.listen(self._hosted)
             self._rails = [listener.rail for listener in self._listeners]
-            self._surroundings = self._make_surroundings()
+            self._surroundings = Surroundings(
+                connect=self._connect,
+                topology=read_topology(self._rails, self.options.topology),
+                stats=self.stats,
+                faults=self._faults,
+                streams=self.options.streams,
+                endpoints=self._endpoints,
+                unfenced=Unfenced(),
+            )
         except ConfigError:
             self.close()
             raise
@@ -102,26 +108,14 @@ class TransferEngine:
         for rail in self._rails:
             rails.setdefault(rail.transport, []).append(rail)
         instance = self._hosted.credentials.instance
-        published = Address(instance, host_identity(), rails, self._name, self._options.tls)
+        published = Address(instance, boot_id(), rails, self._name, self.options.tls)
         self.address = str(published)
-
-    def _make_surroundings(self) -> Surroundings:
-        return Surroundings(
-            connect=self._connect,
-            topology=sysfs.read_topology(self._rails, self._options.topology),
-            stats=self.stats,
-            faults=self._faults,
-            streams=self._options.streams,
-            endpoints=self._endpoints,
-            unfenced=Unfenced(),
-        )
 
     def close(self) -> None:
         """Fails what is under way, ends every thread, gives back every descriptor. Idempotent."""
         self._peers.close()
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener.close()
+        while self._listeners:
+            self._listeners.pop().close()
         self._hosted.windows.close_all()
         for segment in self._hosted.segments.close():
             self._tell_removed(segment)
@@ -136,17 +130,15 @@ class TransferEngine:
         elastic: bool = False,
     ) -> Segment:
         """New zeroed memory that peers on this host can map; all its pages are present, or with `elastic` those that
-        were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory beside rdma,
-        whose devices keep pages where they were registered."""
-        if elastic and "rdma" in self._options.transports:
+        were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory over rdma."""
+        if elastic and "rdma" in self.options.transports:
             raise ConfigError(
                 "elastic memory does not go with rdma, whose devices pin what is registered: take rdma out of "
                 "--transports, or leave the memory fixed"
             )
+        allocate = self._hosted.segments.allocate
         return self._added(
-            self._hosted.segments.allocate(
-                nbytes, location, readable=readable, name=name, elastic=elastic
-            )
+            allocate(nbytes, location, readable=readable, name=name, elastic=elastic)
         )
 
     def register(
@@ -161,13 +153,12 @@ class TransferEngine:
 
         Raises InvalidRequest for anything else. `allocate` is faster between processes of one host.
         """
-        return self._added(
-            self._hosted.segments.register(buffer, location, readable=readable, name=name)
-        )
+        register = self._hosted.segments.register
+        return self._added(register(buffer, location, readable=readable, name=name))
 
     def _added(self, segment: Segment) -> Segment:
         try:
-            for transport in self._transports:
+            for transport in self._transports.values():
                 transport.segment_added(segment)
         except MoonserveError:
             self.deregister(segment)
@@ -180,27 +171,15 @@ class TransferEngine:
         self._tell_removed(segment)
 
     def _tell_removed(self, segment: Segment) -> None:
-        for transport in self._transports:
+        for transport in self._transports.values():
             transport.segment_removed(segment)
 
     def open(self, peer: str, *, deadline_s: float = 10.0) -> list[RemoteSegment]:
         """The segments that the engine with this address lets peers read. Blocks; raises PeerLost."""
-        found: list[RemoteSegment] = []
-
-        def ask(session: Session, ends_at: float) -> None:
-            infos = session.list_segments(ends_at)
-            found.extend(RemoteSegment(peer, info.segment_id, info) for info in infos)
-
-        self._peer_at(peer).with_session(ask, time.monotonic() + deadline_s)
-        return found
-
-    @contextlib.contextmanager
-    def view(
-        self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0
-    ) -> Iterator[memoryview]:
-        """`map` for a while; the view must not outlive the context."""
-        with self.map(remote, offset, length, deadline_s=deadline_s) as view:
-            yield view
+        infos = self._peer_at(peer).with_session(
+            lambda session, ends_at: session.list_segments(ends_at), time.monotonic() + deadline_s
+        )
+        return [RemoteSegment(peer, info.segment_id, info) for info in infos]
 
     def map(
         self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0
@@ -210,13 +189,10 @@ class TransferEngine:
         What it shows means nothing once the peer has deregistered the segment, and nobody tells. Blocks while
         connecting. Raises InvalidRequest when it cannot be mapped or is out of bounds, PeerLost.
         """
-        views: list[memoryview] = []
-
-        def ask(session: Session, ends_at: float) -> None:
-            views.append(session.view(remote.segment_id, offset, length, ends_at))
-
-        self._peer_at(remote.address).with_session(ask, time.monotonic() + deadline_s)
-        return views[0]
+        return self._peer_at(remote.address).with_session(
+            lambda session, ends_at: session.view(remote.segment_id, offset, length, ends_at),
+            time.monotonic() + deadline_s,
+        )
 
     def open_window(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
         """Lets peers WRITE these (offset, length) ranges of the segment; ids are never reused."""
@@ -279,14 +255,13 @@ class TransferEngine:
     def _submit(
         self, transfers: tuple[AnyTransfer, ...], deadline_at: float, *, here: bool
     ) -> Batch:
+        if self._peers.closed:
+            raise InvalidRequest("the transfer engine is closed")
         segments = self._hosted.segments
         used = {transfer.local for transfer in transfers}
         parts = plan.by_address(transfers)
         segments.hold(used)
         batch = Batch(len(transfers), len(parts), lambda: segments.release(used))
-        if self._peers.closed:
-            segments.release(used)
-            raise InvalidRequest("the transfer engine is closed")
         for peer_address, indices in parts.items():
             self._put(peer_address, transfers, indices, deadline_at, batch, here=here)
         return batch
@@ -308,9 +283,10 @@ class TransferEngine:
         except MoonserveError as error:
             batch.settle_part(dict.fromkeys(indices, error))
             return
-        slice_bytes = self._options.slice_bytes_over(peer.transports[0])
+        slice_bytes = self.options.slice_bytes_over(peer.transports[0])
         planned = plan.plan(transfers, indices, slice_bytes=slice_bytes, deadline_at=deadline_at)
-        self._damage(planned)
+        if planned.parts and self._faults.any:
+            self._corrupt(planned.parts[0], batch)
         job = Job(planned, batch, deadline_at)
         if not planned.parts:
             return
@@ -318,13 +294,16 @@ class TransferEngine:
         if not (quick and peer.run_here(job, planned)):
             peer.put(job, planned)
 
-    def _damage(self, planned: plan.Planned) -> None:
-        """What the fault plan orders."""
-        for part in planned.parts[:1]:
-            if part.op is Op.WRITE and self._faults.take_corrupt_write():
-                part.damage = True
-            elif part.op is Op.WRITE and self._faults.take_corrupt_slice():
-                part.damage = part.damage_shows = True
+    def _corrupt(self, part: plan.Part, batch: Batch) -> None:
+        """As the fault plan orders: what is sent is a copy of the part's bytes, the first one flipped."""
+        if part.op is not Op.WRITE or not part.nbytes or not self._faults.take_corrupt_write():
+            return
+        source, lengths = part.local, part.rows[:, LENGTH]
+        copy = bytearray().join(source.buffer[at : at + n] for _, at, n in part.rows.tolist())
+        copy[0] ^= 0xFF
+        part.local = segment = self.register(copy, source.location)
+        part.rows = np.stack((part.rows[:, REMOTE], lengths.cumsum() - lengths, lengths), axis=1)
+        batch.add_done_callback(lambda _: self.deregister(segment))
 
     def usage(self) -> EngineUsage:
         """What is held now, for metrics."""
@@ -349,16 +328,10 @@ class TransferEngine:
             peer.used_at = time.monotonic()  # before it is dropped as unused
             return peer
         parsed, surroundings = address.parse(text), self._surroundings
-        near = [rail for rail in self._rails if self._reachable(rail.transport, parsed)]
+        near = [each for each in self._rails if self._transports[each.transport].reachable(parsed)]
         if surroundings is None:
             raise InvalidRequest("the transfer engine has not been started")
         return self._peers.meet(text, lambda: Peer(parsed, near, surroundings))
-
-    def _reachable(self, name: str, peer: Address) -> bool:
-        return self._transport(name).reachable(peer)
-
-    def _transport(self, name: str) -> Transport:
-        return next(transport for transport in self._transports if transport.name == name)
 
     def _connect(
         self, peer: Address, path: Path, deadline_at: float, while_waiting: Callable[[], None]
@@ -368,8 +341,60 @@ class TransferEngine:
             local=path.local,
             remote=path.remote,
             credentials=self._hosted.credentials,
-            options=self._options,
+            options=self.options,
             deadline_at=deadline_at,
             while_waiting=while_waiting,
         )
-        return self._transport(path.transport).connect(dial)
+        return self._transports[path.transport].connect(dial)
+
+
+class KnownPeers:
+    """The peers of one engine by address: made when first met, ended when forgotten or long unused.
+
+    A peer that was told to end is kept until its threads have ended, so that `close` leaves none behind.
+    Thread-safe; `met` may be read without the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.met: dict[str, Peer] = {}
+        self.leaving: list[Peer] = []
+        """Those that were told to end, and may not have yet."""
+        self.closed = False
+
+    def meet(self, address: str, make: Callable[[], Peer]) -> Peer:
+        """Raises InvalidRequest once closed, and what `make` raises, which is called at most once."""
+        with self._lock:
+            if self.closed:
+                raise InvalidRequest("the transfer engine is closed")
+            peer = self.met.get(address)
+            if peer is None:
+                self._drop_unused()
+                peer = self.met[address] = make()
+        return peer
+
+    def forget(self, address: str) -> None:
+        """Its batches fail now. Does not block."""
+        with self._lock:
+            self.leaving = [peer for peer in self.leaving if not peer.stopped]
+            if (peer := self.met.pop(address, None)) is not None:
+                self.leaving.append(peer)
+                peer.forget()
+
+    def close(self) -> None:
+        """No peer is met any more; on return no thread of a peer runs. Idempotent."""
+        with self._lock:
+            self.closed, peers = True, [*self.met.values(), *self.leaving]
+            self.met, self.leaving = {}, []
+        for peer in peers:
+            peer.forget()
+        for peer in peers:
+            peer.join()
+
+    def _drop_unused(self) -> None:
+        """Peers that are gone leave an entry each; the lock is held."""
+        before = time.monotonic() - _UNUSED_S
+        for known, peer in list(self.met.items()):
+            if peer.idle and peer.used_at < before:
+                del self.met[known]
+                peer.forget()  # a caller that has got hold of it just now shall not begin

@@ -13,33 +13,57 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
-from protocol.errors import (
-    Cancelled,
-    IntegrityError,
-    InvalidRequest,
-    MoonserveError,
-    PeerLost,
-    StaleLease,
-)
+from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from transfer.base import Op, Session, Slice, Transfer
-from transfer.faults import FaultPlan
-from transfer.inbox import Inbox
-from transfer.job import Group, attempt_ends_at
+from transfer.config import FaultPlan
+from transfer.paths.chooser import Path
 from transfer.plan import Part
-from transfer.rails.paths import Path
-from transfer.reports import Connect, Reports
 from transfer.stats import Incident, PathStats
-from transfer.waiting import Waiting
-from transfer.wire.connection import STEP_S
-from transfer.wire.stream import without_frames
+from transfer.tcp.connection import STEP_S
+from transfer.tcp.session import without_frames
+from transfer.waiting import Group, Inbox, Waiting, attempt_ends_at
 
 _log = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 """A lane that is unused for this long and not connected any more gives its thread back."""
 _FENCE_S = 6.0
+
+T = TypeVar("T")
+
+Connect = Callable[[Path, float, Callable[[], None]], Session]
+"""(path, deadline, while_waiting) → session."""
+
+
+class Reports(Protocol):
+    """What a lane tells; called from the thread that carries it."""
+
+    def arrived(self, lane: Lane, part: Part, seconds: float) -> None: ...
+
+    def refused(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        """The peer refused it, or it arrived corrupt; the session lives on."""
+
+    def lost(
+        self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool
+    ) -> None:
+        """The session broke under them, or (not `connected`) could not be had."""
+
+    def ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        """It was not begun and shall not be: cancelled, overdue or given up."""
+
+    def opened(self, lane: Lane) -> None: ...
+    def closed(self, lane: Lane) -> None: ...
+
+    def fenced(self, connection_ids: Iterable[int]) -> None:
+        """The target serves nothing of these any more."""
+
+    def fell_idle(self) -> None: ...
+
+    def may_retire(self, lane: Lane) -> bool:
+        """Asked by an idle lane; after True it ends."""
 
 
 class Lane:
@@ -71,10 +95,10 @@ class Lane:
         """The endpoint pool has given the session's place to another."""
         self._forgotten = threading.Event()
         self._last_end_at = 0.0
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._run, name=f"transfer {path.transport}", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def put(self, group: Group) -> None:
         self._inbox.put(group)
@@ -87,7 +111,7 @@ class Lane:
             if self._session is None:
                 return False
             self._guest = True
-            self._groups.add(group)
+            self._groups.append(group)
             self._work()
             return True
         finally:
@@ -103,9 +127,10 @@ class Lane:
             return session is self._session and session.alive() and session.read_at_once(transfer)
         except InvalidRequest:
             raise
-        except MoonserveError as error:  # the ordinary way tries again
-            if isinstance(error, IntegrityError):
-                self.stats.count(Incident.CORRUPT)
+        except IntegrityError:
+            self.stats.count(Incident.CORRUPT)
+            return False
+        except MoonserveError:  # the ordinary way tries again
             return False
         finally:
             self._turn.release()
@@ -134,13 +159,13 @@ class Lane:
             self._guest = False
             self._turn.release()
 
-    def with_session(self, work: Callable[[Session, float], None], deadline_at: float) -> None:
+    def with_session(self, work: Callable[[Session, float], T], deadline_at: float) -> T:
         """Uses the session for something else, connecting it if need be. Blocks; raises PeerLost."""
         if not self._turn.acquire(timeout=max(0.0, deadline_at - time.monotonic())):
             raise PeerLost("the connection was busy until the deadline")
         self._guest = True
         try:
-            work(self._ready(deadline_at), deadline_at)
+            return work(self._ready(deadline_at), deadline_at)
         except (InvalidRequest, StaleLease):
             raise
         except BaseException:  # the session may be between two frames
@@ -175,13 +200,6 @@ class Lane:
     def connected(self) -> bool:
         return self._session is not None
 
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join()
-
     # The lane's own thread.
 
     def _run(self) -> None:
@@ -191,14 +209,11 @@ class Lane:
         finally:
             with self._turn:
                 self._disconnect()
-                self._groups.add_all_of(self._arrived)
+                self._groups.extend(self._arrived)
                 self._give_up_waiting()
 
     def _serve_next(self) -> bool:
-        """A function of its own, so that an idle thread holds no group and so no memory.
-
-        False: the thread is to end.
-        """
+        """False: the thread is to end. A function of its own: an idle thread holds no group and so no memory."""
         something_came = self._inbox.wait_into(self._arrived, IDLE_S)
         self._await_turn()
         try:
@@ -215,8 +230,9 @@ class Lane:
         """While a caller uses the session, deadlines are kept all the same."""
         while not self._turn.acquire(timeout=STEP_S):
             self._inbox.empty_into(self._arrived)
-            self._end_overdue(self._arrived)
-        self._groups.add_all_of(self._arrived)
+            self._end_what_is_over(self._arrived)
+        self._groups.extend(self._arrived)
+        self._arrived.clear()
 
     def _session_lives(self) -> bool:
         return self._session is not None and self._session.alive()
@@ -225,8 +241,13 @@ class Lane:
 
     def _work(self) -> None:
         """Until nothing waits."""
-        while self._any_waiting():
-            connect_until = self._groups.connect_until()
+        while True:
+            self._drain()
+            if self._forgotten.is_set():
+                self._give_up_waiting()
+            if not self._groups:
+                return
+            connect_until = max(group.connect_until for group in self._groups)
             connected = False
             try:
                 session = self._ready(connect_until)
@@ -238,12 +259,6 @@ class Lane:
             except BaseException:  # the caller's thread was interrupted
                 self._broken(PeerLost("the caller was interrupted"), False, math.inf)
                 raise
-
-    def _any_waiting(self) -> bool:
-        self._drain()
-        if self._forgotten.is_set():
-            self._give_up_waiting()
-        return bool(self._groups)
 
     def _drain(self) -> None:
         if not self._guest and not self._inbox.empty():
@@ -273,14 +288,14 @@ class Lane:
 
     def _fence(self, session: Session) -> None:
         """Ends at the target what the waiting parts were sent on before."""
-        group = self._groups.head if self._groups else None
+        group = self._groups[0] if self._groups else None
         parts = list(group.parts) if group is not None else []
         earlier = {connection_id: part for part in parts for connection_id in part.fences}
         for connection_id, part in earlier.items():
             session.fence(connection_id, min(part.deadline_at, time.monotonic() + _FENCE_S))
         if earlier:
             self._reports.fenced(earlier)
-        if self._groups and self._groups.head is group:  # else it has lost its patience meanwhile
+        if self._groups and self._groups[0] is group:  # else it has lost its patience meanwhile
             for part in parts:
                 part.fences.clear()
 
@@ -293,9 +308,9 @@ class Lane:
             if part.op is Op.WRITE and connection_id is not None:
                 part.fences.append(connection_id)
         if not connected:
-            lost += _parts(self._groups.pop_disconnected(time.monotonic(), connect_until))
+            lost += self._groups.pop_disconnected(time.monotonic(), connect_until)
         elif not lost and self._groups:  # broken before anything was sent: by a fence
-            lost += _parts([self._groups.pop_head()])
+            lost += self._groups.popleft().parts
         self.stats.taken(-len(self._jobs))
         self._jobs.clear()
         self._reports.lost(self, lost, error, connected=connected)
@@ -304,11 +319,12 @@ class Lane:
         self._drain()
         error = PeerLost("the peer was given up")
         while self._groups:
-            self._end_all(self._groups.pop_head(), error)
+            self._end_all(self._groups.popleft(), error)
 
-    def _end_overdue(self, waiting: Waiting) -> None:
-        for group in waiting.pop_ended(time.monotonic()):
-            self._end_all(group, self._why_ended(group, "the peer did not answer in time"))
+    def _end_what_is_over(self, waiting: Waiting) -> None:
+        for part in waiting.pop_ended(time.monotonic()):
+            error = part.job.why_ended("the peer did not answer in time", self.stats.peer)
+            self._reports.ended(self, part, error)
 
     def _end_all(self, group: Group, error: MoonserveError) -> None:
         while group.parts:
@@ -326,7 +342,7 @@ class Lane:
     def take(self) -> Part | None:
         self._drain()
         while self._groups:
-            group = self._groups.head
+            group = self._groups[0]
             if group.parts[0].fences:
                 return None  # not before `_fence`, for which the session must be free
             if self._not_to_be_begun(group):
@@ -346,14 +362,11 @@ class Lane:
                 pass
         if not group.job.cancelled and time.monotonic() < group.job.deadline_at:
             return False
-        self._groups.pop_head()
-        self._end_all(group, self._why_ended(group, "the time was over before it was begun"))
+        self._groups.popleft()
+        self._end_all(
+            group, group.job.why_ended("the time was over before it was begun", self.stats.peer)
+        )
         return True
-
-    def _why_ended(self, group: Group, overdue: str) -> MoonserveError:
-        if group.job.cancelled:
-            return Cancelled("the batch was cancelled")
-        return PeerLost(overdue, peer=self.stats.peer)
 
     def settle(self, part: Slice, error: MoonserveError | None) -> None:
         assert isinstance(part, Part)
@@ -374,19 +387,14 @@ class Lane:
     def may_give_up(self) -> bool:
         if not self._jobs and not self._groups:
             return False  # a caller asks for something else, and has a deadline of its own
-        return all(part.has_alternative for part in self._jobs or self._groups.head.parts)
+        return all(part.has_alternative for part in self._jobs or self._groups[0].parts)
 
     def look_up(self) -> None:
         """Waiting groups keep their own deadlines, and `forget` is heeded."""
         self._drain()
         if self._forgotten.is_set():
             raise PeerLost("the peer was given up")
-        self._end_overdue(self._groups)
-        impatient = _parts(self._groups.pop_impatient(time.monotonic()))
-        if impatient:
+        self._end_what_is_over(self._groups)
+        if impatient := self._groups.pop_impatient(time.monotonic()):
             error = PeerLost("the peer did not answer in time", peer=self.stats.peer)
             self._reports.lost(self, impatient, error, connected=self.connected)
-
-
-def _parts(groups: Iterable[Group]) -> list[Part]:
-    return [part for group in groups for part in group.parts]

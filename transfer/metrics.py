@@ -1,14 +1,18 @@
-"""What Prometheus reads of a transfer engine, per transport, rail and peer.
+"""What a process reports of its transfer engine: to Prometheus, and to the conductor.
 
-A collector: nothing is counted here, the engine's own counters are read when somebody asks. Bytes and slices
-are those that this process asked for, as initiator; the peer's side of them is not counted again.
+Counts nothing itself: the engine's own counters are read on demand. Bytes and slices are those that
+this process asked for, as initiator; the peer's side of them is not counted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
+from typing import Protocol
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -17,9 +21,13 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from protocol.metrics import exposed
+from protocol.pb import conductor_pb2, metrics_pb2
+from protocol.scraping import process_registry
 from transfer.base import Op
+from transfer.config import FaultPlan, TransferOptions
 from transfer.engine import TransferEngine
-from transfer.stats import BUCKETS_S, Incident, PathStats
+from transfer.stats import BUCKETS_S, Incident, PathStats, TransferStats
 
 _LABELS = ("transport", "rail", "peer")
 _INCIDENTS = {
@@ -41,13 +49,29 @@ class TransferCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        paths = list(self._engine.stats)
-        yield from _traffic(paths)
-        yield from _incidents(paths)
-        yield from _in_flight(paths)
-        yield from self._usage()
-
-    def _usage(self) -> Iterator[Metric]:
+        paths = [((path.transport, path.rail, path.peer), path) for path in self._engine.stats]
+        moved = CounterMetricFamily(
+            "moonserve_transfer_bytes", "Bytes that arrived.", labels=(*_LABELS, "op")
+        )
+        seconds = HistogramMetricFamily(
+            "moonserve_transfer_seconds", "From a slice's request to its end.", labels=_LABELS
+        )
+        for labels, path in paths:
+            moved.add_metric((*labels, Op.READ.value), path.read_bytes)
+            moved.add_metric((*labels, Op.WRITE.value), path.written_bytes)
+            counts = zip(_LIMITS, accumulate(path.latency_counts), strict=True)
+            seconds.add_metric(labels, list(counts), path.latency_sum_s)
+        yield from (moved, seconds)
+        counters = [
+            ("slices", "Slices that arrived.", lambda path: sum(path.latency_counts)),
+            *((each.value, text, _count_of(each)) for each, text in _INCIDENTS.items()),
+        ]
+        gauges = [
+            ("slices_in_flight", "Slices asked for.", lambda path: path.num_in_flight),
+            ("bytes_in_flight", "Bytes submitted and not ended.", lambda p: p.bytes_in_flight),
+        ]
+        yield from _by_path(CounterMetricFamily, counters, paths)
+        yield from _by_path(GaugeMetricFamily, gauges, paths)
         usage = self._engine.usage()
         for name, text, value in (
             ("segments", "Registered memory regions.", usage.num_segments),
@@ -59,46 +83,101 @@ class TransferCollector(Collector):
             yield GaugeMetricFamily(f"moonserve_transfer_{name}", text, value)
 
 
-def _traffic(paths: list[PathStats]) -> Iterator[Metric]:
-    moved = CounterMetricFamily(
-        "moonserve_transfer_bytes", "Bytes that arrived.", labels=(*_LABELS, "op")
+def _by_path(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    figures: Sequence[tuple[str, str, Callable[[PathStats], float]]],
+    paths: Sequence[tuple[Sequence[str], PathStats]],
+) -> Iterator[Metric]:
+    for name, text, value_of in figures:
+        made = family(f"moonserve_transfer_{name}", text, labels=_LABELS)
+        for labels, path in paths:
+            made.add_metric(labels, value_of(path))
+        yield made
+
+
+def _count_of(incident: Incident) -> Callable[[PathStats], float]:
+    return lambda path: path.incidents[incident]
+
+
+class ServingConfig(Protocol):
+    """What a process of the cluster is told that has a transfer engine."""
+
+    @property
+    def cluster_token(self) -> str: ...
+    @property
+    def instance_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def metrics_port(self) -> int: ...
+
+    def transfer_options(self, host: str) -> TransferOptions: ...
+
+
+@contextmanager
+def serving(
+    config: ServingConfig, faults: FaultPlan | None = None
+) -> Iterator[tuple[TransferEngine, CollectorRegistry]]:
+    """A started engine, and where the process's metrics go, which are exposed meanwhile. Raises ConfigError."""
+    engine = TransferEngine(
+        cluster_token=config.cluster_token,
+        name=config.instance_id,
+        options=config.transfer_options(config.host),
+        faults=faults,
     )
-    slices = CounterMetricFamily(
-        "moonserve_transfer_slices", "Slices that arrived.", labels=_LABELS
-    )
-    seconds = HistogramMetricFamily(
-        "moonserve_transfer_seconds", "From a slice's request to its end.", labels=_LABELS
-    )
-    for path in paths:
-        labels = _labels(path)
-        moved.add_metric((*labels, Op.READ.value), path.read_bytes)
-        moved.add_metric((*labels, Op.WRITE.value), path.written_bytes)
-        counts = list(accumulate(path.latency_counts))
-        slices.add_metric(labels, counts[-1])
-        seconds.add_metric(labels, list(zip(_LIMITS, counts, strict=True)), path.latency_sum_s)
-    yield from (moved, slices, seconds)
+    registry = process_registry()
+    registry.register(TransferCollector(engine))
+    with engine, exposed(registry, config.host, config.metrics_port):
+        yield engine, registry
 
 
-def _incidents(paths: list[PathStats]) -> Iterator[Metric]:
-    for incident, text in _INCIDENTS.items():
-        family = CounterMetricFamily(f"moonserve_transfer_{incident.value}", text, labels=_LABELS)
-        for path in paths:
-            family.add_metric(_labels(path), path.incidents[incident])
-        yield family
+_COPIED_BYTES = 8 << 20
+"""More than a core's caches hold, and a few milliseconds."""
+_COPIES = 3
 
 
-def _in_flight(paths: list[PathStats]) -> Iterator[Metric]:
-    slices = GaugeMetricFamily(
-        "moonserve_transfer_slices_in_flight", "Slices asked for.", labels=_LABELS
-    )
-    waiting = GaugeMetricFamily(
-        "moonserve_transfer_bytes_in_flight", "Bytes submitted and not ended.", labels=_LABELS
-    )
-    for path in paths:
-        slices.add_metric(_labels(path), path.num_in_flight)
-        waiting.add_metric(_labels(path), path.bytes_in_flight)
-    yield from (slices, waiting)
+def peer_traffic(stats: TransferStats) -> Iterator[conductor_pb2.Traffic]:
+    """Totals by peer, of those with which anything was measured; a peer's name is its instance id."""
+    for peer, seen in stats.seen().items():
+        if seen.read_bytes or seen.written_bytes:
+            yield conductor_pb2.Traffic(
+                peer=peer,
+                read_bytes=seen.read_bytes,
+                read_s=seen.read_s,
+                written_bytes=seen.written_bytes,
+                written_s=seen.written_s,
+            )
 
 
-def _labels(path: PathStats) -> tuple[str, str, str]:
-    return path.transport, path.rail, path.peer
+def rail_totals(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:
+    """Totals by transport and rail, of all peers together."""
+    by_rail: dict[tuple[str, str], metrics_pb2.Rail] = {}
+    for path in stats:
+        key = path.transport, path.rail
+        rail = by_rail.setdefault(key, metrics_pb2.Rail(transport=key[0], rail=key[1]))
+        rail.read_bytes += path.read_bytes
+        rail.written_bytes += path.written_bytes
+        rail.failures += path.incidents[Incident.FAILURE]
+        rail.retries += path.incidents[Incident.RETRY]
+        rail.bytes_in_flight += path.bytes_in_flight
+    yield from by_rail.values()
+
+
+def local_bytes_per_s(memory: memoryview) -> float:
+    """How fast this process copies out of memory that it has; within a host a transfer is one such copy. The fastest
+    of a few, since whatever disturbs makes it slower."""
+    nbytes = min(len(memory), _COPIED_BYTES)
+    here = bytearray(nbytes)  # its pages are there before they are timed
+    taken_s = [_copied_s(memory[:nbytes], here) for _ in range(_COPIES)]
+    return nbytes / max(min(taken_s), 1e-9)
+
+
+def local_bytes_per_s_beside(nbytes: int) -> float:
+    """As `local_bytes_per_s`, of a process that would make pages of elastic memory resident by reading it."""
+    return local_bytes_per_s(memoryview(bytearray(b"\1") * min(nbytes, _COPIED_BYTES)))
+
+
+def _copied_s(source: memoryview, target: bytearray) -> float:
+    began = time.perf_counter()
+    target[:] = source
+    return time.perf_counter() - began

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from protocol.errors import (
     Cancelled,
@@ -25,16 +26,16 @@ from protocol.errors import (
 )
 from transfer.address import Address, Rail
 from transfer.base import Op, Session, Transfer
-from transfer.endpoints import Endpoints
-from transfer.faults import FaultPlan
-from transfer.job import Group
+from transfer.batch import Job
+from transfer.config import FaultPlan
 from transfer.lane import Lane
-from transfer.plan import Owner, Part, Planned
-from transfer.rails.health import HealthEvent, RailHealth
-from transfer.rails.paths import Path, PathChooser
-from transfer.rails.topology import Topology
+from transfer.paths.chooser import Path, PathChooser, paths_between
+from transfer.paths.endpoints import Endpoints, Unfenced
+from transfer.paths.health import RailHealth
+from transfer.paths.topology import Topology
+from transfer.plan import Part, Planned
 from transfer.stats import Incident, TransferStats
-from transfer.unfenced import Unfenced
+from transfer.waiting import Group
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ _MAX_CORRUPT = 3
 _COMPARE_EVERY_S = 30.0
 """Now and then a few slices take the next transport, to see whether it has become the better one."""
 _HOPELESS = (Unauthenticated, Incompatible)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,6 @@ class Peer:
         self.used_at = time.monotonic()
         self._surroundings = surroundings
         self._lock = threading.Lock()
-        self._health = RailHealth()
         paths = list(paths_between(local_rails, address, surroundings.streams))
         if not paths:
             raise PeerLost("no transport in common", peer=self.label)
@@ -81,7 +83,7 @@ class Peer:
         # Nothing within a host is worth comparing with its memory.
         compare_every_s = math.inf if self.transports[0] == "shm" else _COMPARE_EVERY_S
         self._chooser = PathChooser(
-            paths, surroundings.topology, self._health, compare_every_s=compare_every_s
+            paths, surroundings.topology, RailHealth(), compare_every_s=compare_every_s
         )
         self._lanes: dict[Path, Lane] = {}
         self._near: Lane | None = None
@@ -93,10 +95,10 @@ class Peer:
     def idle(self) -> bool:
         return not self._lanes
 
-    def put(self, job: Owner, planned: Planned) -> None:
+    def put(self, job: Job, planned: Planned) -> None:
         self._dispatch(job, planned.parts)
 
-    def run_here(self, job: Owner, planned: Planned) -> bool:
+    def run_here(self, job: Job, planned: Planned) -> bool:
         """Carries a job of one part in the caller's thread, where that is possible at once."""
         (part,) = planned.parts
         now = time.monotonic()
@@ -132,7 +134,7 @@ class Peer:
         lane.stats.arrived(Op.READ, transfer.length, time.monotonic() - began)
         return True
 
-    def with_session(self, work: Callable[[Session, float], None], deadline_at: float) -> None:
+    def with_session(self, work: Callable[[Session, float], T], deadline_at: float) -> T:
         """`work` gets the session and its own deadline. Blocks. Raises PeerLost when no path leads there."""
         tried: list[Path] = []
         lost: MoonserveError = PeerLost("the peer was given up", peer=self.label)
@@ -147,8 +149,9 @@ class Peer:
             tried.append(path)
             others_left = len(tried) < self._num_paths
             try:
-                lane.with_session(work, now + (deadline_at - now) / (2 if others_left else 1))
-                return
+                return lane.with_session(
+                    work, now + (deadline_at - now) / (2 if others_left else 1)
+                )
             except PeerLost as error:
                 lost = error
             finally:
@@ -158,7 +161,7 @@ class Peer:
     @property
     def stopped(self) -> bool:
         """No thread of it runs."""
-        return not any(lane.running for lane in [*self._lanes.values(), *self._retired])
+        return not any(lane.thread.is_alive() for lane in [*self._lanes.values(), *self._retired])
 
     def forget(self) -> None:
         with self._lock:
@@ -169,7 +172,7 @@ class Peer:
 
     def join(self) -> None:
         for lane in [*self._lanes.values(), *self._retired]:
-            lane.join()
+            lane.thread.join()
 
     # Reports of the lanes.
 
@@ -193,7 +196,6 @@ class Peer:
         self._failed_on(lane, (part,), error)
         lane.stats.count(Incident.CORRUPT)
         part.num_corrupt += 1
-        part.damage = False
         _log.warning("a slice arrived corrupt over %s: %s", lane.path.local.name, error)
         overdue = part.job.cancelled or time.monotonic() >= part.deadline_at
         if part.num_corrupt >= _MAX_CORRUPT or overdue:
@@ -216,12 +218,9 @@ class Peer:
     def _failed_on(self, lane: Lane, parts: Sequence[Part], error: MoonserveError) -> None:
         now = time.monotonic()
         with self._lock:
-            rests = self._health.events[HealthEvent.RESTED]
-            for part in parts:
-                self._chooser.failed(lane.path, part.nbytes, now)
-            rested = self._health.events[HealthEvent.RESTED] > rests
+            rested = [self._chooser.failed(lane.path, part.nbytes, now) for part in parts]
         _no_longer_in_flight(lane, parts)
-        if rested:
+        if any(rested):
             lane.stats.count(Incident.REST)
             _log.warning("rail %s to %s rests: %s", lane.path.local.name, self.label, error)
 
@@ -249,7 +248,7 @@ class Peer:
                 del self._lanes[lane.path]
                 if lane is self._near:
                     self._near = None
-                self._retired = [old for old in self._retired if old.running] + [lane]
+                self._retired = [old for old in self._retired if old.thread.is_alive()] + [lane]
         return True
 
     def _try_again(self, lane: Lane, part: Part, error: MoonserveError, connected: bool) -> None:
@@ -280,7 +279,7 @@ class Peer:
 
     def _dispatch(
         self,
-        job: Owner,
+        job: Job,
         parts: Sequence[Part],
         *,
         failed_on: Lane | None = None,
@@ -367,18 +366,3 @@ class Peer:
 
 def _no_longer_in_flight(lane: Lane, parts: Sequence[Part]) -> None:
     lane.stats.withdrawn(sum(part.nbytes for part in parts))
-
-
-def paths_between(local_rails: Iterable[Rail], address: Address, streams: int) -> Iterable[Path]:
-    """In order of preference. Rail i goes to the peer's rail i first; the other pairs follow, for when
-    a rail at one end and another one at the other end are down."""
-    by_transport: dict[str, list[Rail]] = {}
-    for rail in local_rails:
-        by_transport.setdefault(rail.transport, []).append(rail)
-    for transport, mine in by_transport.items():
-        theirs = address.rails.get(transport, ())
-        for distance in range(len(theirs)):
-            for index, local in enumerate(mine):
-                remote = theirs[(index + distance) % len(theirs)]
-                for stream in range(streams if transport == "tcp" else 1):
-                    yield Path(transport, local, remote, stream)

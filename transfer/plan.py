@@ -6,17 +6,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from protocol.errors import InvalidRequest, MoonserveError
 from transfer import scatter
 from transfer.base import Op, ScatterTransfer, Slice, Transfer
-from transfer.rails.paths import Path
-from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
-from transfer.scatter import LIMIT
+from transfer.paths.chooser import Path
+from transfer.scatter import LENGTH, LIMIT, LOCAL, REMOTE, Rows
 from transfer.segments import Segment
+
+if TYPE_CHECKING:
+    from transfer.batch import Job
 
 MAX_ROWS = 4096
 """Bounds what a peer can make the other side hold: 96 KiB of rows per frame."""
@@ -55,26 +57,13 @@ class _Flow:
     """Bytes of each transfer."""
 
 
-class Owner(Protocol):
-    """Whose parts they are, and who hears that one has ended."""
-
-    @property
-    def cancelled(self) -> bool: ...
-
-    @property
-    def deadline_at(self) -> float:
-        """Monotonic seconds."""
-
-    def settle(self, part: Part, error: MoonserveError | None) -> None: ...
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Part(Slice):
     """A slice, and how it has fared."""
 
     indices: Sequence[int]
     """Positions of its transfers in the batch."""
-    job: Owner = field(init=False)
+    job: Job = field(init=False)
     tried: list[Path] = field(default_factory=list)
     """Paths on which it failed in this round."""
     rounds: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from protocol.errors import ConfigError
 from transfer.base import Transport
 from transfer.shm.transport import ShmTransport
-from transfer.tcp import TcpTransport
+from transfer.tcp.transport import TcpTransport
 
 
 def _rdma() -> Transport:

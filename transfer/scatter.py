@@ -1,14 +1,23 @@
-"""Arithmetic on scatter lists: bounds, merging neighbours, cutting, checksums. No I/O, no state."""
+"""Scatter lists: runs of bytes between a local and a remote segment, from `submit` to the system call.
+
+Owns their layout, bounds checks, merging, cutting and checksums. No I/O, no state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from protocol.errors import InvalidRequest
-from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
+
+Rows = npt.NDArray[np.int64]
+"""Shape (n, 3), C-contiguous: remote offset, local offset, length of contiguous runs of bytes."""
+
+REMOTE, LOCAL, LENGTH = 0, 1, 2
+
 
 ROW_BYTES = 24
 LIMIT = 1 << 62
@@ -91,17 +100,6 @@ def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
     pieces[:, LOCAL] += skipped
     pieces[:, LENGTH] = np.minimum(pieces[:, LENGTH] - skipped, limit_bytes)
     return pieces
-
-
-def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins each (offset, length) with its successor where they touch; order is kept."""
-    merged: list[tuple[int, int]] = []
-    for offset, length in ranges:
-        if merged and sum(merged[-1]) == offset:
-            merged[-1] = (merged[-1][0], merged[-1][1] + length)
-        else:
-            merged.append((offset, length))
-    return merged
 
 
 def checksum(buffer: memoryview, rows: Rows, side: int) -> int:

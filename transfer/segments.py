@@ -1,20 +1,69 @@
-"""Local memory known to the engine: allocating, registering, and who is using it.
+"""Local memory known to the engine: allocating, registering, and counting its users.
 
-Its rule: a segment that a batch or a window uses cannot be deregistered, and ids are never reused.
-Knows no peers.
+A segment that a batch or a window uses cannot be deregistered, and ids are never reused. Knows no
+peers. Knows tensors by their shape only (`data_ptr`, `nbytes`); torch is not imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from protocol.errors import InvalidRequest
-from transfer import buffers
-from transfer.buffers import Registrable
 from transfer.native import address_of
 from transfer.shm.memfd import OwnedMemory
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+@runtime_checkable
+class TensorLike(Protocol):
+    """The part of torch.Tensor that tells where its memory is."""
+
+    @property
+    def device(self) -> Any: ...
+    @property
+    def nbytes(self) -> int: ...
+    def data_ptr(self) -> int: ...
+    def is_contiguous(self) -> bool: ...
+
+
+if TYPE_CHECKING:
+    Registrable = WriteableBuffer | TensorLike
+else:
+    Registrable = object
+
+
+def writable(buffer: Registrable) -> memoryview:
+    """All of its bytes, format 'B'; keeps the buffer alive.
+
+    Raises InvalidRequest for memory that is read-only, not contiguous, empty or on a device.
+    """
+    if isinstance(buffer, TensorLike):
+        return _tensor_bytes(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError as error:
+        raise InvalidRequest(f"a {type(buffer).__name__} has no memory to register") from error
+    if view.readonly or not view.contiguous or not view.nbytes:
+        raise InvalidRequest("memory to register must be writable, contiguous and not empty")
+    return view.cast("B")
+
+
+def _tensor_bytes(tensor: TensorLike) -> memoryview:
+    if (device := str(tensor.device)) != "cpu":
+        raise InvalidRequest(
+            f"a tensor on {device} cannot be registered: stage it in pinned host memory"
+        )
+    if not tensor.is_contiguous() or not tensor.nbytes:
+        raise InvalidRequest("a tensor to register must be contiguous and not empty")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined] # the tensor lives as long as the view
+    return memoryview(memory).cast("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +77,27 @@ class SegmentInfo:
     name: str = ""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Segment:
-    """One registered region. `buffer` is its writable memory, format 'B'."""
+    """One registered region."""
 
-    __slots__ = (
-        "base",
-        "buffer",
-        "location",
-        "memory",
-        "name",
-        "nbytes",
-        "num_users",
-        "readable",
-        "segment_id",
-    )
+    segment_id: int
+    buffer: memoryview
+    """Its writable memory, format 'B'."""
+    location: str
+    readable: bool
+    """Peers may READ it."""
+    name: str
+    memory: OwnedMemory | None
+    """What peers on this host can map; None for memory that the caller brought."""
+    base: int = field(init=False)
+    """Its first byte's address."""
+    nbytes: int = field(init=False)
+    num_users: int = 0
+    """Batches under way and open windows."""
 
-    def __init__(
-        self,
-        segment_id: int,
-        buffer: memoryview,
-        *,
-        location: str,
-        readable: bool,
-        name: str,
-        memory: OwnedMemory | None,
-    ) -> None:
-        self.segment_id = segment_id
-        self.buffer = buffer
-        self.base = address_of(buffer)
-        """Its first byte's address."""
-        self.nbytes = buffer.nbytes
-        self.location = location
-        self.name = name
-        self.readable = readable
-        """Peers may READ it."""
-        self.memory = memory
-        """What peers on this host can map; None for memory that the caller brought."""
-        self.num_users = 0
-        """Batches under way and open windows."""
+    def __post_init__(self) -> None:
+        self.base, self.nbytes = address_of(self.buffer), self.buffer.nbytes
 
     def __repr__(self) -> str:
         return f"Segment({self.segment_id}, {self.nbytes} bytes at {self.location})"
@@ -99,7 +131,7 @@ class SegmentTable:
     def register(
         self, buffer: Registrable, location: str, *, readable: bool, name: str = ""
     ) -> Segment:
-        return self._add(buffers.writable(buffer), location, readable, name, None)
+        return self._add(writable(buffer), location, readable, name, None)
 
     def _add(
         self,
@@ -110,9 +142,7 @@ class SegmentTable:
         memory: OwnedMemory | None,
     ) -> Segment:
         with self._lock:
-            segment = Segment(
-                self._next_id, view, location=location, readable=readable, name=name, memory=memory
-            )
+            segment = Segment(self._next_id, view, location, readable, name, memory)
             self._next_id += 1
             self._segments[segment.segment_id] = segment
         return segment

@@ -1,84 +1,127 @@
-"""What moved, how fast and what went wrong, per transport, rail and peer.
+"""How fast bytes pass between this engine and one peer, over all its paths: what is worth measuring of it, as totals.
 
-Several threads count on one path: callers who submit, the lanes' own, and lanes that share a label.
-`transfer.metrics` reads when somebody asks. Knows no Prometheus.
+A period begins when something is under way and ends when nothing is, or after a second. It counts where it moved enough
+to be a bandwidth rather than a round trip, in one direction only, since two share what there is. Thread-safe. Knows no
+path and no rail.
 """
 
 from __future__ import annotations
 
 import bisect
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from transfer.base import Op
-from transfer.seen import PeerMeter, Seen
+
+MEASURED_FROM = 64 << 10
+LONGEST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Totals since the start; the seconds are those in which these bytes were under way."""
+
+    read_bytes: int = 0
+    read_s: float = 0.0
+    written_bytes: int = 0
+    written_s: float = 0.0
+
+
+class PeerMeter:
+    """Of one peer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._began_at = 0.0  # the period, while bytes are in flight
+        self._moved = {Op.READ: 0, Op.WRITE: 0}  # in the period
+        self._bytes = {Op.READ: 0, Op.WRITE: 0}
+        self._seconds = {Op.READ: 0.0, Op.WRITE: 0.0}
+
+    def submitted(self, nbytes: int) -> None:
+        with self._lock:
+            if not self._in_flight:
+                self._begin()
+            self._in_flight += nbytes
+
+    def arrived(self, op: Op, nbytes: int, seconds: float) -> None:
+        """`seconds`: of this slice, for one that was never submitted."""
+        with self._lock:
+            if self._in_flight:
+                self._moved[op] += nbytes
+            elif nbytes >= MEASURED_FROM:
+                self._bytes[op] += nbytes
+                self._seconds[op] += seconds
+
+    def withdrawn(self, nbytes: int) -> None:
+        with self._lock:
+            self._in_flight -= nbytes
+            if not self._in_flight or self._clock() - self._began_at >= LONGEST_S:
+                self._end()
+                self._begin()
+
+    def seen(self) -> Seen:
+        with self._lock:
+            return Seen(
+                read_bytes=self._bytes[Op.READ],
+                read_s=self._seconds[Op.READ],
+                written_bytes=self._bytes[Op.WRITE],
+                written_s=self._seconds[Op.WRITE],
+            )
+
+    def _begin(self) -> None:
+        self._began_at = self._clock()
+        self._moved = {Op.READ: 0, Op.WRITE: 0}
+
+    def _end(self) -> None:
+        moved = [(op, nbytes) for op, nbytes in self._moved.items() if nbytes]
+        if len(moved) == 1 and moved[0][1] >= MEASURED_FROM:
+            [(op, nbytes)] = moved
+            self._bytes[op] += nbytes
+            self._seconds[op] += self._clock() - self._began_at
+
 
 BUCKETS_S = (50e-6, 100e-6, 250e-6, 1e-3, 2.5e-3, 10e-3, 50e-3, 250e-3, 1.0, 5.0)
 """Upper bounds of the latency histogram: one slice, from being handed to a session to its end."""
 
 
 class Incident(StrEnum):
-    """What is counted one by one."""
+    """What is counted one by one; `metrics` says what each one means."""
 
     RETRY = "retries"
-    """A slice was sent again, here or elsewhere, after it failed here."""
     FAILOVER = "failovers"
-    """Of these, it went another way."""
     FAILURE = "failures"
-    """A slice failed for good, other than by being cancelled."""
     CORRUPT = "integrity_failures"
-    """A slice arrived with another checksum."""
     CONNECT = "connects"
     BREAK = "breaks"
-    """A session ended with work under way, or could not be had."""
     REST = "rests"
-    """The rail was left alone for a while after errors."""
 
 
+@dataclass(slots=True, eq=False)
 class PathStats:
     """Totals since the start of the process. Thread-safe."""
 
-    __slots__ = (
-        "_lock",
-        "bytes_in_flight",
-        "incidents",
-        "latency_counts",
-        "latency_sum_s",
-        "meter",
-        "num_in_flight",
-        "peer",
-        "rail",
-        "read_bytes",
-        "transport",
-        "written_bytes",
-    )
-
-    def __init__(
-        self, transport: str, rail: str, peer: str, meter: PeerMeter | None = None
-    ) -> None:
-        """`meter`: of all paths to this peer."""
-        self._lock = threading.Lock()
-        self.meter = meter or PeerMeter()
-        self.transport = transport
-        self.rail = rail
-        self.peer = peer
-        self.read_bytes = 0
-        self.written_bytes = 0
-        self.num_in_flight = 0
-        """Slices that a session carries."""
-        self.bytes_in_flight = 0
-        """Of all slices that were submitted to this path and have not ended."""
-        self.latency_sum_s = 0.0
-        self.latency_counts = [0] * (len(BUCKETS_S) + 1)
-        self.incidents: Counter[Incident] = Counter()
-
-    @property
-    def num_slices(self) -> int:
-        """That have ended well."""
-        return sum(self.latency_counts)
+    transport: str
+    rail: str
+    peer: str
+    meter: PeerMeter = field(default_factory=PeerMeter)
+    """Of all paths to this peer."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    num_in_flight: int = 0
+    """Slices that a session carries."""
+    bytes_in_flight: int = 0
+    """Of all slices that were submitted to this path and have not ended."""
+    latency_sum_s: float = 0.0
+    latency_counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    """Slices that have ended well, by the bucket of their time."""
+    incidents: Counter[Incident] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def submitted(self, nbytes: int) -> None:
         with self._lock:

@@ -10,30 +10,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from protocol.errors import InvalidRequest, StaleLease
 from transfer import scatter
-from transfer.rows import LENGTH, REMOTE, Rows
+from transfer.scatter import LENGTH, REMOTE, Rows
 from transfer.segments import Segment
 
 _PATIENCE_S = 0.1
 """How long a close waits for holds to end by themselves: many times what a device needs for a slice."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Hold:
     """Stores that this process cannot count are under way in a window, until `leave`."""
 
-    __slots__ = ("_window", "revoke")
-
-    def __init__(self, window: Window, revoke: Callable[[], None]) -> None:
-        self._window = window
-        self.revoke = revoke
+    window: Window
+    revoke: Callable[[], None]
 
     def leave(self) -> None:
         """None of its stores can happen any more. Idempotent."""
-        self._window.leave(self)
+        self.window.leave(self)
 
 
 class Window:
@@ -51,11 +50,11 @@ class Window:
     )
 
     def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
-        merged = scatter.merge_ranges(sorted(ranges))
+        merged = scatter.merge(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
         self.window_id = window_id
         self.segment = segment
-        self._starts = np.array([offset for offset, _ in merged], dtype=np.int64)
-        self._ends = np.array([offset + length for offset, length in merged], dtype=np.int64)
+        self._starts = np.ascontiguousarray(merged[:, REMOTE])
+        self._ends = self._starts + merged[:, LENGTH]
         self._changed = threading.Condition(threading.Lock())
         self._num_stores = 0
         self._holds: set[Hold] = set()

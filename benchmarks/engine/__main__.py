@@ -22,7 +22,7 @@ from benchmarks.engine.shapes import BATCHES, CONTEXTS, DTYPES, MODELS, SHAPES
 from benchmarks.measure import table, write_json
 
 OTHERS = (
-    *("attention", "kv_error", "pages", "prefix", "elastic", "lookahead", "overlap"),
+    *("attention", "kv_error", "block_pool", "prefix", "lookahead", "overlap"),
     *("pipeline", "tensor_parallel"),
 )
 PARTS = ("speed", *OTHERS)

@@ -1,6 +1,6 @@
 """What the radix tree is compared with: one dict of keys, a set of children per block, a heap of blocks to evict.
 
-It was the block pool's index before. A `PrefixIndex`, but for what nothing measured needs (`by_age`).
+It was the block pool's index before, and answers as `engine.prefix.RadixTree` does, whose tests compare the two.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from engine.prefix.base import MAX_HITS
-from engine.prefix.eviction import EvictionPolicy, Rank
+from engine.prefix.eviction import LeastRecentlyUsed, Rank
+from engine.prefix.tree import MAX_HITS
 from protocol.ids import BlockId
 from protocol.keys import BlockKey
 
@@ -22,7 +22,7 @@ class DictIndex:
     def __init__(
         self,
         num_blocks: int,
-        policy: EvictionPolicy,
+        policy: LeastRecentlyUsed,
         *,
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
@@ -168,7 +168,9 @@ class DictIndex:
             yield key, parent, block
 
     def by_age(self) -> list[BlockId]:
-        raise NotImplementedError("no pool over a dict takes over another")
+        idle = [block for block in self._by_key.values() if self._is_idle[block]]
+        held = [block for block in self._by_key.values() if not self._is_idle[block]]
+        return [*sorted(idle, key=self._policy.rank), *reversed(held)]
 
     def validate(self) -> None:
         for key, block in self._by_key.items():

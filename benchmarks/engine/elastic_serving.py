@@ -34,8 +34,8 @@ from typing import Any
 from benchmarks.measure import latencies_ms, median, medians, random_prompts, table, write_json
 from benchmarks.turns import in_turns, tell
 from deploy.config import ServeConfig
-from deploy.local import free_port
 from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.ports import free_port
 from deploy.supervisor import Supervisor
 from engine.config import load_model_config
 from models import demo_model_path

@@ -27,7 +27,7 @@ from decode_worker.store_access import StoreAccess
 from decode_worker.verify import BlockVerifier
 from engine.batch import Slice
 from engine.replica import Replica, load_replica
-from kvstore.block_client import BlockClient
+from kvstore.client.blocks import BlockStores
 from kvstore.store_speed import prior
 from protocol.ids import RequestId
 from protocol.keys import block_keys, root_key
@@ -36,6 +36,7 @@ from protocol.request import Endpoint, SamplingParams
 from protocol.rpc import Channels
 from protocol.wire import prefill_profile_from_wire
 from transfer import Segment, TransferEngine
+from worker.memory import KvMemory
 
 CHUNK = 512
 LENGTHS = (128, 512, 2048)
@@ -118,7 +119,7 @@ async def measure(name: str, rounds: int) -> list[list[str]]:
         address = await stack.enter_async_context(store_process("shm,tcp", 512 << 20))
         channels = Channels(TOKEN)
         stack.push_async_callback(channels.close)
-        client = BlockClient(channels, transfer)
+        client = BlockStores(channels, transfer)
         stack.push_async_callback(client.close)
         side = Side(replica, _access(client, replica, segment), await client.locate(address))
         return [await _row(side, name, length, rounds) for length in LENGTHS]
@@ -137,10 +138,10 @@ async def _row(side: Side, name: str, length: int, rounds: int) -> list[str]:
     return [name, str(length), *(f"{seconds * 1e3:.1f}" for seconds in figures)]
 
 
-def _access(client: BlockClient, replica: Replica, segment: Segment) -> StoreAccess:
+def _access(client: BlockStores, replica: Replica, segment: Segment) -> StoreAccess:
     plan = replica.plan
     verifier = BlockVerifier(segment.buffer, plan.layout, plan.num_blocks)
-    return StoreAccess(client, segment, plan.layout, plan.num_blocks, verifier)
+    return StoreAccess(client, KvMemory(segment, plan.layout, plan.num_blocks), verifier)
 
 
 def _config(name: str, folder: Path) -> DecodeConfig:

@@ -50,7 +50,7 @@ TEXTS = (
     "protocol/wire.py",
     "protocol/membership.py",
     "transfer/windows.py",
-    "gateway/text/detokenize.py",
+    "gateway/generation/detokenize.py",
     "conductor/columns.py",
     "kvstore/catalog.py",
     "conductor/roles/controller.py",

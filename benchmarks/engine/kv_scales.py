@@ -1,6 +1,6 @@
 """Pools of float32 that remember only what a quantised one would, with scales that more or fewer elements share.
 
-For `kv_error`, which compares them; workers have scales per token and head (`engine.quantised`). A scale per block must
+For `kv_error`, which compares them; workers have scales per token and head (`engine.kv_pool`). A scale per block must
 grow with its tokens: what was written before is quantised again, from codes, as a worker would have to.
 """
 
@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.kv_pool import KvPool
-from engine.quantised import CODES, Code
+from engine.kv_pool import CODES, Code, KvPool
 from protocol.layout import KvLayout
 
 GRANULARITIES = ("token, head", "token", "block, head")

@@ -13,12 +13,13 @@ from typing import Any
 
 from engine.batch import Sampled, Slice
 from engine.runtime import EngineThread
-from kvstore.block_client import BlockClient
-from kvstore.objects import Pieces, ReadLease
+from kvstore.client.blocks import BlockStores
+from kvstore.client.objects import ReadLease
+from kvstore.client.spots import Spots
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from transfer import Batch, Op, ScatterTransfer, Segment, TransferEngine, scatter
+from transfer import Batch, Op, ScatterTransfer, TransferEngine, scatter
 from transfer.plan import AnyTransfer
 
 Span = tuple[float, float]
@@ -132,7 +133,7 @@ class RecordedEngine:
             self._record.steps.append((began_at, time.perf_counter()))
 
 
-class RecordedStores(BlockClient):
+class RecordedStores(BlockStores):
     """The store client, watched, and at the end of a wire of `bytes_per_s`."""
 
     def __init__(self, channels: Channels, transfer: TransferEngine, record: Record) -> None:
@@ -158,13 +159,24 @@ class RecordedStores(BlockClient):
     ) -> None:
         began_at = time.perf_counter()
         await super().transfer(lease, transfer, deadline_s=deadline_s)
+        await self._arrived(began_at, scatter.total(transfer.rows))
+
+    async def read(
+        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float
+    ) -> list[int]:
+        began_at = time.perf_counter()
+        checksums = await super().read(store, keys, spots, deadline_s=deadline_s)
+        await self._arrived(began_at, spots.nbytes)
+        return checksums
+
+    async def _arrived(self, began_at: float, nbytes: int) -> None:
         if self.bytes_per_s is not None:
-            arrives_at = began_at + scatter.total(transfer.rows) / self.bytes_per_s
+            arrives_at = began_at + nbytes / self.bytes_per_s
             await asyncio.sleep(max(arrives_at - time.perf_counter(), 0.0))
         self._record.turns.append((began_at, time.perf_counter()))
 
-    async def verify(self, lease: ReadLease, local: Segment, places: Sequence[Pieces]) -> int:
+    async def verify(self, lease: ReadLease, spots: Spots) -> int:
         began_at = time.perf_counter()
-        num_good = await super().verify(lease, local, places)
+        num_good = await super().verify(lease, spots)
         self._record.checks.append((began_at, time.perf_counter()))
         return num_good

@@ -19,20 +19,21 @@ from benchmarks.engine.overlap_record import (
     RecordedTransfer,
 )
 from benchmarks.engine.overlap_sink import Sink, SinkLandings
+from engine.block_pool import BlockPool
 from engine.replica import Replica
 from prefill_worker.config import PrefillConfig
-from prefill_worker.events import Submitted
-from prefill_worker.landing import KvMemory
 from prefill_worker.service import PrefillService
 from prefill_worker.state import PrefillState
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import block_keys, root_key
-from protocol.process import host_identity
+from protocol.machine import host_identity
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels
 from protocol.status import until_ready
 from protocol.wire import prefill_profile_from_wire
 from transfer import Segment
+from worker.events import Submitted
+from worker.memory import KvMemory
 
 TOKEN = "benchmark"
 _GATEWAY = GatewayId("benchmark")
@@ -102,17 +103,18 @@ class Worker:
         replica, config = self._replica, self._replica.config
         assert isinstance(config, PrefillConfig)
         measured, _ = replica.profiles
+        pool = BlockPool(
+            replica.plan.num_blocks,
+            on_added=lambda _key, _parent: None,
+            on_removed=lambda key: state.evicted(key),
+            enable_prefix_caching=writes,
+        )
         state = PrefillState(
-            replace(
-                config.limits(replica.plan),
-                layered_loads=layered_loads,
-                enable_prefix_caching=writes,
-            ),
+            pool,
+            replace(config.limits(replica.plan), layered_loads=layered_loads),
             lease_prefix=f"way-{self._num_requests}",
             profile=prefill_profile_from_wire(measured),
             home_store=_STORE if writes else None,
-            on_added=lambda _key, _parent: None,
-            on_removed=lambda _key: None,
         )
         service = PrefillService(
             state,
@@ -168,6 +170,7 @@ class Worker:
         return Run(ttft_s=ttft_s, token_id=token_id, record=self._record.since(began_at))
 
     async def close(self) -> None:
+        await self.stores.close()
         await self._channels.close()
 
 

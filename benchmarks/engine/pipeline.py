@@ -26,17 +26,16 @@ from engine.batch import Sampled, Slice
 from engine.replica import Replica, load_replica
 from prefill_worker.actions import SlicePlan
 from prefill_worker.config import PrefillConfig
+from prefill_worker.landing import Sender
 from prefill_worker.pipeline.follower import own_memory
-from prefill_worker.pipeline.group import Group
-from prefill_worker.pipeline.processes import followers_of
+from prefill_worker.pipeline.group import Group, followers_of
 from prefill_worker.pipeline.stage import OwnStage
-from prefill_worker.sending import Sender
 from prefill_worker.steps import share_of_stage
 from protocol.ids import RequestId
 from protocol.process import Lifecycle
 from protocol.request import SamplingParams
 from transfer import TransferEngine
-from transfer.patience import Patience
+from transfer.config import Patience
 
 TOKEN = "benchmark"
 BLOCK_SIZE = 32

@@ -31,14 +31,14 @@ from typing import Any
 from benchmarks.engine.dict_index import DictIndex
 from benchmarks.measure import median, table, write_json
 from engine.block_pool import BlockPool
-from engine.prefix import PrefixIndex, RadixTree
+from engine.prefix import RadixTree
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
 COMMON, OWN, BRANCHES = 32, 96, 64
 PROMPT = COMMON + OWN
 CALLS = 1000
 CHECKSUM = 2**63  # and above: as large as checksums are
-INDICES: dict[str, Callable[..., PrefixIndex]] = {"dict": DictIndex, "radix tree": RadixTree}
+INDICES: dict[str, Callable[..., Any]] = {"dict": DictIndex, "radix tree": RadixTree}
 FIGURES = ("match", "miss", "publish", "evict", "turn")
 
 Row = dict[str, Any]
@@ -89,7 +89,7 @@ def measure(num_blocks: int, rounds: int) -> list[Row]:
 class Load:
     """A full pool and the prompts that are in it, at first."""
 
-    def __init__(self, num_blocks: int, make_index: Callable[..., PrefixIndex]) -> None:
+    def __init__(self, num_blocks: int, make_index: Callable[..., Any]) -> None:
         self._rng = random.Random(num_blocks)
         gc.collect()
         gc.freeze()  # what was there before is not looked at below

@@ -3,7 +3,7 @@
 One worker with one thread, one with two threads, and one of two ranks with a thread each, as worker processes load
 them, in turns: milliseconds per decode step of some sequences at a context, and prompt tokens per second in chunks of
 512. Wall clock: a rank's processor time would not show that it waits. Beside it, what a sum over two ranks takes
-through shared memory and by gloo. Medians.
+through shared memory. Medians.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from engine.engine import Engine
 from engine.replica import loaded_replica
 from engine.replica_config import ReplicaConfig
 from engine.tensor_parallel import steps
-from engine.tensor_parallel.base import Ranks
-from engine.tensor_parallel.gloo import GlooRanks
-from engine.tensor_parallel.shared import RanksLibrary, SharedMemoryRanks
+from engine.tensor_parallel.shared import Ranks, RanksLibrary
 from protocol.ids import RequestId
 from protocol.machine import cache_folder
 from protocol.process import Lifecycle
@@ -148,7 +146,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 def _sums(rank: int, ranks: Ranks, count: int, results: mmap.mmap | None) -> None:
     torch.set_num_threads(1)
-    ranks.connect()
     for place, shape in enumerate(SUMS):
         hidden, part = torch.zeros(shape), torch.ones(shape)
         for _ in range(20):
@@ -161,28 +158,19 @@ def _sums(rank: int, ranks: Ranks, count: int, results: mmap.mmap | None) -> Non
             torch.frombuffer(results, dtype=torch.float64)[place] = spent * 1e6
 
 
-def sum_us(name: str, count: int) -> list[float]:
+def sum_us(count: int) -> list[float]:
     """Of one sum over two ranks, by shape."""
     pair = steps.pair()
     results = mmap.mmap(-1, mmap.PAGESIZE)
-    with tempfile.TemporaryDirectory() as folder:
-        if name == "gloo":
-            both: list[Ranks] = [GlooRanks(Path(folder) / "store", rank=n, size=2) for n in (0, 1)]
-        else:
-            library = RanksLibrary(cache_folder(os.environ, Path.home()))
-            memory = mmap.mmap(-1, library.memory_bytes(2))
-            both = [
-                SharedMemoryRanks(library, memory, rank=n, size=2, sockets=[pair[n]])
-                for n in (0, 1)
-            ]
-        context = multiprocessing.get_context("fork")
-        processes = [
-            context.Process(target=_sums, args=(n, both[n], count, results)) for n in (0, 1)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    library = RanksLibrary(cache_folder(os.environ, Path.home()))
+    memory = mmap.mmap(-1, library.memory_bytes(2))
+    both = [Ranks(library, memory, rank=n, size=2, sockets=[pair[n]]) for n in (0, 1)]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_sums, args=(n, both[n], count, results)) for n in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     found: list[float] = torch.frombuffer(results, dtype=torch.float64)[: len(SUMS)].tolist()
     return found
 
@@ -194,7 +182,7 @@ def main() -> None:
     parser.add_argument("--rounds", default=5, type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    sums = {name: sum_us(name, 200) for name in ("shared memory", "gloo")}
+    sums = {"shared memory": sum_us(200)}
     steps_found = asyncio.run(measure(arguments))
     heads = [f"B{batch} C{context}, ms" for batch, context in DECODE]
     heads += [f"prefill {length}, tokens/s" for length in PREFILL]

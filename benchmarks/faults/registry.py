@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from threading import Timer
 
-from deploy.local import free_port
+from deploy.ports import free_port
 
 _START_S = 10.0
 AWAY_S = 1.0

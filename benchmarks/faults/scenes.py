@@ -155,16 +155,16 @@ def leading_conductor(victims: Victims, stream: Stream) -> list[str]:
 ALONE = "one of each"
 STANDBY = "one of each, two conductors, Redis"
 FLAGS: Mapping[str, Sequence[str]] = {
-    ALONE: ("--dtype", "float32"),
-    STANDBY: ("--dtype", "float32"),
+    ALONE: ("--dtype", "float32", "--kernels", "native"),
+    STANDBY: ("--dtype", "float32", "--kernels", "native"),
     "two of each": (
         *("--prefill-workers", "2", "--decode-workers", "2", "--store-nodes", "2"),
-        *("--dtype", "float32"),
+        *("--dtype", "float32", "--kernels", "native"),
         *("--max-num-batched-tokens", "128"),
     ),
     "two of each, prefixes in stores only": (
         *("--prefill-workers", "2", "--decode-workers", "2", "--store-nodes", "2"),
-        *("--dtype", "float32"),
+        *("--dtype", "float32", "--kernels", "native"),
         *("--max-num-batched-tokens", "128", "--no-enable-prefix-caching"),
     ),
 }

@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 
 from benchmarks.gateway.stub import CLUSTER_TOKEN
-from deploy.local import free_port
+from deploy.ports import free_port
 
 _READY_S = 60.0
 

@@ -85,7 +85,7 @@ def _fused_row(
 
 
 def _norm_error(dtype: torch.dtype, device: torch.device) -> float:
-    from engine.cuda.kernels.norm import add_norm
+    from engine.cuda.kernels.fused import add_norm
 
     hidden, added, weight = (_random(dtype, *shape) for shape in ((37, 4096), (37, 4096), (4096,)))
     total = (hidden + added).double()
@@ -95,7 +95,7 @@ def _norm_error(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _swiglu_error(dtype: torch.dtype, device: torch.device) -> float:
-    from engine.cuda.kernels.swiglu import swiglu
+    from engine.cuda.kernels.fused import swiglu
 
     gate_up = _random(dtype, 37, 2 * 1025)
     gate, up = gate_up.double().chunk(2, -1)
@@ -104,7 +104,7 @@ def _swiglu_error(dtype: torch.dtype, device: torch.device) -> float:
 
 def _rotation_error(dtype: torch.dtype, device: torch.device) -> float:
     """The worst of queries, stored keys and stored values."""
-    from engine.cuda.kernels.rope import Positions, rotate_and_store
+    from engine.cuda.kernels.fused import Positions, rotate_and_store
 
     heads, kv_heads, head_dim, block_size = 28, 4, 128, 16
     rotated = heads + kv_heads

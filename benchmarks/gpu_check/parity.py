@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.generate import generate
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.rows import Row, guarded, skipped
 from engine.config import load_model_config
 from engine.engine import Engine
-from engine.generate import generate
 from protocol.request import SamplingParams
 
 _SMALL: dict[str, Any] = {

@@ -58,9 +58,9 @@ def _compare(name: str, bench: Bench) -> Row:
 
 
 def _alone(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
+    from benchmarks.generate import generate
     from engine.config import load_model_config
     from engine.engine import Engine
-    from engine.generate import generate
     from models import demo_model_path
     from protocol.request import SamplingParams
 

@@ -135,14 +135,6 @@ def until_listening(child: Child, port: int, timeout_s: float = READY_S) -> None
     raise ContestantError(f"does not listen within {timeout_s:g} s")
 
 
-def free_port() -> int:
-    """Another process may take it first; then the server does not start, and is started again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def python(module: str, *arguments: str, interpreter: Path = Path(sys.executable)) -> list[str]:
     return [str(interpreter), "-m", module, *arguments]
 

@@ -11,13 +11,13 @@ from typing import Any
 from benchmarks.store.processes import (
     Child,
     Group,
-    free_port,
     python,
     ready,
     start_reporting,
     until_listening,
 )
 from benchmarks.transfer.pair import ContestantError
+from deploy.ports import free_port
 
 TOKEN = "bench-store"
 PEERS = Path(".venv-bench/bin")

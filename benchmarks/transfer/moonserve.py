@@ -12,7 +12,7 @@ from benchmarks.transfer import contestant
 from benchmarks.transfer.contestant import SYNC
 from benchmarks.transfer.workload import LOCAL, POOL_BYTES, REMOTE, Offsets
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Transfer, TransferEngine
-from transfer.options import TransferOptions
+from transfer.config import TransferOptions
 
 TOKEN = "benchmark"
 DEADLINE_S = 20.0

@@ -11,12 +11,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from conductor.columns import Floats
 from conductor.native.flows import Links
-
-Floats = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.int64]
 
 # Between hosts, until an instance has measured its own: what one TCP stream between two Python processes carries.
 DEFAULT_BYTES_PER_S = 1e9
@@ -45,14 +42,8 @@ class Bandwidths:
     def num_rows(self) -> int:
         return len(self._hosts)
 
-    def join(
-        self,
-        row: int,
-        host: int,
-        bytes_per_s: float | None = None,
-        local_bytes_per_s: float | None = None,
-    ) -> None:
-        """A new endpoint on machine `host`. Rates: of its network and within its host, where it knows them."""
+    def join(self, row: int, host: int, bytes_per_s: float, local_bytes_per_s: float) -> None:
+        """A new endpoint on machine `host`. Rates: of its network and within its host; 0 = not measured."""
         while row >= self.num_rows:
             self._grow()
         self.leave(row)
@@ -66,18 +57,13 @@ class Bandwidths:
         for rates in self._pairs.values():
             rates[row] = math.nan
 
-    def links(self, source: int, destinations: Rows) -> tuple[Rows, Rows]:
-        """The sender's and the receiver's link of each pair."""
-        local = (self._hosts[destinations] == self._hosts[source]).astype(np.int64)
-        return 2 * source + local, 2 * destinations + local
-
     def links_between(self, source: int, destination: int) -> tuple[int, int]:
-        """As `links`, of one pair: a few scalars are ten times faster than columns of one."""
+        """The sender's and the receiver's link."""
         local = int(self._hosts[source] == self._hosts[destination])
         return 2 * source + local, 2 * destination + local
 
     def all_links(self) -> Links:
-        """As the books of flows take them."""
+        """As `conductor.native.flows` takes them."""
         links = self._links
         if links is None or links.out_rates is not self.out_rates:
             links = self._links = Links(self._hosts, self.out_rates, self.in_rates)
@@ -87,18 +73,8 @@ class Bandwidths:
         """Rates from this source to every row, NaN = not measured; None: no pair was."""
         return self._pairs.get(source)
 
-    def alone(self, source: int, destinations: Rows) -> Floats:
-        """Bytes per second from one source to each destination without other traffic."""
-        out, into = self.links(source, destinations)
-        rates: Floats = np.minimum(self.out_rates[out], self.in_rates[into])
-        measured = self._pairs.get(source)
-        if measured is not None:
-            own = measured[destinations]
-            rates = np.where(np.isnan(own), rates, own)
-        return rates
-
-    def alone_between(self, source: int, destination: int) -> float:
-        """As `alone`, of one pair."""
+    def alone(self, source: int, destination: int) -> float:
+        """Bytes per second without other traffic."""
         measured = self._pairs.get(source)
         if measured is not None and not math.isnan(own := float(measured[destination])):
             return own

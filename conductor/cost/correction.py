@@ -8,7 +8,7 @@ The logarithm makes twice as slow and twice as fast equally far, and its middle 
 clipped step makes it Huber's estimate of the middle: one report, however wild, moves f by at most exp(w·C) = 6 %.
 
 How fast: at a distance d beyond C the estimate moves w·C per report, within C the distance shrinks by (1−w). So after
-a machine has become 2× slower, f is within 5 % after 15 reports, at 4× after 27 (`reports_to_converge`). How steady:
+a machine has become 2× slower, f is within 5 % after 15 reports, at 4× after 27. How steady:
 under independent noise of log-deviation σ ≤ C it stays within a deviation of σ·√(w/(2−w)) = σ/3. Pure; knows neither
 formula nor instance.
 """
@@ -26,12 +26,11 @@ MOST = 8.0  # what is further off than this is a broken clock or formula, not a 
 class Correction:
     """One instance's factor; 1 until something was reported."""
 
-    __slots__ = ("_log", "factor", "num_reports")
+    __slots__ = ("_log", "factor")
 
     def __init__(self) -> None:
         self._log = 0.0
         self.factor = 1.0  # actual ÷ predicted by the formula alone
-        self.num_reports = 0
 
     def observe(self, predicted_s: float, actual_s: float) -> None:
         """`predicted_s` is the formula's, without this factor. Times that are not above zero say nothing."""
@@ -42,7 +41,6 @@ class Correction:
         self._log += WEIGHT * min(max(step, -CLIP), CLIP)
         self._log = min(max(self._log, -bound), bound)
         self.factor = math.exp(self._log)
-        self.num_reports += 1
 
     def fade(self, share: float) -> None:
         """So much of what the factor is off from 1 is believed from now on, 0 to 1."""
@@ -53,13 +51,3 @@ class Correction:
         assert self.factor * (1 + 1e-12) >= 1.0 / MOST
         assert self.factor <= MOST * (1 + 1e-12)
         assert math.isclose(self.factor, math.exp(self._log))
-
-
-def reports_to_converge(change: float, within: float) -> int:
-    """Reports without noise after which the factor is within `within` (0.05 = 5 %) once the machine has become
-    `change` times slower."""
-    distance, reports = abs(math.log(change)), 0
-    while distance > math.log1p(within):
-        distance -= WEIGHT * min(distance, CLIP)
-        reports += 1
-    return reports

@@ -7,41 +7,21 @@ not who joins next.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from conductor.columns import Floats, Ints
 from conductor.cost.correction import Correction
-from conductor.cost.residuals import ErrorReport, Floats, report_errors
-from protocol.fitting import fit_relative
+from conductor.cost.residuals import Fit, fit
 from protocol.profile import DecodeProfile
 
-Counts = npt.NDArray[np.int64]
+DecodeFit = Fit[DecodeProfile]  # `at` is (sequences, context tokens in all)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeFit:
-    profile: DecodeProfile
-    # Of the points it was fitted to; `at` is (sequences, context tokens in all).
-    errors: ErrorReport
-
-
-def fit_decode(num_seqs: Counts, context_tokens: Counts, seconds: Floats) -> DecodeFit:
+def fit_decode(num_seqs: Ints, context_tokens: Ints, seconds: Floats) -> DecodeFit:
     """All of shape [points]. Raises InvalidRequest for no points, and for times that are not above zero."""
-    num_seqs, context_tokens = np.asarray(num_seqs, np.int64), np.asarray(context_tokens, np.int64)
-    seconds = np.asarray(seconds, float)
-    columns = _columns(num_seqs, context_tokens)
-    c0, c1, c2 = (float(c) for c in fit_relative(columns, seconds))
-    at = list(zip(num_seqs.tolist(), context_tokens.tolist(), strict=True))
-    return DecodeFit(
-        profile=DecodeProfile(c0=c0, c1=c1, c2=c2),
-        errors=report_errors(at, seconds, columns @ np.array((c0, c1, c2))),
-    )
-
-
-def _columns(num_seqs: Counts, context_tokens: Counts) -> Floats:
-    return np.stack(np.broadcast_arrays(1.0, num_seqs, context_tokens), axis=-1).astype(float)
+    b, c = np.asarray(num_seqs, np.int64), np.asarray(context_tokens, np.int64)
+    return fit(DecodeProfile, (b, c), (np.ones(len(b)), b, c), seconds)
 
 
 class DecodeCost:
@@ -50,9 +30,6 @@ class DecodeCost:
     def __init__(self, profile: DecodeProfile) -> None:
         self.profile = profile
         self.correction = Correction()
-
-    def step_s(self, num_seqs: float, context_tokens: float) -> float:
-        return self.correction.factor * self.profile.step_s(num_seqs, context_tokens)
 
     @property
     def current(self) -> DecodeProfile:

@@ -6,41 +6,97 @@ attention, which grows with the square. Pure; knows no queue and no instance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
-import numpy.typing as npt
 
-from conductor.cost.residuals import ErrorReport, Floats, report_errors
-from conductor.cost.tracking import Tracking
-from protocol.fitting import fit_relative
+from conductor.columns import Floats, Ints
+from conductor.cost.residuals import Fit, fit
 from protocol.profile import PrefillProfile
 
-Tokens = npt.NDArray[np.int64]
+FORGETTING = 0.9  # of a report by the next: about the last 10 count
+CLIP = 0.4  # a report that is 50 % off is believed in full
+NOISE = 0.2  # of a report of usual length, relative
+PRIOR = 0.5  # of a measured coefficient, likewise: what P begins with
+MOST = 8.0  # what is further off than this is a broken clock or formula, not a slow machine
+_MEAN_WEIGHT = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillFit:
-    profile: PrefillProfile
-    errors: ErrorReport  # of the points it was fitted to; `at` is (tokens, cached)
+class Tracking:
+    """One instance's factors, learned from reports; both 1 until something was reported.
+
+    A prompt computes for a·L + b·Q seconds, where L is what the formula gives for reading its tokens and Q for their
+    attention. One factor for both cannot be right: a formula that was measured on short prompts is off by another
+    factor for long ones, and each length would pull it its own way. With h = (L, Q) / (a·L + b·Q) a report is
+
+        e = clip(log(actual / predicted), ±C),   K = P·h / (h'·P·h + R),   (a, b) += K·e,   P = (P − K·h'·P) / λ
+
+    recursive least squares of the relative error with forgetting (Ljung & Söderström 1983, ch. 2): each report counts
+    1 − λ less than the next one. R, how far off a report usually is, is larger for short times, which busy moments
+    distort most: in proportion to mean ÷ predicted. P never exceeds what it begins with, so that factors about which
+    nothing was reported for long are not moved by one report at will.
+    """
+
+    __slots__ = ("_covariance", "_mean_s", "linear", "square")
+
+    def __init__(self) -> None:
+        self.linear = 1.0  # actual ÷ formula, of the part that grows with tokens
+        self.square = 1.0  # of the part that grows with their square
+        self._covariance = (PRIOR**2, 0.0, PRIOR**2)  # of linear, of both, of square
+        self._mean_s = 0.0  # of predictions; 0 = none yet
+
+    def seconds(self, linear_s: float, square_s: float) -> float:
+        return self.linear * linear_s + self.square * square_s
+
+    def observe(self, linear_s: float, square_s: float, actual_s: float) -> None:
+        """The parts are the formula's, without factors. Times that are not above zero say nothing."""
+        predicted_s = self.seconds(linear_s, square_s)
+        if not (0.0 < predicted_s < math.inf and 0.0 < actual_s < math.inf):
+            return
+        self._mean_s += (_MEAN_WEIGHT if self._mean_s else 1.0) * (predicted_s - self._mean_s)
+        error = min(max(math.log(actual_s) - math.log(predicted_s), -CLIP), CLIP)
+        length = min(max(predicted_s / self._mean_s, 1.0 / MOST), MOST)
+        noise = NOISE**2 / length
+        self._update(linear_s / predicted_s, square_s / predicted_s, error, noise)
+
+    def fade(self, share: float) -> None:
+        """So much of what the factors are off from 1 is believed from now on, 0 to 1."""
+        self.linear **= share
+        self.square **= share
+
+    def _update(self, x: float, y: float, error: float, noise: float) -> None:
+        xx, xy, yy = self._covariance
+        towards_x, towards_y = xx * x + xy * y, xy * x + yy * y
+        total = x * towards_x + y * towards_y + noise
+        self.linear = _bounded(self.linear + towards_x / total * error)
+        self.square = _bounded(self.square + towards_y / total * error)
+        xx -= towards_x * towards_x / total
+        xy -= towards_x * towards_y / total
+        yy -= towards_y * towards_y / total
+        # Scaled as a whole: it stays a covariance.
+        scale = min(1.0 / FORGETTING, max(PRIOR**2 / max(xx, yy), 1.0))
+        self._covariance = (xx * scale, xy * scale, yy * scale)
+
+    def validate(self) -> None:
+        xx, xy, yy = self._covariance
+        assert 0.0 <= xx <= PRIOR**2 * (1 + 1e-9)
+        assert 0.0 <= yy <= PRIOR**2 * (1 + 1e-9)
+        assert xy * xy <= xx * yy * (1 + 1e-6) + 1e-18, "not a covariance"
+        assert 1.0 / MOST <= self.linear <= MOST
+        assert 1.0 / MOST <= self.square <= MOST
 
 
-def fit_prefill(num_tokens: Tokens, num_cached: Tokens, seconds: Floats) -> PrefillFit:
+def _bounded(factor: float) -> float:
+    return min(max(factor, 1.0 / MOST), MOST)
+
+
+PrefillFit = Fit[PrefillProfile]  # `at` is (tokens, cached)
+
+
+def fit_prefill(num_tokens: Ints, num_cached: Ints, seconds: Floats) -> PrefillFit:
     """All of shape [points]. Raises InvalidRequest for no points, and for times that are not above zero."""
-    num_tokens, num_cached = np.asarray(num_tokens, np.int64), np.asarray(num_cached, np.int64)
-    seconds = np.asarray(seconds, float)
-    columns = _columns(num_tokens, num_cached)
-    c0, c1, c2 = (float(c) for c in fit_relative(columns, seconds))
-    at = list(zip(num_tokens.tolist(), num_cached.tolist(), strict=True))
-    return PrefillFit(
-        profile=PrefillProfile(c0=c0, c1=c1, c2=c2),
-        errors=report_errors(at, seconds, columns @ np.array((c0, c1, c2))),
-    )
-
-
-def _columns(num_tokens: Tokens, num_cached: Tokens) -> Floats:
-    linear, square = num_tokens - num_cached, num_tokens**2 - num_cached**2
-    return np.stack(np.broadcast_arrays(1.0, linear, square), axis=-1).astype(float)
+    n, p = np.asarray(num_tokens, np.int64), np.asarray(num_cached, np.int64)
+    return fit(PrefillProfile, (n, p), (np.ones(len(n)), n - p, n**2 - p**2), seconds)
 
 
 class PrefillCost:
@@ -49,9 +105,6 @@ class PrefillCost:
     def __init__(self, profile: PrefillProfile) -> None:
         self.profile = profile
         self.tracking = Tracking()
-
-    def seconds(self, num_tokens: int, num_cached: int) -> float:
-        return self.tracking.seconds(*self._parts(num_tokens, num_cached))
 
     @property
     def current(self) -> PrefillProfile:

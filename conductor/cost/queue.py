@@ -1,145 +1,250 @@
 """How long a prompt waits in an instance's queue: what is left of the one that runs, and all that goes before it.
 
-Work runs one at a time, lowest rank first and in order of arrival within a rank (all ranks alike: FCFS). It runs in
-steps: a later one of lower rank goes before the rest of what runs once the step under way has ended. The book is told
-of arrivals and ends only, so it assumes that the next one begins when the one before it ends, and that what went before
-the rest of another did so all the time until it ended. Pure; knows neither instances nor where predictions come from.
+Prompts run one at a time, lowest placement time + rank first. They run in steps: a later one of lower rank goes before
+the rest of what runs once the step under way has ended. The queue is told of arrivals and ends only, so it assumes that
+the next one begins when the one before it ends, and that what went before the rest of another did so all the time until
+it ended. Pure; does not know where predictions come from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import accumulate
 
-from conductor.cost.ordered_sums import OrderedSums, Place
+from conductor.columns import PrefillTable, Seat
+from conductor.events import Load
 from conductor.native.prefills import QueueRecord
+from protocol.ids import RequestId
+from protocol.profile import PrefillProfile
 
-K = TypeVar("K", bound=Hashable)
+# Gateway hop, submission and the worker's own bookkeeping, with room for a busy machine.
+SETTLE_S = 0.5
+
+Place = tuple[float, int]  # seconds of placement + rank, then number
+
+
+class OrderedSums:
+    """Seconds in an order, with the sum before any place and how many come after it. All places are different.
+
+    Sums are added up from the first place and never subtracted, so that no rounding error is left behind; only those
+    behind the last change are made anew, when somebody asks. A change at the end, the usual one, is O(log n); elsewhere
+    it moves and adds what lies behind: for a thousand entries 25 µs at worst. A tree was slower for the usual dozens.
+    """
+
+    __slots__ = ("_numbers", "_ranks", "_seconds", "_sums")
+
+    def __init__(self) -> None:
+        self._ranks = array("d")
+        self._numbers = array("q")
+        self._seconds = array("d")
+        self._sums = array("d", [0.0])  # before each place and at the end, as far as they are known
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def total(self) -> float:
+        return self._known()[-1]
+
+    def add(self, place: Place, seconds: float) -> None:
+        at = self._find(place)
+        self._ranks.insert(at, place[0])
+        self._numbers.insert(at, place[1])
+        self._seconds.insert(at, seconds)
+        del self._sums[at + 1 :]
+
+    def remove(self, place: Place) -> None:
+        """The place must be taken."""
+        at = self._find(place)
+        assert (self._ranks[at], self._numbers[at]) == place, "nothing is there"
+        del self._ranks[at], self._numbers[at], self._seconds[at], self._sums[at + 1 :]
+
+    def around(self, place: Place) -> tuple[float, int]:
+        """Seconds of all entries at lower places, and the number of those at higher ones; this place is free."""
+        at = self._find(place)
+        return self._known()[at], len(self._ranks) - at
+
+    def first(self) -> Place | None:
+        """The lowest place; None when there is none."""
+        return (self._ranks[0], self._numbers[0]) if self._ranks else None
+
+    def places(self) -> Iterator[Place]:
+        """From the lowest."""
+        return zip(self._ranks, self._numbers, strict=True)
+
+    def columns(self) -> tuple[int, int, int]:
+        """Addresses of all ranks and of the sums before each and of all, and the number of entries: until the next
+        change."""
+        sums = self._known()
+        return self._ranks.buffer_info()[0], sums.buffer_info()[0], len(self._ranks)
+
+    def _find(self, place: Place) -> int:
+        """Where it is or belongs."""
+        rank, number = place
+        low = bisect_left(self._ranks, rank)
+        high = bisect_right(self._ranks, rank, low)
+        return low if low == high else bisect_left(self._numbers, number, low, high)
+
+    def _known(self) -> array[float]:
+        """All sums, after the missing ones were added up."""
+        sums = self._sums
+        known = len(sums) - 1
+        if known < len(self._seconds):
+            sums.extend(accumulate(self._seconds[known:], initial=sums.pop()))
+        return sums
+
+    def validate(self) -> None:
+        places = list(self.places())
+        assert places == sorted(set(places))
+        assert len(self._seconds) == len(places)
+        assert self._known().tolist() == [0.0, *accumulate(self._seconds)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Job:
+    """One placed prompt that is not known to be prefilled."""
+
+    request_id: RequestId
     place: Place
     seconds: float  # predicted
+    tokens: int  # uncached
+    placed_at: float
 
 
-class WorkQueue(Generic[K]):
-    """Predicted work of one instance, in the order in which it will run. What changes cost: `ordered_sums`."""
+class PrefillQueue:
+    """Predicted prefill work of one instance, in the order of placement time + rank. What changes cost: `OrderedSums`.
 
-    def __init__(self, step_s: float = math.inf) -> None:
-        """`step_s`: how long one of lower rank waits for what runs, at most; infinite: what began runs to its end."""
+    A rank is in seconds: how long prompts may be placed after this one and still go before it, if theirs is 0. A
+    placement is *settled* after `SETTLE_S`: by then the instance has heard of it, and a heartbeat without it means that
+    it is done. The sums are shown in the instance's row (`conductor.columns`) whenever they change.
+    """
+
+    def __init__(self, seat: Seat[PrefillTable], step_s: float = math.inf) -> None:
+        """`step_s`: how long a prompt of lower rank waits for what runs, at most; infinite: what began runs to its
+        end."""
+        self._seat = seat
         self._step_s = step_s
-        self._work: dict[K, _Work] = {}
-        self._by_number: dict[int, K] = {}
+        self._jobs: dict[RequestId, _Job] = {}
+        self._by_number: dict[int, _Job] = {}
         self._waiting = OrderedSums()
         self._num_arrived = 0
-        self._running: K | None = None
+        self._running: _Job | None = None
         self._began_at = 0.0
+        self._total_tokens = 0
+        self._surplus_s = 0.0  # work the instance reports beyond what was placed by this conductor
+        self._record = QueueRecord()  # as it was when somebody last asked
+        self._is_recorded = False  # and still is
 
     def __len__(self) -> int:
-        return len(self._work)
+        return len(self._jobs)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._work
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._jobs
 
-    def add(self, key: K, seconds: float, now: float, rank: float = 0.0) -> None:
-        """Arrives now behind its equals; a key that is here already gives up its place."""
-        if key in self._work:
-            self.remove(key, now)
+    def add(
+        self, request_id: RequestId, seconds: float, tokens: int, now: float, rank: float = 0.0
+    ) -> None:
+        """A prompt that is not here is placed, behind its equals, and predicted to run for `seconds`."""
         self._num_arrived += 1
-        work = _Work((rank, self._num_arrived), seconds)
-        self._work[key] = work
-        self._by_number[self._num_arrived] = key
+        job = _Job(request_id, (now + rank, self._num_arrived), seconds, tokens, now)
+        self._jobs[request_id] = self._by_number[self._num_arrived] = job
         if self._running is None:  # then nothing waits
-            self._running, self._began_at = key, now
+            self._running, self._began_at = job, now
         else:
-            self._waiting.add(work.place, seconds)
+            self._waiting.add(job.place, seconds)
+        self._total_tokens += tokens
+        self._show()
 
-    def remove(self, key: K, now: float) -> None:
-        """It ended or was given up. Unknown keys are ignored. One that should still wait has run already."""
-        work = self._work.pop(key, None)
-        if work is None:
+    def remove(self, request_id: RequestId, now: float) -> None:
+        """The prompt is prefilled, or given up. Unknown ids are ignored: a heartbeat may have told it first. One that
+        should still wait has run already."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
             return
-        del self._by_number[work.place[1]]
-        if key == self._running:
+        del self._by_number[job.place[1]]
+        if job is self._running:
             self._begin_next(now)
-            return
-        self._waiting.remove(work.place)
-        if self._interrupts(work.place):
-            self._began_at = min(self._began_at + work.seconds, now)
+        else:
+            self._waiting.remove(job.place)
+            if self._interrupts(job.place):
+                self._began_at = min(self._began_at + job.seconds, now)
+        self._total_tokens -= job.tokens
+        self._show()
+
+    def estimate_s(self, now: float) -> float:
+        """Seconds until all that is there has run."""
+        return self._left_s(now) + self._waiting.total + self._surplus_s
 
     @property
-    def waiting_s(self) -> float:
-        """Of all but the one that runs."""
-        return self._waiting.total
+    def placed_s(self) -> float:
+        """Predicted of all that was placed, as if none of it had begun."""
+        return self._waiting.total + self._running_s
 
-    @property
-    def running_s(self) -> float:
-        """Predicted, of the one that runs from its beginning; 0 when none does."""
-        return 0.0 if self._running is None else self._work[self._running].seconds
+    def look(self, now: float, rank: float) -> tuple[float, int]:
+        """Seconds until a prompt placed now with this rank would begin to run, and how many it would go before, or
+        before the rest of them. What others placed goes before it."""
+        place = (now + rank, self._num_arrived + 1)
+        wait_s, num_delayed = self._waiting.around(place)
+        left_s = self._left_s(now)
+        if left_s > self._step_s and self._interrupts(place):
+            left_s, num_delayed = self._step_s, num_delayed + 1
+        return left_s + wait_s + self._surplus_s, num_delayed
 
-    @property
-    def began_at(self) -> float:
-        """When the one that runs began, as far as known."""
-        return self._began_at
+    def record(self) -> QueueRecord:
+        """All that `look` needs to know as numbers, until the next change."""
+        record = self._record
+        if not self._is_recorded:
+            record.places, record.sums, record.count = self._waiting.columns()
+            record.is_running, record.began_at = self._running is not None, self._began_at
+            record.step_s, record.surplus_s = self._step_s, self._surplus_s
+            record.running_s = self._running_s
+            if self._running is not None:
+                record.running_place = self._running.place[0]
+            self._is_recorded = True
+        return record
 
-    def fill(self, record: QueueRecord) -> None:
-        """With all that `look` needs to know; it holds until the next change of this queue."""
-        record.places, record.sums, record.count = self._waiting.columns()
-        record.is_running = self._running is not None
-        record.step_s, record.began_at = self._step_s, self._began_at
-        if self._running is not None:
-            work = self._work[self._running]
-            record.running_place, record.running_s = work.place[0], work.seconds
+    def correct(self, load: Load, profile: PrefillProfile, now: float) -> list[RequestId]:
+        """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already, and
+        returned."""
+        settled = [job for job in self._in_order() if job.placed_at + SETTLE_S <= now]
+        tokens_left = sum(job.tokens for job in settled)
+        gone: list[RequestId] = []
+        for job in settled:
+            tokens_left -= job.tokens
+            if tokens_left < load.queued_tokens:
+                break
+            self.remove(job.request_id, now)
+            gone.append(job.request_id)
+        # An instance counts what waits as uncached until it has looked, so that more tokens than were placed are
+        # others' only where there are more prompts too.
+        is_shared = load.num_waiting + load.num_running > len(self._jobs)
+        surplus = load.queued_tokens - self._total_tokens if is_shared else 0
+        self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
+        self._show()
+        return gone
 
-    def in_order(self) -> list[K]:
-        """All keys as they will run. O(n)."""
+    def _in_order(self) -> list[_Job]:
+        """As they will run. O(n)."""
         waiting = [self._by_number[number] for _, number in self._waiting.places()]
         return waiting if self._running is None else [self._running, *waiting]
 
-    def residual_s(self, now: float) -> float:
-        """What is left of the one that runs; 0 when it should have ended, which is all that is known then."""
-        if self._running is None:
-            return 0.0
-        return max(self._work[self._running].seconds - max(now - self._began_at, 0.0), 0.0)
+    @property
+    def _running_s(self) -> float:
+        return 0.0 if self._running is None else self._running.seconds
 
-    def wait_s(self, now: float, rank: float = 0.0) -> float:
-        """Seconds until one that arrives now with this rank begins."""
-        return self._before_s((rank, self._num_arrived + 1), now)
-
-    def look(self, now: float, rank: float = 0.0) -> tuple[float, int]:
-        """`wait_s`, and how many one that arrives now with this rank goes before, or before the rest of them."""
-        place = (rank, self._num_arrived + 1)
-        before_s, num_delayed = self._waiting.around(place)
-        left_s = self.residual_s(now)
-        if left_s > self._step_s and self._interrupts(place):
-            return self._step_s + before_s, num_delayed + 1
-        return left_s + before_s, num_delayed
-
-    def wait_of_s(self, key: K, now: float) -> float:
-        """Seconds until this one begins; 0 when it runs. Raises KeyError."""
-        work = self._work[key]
-        if key == self._running:
-            return 0.0
-        return self._before_s(work.place, now)
-
-    def total_s(self, now: float) -> float:
-        """Until the last one ends."""
-        return self.residual_s(now) + self._waiting.total
-
-    def _before_s(self, place: Place, now: float) -> float:
-        left_s = self.residual_s(now)
-        if self._interrupts(place):
-            left_s = min(left_s, self._step_s)
-        return left_s + self._waiting.before(place)
+    def _left_s(self, now: float) -> float:
+        """Of what runs; 0 when it should have ended, which is all that is known then."""
+        return max(self._running_s - max(now - self._began_at, 0.0), 0.0)
 
     def _interrupts(self, place: Place) -> bool:
         """Whether work at this place goes before the rest of what runs."""
         if self._running is None or math.isinf(self._step_s):
             return False
-        return place < self._work[self._running].place
+        return place < self._running.place
 
     def _begin_next(self, now: float) -> None:
         place = self._waiting.first()
@@ -147,12 +252,26 @@ class WorkQueue(Generic[K]):
             self._running = None
             return
         self._waiting.remove(place)
-        self._running = self._by_number[place[1]]
-        self._began_at = now
+        self._running, self._began_at = self._by_number[place[1]], now
+
+    def _shown(self) -> tuple[float, float, float, float]:
+        return self._waiting.total, self._running_s, self._began_at, self._surplus_s
+
+    def _show(self) -> None:
+        self._is_recorded = False
+        table, row = self._seat.table, self._seat.row
+        waiting_s, running_s, began_at, surplus_s = self._shown()
+        table.waiting_s[row], table.running_s[row] = waiting_s, running_s
+        table.began_at[row], table.surplus_s[row] = began_at, surplus_s
 
     def validate(self) -> None:
+        table, row = self._seat.table, self._seat.row
+        columns = (table.waiting_s, table.running_s, table.began_at, table.surplus_s)
+        assert tuple(column[row] for column in columns) == self._shown(), "the row is stale"
         self._waiting.validate()
-        assert {work.place[1]: key for key, work in self._work.items()} == self._by_number
-        assert (self._running is None) == (not self._work)
-        waiting = [w.seconds for key, w in self._work.items() if key != self._running]
-        assert math.isclose(self._waiting.total, math.fsum(waiting), rel_tol=1e-9, abs_tol=1e-9)
+        assert {job.place[1]: job for job in self._jobs.values()} == self._by_number
+        assert {job.request_id for job in self._in_order()} == self._jobs.keys()
+        assert len(self._waiting) == len(self._jobs) - (self._running is not None)
+        assert (self._running is None) == (not self._jobs)
+        assert self._total_tokens == sum(job.tokens for job in self._jobs.values())
+        assert self._surplus_s >= 0.0

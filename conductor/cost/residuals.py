@@ -1,14 +1,18 @@
-"""How far a fitted formula is from what was measured. Pure; knows no formula."""
+"""A formula fitted to what was measured, and how far it is from that. Pure; knows no formula."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from conductor.columns import Floats, Ints
+from protocol.fitting import fit_relative
+from protocol.profile import DecodeProfile, PrefillProfile
+
+P = TypeVar("P", PrefillProfile, DecodeProfile)
 
 _NUM_WORST = 5
 
@@ -54,3 +58,25 @@ def report_errors(
             for i in map(int, worst)
         ),
     )
+
+
+# Without slots: a frozen class with them cannot be made by the name `Fit[…]`.
+@dataclass(frozen=True, kw_only=True)
+class Fit(Generic[P]):
+    profile: P
+    errors: ErrorReport  # of the points it was fitted to
+
+
+def fit(
+    kind: type[P],
+    at: tuple[Ints, Ints],
+    columns: Sequence[Floats | Ints],
+    seconds: Floats,
+) -> Fit[P]:
+    """c0 · columns[0] + c1 · columns[1] + c2 · columns[2]; all of shape [points], `at` what the points are known by."""
+    matrix, seconds = np.stack(columns, axis=-1).astype(float), np.asarray(seconds, float)
+    coefficients = fit_relative(matrix, seconds)
+    c0, c1, c2 = map(float, coefficients)
+    points = list(zip(at[0].tolist(), at[1].tolist(), strict=True))
+    errors = report_errors(points, seconds, matrix @ coefficients)
+    return Fit(profile=kind(c0=c0, c1=c1, c2=c2), errors=errors)

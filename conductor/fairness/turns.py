@@ -58,13 +58,12 @@ def offers_in_turn(offers: Offers, own: Queueing, *, passes_others: bool) -> Off
     rows = len(offers.queue_s)
     last_s = PRIORITY_STEP_S / 2  # behind all of its priority
     limits = [last_s] * rows if own.limit is None else np.minimum(own.limit, last_s).tolist()
-    wait_s, look, shift_s = offers.wait_s, offers.look, own.shift_s
+    look, shift_s = offers.look, own.shift_s
     queue_s = offers.queue_s.copy()
     for row, limit in enumerate(limits):
         if passes_others or limit < last_s:
-            queue_s[row] = wait_s(row, limit + shift_s)
+            queue_s[row], _ = look(row, limit + shift_s)
     return offers._replace(
         queue_s=queue_s,
-        wait_s=lambda row, rank: wait_s(row, min(rank, limits[row]) + shift_s),
         look=lambda row, rank: look(row, min(rank, limits[row]) + shift_s),
     )

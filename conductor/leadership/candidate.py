@@ -2,6 +2,9 @@
 
 The claim is a member of the registry that all candidates try to be: its id is the same for all, its owner differs from
 start to start, its endpoint is where the leader answers. A question is given up when the next one would be due.
+
+The placement policy that was set while conductors ran is kept in the registry too, as the facts of a member that any
+leader may be. The next leader begins with it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from conductor.leadership.state import (
@@ -31,7 +34,6 @@ from conductor.leadership.state import (
     Terms,
     Tick,
 )
-from conductor.policy_record import policy_among
 from protocol.errors import (
     Incompatible,
     InvalidRequest,
@@ -48,6 +50,10 @@ log = logging.getLogger(__name__)
 CLAIM_ID = "conductor-leader"
 ROLE = "conductor"
 LEAVE_TIMEOUT_S = 0.5
+POLICY_ID = "conductor-policy"
+POLICY_TTL_S = 24 * 3600.0
+"""The longest that a registry grants."""
+WRITE_POLICY_EVERY_S = 3600.0
 
 
 def boot_clock() -> float:
@@ -88,7 +94,7 @@ class Candidate:
         self._is_silent = False  # it did not answer last time
         self._has_ended = False
         self.policy: conductor_pb2.SetPolicyRequest | None = None
-        """That was set while conductors ran, as last read from the registry or told here."""
+        """The policy that was set while conductors ran, as last read from the registry or told here."""
 
     @property
     def leads(self) -> bool:
@@ -97,17 +103,19 @@ class Candidate:
 
     @property
     def epoch(self) -> int:
-        """Of its claim, or the highest that it has heard of."""
+        """Epoch of its claim, or the highest that it has heard of."""
         return self._state.known_epoch
 
     @property
     def other_address(self) -> str | None:
-        """Of another that leads, as far as known."""
+        """Address of another conductor that leads, as far as known."""
         return self._state.leader_address
 
     async def run(self) -> None:
-        """Until cancelled, and gives up the claim then. Raises Unauthenticated among others when the registry's first
-        answer is that no repetition can help."""
+        """Runs until cancelled, and gives up the claim then.
+
+        Raises Unauthenticated among others when the registry's first answer is that no repetition can help.
+        """
         try:
             while True:
                 self._take(Tick())
@@ -214,3 +222,38 @@ class Candidate:
         with contextlib.suppress(MoonserveError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self._registry.leave(self._with_epoch(self._state.epoch))
+
+
+def policy_member(policy: conductor_pb2.SetPolicyRequest) -> Member:
+    """The member of the registry whose facts are the policy."""
+    endpoint = own_endpoint(POLICY_ID, rpc_address="", transfer_address="")
+    return Member(
+        endpoint=dataclasses.replace(endpoint, epoch=0),  # the registry gives it
+        role=POLICY_ID,
+        owner=POLICY_ID,
+        facts={
+            "name": policy.name,
+            "balancing_threshold": repr(policy.balancing_threshold),
+            "seed": str(policy.seed),
+        },
+    )
+
+
+def policy_among(members: Iterable[Member]) -> conductor_pb2.SetPolicyRequest | None:
+    """The policy that is kept in the registry. None where none was set, or what is kept cannot be read."""
+    for member in members:
+        if member.instance_id == POLICY_ID:
+            try:
+                return conductor_pb2.SetPolicyRequest(
+                    name=member.facts["name"],
+                    balancing_threshold=float(member.facts["balancing_threshold"]),
+                    seed=int(member.facts["seed"]),
+                )
+            except (KeyError, ValueError):
+                return None
+    return None
+
+
+async def write_policy(registry: Registry, policy: conductor_pb2.SetPolicyRequest) -> None:
+    """Keeps the policy in the registry. Raises PeerLost among others where the registry does not take it."""
+    await registry.join(policy_member(policy), ttl_s=POLICY_TTL_S)

@@ -18,10 +18,8 @@ from typing import Any, Protocol, cast
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from conductor import policy_record
 from conductor.config import ConductorConfig
-from conductor.leadership.candidate import Candidate
-from conductor.policy_record import WRITE_EVERY_S
+from conductor.leadership.candidate import WRITE_POLICY_EVERY_S, Candidate, write_policy
 from protocol.errors import MoonserveError, NotLeader, NoWorker
 from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
@@ -105,7 +103,7 @@ class Led:
         self._metrics.leads.set(0)
 
     async def housekeep(self, interval_s: float) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             if self._service is not None:
                 self._service.keep_house()
@@ -124,7 +122,7 @@ class Led:
         except MoonserveError as error:
             log.warning("the placement policy is not kept for a next leader yet: %s", error)
         else:
-            self._policy_due_at = self._clock() + WRITE_EVERY_S
+            self._policy_due_at = self._clock() + WRITE_POLICY_EVERY_S
 
     async def _answer(self, name: str, request: Any, context: Context) -> Any:
         service = self._leading()
@@ -217,12 +215,13 @@ async def serve_among_others(
         fresh,
         config.limits().lease_s,
         LeaderMetrics(metrics),
-        keep_policy=functools.partial(policy_record.write, registry),
+        keep_policy=functools.partial(write_policy, registry),
     )
     server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(
         cast(conductor_pb2_grpc.ConductorServicer, led), server.grpc
     )
+    server.add_lean("Conductor", led)
     leadership_pb2_grpc.add_LeadershipServicer_to_server(LeadershipService(led), server.grpc)
     serve_metrics(server.grpc, config.instance_id, metrics)
     address = await server.start(config.host, config.port)

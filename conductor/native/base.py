@@ -1,21 +1,38 @@
-"""What the compiled loops and their twins share: types, and where numpy's memory lies."""
+"""What the loops in C share: where numpy's memory lies, and how a library is loaded."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, TypeAlias
+import functools
+import logging
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
-Flags: TypeAlias = npt.NDArray[np.bool_]
+from protocol.native import C_FLAGS, CompilerError, load_library, shared_cache
 
-# Without contraction: a multiplication and an addition round each by itself, as they do in numpy.
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
+_log = logging.getLogger(__name__)
 
+POINTER, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _Place = ctypes.c_char * 0
+
+
+@functools.cache
+def library(name: str) -> ctypes.PyDLL | None:
+    """NAME.c of this folder, loaded once in a process; the first call on a machine takes as long as the compiler does.
+    None where there is no compiler: numpy does the same."""
+    try:
+        loaded = load_library(Path(__file__).with_name(f"{name}.c"), C_FLAGS, shared_cache())
+    except CompilerError as error:
+        _log.warning("compiled %s are not available, using numpy: %s", name, error)
+        return None
+    return ctypes.PyDLL(loaded._name, handle=loaded._handle)  # short calls keep the GIL
+
+
+def pointers(name: str, fields: tuple[str, ...]) -> type[ctypes.Structure]:
+    """The struct of C whose fields are the addresses of these columns."""
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, POINTER) for field in fields]})
 
 
 def address_of(column: npt.NDArray[Any]) -> int:

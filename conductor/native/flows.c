@@ -1,7 +1,6 @@
 /* Flows on links: moving them on in time, and how long new ones would take beside them.
  *
- * Python allocates all memory and checks all bounds; one thread uses it. flows.py does the same with numpy, adding in the
- * same order, so that both give the same numbers.
+ * Python allocates all memory and checks all bounds; one thread uses it. flows.py does the same with numpy.
  */
 #include <math.h>
 #include <stdint.h>
@@ -10,7 +9,7 @@
 
 /* A row of the table of flows; whole numbers are below 2**53. */
 typedef struct {
-    double source, destination, out, into, bytes, left, alone, alone_s;
+    double out, into, left, alone;
 } Flow;
 
 typedef struct {
@@ -19,8 +18,9 @@ typedef struct {
 } Links;
 
 static double least(double a, double b) { return a < b ? a : b; }
+static double most(double a, double b) { return a > b ? a : b; }
 
-/* Bytes per second of each flow. One without bytes left has no rate but a share: it counts as one more. */
+/* Bytes per second of each flow that has bytes left. */
 static void share(const Flow *flows, int64_t count, const Links *links, double *num_out, double *num_in,
                   double *shares) {
     for (int64_t i = 0; i < count; i++) num_out[(int64_t)flows[i].out] = num_in[(int64_t)flows[i].into] = 0.0;
@@ -31,9 +31,8 @@ static void share(const Flow *flows, int64_t count, const Links *links, double *
     }
     for (int64_t i = 0; i < count; i++) {
         int64_t out = (int64_t)flows[i].out, into = (int64_t)flows[i].into;
-        double late = flows[i].left > 0.0 ? 0.0 : 1.0;
-        double sent = links->out_rates[out] / (num_out[out] + late);
-        double received = links->in_rates[into] / (num_in[into] + late);
+        if (!(flows[i].left > 0.0)) continue;
+        double sent = links->out_rates[out] / num_out[out], received = links->in_rates[into] / num_in[into];
         shares[i] = least(least(sent, received), flows[i].alone);
     }
 }
@@ -42,16 +41,15 @@ static void share(const Flow *flows, int64_t count, const Links *links, double *
 static double next_end(const Flow *flows, int64_t count, const double *shares, double most_s) {
     double step_s = most_s;
     for (int64_t i = 0; i < count; i++)
-        if (flows[i].left > 0.0 && shares[i] > 0.0) step_s = least(step_s, flows[i].left / shares[i]);
+        if (flows[i].left > 0.0) step_s = least(step_s, flows[i].left / shares[i]);
     return step_s;
 }
 
 static void move(Flow *flow, double share, double step_s) {
-    flow->alone_s += share / flow->alone * step_s;
     if (!(flow->left > 0.0)) return;
     double left = flow->left - share * step_s;
     /* Exactly 0 at its end, or the next step would be without end. */
-    flow->left = share > 0.0 && flow->left / share <= step_s ? 0.0 : left > 0.0 ? left : 0.0;
+    flow->left = flow->left / share <= step_s ? 0.0 : left > 0.0 ? left : 0.0;
 }
 
 /* `scratch`: two rows of links and one of flows. */
@@ -99,14 +97,12 @@ PUBLIC void flows_seconds(const Flow *flows, int64_t count, const Links *links, 
         int64_t side = into[i] & 1, out = 2 * source + side;
         double bytes = nbytes[i], sent = 0.0;
         for (int64_t j = 0; j < num_leaving[side]; j++) sent += least(leaving[side][j], bytes);
-        double out_s = (bytes + sent) / links->out_rates[out];
-        double in_s = (bytes + received[into[i]]) / links->in_rates[into[i]];
-        double most_s = out_s > in_s ? out_s : in_s;
-        if (measured) { /* else a pair is as fast as the slower of its links */
-            double alone = measured[targets[i]];
-            if (isnan(alone)) alone = least(links->out_rates[out], links->in_rates[into[i]]);
-            if (bytes / alone > most_s) most_s = bytes / alone;
-        }
+        double out_rate = links->out_rates[out], in_rate = links->in_rates[into[i]];
+        double alone = measured ? measured[targets[i]] : NAN;
+        if (isnan(alone)) alone = least(out_rate, in_rate); /* a pair is as fast as the slower of its links */
+        double out_s = (bytes + sent) / most(out_rate, alone); /* a link is not slower than one of its pairs was */
+        double in_s = (bytes + received[into[i]]) / most(in_rate, alone);
+        double most_s = most(most(out_s, in_s), bytes / alone);
         seconds[i] = bytes > 0.0 && targets[i] != source ? most_s : 0.0;
     }
 }

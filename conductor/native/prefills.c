@@ -51,7 +51,7 @@ typedef struct {
     double count, is_running, running_place, running_s, began_at, step_s, surplus_s;
 } Queue;
 
-/* In the order of `Patience`. */
+/* Of least_added_delay.py, with `prices` where there is a steepness. */
 typedef struct {
     double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;

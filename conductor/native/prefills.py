@@ -8,105 +8,66 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from conductor.native.base import FLAGS, Floats, Ints, address_of
-from protocol.native import CompilerError, load_library, shared_cache
-
-_log = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("prefills.c")
-_pointer, _number, _double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-
-
-class Columns(NamedTuple):
-    """Of `Offers`, a row per instance."""
-
-    device_blocks: Ints
-    prefix_blocks: Ints
-    queue_s: Floats
-    local_s_per_block: Floats
-    remote_s_per_block: Floats
-    c0: Floats
-    c1: Floats
-    c2: Floats
-
-
-class Patience(NamedTuple):
-    """How long a prompt yields: `conductor.policies.least_added_delay.Terms`, as numbers."""
-
-    patience: float
-    keeps_objective: float  # 0 or 1
-    prices: float  # likewise
-    steepness: float
-    late: float
-    late_patience: float
-    counts_delayed: float  # 0 or 1
-    copy: float
+from conductor.columns import Floats, Ints
+from conductor.native.base import NUMBER, POINTER, REAL, address_of, library, pointers
 
 
 class QueueRecord(ctypes.Structure):
-    """`Queue` of prefills.c: one instance's queue. Who fills it keeps what it points to."""
+    """`Queue` of prefills.c: one instance's queue. The queue that fills it keeps what it points to."""
 
     _fields_ = (
-        ("places", _pointer),
-        ("sums", _pointer),
-        ("count", _double),
-        ("is_running", _double),
-        ("running_place", _double),
-        ("running_s", _double),
-        ("began_at", _double),
-        ("step_s", _double),
-        ("surplus_s", _double),
+        ("places", POINTER),
+        ("sums", POINTER),
+        ("count", REAL),
+        ("is_running", REAL),
+        ("running_place", REAL),
+        ("running_s", REAL),
+        ("began_at", REAL),
+        ("step_s", REAL),
+        ("surplus_s", REAL),
     )
 
 
-class _Columns(ctypes.Structure):
-    """`Offers` of prefills.c."""
-
-    _fields_ = tuple((name, _pointer) for name in Columns._fields)
-
-
-def _at(columns: Columns) -> _Columns:
-    return _Columns(*map(address_of, columns))
+_Offers = pointers(
+    "_Offers",
+    ("device_blocks", "prefix_blocks", "queue_s", "local_s", "remote_s", "c0", "c1", "c2"),
+)
 
 
 class PrefillLibrary:
-    """prefills.c; short calls, which keep the GIL. Raises CompilerError where it cannot be had."""
+    """prefills.c."""
 
-    def __init__(self, folder: Path | None) -> None:
-        loaded = load_library(SOURCE, (*FLAGS, "-lm"), folder)
-        library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
-        self._faster, self._weigh = library.prefills_faster, library.prefills_weigh
+    def __init__(self, compiled: ctypes.PyDLL) -> None:
+        self._faster, self._weigh = compiled.prefills_faster, compiled.prefills_weigh
         self._faster.argtypes = (
-            ctypes.POINTER(_Columns),
-            _number,
-            _double,
-            _double,
-            _number,
-            _pointer,
-            _pointer,
+            *(ctypes.POINTER(_Offers), NUMBER, REAL, REAL),
+            *(NUMBER, POINTER, POINTER),
         )
         self._weigh.argtypes = (
-            *(_pointer, _pointer, _number, _pointer, _pointer, _number),
-            *(_pointer, _double, _double, _pointer),
+            *(POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER),
+            *(POINTER, REAL, REAL, POINTER),
         )
         self._faster.restype = self._weigh.restype = None
 
     def faster(
-        self, columns: Columns, num_tokens: int, block_size: int, best_blocks: int
+        self, columns: Sequence[Ints | Floats], num_tokens: int, block_size: int, best_blocks: int
     ) -> tuple[Ints, Floats]:
-        """Blocks to re-use, where missing ones are fetched if that is faster. Rows: load_s, transfer_s, prefill_s,
-        ttft_s, and what computing the missing blocks takes."""
-        size = len(columns.queue_s)
+        """Blocks to re-use, where missing ones are fetched if that is faster. `columns`: those of `Offers` of
+        prefills.c. Rows: load_s, transfer_s, prefill_s, ttft_s, and what computing the missing blocks takes."""
+        size = len(columns[0])
         reuse, found = np.empty(size, np.int64), np.empty((5, size))
         self._faster(
-            *(ctypes.byref(_at(columns)), size, num_tokens, block_size, best_blocks),
+            *(
+                ctypes.byref(_Offers(*map(address_of, columns))),
+                size,
+                num_tokens,
+                block_size,
+                best_blocks,
+            ),
             *(address_of(reuse), address_of(found)),
         )
         return reuse, found
@@ -122,8 +83,8 @@ class PrefillLibrary:
         now: float,
         slo_s: float,
     ) -> Floats:
-        """`found`: of `faster`; `records`: the queues of these rows; `terms`: a `Patience`. Rows: rank, queue_s,
-        added_s, ttft_s, score."""
+        """`found`: of `faster`; `records`: the queues of these rows; `terms`: `Terms` of prefills.c. Rows:
+        rank, queue_s, added_s, ttft_s, score."""
         size = len(queue_s)
         places = np.array([ctypes.addressof(record) for record in records], np.uint64)
         weighed = np.empty((5, size))
@@ -137,10 +98,6 @@ class PrefillLibrary:
 
 @functools.cache
 def prefill_library() -> PrefillLibrary | None:
-    """Of this process: code, like an imported module, so it is loaded once. The first call on a machine takes as long
-    as the compiler does; None: there is none, and numpy does the same."""
-    try:
-        return PrefillLibrary(shared_cache())
-    except CompilerError as error:
-        _log.warning("compiled predictions are not available, using numpy: %s", error)
-        return None
+    """The one of this process; None: there is no compiler, and numpy does the same."""
+    compiled = library("prefills")
+    return None if compiled is None else PrefillLibrary(compiled)

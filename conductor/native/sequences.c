@@ -39,6 +39,25 @@ enum { SEQS, TOKENS, LANDING_SEQS, LANDING_TOKENS, SPARE, TBT, LANDING_TBT, LATE
 static double most(double a, double b) { return a > b ? a : b; }
 static double least(double a, double b) { return a < b ? a : b; }
 
+/* A sequence that begins after an instant and is over before the next one would be seen at neither. It counts at both by
+ * the share of the time between them that it runs. */
+static void draw_short(const Sequences *all, int64_t slot, int64_t count, double mean_s, double *shape) {
+    double as_of = all->as_of[slot], first = all->tokens[slot] + all->generated[slot];
+    for (int64_t i = 1; i < count; i++) {
+        double before = all->instants[i - 1], after = all->instants[i];
+        if (!(before < as_of && as_of < after)) continue;
+        double share = mean_s / (after - before);
+        if (share >= 1.0) return;
+        double held = share * (first + mean_s / all->step_s[slot] / 2.0);
+        for (int64_t k = i - 1; k < count; k++) {
+            shape[RUNNING * count + k] = k <= i ? share : 0.0;
+            shape[CONTEXT * count + k] = k <= i ? held : 0.0;
+            if (k >= i) shape[HELD * count + k] = k == i ? held : 0.0;
+        }
+        return;
+    }
+}
+
 static void draw(const Sequences *all, int64_t slot, int64_t count, double *shape) {
     double as_of = all->as_of[slot], step_s = all->step_s[slot], rate = -all->end_rate[slot];
     double left_s = (all->most[slot] - all->generated[slot]) * step_s;
@@ -54,6 +73,7 @@ static void draw(const Sequences *all, int64_t slot, int64_t count, double *shap
         shape[CONTEXT * count + i] = runs ? held : 0.0;
         shape[HELD * count + i] = held;
     }
+    draw_short(all, slot, count, 1.0 / (1.0 / most(left_s, step_s) - rate), shape);
 }
 
 /* Draws these slots anew and changes the sums by the difference; with `afresh` they are added whole. */

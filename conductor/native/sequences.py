@@ -7,21 +7,15 @@ and keeps nothing else. The compiled one and its twin agree but for the last bit
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 import operator
 import struct
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from conductor.native.base import FLAGS, Flags, Floats, Ints, address_of
-from protocol.native import CompilerError, load_library, shared_cache
+from conductor.columns import Flags, Floats, Ints
+from conductor.native.base import NUMBER, POINTER, address_of, library, pointers
 
-_log = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("sequences.c")
 RUNNING, CONTEXT, HELD = range(3)
 NUM_SUMS = 3
 _QUESTION = struct.Struct("13d")  # `Question` of sequences.c
@@ -82,46 +76,32 @@ class Steps(NamedTuple):
     has_slot: Flags
 
 
-class SequenceKernel(Protocol):
-    """Slots and numbers are within the columns it is bound to, which are contiguous."""
-
-    def bind(self, columns: Sequences) -> None:
-        """From now on these. Again whenever one of them is replaced."""
-
-    def add(self, slot: int) -> None:
-        """Draws what a new sequence adds, and adds it."""
-
-    def redraw(self, slots: Ints) -> None:
-        """Draws some again; the sums follow. No slot is named twice."""
-
-    def draw(self, slots: Ints) -> None:
-        """All sums from these, which are all there are."""
-
-    def weigh(self, decodes: Decodes, question: Question) -> Steps: ...
-
-
-class PythonSequences:
-    """`SequenceKernel` in numpy."""
+class SequenceKernel:
+    """In numpy. Slots and numbers are within the columns it is bound to, which are contiguous."""
 
     def __init__(self) -> None:
         self._columns: Sequences
 
     def bind(self, columns: Sequences) -> None:
+        """From now on these. Again whenever one of them is replaced."""
         self._columns = columns
 
     def add(self, slot: int) -> None:
+        """Draws what a new sequence adds, and adds it."""
         columns = self._columns
         shape = _shapes(columns, np.array([slot]))[0]
         columns.shapes[slot] = shape
         columns.sums[columns.owner[slot]] += shape
 
     def redraw(self, slots: Ints) -> None:
+        """Draws some again; the sums follow. No slot is named twice."""
         columns = self._columns
         shapes = _shapes(columns, slots)
         np.add.at(columns.sums, columns.owner[slots], shapes - columns.shapes[slots])
         columns.shapes[slots] = shapes
 
     def draw(self, slots: Ints) -> None:
+        """All sums from these, which are all there are."""
         columns = self._columns
         columns.shapes[slots] = _shapes(columns, slots)
         columns.sums[:] = 0.0
@@ -148,11 +128,16 @@ class PythonSequences:
         return Steps(*loads, step_s[0], step_s[1], step_s[2], num_seqs[1] <= decodes.slots)
 
 
-class NativeSequences:
-    """`SequenceKernel` over sequences.c."""
+class NativeSequences(SequenceKernel):
+    """In sequences.c."""
 
-    def __init__(self, library: SequenceLibrary) -> None:
-        self._library = library
+    def __init__(self, compiled: ctypes.PyDLL) -> None:
+        self._add, self._draw = compiled.sequences_add, compiled.sequences_draw
+        self._weigh = compiled.sequences_weigh
+        self._add.argtypes = POINTER, NUMBER, NUMBER
+        self._draw.argtypes = POINTER, POINTER, NUMBER, NUMBER, ctypes.c_int32
+        self._weigh.argtypes = POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER
+        self._add.restype = self._draw.restype = self._weigh.restype = None
         self._columns: Sequences  # whose addresses are known
         self._known = _Sequences()
         self._at = ctypes.addressof(self._known)
@@ -168,14 +153,14 @@ class NativeSequences:
             setattr(self._known, name, address_of(column))
 
     def add(self, slot: int) -> None:
-        self._library.add(self._at, slot, self._num_instants)
+        self._add(self._at, slot, self._num_instants)
 
     def redraw(self, slots: Ints) -> None:
-        self._library.draw(self._at, address_of(slots), len(slots), self._num_instants, 0)
+        self._draw(self._at, address_of(slots), len(slots), self._num_instants, 0)
 
     def draw(self, slots: Ints) -> None:
         self._columns.sums[:] = 0.0
-        self._library.draw(self._at, address_of(slots), len(slots), self._num_instants, 1)
+        self._draw(self._at, address_of(slots), len(slots), self._num_instants, 1)
 
     def weigh(self, decodes: Decodes, question: Question) -> Steps:
         after, weight, own_tokens, *rest = question
@@ -183,14 +168,14 @@ class NativeSequences:
         num_rows = len(decodes.number)
         found = np.empty((8, num_rows))
         has_slot = np.empty(num_rows, np.bool_)
-        self._library.weigh(
+        self._weigh(
             *(self._at, self._num_instants, ctypes.byref(self._know(decodes)), num_rows),
             *(self._question, address_of(found), address_of(has_slot)),
         )
         now, context, landing, tokens, spare, tbt_s, landing_s, later_s = found
         return Steps(now, context, landing, tokens, spare, tbt_s, landing_s, later_s, has_slot)
 
-    def _know(self, decodes: Decodes) -> _Decodes:
+    def _know(self, decodes: Decodes) -> ctypes.Structure:
         last = self._decodes
         if last is None or not all(map(operator.is_, decodes, last)):
             self._decodes = decodes
@@ -198,31 +183,8 @@ class NativeSequences:
         return self._known_decodes
 
 
-class SequenceLibrary:
-    """sequences.c; short calls, which keep the GIL. Raises CompilerError where it cannot be had."""
-
-    def __init__(self, folder: Path | None) -> None:
-        loaded = load_library(SOURCE, (*FLAGS, "-lm"), folder)
-        library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.add, self.draw = library.sequences_add, library.sequences_draw
-        self.weigh = library.sequences_weigh
-        self.add.argtypes = pointer, number, number
-        self.draw.argtypes = pointer, pointer, number, number, ctypes.c_int32
-        self.weigh.argtypes = pointer, number, pointer, number, pointer, pointer, pointer
-        self.add.restype = self.draw.restype = self.weigh.restype = None
-
-
-class _Sequences(ctypes.Structure):
-    """`Sequences` of sequences.c."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in Sequences._fields)
-
-
-class _Decodes(ctypes.Structure):
-    """`Decodes` of sequences.c."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in Decodes._fields)
+_Sequences = pointers("_Sequences", Sequences._fields)
+_Decodes = pointers("_Decodes", Decodes._fields)
 
 
 def _shapes(columns: Sequences, slots: Ints) -> Floats:
@@ -237,20 +199,31 @@ def _shapes(columns: Sequences, slots: Ints) -> Floats:
     likely = np.exp(at_risk_s * -columns.end_rate[slots, None]) * (passed_s < left_s)
     held = (passed_s / step_s + (columns.tokens[slots, None] + generated)) * likely
     running = likely * (instants >= columns.begins_at[slots, None])
-    return np.stack((running, held * (running > 0.0), held), axis=1)
+    shapes = np.stack((running, held * (running > 0.0), held), axis=1)
+    mean_s = 1.0 / (columns.end_rate[slots, None] + 1.0 / np.maximum(left_s, step_s))
+    _count_short(columns, slots, mean_s[:, 0], shapes)
+    return shapes
 
 
-@functools.cache
-def _library() -> SequenceLibrary | None:
-    """Of this process: code, like an imported module, so it is loaded once and has no state."""
-    try:
-        return SequenceLibrary(shared_cache())
-    except CompilerError as error:
-        _log.warning("compiled sums over sequences are not available, using numpy: %s", error)
-        return None
+def _count_short(columns: Sequences, slots: Ints, mean_s: Floats, shapes: Floats) -> None:
+    """Sequences that begin after an instant and are over before the next one would be seen at neither. They count at
+    both by the share of the time between them that they run. Changes `shapes`."""
+    instants, as_of = columns.instants, columns.as_of[slots]
+    after = np.searchsorted(instants, as_of, "right")
+    within = (after > 0) & (after < len(instants)) & (instants[after - 1] < as_of)
+    rows = np.flatnonzero(within)
+    share = mean_s[rows] / (instants[after[rows]] - instants[after[rows] - 1])
+    rows, share = rows[share < 1.0], share[share < 1.0]
+    mean = columns.tokens[slots[rows]] + columns.generated[slots[rows]]
+    held = share * (mean + mean_s[rows] / columns.step_s[slots[rows]] / 2.0)
+    last = after[rows]
+    shapes[rows] *= np.arange(len(instants)) < last[:, None, None]
+    for at in (last - 1, last):
+        shapes[rows, RUNNING, at], shapes[rows, CONTEXT, at] = share, held
+    shapes[rows, HELD, last] = held
 
 
 def sequence_kernel() -> SequenceKernel:
-    """The first call on a machine takes as long as the compiler does."""
-    library = _library()
-    return PythonSequences() if library is None else NativeSequences(library)
+    """A new one, not bound yet."""
+    compiled = library("sequences")
+    return SequenceKernel() if compiled is None else NativeSequences(compiled)

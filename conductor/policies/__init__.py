@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from conductor.policies.base import PlacementPolicy
+from conductor.policies.baselines import (
+    LeastLoaded,
+    LocalCacheAware,
+    Random,
+    RoundRobin,
+    SessionAffinity,
+)
 from conductor.policies.global_cache_aware import GlobalCacheAware
 from conductor.policies.least_added_delay import LeastAddedDelay
-from conductor.policies.least_loaded import LeastLoaded
-from conductor.policies.local_cache_aware import LocalCacheAware
 from conductor.policies.outside import is_outside, load_policy
-from conductor.policies.random_choice import Random
-from conductor.policies.round_robin import RoundRobin
-from conductor.policies.session_affinity import SessionAffinity
 from protocol.errors import ConfigError
 
 # In every row of docs/policies.md its mean and 90th percentile of TTFT are no higher than Algorithm 1's, and as many

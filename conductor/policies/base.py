@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from conductor.columns import Floats, Ints, Words
-from conductor.ledger import PrefillQueue
+from conductor.cost.queue import PrefillQueue
 from conductor.native.prefills import QueueRecord
 
 
@@ -50,10 +50,18 @@ class Offers(NamedTuple):
     c1: Floats
     c2: Floats
     now: float  # monotonic seconds
-    # Seconds that a prompt of this rank waits at the instance of this row, exactly: O(log of what waits there).
-    wait_s: Callable[[int, float], float]
-    # The same, and how many prompts at that instance it would go before, or before the rest of them.
+    # Seconds that a prompt of this rank waits at the instance of this row, exactly, and how many prompts it would go
+    # before there, or before the rest of them: O(log of what waits).
     look: Callable[[int, float], tuple[float, int]] = lambda _row, _rank: (0.0, 0)
+
+    def wait_s(self, row: int, rank: float) -> float:
+        """The first of `look`."""
+        return self.look(row, rank)[0]
+
+    @property
+    def columns(self) -> tuple[Ints | Floats, ...]:
+        """`device_blocks` to `c2`."""
+        return self[2:10]
 
     def prefill_s(self, prompt: Prompt, cached_blocks: Ints | int) -> Floats:
         """`PrefillProfile.seconds` of every instance."""
@@ -102,28 +110,22 @@ class PlacementPolicy(Protocol):
         """All terms of the prediction, and the score, of all instances."""
 
 
-class Queues(Protocol):
-    """An instance, as far as a policy may know it."""
-
-    @property
-    def queue(self) -> PrefillQueue: ...
-
-
 class Looks:
     """`Offers.look` at the books themselves, which can be asked for several instances at once."""
 
-    __slots__ = ("_instances", "now")
+    __slots__ = ("_queue", "now")
 
-    def __init__(self, instances: Sequence[Queues], now: float) -> None:
-        self._instances = instances
+    def __init__(self, queue: Callable[[int], PrefillQueue], now: float) -> None:
+        """`queue`: of the instance of a row."""
+        self._queue = queue
         self.now = now
 
     def __call__(self, row: int, rank: float) -> tuple[float, int]:
-        return self._instances[row].queue.look(self.now, rank)
+        return self._queue(row).look(self.now, rank)
 
     def records(self, rows: Sequence[int]) -> list[QueueRecord]:
         """What waits at these instances now."""
-        return [self._instances[row].queue.record() for row in rows]
+        return [self._queue(row).record() for row in rows]
 
 
 def predict(prompt: Prompt, offers: Offers, reuse_blocks: Ints) -> Weighed:

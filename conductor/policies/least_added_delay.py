@@ -30,14 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.columns import Floats, Ints
-from conductor.native.prefills import Columns, Patience, prefill_library
-from conductor.policies.base import (
-    Looks,
-    Offers,
-    Prompt,
-    Weighed,
-    predict,
-)
+from conductor.native.prefills import prefill_library
+from conductor.policies.base import Looks, Offers, Prompt, Weighed, predict
 
 # Instances whose queues are looked at exactly; beyond, an instance is among them by its wait in order of arrival.
 _MOST_EXACT = 16
@@ -73,15 +67,20 @@ class LeastAddedDelay:
     by_session = False
 
     def __init__(self, terms: Terms | None = None) -> None:
-        self._terms = terms or Terms()
-        self._numbers = np.array(_as_numbers(self._terms))
+        self._terms = own = terms or Terms()
+        price = (own.steepness is not None, own.steepness or 0.0)
+        late = (own.late, own.late_patience)
+        # In the order of `Terms` of prefills.c.
+        self._numbers = np.array(
+            [own.patience, own.keeps_objective, *price, *late, own.counts_delayed, own.copy], float
+        )
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         library, look = prefill_library(), offers.look
         if library is None or not isinstance(look, Looks):
             return self._weigh_by_columns(prompt, offers)
         reuse_blocks, found = library.faster(
-            _columns_of(offers), prompt.num_tokens, prompt.block_size, prompt.best_blocks
+            offers.columns, prompt.num_tokens, prompt.block_size, prompt.best_blocks
         )
         load_s, transfer_s, prefill_s, ttft_s, _ = found
         rows, slo_s = _worth_a_look(ttft_s), prompt.ttft_slo_s
@@ -147,42 +146,12 @@ def _predict_faster(prompt: Prompt, offers: Offers) -> tuple[Weighed, Floats]:
     """Each instance uses its own prefix, or also fetches what it lacks of the best one, where that is faster; and
     what computing takes there of the best prefix, if it is not fetched."""
     own, best = offers.prefix_blocks, np.maximum(offers.prefix_blocks, prompt.best_blocks)
-    computed, fetched = (
-        predict(prompt, offers, own),
-        predict(prompt, offers, best),
-    )
+    computed, fetched = predict(prompt, offers, own), predict(prompt, offers, best)
     copied_s: Floats = computed.prefill_s - fetched.prefill_s
     is_faster = fetched.ttft_s < computed.ttft_s
     if not np.count_nonzero(is_faster):
         return computed, copied_s
     return predict(prompt, offers, np.where(is_faster, best, own)), copied_s
-
-
-def _as_numbers(terms: Terms) -> Patience:
-    prices = terms.steepness is not None
-    return Patience(
-        patience=terms.patience,
-        keeps_objective=float(terms.keeps_objective),
-        prices=float(prices),
-        steepness=terms.steepness or 0.0,
-        late=terms.late,
-        late_patience=terms.late_patience,
-        counts_delayed=float(terms.counts_delayed),
-        copy=terms.copy,
-    )
-
-
-def _columns_of(offers: Offers) -> Columns:
-    return Columns(
-        offers.device_blocks,
-        offers.prefix_blocks,
-        offers.queue_s,
-        offers.local_s_per_block,
-        offers.remote_s_per_block,
-        offers.c0,
-        offers.c1,
-        offers.c2,
-    )
 
 
 def _worth_a_look(ttft_s: Floats) -> Ints:

@@ -1,33 +1,28 @@
 """`moonserve doctor`: is this machine ready, over which transports can it move KV, can it reach a peer?
 
-Owns the order of the report and its exit code: 1 when a line says `fail`, which is what was asked for (`--transports`,
-`--peer`, `--port`, `--registry`, rails) and does not work, 0 otherwise. Changes nothing, and takes a few seconds.
+The exit code is 1 where a line says `fail`: what was asked for (`--transports`, `--peer`, `--port`, `--registry`,
+rails) does not work. Changes nothing, and takes a few seconds.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.doctor import (
+    device_checks,
     findings,
-    gpu_checks,
     machine_checks,
     peer_checks,
-    rdma_checks,
     service_checks,
     transfer_checks,
 )
 from deploy.doctor.findings import Finding
-from protocol.config import HelpRequested, load, option
-from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
+from protocol.config import option, run_command
 from protocol.progress import Progress
 from transfer.config import TransferConfig
 
@@ -58,16 +53,13 @@ class DoctorConfig(TransferConfig):
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `doctor`."""
-    try:
-        config = load(DoctorConfig, argv, prog="moonserve doctor", environ=dict(os.environ))
-        with Progress(bars=not config.json, lines=False) as progress, progress.busy("examining"):
-            report, topology = examine(config)
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except ConfigError as error:
-        print(f"moonserve doctor: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    return run_command(DoctorConfig, run, argv, prog="moonserve doctor")
+
+
+def run(config: DoctorConfig) -> int:
+    """Examines, prints the findings, and returns the exit code. Raises ConfigError."""
+    with Progress(bars=not config.json, lines=False) as progress, progress.busy("examining"):
+        report, topology = examine(config)
     if config.json:
         print(json.dumps({**findings.as_json(report), "topology": topology}, indent=2))
     else:
@@ -80,26 +72,20 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], dict[str, Any]]:
     options = config.transfer_options(config.host)
     # What goes wrong is in the report; the engine's own warnings would only be in between.
     logging.getLogger("transfer").addHandler(logging.NullHandler())
+    disk = None if config.disk is None else Path(config.disk)
+    rails, topology = transfer_checks.check_rails(options)
     report = [
         *machine_checks.check_software(),
         *machine_checks.check_machine(),
         machine_checks.locked_memory(rdma_wanted="rdma" in options.transports),
-        *gpu_checks.check_gpus(),
-        *_surroundings(config),
-        *rdma_checks.check_rdma(),
-        *transfer_checks.check_transports(options, measure=config.measure),
-    ]
-    rails, topology = transfer_checks.check_rails(options)
-    report += rails
-    if config.peer is not None:
-        report += peer_checks.check_peer(config.peer, options, config.cluster_token)
-    return report, topology.as_json() if topology else {}
-
-
-def _surroundings(config: DoctorConfig) -> list[Finding]:
-    disk = None if config.disk is None else Path(config.disk)
-    return [
+        *device_checks.check_gpus(),
         *service_checks.check_ports(config.host, config.port),
         service_checks.check_disk(disk, measure=config.measure),
         service_checks.check_registry(config.registry, config.cluster_token),
+        *device_checks.check_rdma(),
+        *transfer_checks.check_transports(options, measure=config.measure),
+        *rails,
     ]
+    if config.peer is not None:
+        report += peer_checks.check_peer(config.peer, options, config.cluster_token)
+    return report, topology.as_json() if topology else {}

@@ -1,7 +1,7 @@
 """What `moonserve doctor` found, as text for people and as JSON for programs.
 
-Owns the form and the words. `fail` is what was asked for and does not work, or what nothing works without; `warn` is
-what works and could be better; each of both says what to do about it. Looks at nothing itself.
+`fail` is what was asked for and does not work, or what nothing works without; `warn` is what works and could be better.
+Each of both says what to do about it.
 """
 
 from __future__ import annotations
@@ -21,60 +21,54 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `facts` are the same things as `text`, for programs."""
+    """One line of the report. `remedy`: what to do about it, empty where all is well. `facts`: the same things as
+    `text`, for programs."""
 
     section: str
     subject: str
-    state: State
     text: str
     remedy: str = ""
-    """What to do about it; empty where all is well."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    fails: bool = False
 
     def __post_init__(self) -> None:
-        assert self.remedy or self.state is State.OK, f"{self.subject}: what can be done about it?"
+        assert self.remedy or not self.fails, f"{self.subject}: what can be done about it?"
+
+    @property
+    def state(self) -> State:
+        if self.fails:
+            return State.FAIL
+        return State.WARN if self.remedy else State.OK
 
 
 def has_failed(findings: Sequence[Finding]) -> bool:
-    return any(finding.state is State.FAIL for finding in findings)
+    return any(finding.fails for finding in findings)
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Sections as lists of findings, in order."""
     sections: dict[str, list[dict[str, Any]]] = {}
-    for finding in findings:
-        sections.setdefault(finding.section, []).append(_entry(finding))
+    for one in findings:
+        entry = {"subject": one.subject, "state": str(one.state), "text": one.text}
+        more = {"remedy": one.remedy, "facts": dict(one.facts)}
+        told = {**entry, **{name: value for name, value in more.items() if value}}
+        sections.setdefault(one.section, []).append(told)
     return {"healthy": not has_failed(findings), "findings": sections}
 
 
 def as_text(findings: Sequence[Finding]) -> Iterator[str]:
     """Lines for a terminal; the findings of a section follow each other."""
     width = max((len(finding.subject) for finding in findings), default=0)
+    named: dict[State, list[str]] = {state: [] for state in State}
     for section, members in groupby(findings, key=lambda finding: finding.section):
         yield f"{section}:"
         for finding in members:
+            named[finding.state].append(f"{section}: {finding.subject}")
             yield f"  {finding.state:<4}  {finding.subject:<{width}}  {finding.text}"
             if finding.remedy:
                 yield f"  {'':<4}  {'':<{width}}  → {finding.remedy}"
         yield ""
-    failed, warned = _named(findings, State.FAIL), _named(findings, State.WARN)
-    if warned:
+    if warned := named[State.WARN]:
         yield f"could be better: {', '.join(warned)}"
+    failed = named[State.FAIL]
     yield f"does not work: {', '.join(failed)}" if failed else "everything that was asked for works"
-
-
-def _named(findings: Sequence[Finding], state: State) -> list[str]:
-    return [f"{f.section}: {f.subject}" for f in findings if f.state is state]
-
-
-def _entry(finding: Finding) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "subject": finding.subject,
-        "state": str(finding.state),
-        "text": finding.text,
-    }
-    if finding.remedy:
-        entry["remedy"] = finding.remedy
-    if finding.facts:
-        entry["facts"] = dict(finding.facts)
-    return entry

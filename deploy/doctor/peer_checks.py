@@ -1,6 +1,6 @@
 """Whether this host can reach a peer, for `moonserve doctor --peer`: endpoint by endpoint, then the handshake.
 
-Owns what an operator is told about each way of failing. Its rule: every wait is bounded by seconds.
+Every wait is bounded by seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from deploy.doctor.findings import Finding, State
 from protocol.errors import Incompatible, MoonserveError, Unauthenticated
+from protocol.machine import boot_id
 from transfer import TransferEngine, TransferOptions
-from transfer.address import Address, Rail, host_identity, parse
-from transfer.rails.interfaces import owner_of, read_addresses
+from transfer.address import Address, Rail, parse
+from transfer.paths.discovery import owner_of, read_addresses
 
 SECTION = "peer"
 
@@ -37,21 +38,20 @@ _WHY = {
     errno.ENETUNREACH: ("no route to that network", "name a reachable address with --host there"),
     errno.EINVAL: ("cannot be dialled", "the peer advertises an address that only it can use"),
 }
+_SAME_VERSION = "run the same version of moonserve at both ends"
 
 
 def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Iterator[Finding]:
     """`text` is what an engine publishes ("ms2;…"), or just host:port."""
-    match = _HOST_AND_PORT.fullmatch(text)
-    if match:
+    if _HOST_AND_PORT.fullmatch(text):
         yield _dial_tcp("tcp", Rail("tcp", text, text))
         return
     try:
         address = parse(text)
     except MoonserveError as error:
         remedy = "give host:port, or the whole address as the peer logged it, in quotes"
-        if isinstance(error, Incompatible):
-            remedy = "run the same version of moonserve at both ends"
-        yield Finding(SECTION, "address", State.FAIL, error.message, remedy)
+        remedy = _SAME_VERSION if isinstance(error, Incompatible) else remedy
+        yield Finding(SECTION, "address", error.message, remedy, fails=True)
         return
     reached: set[str] = set()
     for transport, rails in address.rails.items():
@@ -59,16 +59,20 @@ def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Itera
             finding = _dial_shm(address, rail) if transport == "shm" else _dial_tcp(transport, rail)
             if finding.state is State.OK:
                 reached.add(transport)
-            elif transport not in options.transports:
-                finding = replace(finding, state=State.WARN)
-            yield finding
-    yield from _shake_hands(text, address, reached, options, cluster_token)
+            yield replace(finding, fails=finding.fails and transport in options.transports)
+    if not cluster_token:
+        remedy = "set MOONSERVE_CLUSTER_TOKEN to the cluster's"
+        yield Finding(SECTION, "handshake", "not tried without a cluster token", remedy)
+        return
+    for transport in options.transports:
+        if transport in reached:
+            yield _handshake(text, address, transport, options, cluster_token)
 
 
 def _dial_shm(address: Address, rail: Rail) -> Finding:
-    if address.host != host_identity():
+    if address.host != boot_id():
         text = "only within a machine, and the peer runs under another kernel"
-        return Finding(SECTION, "shm", State.OK, text)
+        return Finding(SECTION, "shm", text)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT_S)
         try:
@@ -79,8 +83,8 @@ def _dial_shm(address: Address, rail: Rail) -> Finding:
                 "there, leave shm out of --transports"
             )
             text = f"{rail.endpoint}: {error.strerror or error}"
-            return Finding(SECTION, "shm", State.FAIL, text, remedy)
-    return Finding(SECTION, "shm", State.OK, f"{rail.endpoint}: reached on this host")
+            return Finding(SECTION, "shm", text, remedy, fails=True)
+    return Finding(SECTION, "shm", f"{rail.endpoint}: reached on this host")
 
 
 def _dial_tcp(transport: str, rail: Rail) -> Finding:
@@ -89,42 +93,25 @@ def _dial_tcp(transport: str, rail: Rail) -> Finding:
     host, _, port = rail.endpoint.rpartition(":")
     began = time.perf_counter()
     try:
-        with socket.create_connection((host.strip("[]"), _port(port)), _CONNECT_S) as sock:
+        if not 0 < int(port) < 65536:  # the resolver would take it modulo 65536
+            raise ValueError(f"there is no port {port}")
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as sock:
             seconds = time.perf_counter() - began
             source = sock.getsockname()[0]
     except (OSError, ValueError) as error:
-        text, remedy = _explained(error)
-        return Finding(SECTION, subject, State.FAIL, f"{rail.endpoint}: {text}", remedy)
+        return unreached(subject, rail.endpoint, error)
     interface = owner_of(source, read_addresses()) or "an unknown interface"
     text = f"{rail.endpoint}: reached from {source} on {interface} in {seconds * 1e3:.1f} ms"
     facts = {"source": source, "interface": interface, "connect_s": seconds}
-    return Finding(SECTION, subject, State.OK, text, facts=facts)
+    return Finding(SECTION, subject, text, facts=facts)
 
 
-def _port(text: str) -> int:
-    """Raises ValueError. The resolver would take it modulo 65536."""
-    port = int(text)
-    if not 0 < port < 65536:
-        raise ValueError(f"there is no port {port}")
-    return port
-
-
-def _explained(error: Exception) -> tuple[str, str]:
+def unreached(subject: str, endpoint: str, error: Exception) -> Finding:
+    """What an operator is told about each way of failing."""
     code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
-    return _WHY.get(code or 0, (str(error), "is the host name right, and the port below 65536?"))
-
-
-def _shake_hands(
-    text: str, address: Address, reached: set[str], options: TransferOptions, cluster_token: str
-) -> Iterator[Finding]:
-    """Over each transport that was reached and that `options` allow."""
-    if not cluster_token:
-        remedy = "set MOONSERVE_CLUSTER_TOKEN to the cluster's"
-        yield Finding(SECTION, "handshake", State.WARN, "not tried without a cluster token", remedy)
-        return
-    for transport in options.transports:
-        if transport in reached:
-            yield _handshake(text, address, transport, options, cluster_token)
+    unknown = (str(error), "is the host name right, and the port below 65536?")
+    text, remedy = _WHY.get(code or 0, unknown)
+    return Finding(SECTION, subject, f"{endpoint}: {text}", remedy, fails=True)
 
 
 def _handshake(
@@ -141,10 +128,10 @@ def _handshake(
         if isinstance(error, Unauthenticated):
             remedy = "MOONSERVE_CLUSTER_TOKEN differs between here and there"
         elif isinstance(error, Incompatible):
-            remedy = "run the same version of moonserve at both ends"
-        return Finding(SECTION, subject, State.FAIL, error.message, remedy)
+            remedy = _SAME_VERSION
+        return Finding(SECTION, subject, error.message, remedy, fails=True)
     listed = f"{len(segments)} readable segments" if len(segments) != 1 else "1 readable segment"
-    return Finding(SECTION, subject, State.OK, f"authenticated; {listed}")
+    return Finding(SECTION, subject, f"authenticated; {listed}")
 
 
 def _source_towards(address: Address) -> str | None:

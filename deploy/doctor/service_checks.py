@@ -7,14 +7,20 @@ registry that is only read.
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import shutil
 import socket
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
-from deploy.doctor.disk_speed import read_bytes_per_s
-from deploy.doctor.findings import Finding, State
-from deploy.terminal.amounts import rate, size
+from deploy.doctor.findings import Finding
+from deploy.terminal.output import rate, size
+from kvstore.disk.files import open_file
 from protocol.errors import ConfigError, MoonserveError, Unauthenticated
 from protocol.registry.connect import connect
 
@@ -34,16 +40,14 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def check_ports(host: str, port: int | None) -> Iterator[Finding]:
     """`port`: that somebody means to listen on; None = the default one, which may as well be another."""
     number = DEFAULT_PORT if port is None else port
-    subject = f"port {number}"
+    text, remedy = f"free on {host}", ""
     try:
         _listen(host, number)
     except OSError as error:
         text = f"cannot listen on {host}:{number}: {error.strerror or error}"
         remedy = "stop what uses it (ss -ltnp), or choose another with --port of moonserve serve"
-        state = State.WARN if port is None else State.FAIL
-        yield Finding(SECTION, subject, state, text, remedy)
-    else:
-        yield Finding(SECTION, subject, State.OK, f"free on {host}")
+    fails = bool(remedy) and port is not None
+    yield Finding(SECTION, f"port {number}", text, remedy, fails=fails)
     if _RANGE.exists():
         yield chosen_ports(*map(int, _RANGE.read_text().split()))
 
@@ -60,34 +64,26 @@ def _listen(host: str, port: int) -> None:
 def chosen_ports(first: int, last: int) -> Finding:
     """Those that processes listen on where nobody names one; a firewall between machines has to let them through."""
     text, facts = f"{first} to {last}, chosen by the kernel", {"first": first, "last": last}
-    if last - first + 1 >= ENOUGH_PORTS:
-        return Finding(SECTION, "other ports", State.OK, text, facts=facts)
     remedy = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
-    return Finding(SECTION, "other ports", State.WARN, text, remedy, facts)
+    is_short = last - first + 1 < ENOUGH_PORTS
+    return Finding(SECTION, "other ports", text, remedy if is_short else "", facts)
 
 
 def check_disk(folder: Path | None, *, measure: bool) -> Finding:
     """`folder`: for `--ssd`; None = where logs and caches are, if nothing else is said."""
-    where = folder or _existing(Path.home() / ".local" / "state" / "moonserve")
+    state = Path.home() / ".local" / "state" / "moonserve"
+    where = folder or next(each for each in (state, *state.parents) if each.is_dir())
     try:
         free_bytes = shutil.disk_usage(where).free
         bytes_s = read_bytes_per_s(where, file_bytes=_PROBE_BYTES) if measure else None
     except OSError as error:
-        return _no_disk(where, error.strerror or str(error), asked=folder is not None)
+        why = error.strerror or str(error)
     except ConfigError as error:
-        return _no_disk(where, error.message.rpartition(": ")[2], asked=folder is not None)
-    return about_disk(where, free_bytes, bytes_s)
-
-
-def _existing(path: Path) -> Path:
-    """It, or the nearest folder above it."""
-    return next(each for each in (path, *path.parents) if each.is_dir())
-
-
-def _no_disk(folder: Path, why: str, *, asked: bool) -> Finding:
+        why = error.message.rpartition(": ")[2]
+    else:
+        return about_disk(where, free_bytes, bytes_s)
     remedy = "name a folder that this user may write to: --ssd FOLDER:SIZE, --log-dir FOLDER"
-    state = State.FAIL if asked else State.WARN
-    return Finding(SECTION, "disk", state, f"{folder}: {why}", remedy)
+    return Finding(SECTION, "disk", f"{where}: {why}", remedy, fails=folder is not None)
 
 
 def about_disk(folder: Path, free_bytes: int, bytes_s: float | None) -> Finding:
@@ -100,24 +96,25 @@ def about_disk(folder: Path, free_bytes: int, bytes_s: float | None) -> Finding:
         remedy = "make room, or name another folder: --ssd FOLDER:SIZE, --log-dir FOLDER"
     elif bytes_s is not None and bytes_s < ENOUGH_BYTES_S:
         remedy = "too slow for --ssd: computing is as fast; give that a folder on an SSD"
-    state = State.WARN if remedy else State.OK
-    return Finding(SECTION, "disk", state, text, remedy, facts)
+    return Finding(SECTION, "disk", text, remedy, facts)
 
 
 def check_registry(url: str | None, cluster_token: str) -> Finding:
     """Whether it answers. Blocks."""
     if url is None:
         text = "none given; one conductor and one gateway need none"
-        return Finding(SECTION, "registry", State.OK, text)
+        return Finding(SECTION, "registry", text)
     try:
         members = asyncio.run(_members(url, cluster_token))
     except TimeoutError:
-        return _no_registry(f"no answer within {_REGISTRY_S:g} s", "is it up, and the way open?")
+        text, remedy = f"no answer within {_REGISTRY_S:g} s", "is it up, and the way open?"
     except Unauthenticated as error:
-        return _no_registry(error.message, "its password, or MOONSERVE_CLUSTER_TOKEN, is another")
+        text, remedy = error.message, "its password, or MOONSERVE_CLUSTER_TOKEN, is another"
     except MoonserveError as error:
-        return _no_registry(error.message, "start it, or correct --registry")
-    return Finding(SECTION, "registry", State.OK, f"answers; {len(members)} members")
+        text, remedy = error.message, "start it, or correct --registry"
+    else:
+        return Finding(SECTION, "registry", f"answers; {len(members)} members")
+    return Finding(SECTION, "registry", text, remedy, fails=True)
 
 
 async def _members(url: str, cluster_token: str) -> list[str]:
@@ -129,5 +126,52 @@ async def _members(url: str, cluster_token: str) -> list[str]:
         await registry.close()
 
 
-def _no_registry(text: str, remedy: str) -> Finding:
-    return Finding(SECTION, "registry", State.FAIL, text, remedy)
+FILE_BYTES = 128 << 20
+_READ_BYTES = 1 << 20  # as the SSD tier reads runs of blocks
+_NUM_THREADS = 4  # a disk is fast only when several reads are under way
+_PASSES = 3
+
+
+def read_bytes_per_s(folder: Path, *, file_bytes: int = FILE_BYTES) -> float:
+    """The median of a few passes. Raises ConfigError when the folder cannot be written to."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="moonserve-profile-") as scratch:
+            path = Path(scratch) / "file"
+            _write(path, file_bytes)
+            return file_bytes / median(_read(path, file_bytes) for _ in range(_PASSES))
+    except OSError as error:
+        raise ConfigError(f"--disk {folder}: {error.strerror}") from error
+
+
+def _write(path: Path, nbytes: int) -> None:
+    """Random bytes, since some disks do not store zeros."""
+    fd, _ = open_file(path, create=True, direct=False)
+    try:
+        for offset in range(0, nbytes, _READ_BYTES):
+            os.pwrite(fd, os.urandom(_READ_BYTES), offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path, nbytes: int) -> float:
+    """Seconds."""
+    fd, direct = open_file(path, create=False, direct=True)
+    try:
+        if not direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        pieces = range(0, nbytes, _READ_BYTES)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            shares = [pieces[first::_NUM_THREADS] for first in range(_NUM_THREADS)]
+            list(threads.map(lambda share: _read_share(fd, share), shares))
+        return time.perf_counter() - began
+    finally:
+        os.close(fd)
+
+
+def _read_share(fd: int, offsets: Sequence[int]) -> None:
+    memory = mmap.mmap(-1, _READ_BYTES)  # begins on a page, as O_DIRECT wants
+    with memory:
+        for offset in offsets:
+            os.preadv(fd, [memory], offset)

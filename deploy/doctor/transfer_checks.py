@@ -1,7 +1,6 @@
 """What `moonserve doctor` finds out about moving KV: by moving some, between two engines in this process.
 
-Owns the trial of each transport and what its outcome means to the operator. Its rule: a transport is
-usable when bytes went both ways over it and were right, not when its parts seem to be there.
+A transport is usable when bytes went both ways over it and were right, not when its parts seem to be there.
 """
 
 from __future__ import annotations
@@ -16,17 +15,21 @@ from statistics import median
 
 import numpy as np
 
-from deploy.doctor.findings import Finding, State
-from deploy.terminal.amounts import rate
+from deploy.doctor.findings import Finding
+from deploy.terminal.output import rate
 from protocol.errors import ConfigError, MoonserveError
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import Rail
-from transfer.native.process_memory import OtherProcess
-from transfer.rails.interfaces import local_tcp_rails, reachable_addresses, read_addresses
-from transfer.rails.sysfs import read_topology
-from transfer.rails.topology import Topology
+from transfer.paths.discovery import (
+    local_tcp_rails,
+    reachable_addresses,
+    read_addresses,
+    read_topology,
+)
+from transfer.paths.topology import Topology
 from transfer.rdma.device import Port, discover
-from transfer.rows import LENGTH
+from transfer.scatter import LENGTH
+from transfer.shm.sources import OtherProcess
 
 TRANSPORTS = ("shm", "rdma", "tcp")
 
@@ -71,14 +74,14 @@ def check_rails(options: TransferOptions) -> tuple[list[Finding], Topology | Non
         topology = read_topology(rails, options.topology)
     except ConfigError as error:
         remedy = "see --transfer-rails, --transfer-topology and --host"
-        return [Finding("rails", "rails", State.FAIL, error.message, remedy)], None
+        return [Finding("rails", "rails", error.message, remedy, fails=True)], None
     findings = [_rail(rail, used=True) for rail in rails]
     findings += [_rail(rail, used=False) for rail in _unused(rails)]
     for location, preference in topology.matrix.items():
         text = f"prefers {', '.join(preference.preferred) or 'nothing'}"
         if preference.secondary:
             text += f"; then {', '.join(preference.secondary)}"
-        findings.append(Finding("topology", location, State.OK, text))
+        findings.append(Finding("topology", location, text))
     return findings, topology
 
 
@@ -147,47 +150,41 @@ class _Pair:
 
 def _outcome(trial: Trial, *, asked: bool) -> Finding:
     subject = trial.transport
+    if trial.error and not asked:
+        return Finding("transports", subject, f"none, and not asked for: {trial.error}")
     if trial.error:
-        if not asked:
-            return Finding(
-                "transports", subject, State.OK, f"none, and not asked for: {trial.error}"
-            )
         remedy = f"repair it, or leave {subject} out of --transports"
-        return Finding("transports", subject, State.FAIL, trial.error, remedy)
+        return Finding("transports", subject, trial.error, remedy, fails=True)
     text = "bytes went both ways and were right"
     if trial.read_bytes_s is not None and trial.latency_s is not None:
         text += f"; READ {rate(trial.read_bytes_s)}, 64 KiB in {trial.latency_s * 1e6:.0f} µs"
         text += " (both ends in this process)"
     facts = {"read_bytes_s": trial.read_bytes_s, "latency_64k_s": trial.latency_s}
-    return Finding("transports", subject, State.OK, text, facts=facts)
+    return Finding("transports", subject, text, facts=facts)
 
 
 def _memcpy() -> Finding:
     """What a copy can be at most."""
     source, target = np.ones(_MOST_BYTES, np.uint8), np.empty(_MOST_BYTES, np.uint8)
-    seconds = min(_timed(lambda: np.copyto(target, source)) for _ in range(5))
-    bytes_s = _MOST_BYTES / seconds
+    bytes_s = _MOST_BYTES / min(_timed(lambda: np.copyto(target, source)) for _ in range(5))
     text = f"{rate(bytes_s)}: the limit of any transport within this host"
-    return Finding("transports", "memory copy", State.OK, text, facts={"bytes_s": bytes_s})
+    return Finding("transports", "memory copy", text, facts={"bytes_s": bytes_s})
 
 
 def _other_processes() -> Finding:
     """Memory that is registered and not allocated can be read in one copy only where this is allowed."""
-    subject = "process_vm_readv"
+    text, remedy = "permitted between processes of one user", ""
     try:
         _read_own_memory()
         scope = int(_YAMA.read_text()) if _YAMA.exists() else 0
     except (OSError, ValueError) as error:
         text = f"not permitted ({error}): buffers that a program registers go through a socket"
-        return Finding(
-            "transports", subject, State.WARN, text, "allow it in the container's filter"
-        )
-    if scope == 0:
-        return Finding("transports", subject, State.OK, "permitted between processes of one user")
-    text = (
-        f"restricted (kernel.yama.ptrace_scope = {scope}): registered buffers go through a socket"
-    )
-    return Finding("transports", subject, State.WARN, text, "sysctl kernel.yama.ptrace_scope=0")
+        remedy = "allow it in the container's filter"
+    else:
+        if scope:
+            text = f"restricted (kernel.yama.ptrace_scope = {scope}): registered buffers go through a socket"
+            remedy = "sysctl kernel.yama.ptrace_scope=0"
+    return Finding("transports", "process_vm_readv", text, remedy)
 
 
 def _read_own_memory() -> None:
@@ -248,4 +245,4 @@ def _rail(rail: Rail, *, used: bool) -> Finding:
         "bandwidth_bytes_s": rail.bandwidth_bytes_s,
         "used": used,
     }
-    return Finding("rails", rail.name, State.OK, ", ".join(parts), facts=facts)
+    return Finding("rails", rail.name, ", ".join(parts), facts=facts)

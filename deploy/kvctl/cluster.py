@@ -1,7 +1,7 @@
 """The store nodes that a command is about, and calls to them.
 
-Rules: every unary call has a deadline, so a stopped node costs seconds; who does not answer is reported beside the
-answers of the others, never in their place. Does not know what the calls are for.
+Every unary call has a deadline, so a stopped node costs seconds; a node that does not answer is reported beside the
+answers of the others, never in their place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from deploy.terminal.output import Output
 from kvstore.client.cluster import DIRECTORY_ROLE, STORE_ROLE
@@ -39,40 +39,18 @@ class Unreachable(PeerLost):
         super().__init__(f"{title}: {self.why}")
 
 
-class Peer(Protocol):
-    """Whoever is called."""
-
-    @property
-    def title(self) -> str:
-        """Who it is, in messages."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A store node. Its stub's methods are named as in kvstore.proto."""
+    """A store node, or the directory. `stub`: its methods are named as in kvstore.proto and directory.proto; `title`:
+    what messages call it."""
 
     endpoint: Endpoint
-    stub: kvstore_pb2_grpc.KvStoreAsyncStub
+    stub: Any
+    title: str
 
     @property
     def name(self) -> str:
         return self.endpoint.instance_id
-
-    @property
-    def title(self) -> str:
-        return f"{self.name} at {self.endpoint.rpc_address}".removeprefix(" at ")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Directory:
-    """The cluster's directory."""
-
-    endpoint: Endpoint
-    stub: directory_pb2_grpc.DirectoryAsyncStub
-
-    @property
-    def title(self) -> str:
-        return f"the directory at {self.endpoint.rpc_address}"
 
 
 @dataclass(slots=True)
@@ -138,19 +116,18 @@ class Cluster:
     def node_of(self, member: Member) -> Node:
         return self._node(member.endpoint)
 
-    async def directory(self) -> Directory | None:
+    async def directory(self) -> Node | None:
         """None when the registry knows none, or there is no registry."""
         for member in await self._members():
             if member.role == DIRECTORY_ROLE:
-                stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(
-                    self._channels.to(member.endpoint.rpc_address)
-                )
-                return Directory(member.endpoint, stub)
+                address = member.endpoint.rpc_address
+                stub = directory_pb2_grpc.DirectoryStub(self._channels.to(address))
+                return Node(member.endpoint, stub, f"the directory at {address}")
         return None
 
     async def call(
         self,
-        peer: Peer,
+        peer: Node,
         method: Callable[..., Any],
         request: Any,
         *,
@@ -162,20 +139,10 @@ class Cluster:
         except PeerLost as error:
             raise Unreachable(peer.title, error) from error
 
-    async def ask(
-        self,
-        nodes: Sequence[Node],
-        question: Callable[[Node], Any],
-        request: Any,
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-    ) -> Answers[Any]:
-        """`question` picks the method, as `lambda node: node.stub.Stats`. Raises what no other node can help with."""
-
-        async def one(node: Node) -> Any:
-            return await self.call(node, question(node), request, timeout_s=timeout_s)
-
-        return await gathered(nodes, one)
+    async def stats(self, nodes: Sequence[Node]) -> Answers[kvstore_pb2.StoreStatsReply]:
+        """Of each. Raises what no other node can help with."""
+        request = kvstore_pb2.StoreStatsRequest()
+        return await gathered(nodes, lambda node: self.call(node, node.stub.Stats, request))
 
     async def stream(
         self, node: Node, method: Callable[..., Any], request: Any
@@ -220,15 +187,15 @@ class Cluster:
         return await self.named(name for name in self._chosen if ":" in name)
 
     async def _dial(self, address: str) -> Node:
-        node = self._node(_address_only(address))
+        unknown = {"instance_id": "", "transfer_address": "", "host": ""}
+        node = self._node(Endpoint(epoch=0, rpc_address=address, **unknown))
         reply = await self.call(node, node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
         return self._node(replace(endpoint_from_wire(reply.endpoint), rpc_address=address))
 
     def _node(self, endpoint: Endpoint) -> Node:
-        stub: kvstore_pb2_grpc.KvStoreAsyncStub = kvstore_pb2_grpc.KvStoreStub(
-            self._channels.to(endpoint.rpc_address)
-        )
-        return Node(endpoint, stub)
+        stub = kvstore_pb2_grpc.KvStoreStub(self._channels.to(endpoint.rpc_address))
+        title = f"{endpoint.instance_id} at {endpoint.rpc_address}".removeprefix(" at ")
+        return Node(endpoint, stub, title)
 
 
 async def gathered(nodes: Sequence[Node], ask: Callable[[Node], Any]) -> Answers[Any]:
@@ -265,10 +232,6 @@ def reason(error: MoonserveError) -> str:
     if text.startswith("unimplemented"):
         return "answers, but does not know this call: another kind of process, or another version"
     return text.splitlines()[0]
-
-
-def _address_only(address: str) -> Endpoint:
-    return Endpoint(instance_id="", epoch=0, rpc_address=address, transfer_address="", host="")
 
 
 def _known(known: dict[str, Node], name: str) -> Node:

@@ -13,13 +13,21 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 
-from deploy.kvctl import objects, verb
-from deploy.kvctl.batches import Batch, Resident, batches, first_of_chain, in_order, waves
+from deploy.kvctl import objects
 from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
-from deploy.kvctl.survey import Others, Survey, survey
-from deploy.terminal.amounts import size
-from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE
-from deploy.terminal.output import Output, count
+from deploy.kvctl.drain_plan import (
+    Batch,
+    Others,
+    Resident,
+    Survey,
+    batches,
+    first_of_chain,
+    in_order,
+    survey,
+    waves,
+)
+from deploy.terminal.client import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE
+from deploy.terminal.output import Output, count, size
 from protocol.errors import MoonserveError, Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
@@ -34,9 +42,9 @@ WRITERS_POLL_S = 0.5
 LISTED = 100
 
 
-def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
+def add_to(verbs: objects.Verbs, common: ArgumentParser) -> None:
     help = "copy what only this node holds to others, so that it can be stopped"
-    parser = verb.add(verbs, "drain", run, common, help)
+    parser = objects.add(verbs, "drain", run, common, help)
     parser.add_argument("name", metavar="NODE", help="id or HOST:PORT")
     parser.add_argument("--undo", action="store_true", help="let it accept objects again")
 
@@ -83,6 +91,7 @@ class _Drain:
         self._moved = self._moved_bytes = 0
         self._gone = 0  # evicted or removed on the leaving node before they were copied
         self._unplaced: set[BlockKey] = set()  # in the last pass
+        self._seen = self._seen_bytes = 0  # in this one
         self._is_waiting = False
         self._why: dict[BlockKey, str] = {}  # of what found no place
 
@@ -101,7 +110,6 @@ class _Drain:
                 left_before = len(found.alone)
                 await self._pass(found)
             elif await self._has_writers():
-                self._say_waiting()
                 await asyncio.sleep(WRITERS_POLL_S)
                 left_before = None  # what they finish is new
             else:
@@ -111,12 +119,10 @@ class _Drain:
         """Writes that began before the drain may still become objects."""
         request = kvstore_pb2.StoreStatsRequest()
         stats = await self._cluster.call(self._leaving, self._leaving.stub.Stats, request)
-        return bool(stats.reserved_bytes)
-
-    def _say_waiting(self) -> None:
-        if not self._is_waiting:
+        if stats.reserved_bytes and not self._is_waiting:
             self._is_waiting = True
             self._output.note("all is copied; waiting for writes that began before the drain")
+        return bool(stats.reserved_bytes)
 
     def _announce(self, found: Survey, *, is_first: bool) -> None:
         what = f"{count(len(found.alone), 'object')} ({size(found.num_bytes)})"
@@ -133,13 +139,13 @@ class _Drain:
     async def _pass(self, found: Survey) -> None:
         self._why = {}
         self._unplaced = set(found.alone)
-        with self._output.progress() as shown:
-            progress = _Moved(shown, self._leaving.name, found)
+        self._seen = self._seen_bytes = 0
+        with self._output.progress() as progress:
             for wave in waves(found.alone):
                 planned = batches(in_order(wave), lambda item: self._target_of(item, found))
                 async with asyncio.TaskGroup() as group:
                     for of_one in planned.values():
-                        group.create_task(self._in_turn(of_one, progress))
+                        group.create_task(self._in_turn(of_one, found, progress))
 
     def _target_of(self, item: Resident, found: Survey) -> str:
         first = first_of_chain(found.alone, item)
@@ -147,7 +153,7 @@ class _Drain:
             return self._others.home(first.key)
         return found.parents_at.get(first.parent) or self._others.home(first.parent)
 
-    async def _in_turn(self, of_one: Iterable[Batch], progress: _Moved) -> None:
+    async def _in_turn(self, of_one: Iterable[Batch], found: Survey, progress: Progress) -> None:
         """The batches for one node, whose order keeps parents before children."""
         for batch in of_one:
             async with self._slots:
@@ -157,7 +163,14 @@ class _Drain:
             self._unplaced.difference_update(item.key for item in placed)
             self._moved += len(placed)
             self._moved_bytes += sum(item.length for item in placed)
-            progress.add(batch)
+            self._seen += len(batch.objects)
+            self._seen_bytes += batch.num_bytes
+            text = (
+                f"{self._seen:,} of {count(len(found.alone), 'object')}, "
+                f"{size(self._seen_bytes)} of {size(found.num_bytes)}"
+            )
+            name = f"drain {self._leaving.name}"
+            progress.show(name, self._seen_bytes, found.num_bytes, text)
 
     async def _place(self, batch: Batch) -> Sequence[Resident]:
         """What no node took."""
@@ -172,7 +185,13 @@ class _Drain:
         """What is not on the target then. A batch that did not come whole is taken one by one, so that what cannot be
         copied does not keep the others back."""
         try:
-            reply = await self._call_copy(wanted, target)
+            request = kvstore_pb2.StoreCopyRequest(
+                source=endpoint_to_wire(self._leaving.endpoint),
+                keys=[item.key for item in wanted],
+                deadline_s=COPY_DEADLINE_S,
+            )
+            timeout_s = COPY_DEADLINE_S + CALL_MARGIN_S
+            reply = await self._cluster.call(target, target.stub.Copy, request, timeout_s=timeout_s)
         except (Unreachable, Overloaded) as error:
             return self._refused(wanted, error.message)
         except MoonserveError as error:
@@ -185,7 +204,8 @@ class _Drain:
             return ()
         if len(wanted) > 1:
             return await self._copy_singly(wanted, target)
-        return self._refused(wanted, f"{target.name}: {_shortfall(reply)}")
+        why = "no room there" if reply.refused else "the draining node could not read it"
+        return self._refused(wanted, f"{target.name}: {why}")
 
     async def _copy_singly(self, wanted: Sequence[Resident], target: Node) -> Sequence[Resident]:
         return [item for one in wanted for item in await self._copy([one], target)]
@@ -193,20 +213,6 @@ class _Drain:
     def _refused(self, wanted: Sequence[Resident], why: str) -> Sequence[Resident]:
         self._why |= {item.key: why for item in wanted}
         return wanted
-
-    async def _call_copy(
-        self, wanted: Sequence[Resident], target: Node
-    ) -> kvstore_pb2.StoreCopyReply:
-        request = kvstore_pb2.StoreCopyRequest(
-            source=endpoint_to_wire(self._leaving.endpoint),
-            keys=[item.key for item in wanted],
-            deadline_s=COPY_DEADLINE_S,
-        )
-        timeout_s = COPY_DEADLINE_S + CALL_MARGIN_S
-        reply: kvstore_pb2.StoreCopyReply = await self._cluster.call(
-            target, target.stub.Copy, request, timeout_s=timeout_s
-        )
-        return reply
 
     async def _pin(self, copied: Sequence[Resident], target: Node) -> None:
         for pin in {item.pin for item in copied} - {kvstore_pb2.STORE_PIN_NONE}:
@@ -263,26 +269,3 @@ class _Drain:
             gone=self._gone,
             unplaced=[item.key.hex() for item in unplaced],
         )
-
-
-def _shortfall(reply: kvstore_pb2.StoreCopyReply) -> str:
-    return "no room there" if reply.refused else "the draining node could not read it"
-
-
-class _Moved:
-    """Of one pass, in bytes."""
-
-    def __init__(self, progress: Progress, name: str, found: Survey) -> None:
-        self._progress = progress
-        self._name = name
-        self._total, self._total_bytes = len(found.alone), found.num_bytes
-        self._done = self._done_bytes = 0
-
-    def add(self, batch: Batch) -> None:
-        self._done += len(batch.objects)
-        self._done_bytes += batch.num_bytes
-        text = (
-            f"{self._done:,} of {count(self._total, 'object')}, "
-            f"{size(self._done_bytes)} of {size(self._total_bytes)}"
-        )
-        self._progress.show(f"drain {self._name}", self._done_bytes, self._total_bytes, text)

@@ -12,13 +12,19 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.kvctl import verb
+from deploy.kvctl import objects
 from deploy.kvctl.cluster import CALL_TIMEOUT_S, Cluster
-from deploy.terminal.amounts import size
-from deploy.terminal.endings import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE, KEY_ENV
-from deploy.terminal.gateway_view import add_url, cluster_view
-from deploy.terminal.output import Output, Table, bar
-from deploy.terminal.workers import calling
+from deploy.terminal.client import (
+    EXIT_NOT_FOUND,
+    EXIT_OK,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    KEY_ENV,
+    calling,
+    cluster_view,
+    explained,
+)
+from deploy.terminal.output import Output, Table, bar, size
 from protocol.config import parse_bytes
 from protocol.errors import ConfigError, MoonserveError, NoWorker, PeerLost
 from protocol.ids import Role
@@ -40,16 +46,15 @@ class Worker:
 Outcome = worker_pb2.KvLimits | MoonserveError
 
 
-def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
-    show = verb.add(verbs, "limits", run_limits, common, "show what workers' KV may take")
-    change = verb.add(verbs, "limit", run_limit, common, "change what workers' KV may take")
+def add_to(verbs: objects.Verbs, common: ArgumentParser) -> None:
+    show = objects.add(verbs, "limits", run_limits, common, "show what workers' KV may take")
+    change = objects.add(verbs, "limit", run_limit, common, "change what workers' KV may take")
     change.add_argument("target", metavar="MODEL_OR_INSTANCE", help="a worker, or all of a model")
     change.add_argument("ceiling", nargs="?", type=_bytes, help="at most so much, as 4GiB")
     change.add_argument("--floor", type=_bytes, help="of a shared budget, always so much")
     change.add_argument("--budget", type=_bytes, help="of all workers that share it")
     for parser in (show, change):
         parser.set_defaults(asks_stores=False)
-        add_url(parser, os.environ)
 
 
 async def run_limits(arguments: Namespace, cluster: Cluster, output: Output) -> int:
@@ -115,9 +120,11 @@ def _show(workers: list[Worker], outcomes: list[Outcome], output: Output) -> int
     for worker, outcome in zip(workers, outcomes, strict=True):
         if isinstance(outcome, MoonserveError):
             output.record(worker=worker.name, role=worker.role, error=outcome.message)
-            output.problem(f"{worker.name}: {outcome.message}")
+            output.problem(f"{worker.name}: {explained(outcome)}")
         else:
-            output.record(worker=worker.name, role=worker.role, **_as_json(outcome))
+            told = {name: getattr(outcome, name) for name in _TOLD}
+            told["budget_bytes"] = _budget(outcome)
+            output.record(worker=worker.name, role=worker.role, **told)
             table.add(worker.name, worker.role, *_cells(outcome))
     table.flush()
     failures = [each for each in outcomes if isinstance(each, MoonserveError)]
@@ -128,6 +135,16 @@ def _show(workers: list[Worker], outcomes: list[Outcome], output: Output) -> int
     return EXIT_USAGE if len(failures) == len(outcomes) else EXIT_NOT_FOUND
 
 
+_TOLD = (
+    *("resident_bytes", "held_bytes", "floor_bytes", "ceiling_bytes"),
+    *("largest_bytes", "wanted_bytes"),
+)
+
+
+def _budget(limits: worker_pb2.KvLimits) -> int | None:
+    return limits.budget_bytes if limits.HasField("budget_bytes") else None
+
+
 def _cells(limits: worker_pb2.KvLimits) -> tuple[str, ...]:
     share = limits.resident_bytes / limits.ceiling_bytes
     return (
@@ -136,20 +153,8 @@ def _cells(limits: worker_pb2.KvLimits) -> tuple[str, ...]:
         size(limits.ceiling_bytes),
         size(limits.largest_bytes),
         size(limits.wanted_bytes),
-        size(limits.budget_bytes) if limits.HasField("budget_bytes") else "its own",
+        "its own" if (budget := _budget(limits)) is None else size(budget),
     )
-
-
-def _as_json(limits: worker_pb2.KvLimits) -> dict[str, int | None]:
-    return {
-        "resident_bytes": limits.resident_bytes,
-        "held_bytes": limits.held_bytes,
-        "floor_bytes": limits.floor_bytes,
-        "ceiling_bytes": limits.ceiling_bytes,
-        "largest_bytes": limits.largest_bytes,
-        "wanted_bytes": limits.wanted_bytes,
-        "budget_bytes": limits.budget_bytes if limits.HasField("budget_bytes") else None,
-    }
 
 
 def _bytes(text: str) -> int:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
-from deploy.kvctl import drain, drop, limit, ls, nodes, pin, replicas, stat, verify, watch
+from deploy.kvctl import drain, limit, modify, show, watch
 from deploy.kvctl.cluster import Cluster, require_target
-from deploy.terminal.endings import EXIT_INTERRUPTED, EXIT_USAGE, TOKEN_ENV, exit_code, explained
+from deploy.terminal.client import (
+    DEFAULT_URL,
+    EXIT_INTERRUPTED,
+    TOKEN_ENV,
+    URL_ENV,
+    credentials,
+    run,
+)
 from deploy.terminal.output import Output
-from deploy.terminal.workers import credentials
-from protocol.errors import MoonserveError
+from protocol.errors import ConfigError
 from protocol.registry.connect import connect
 
-VERBS = (ls, stat, nodes, replicas, pin, drop, verify, drain, watch, limit)
+VERBS = (
+    *(show.add_ls, show.add_stat, show.add_nodes),
+    *(modify.add_replicas, modify.add_pin, modify.add_drop, modify.add_verify),
+    *(drain.add_to, watch.add_to, limit.add_to),
+)
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
 
 _EPILOG = f"""\
 The cluster's registry is --registry or {REGISTRY_ENV}: redis://…, redis+sentinel://…, or host:port of a directory.
+limits and limit need none: they ask the gateway, --url or {URL_ENV}.
 The cluster's secret is read from {TOKEN_ENV}, with TLS the files from MOONSERVE_TLS_CERTIFICATE, …_KEY and …_AUTHORITY.
 exit codes: 0 done; 1 not found, found corrupt or not done in full; 2 usage or wrong token; 3 a node or the registry
 could not be reached
@@ -29,28 +39,28 @@ could not be reached
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """`argv`: the arguments after `kvctl`."""
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as exit:  # argparse has printed what is wrong, or the help
-        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
-    output = Output("kvctl", as_json=arguments.json, long=arguments.long)
-    try:
-        return asyncio.run(_run(arguments, output, environ))
-    except KeyboardInterrupt:
-        interrupted: int = getattr(arguments, "interrupted", EXIT_INTERRUPTED)
-        return interrupted
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_INTERRUPTED
-    except MoonserveError as error:
-        output.problem(explained(error))
-        return exit_code(error)
+
+    def body(arguments: Namespace) -> int:
+        output = Output("kvctl", as_json=arguments.json, long=arguments.long)
+        try:
+            return asyncio.run(_run(arguments, output, environ))
+        except KeyboardInterrupt:
+            interrupted: int = getattr(arguments, "interrupted", EXIT_INTERRUPTED)
+            return interrupted
+
+    return run(_parser(), argv, body)
 
 
 async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str]) -> int:
     url = arguments.registry or environ.get(REGISTRY_ENV) or None
     if arguments.asks_stores:
+        if arguments.url is not None:
+            raise ConfigError(
+                "--url is for limits and limit: store nodes are found by --registry or --node"
+            )
         require_target(url, arguments.nodes)
+    elif arguments.url is None:
+        arguments.url = environ.get(URL_ENV, DEFAULT_URL)
     token, tls = credentials(environ)
     registry = None
     if url and arguments.asks_stores:
@@ -70,18 +80,26 @@ def _parser() -> ArgumentParser:
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    _add_common(parser, registry=None, nodes=[], json=False, long=False)
+    _add_common(parser, registry=None, nodes=[], url=None, json=False, long=False)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     # The same options after the verb; there, absent ones must not undo those before it.
     common = ArgumentParser(add_help=False)
-    _add_common(common, registry=SUPPRESS, nodes=SUPPRESS, json=SUPPRESS, long=SUPPRESS)
-    for verb in VERBS:
-        verb.add_to(verbs, common)
+    _add_common(
+        common, registry=SUPPRESS, nodes=SUPPRESS, url=SUPPRESS, json=SUPPRESS, long=SUPPRESS
+    )
+    for add in VERBS:
+        add(verbs, common)
     return parser
 
 
 def _add_common(
-    parser: ArgumentParser, *, registry: object, nodes: object, json: object, long: object
+    parser: ArgumentParser,
+    *,
+    registry: object,
+    nodes: object,
+    url: object,
+    json: object,
+    long: object,
 ) -> None:
     parser.add_argument("--registry", metavar="URL", default=registry, help="where the cluster is")
     parser.add_argument(
@@ -92,5 +110,6 @@ def _add_common(
         default=nodes,
         help="only this node, by id, or by HOST:PORT without asking a registry; may be repeated",
     )
+    parser.add_argument("--url", default=url, help="of the gateway, for limits and limit")
     parser.add_argument("--json", action="store_true", default=json, help="print JSON lines")
     parser.add_argument("--long", action="store_true", default=long, help="whole keys, all columns")

@@ -1,12 +1,24 @@
-"""Objects as nodes list them: the replicas of a key, what leads to it, what follows it."""
+"""Objects of the store for all verbs: keys on the command line, replicas, what leads to a block, what follows it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+import re
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from deploy.kvctl.cluster import KEYS_PER_CALL, Answers, Cluster, Node, Object, gathered
+from deploy.terminal.output import SHORT_KEY_DIGITS, Output
+from kvstore.client.keys import plain_key
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2
 
@@ -128,8 +140,7 @@ async def holders(
 
     async def one(node: Node) -> list[BlockKey]:
         found: list[BlockKey] = []
-        for start in range(0, len(keys), KEYS_PER_CALL):
-            piece = keys[start : start + KEYS_PER_CALL]
+        for piece in pieces(keys):
             request = kvstore_pb2.StoreExistsRequest(keys=piece)
             reply = await cluster.call(node, node.stub.Exists, request)
             found += [key for key, there in zip(piece, reply.present, strict=True) if there]
@@ -141,3 +152,46 @@ async def holders(
 def pieces(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
     """As many as go into one call."""
     return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))
+
+
+HELP = "32 hex digits are a block key; anything else is a plain key, found under its digest"
+_BLOCK_KEY = re.compile(r"[0-9a-fA-F]{32}")
+_CUT_KEY = re.compile(rf"[0-9a-f]{{{SHORT_KEY_DIGITS}}}")
+
+
+def add_key(parser: ArgumentParser, *, several: bool = False) -> None:
+    parser.add_argument(
+        "keys" if several else "key", metavar="KEY", help=HELP, nargs="+" if several else None
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="KEY is a plain key even if it looks like a block key"
+    )
+
+
+def parse(text: str, *, plain: bool) -> BlockKey:
+    """Raises InvalidRequest for a plain key that is too long."""
+    if not plain and _BLOCK_KEY.fullmatch(text):
+        return BlockKey(bytes.fromhex(text))
+    return plain_key(text.encode(errors="surrogateescape"))
+
+
+def texts_by_key(texts: Iterable[str], arguments: Namespace) -> dict[BlockKey, str]:
+    """Each key once, with what the operator called it."""
+    return {parse(text, plain=arguments.plain): text for text in texts}
+
+
+def no_such_key(text: str) -> str:
+    if _CUT_KEY.fullmatch(text):
+        return f"no such key: {text} (digits of a cut key? --long shows all 32)"
+    return f"no such key: {text}"
+
+
+Run: TypeAlias = Callable[[Namespace, Cluster, Output], Awaitable[int]]
+Verbs: TypeAlias = "_SubParsersAction[ArgumentParser]"  # argparse has no public name for it
+
+
+def add(verbs: Verbs, name: str, run: Run, common: ArgumentParser, help: str) -> ArgumentParser:
+    """The parser of one verb, for arguments of its own."""
+    parser = verbs.add_parser(name, parents=[common], help=help, description=help)
+    parser.set_defaults(run=run, asks_stores=True)
+    return parser

@@ -1,40 +1,87 @@
 """`kvctl watch`: follows all nodes' events until Ctrl-C.
 
-Rules: nodes come and go as the registry says; one that is lost is tried again for as long as it is a member. On a
-terminal a table is redrawn each second; elsewhere, and with `--keys`, there are only lines, none while nothing happens.
+Nodes come and go as the registry says; one that is lost is tried again for as long as it is a member. On a terminal a
+table is redrawn each second; elsewhere, and with `--keys`, there are only lines, none while nothing happens.
 """
 
 from __future__ import annotations
 
 import asyncio
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from deploy.kvctl import verb
-from deploy.kvctl.changes import Change, Counts, Objects
+from deploy.kvctl import objects
 from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
-from deploy.terminal.endings import EXIT_OK
-from deploy.terminal.output import Output
+from deploy.terminal.client import EXIT_OK
+from deploy.terminal.output import Output, grid
 from kvstore.client.cluster import STORE_ROLE
+from kvstore.native.base import NO_RECORD, KeyMap
+from kvstore.native.library import key_map
 from protocol.errors import MoonserveError
+from protocol.keys import BlockKey, iter_keys
 from protocol.pb import kvstore_pb2
 from protocol.process import running
 from protocol.registry.base import Member
+
+_TIERS = {kvstore_pb2.STORE_TIER_MEMORY: "memory", kvstore_pb2.STORE_TIER_DISK: "disk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`what`: added, moved, removed or read. `tier`: where it is then; empty for the latter two."""
+
+    what: str
+    key: BlockKey
+    tier: str = ""
+
+
+class Objects:
+    """Which objects one node holds."""
+
+    def __init__(self) -> None:
+        self._there: KeyMap = key_map()
+        self._in_inventory = False
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def apply(self, message: kvstore_pb2.StoreEvents) -> Iterator[Change]:
+        """Iterate to the end; nothing is changed before."""
+        if message.snapshot:
+            self._there, self._in_inventory = key_map(), True
+        for change in self._changes(message):
+            if not self._in_inventory:
+                yield change
+        self._in_inventory = self._in_inventory and message.more
+
+    def _changes(self, message: kvstore_pb2.StoreEvents) -> Iterator[Change]:
+        for key, tier in zip(iter_keys(message.added_keys), message.added_tiers, strict=True):
+            is_new = self._there.get(key) == NO_RECORD
+            self._there.put(key, 1)
+            yield Change("added" if is_new else "moved", key, _TIERS.get(tier, "?"))  # type: ignore[call-overload]
+        for key in iter_keys(message.removed_keys):
+            self._there.pop(key)
+            yield Change("removed", key)
+        for key in iter_keys(message.read_keys):
+            yield Change("read", key)
+
 
 SHOW_EVERY_S = 1.0
 RETRY_S = 1.0
 _FIELDS = ("added", "moved", "removed", "read")
 
 
-def add_to(verbs: verb.Verbs, common: ArgumentParser) -> None:
+def add_to(verbs: objects.Verbs, common: ArgumentParser) -> None:
     help = "follow what is added, moved between tiers, removed and read, until Ctrl-C"
-    parser = verb.add(verbs, "watch", run, common, help)
+    parser = objects.add(verbs, "watch", run, common, help)
     parser.add_argument("--keys", action="store_true", help="print every event with its key")
     parser.set_defaults(interrupted=EXIT_OK)
 
@@ -43,7 +90,7 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     watch = _Watch(cluster, output, with_keys=arguments.keys)
     first = await cluster.nodes()  # raises where nothing can be watched
     # So does a wrong token, of which a registry may know nothing. Who is lost may come back.
-    await cluster.ask(first, lambda node: node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
+    await cluster.stats(first)
     async with running(watch.show()) as showing, running(watch.follow(first)) as following:
         done, _ = await asyncio.wait({showing, following}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -52,21 +99,21 @@ async def run(arguments: Namespace, cluster: Cluster, output: Output) -> int:
 
 
 class _Watched:
-    """One node, as it is heard."""
+    """One node, as it is heard. Events are counted by `Change.what`."""
 
-    def __init__(self, node: Node, task: asyncio.Task[None] | None = None) -> None:
+    def __init__(self, node: Node) -> None:
         self.node = node
-        self.task = task
+        self.task: asyncio.Task[None] | None = None
         self.state = "connecting"
         self.objects = Objects()
-        self.fresh = Counts()  # since they were shown last
-        self.shown = Counts()  # what was shown last
-        self.total = Counts()
+        self.fresh = Counter[str]()  # since they were shown last
+        self.shown = Counter[str]()  # what was shown last
+        self.total = Counter[str]()
 
-    def turn(self) -> Counts:
+    def turn(self) -> Counter[str]:
         """What came since the last turn."""
-        self.shown, self.fresh = self.fresh, Counts()
-        self.total.add(self.shown)
+        self.shown, self.fresh = self.fresh, Counter()
+        self.total += self.shown
         return self.shown
 
 
@@ -109,7 +156,9 @@ class _Watch:
             if name not in now and name in self._members:  # one that was dialled may be no member
                 self._say(watched.node, "left")
                 self._end(watched)
-            elif name in now and _is_elsewhere(now[name], watched.node):
+            elif (
+                name in now and now[name].endpoint.rpc_address != watched.node.endpoint.rpc_address
+            ):
                 self._end(watched)
         self._members = set(now)
         for name, node in now.items():
@@ -142,7 +191,7 @@ class _Watch:
         stream = self._cluster.stream(watched.node, watched.node.stub.Subscribe, request)
         async for message in stream:
             for change in watched.objects.apply(message):
-                watched.fresh.note(change)
+                watched.fresh[change.what] += 1
                 self._print(watched.node, change)
             if watched.state != "watched":
                 back = "back" if watched.state == "lost" else "watched"
@@ -156,13 +205,12 @@ class _Watch:
             fields = {"event": change.what, "key": change.key.hex()}
             self._output.record(time=_iso(), node=node.name, **fields, tier=change.tier)
             tier = f"  {change.tier}" if change.tier else ""
-            text = f"{change.what:8} {self._output.key(change.key)}{tier}"
-            self._output.line(f"{_clock()}  {node.name:12}  {text}")
+            self._line(node, f"{change.what:8} {self._output.key(change.key)}{tier}")
 
     def _say(self, node: Node, what: str) -> None:
         self._output.record(time=_iso(), node=node.name, event=what)
         if not self._is_live:
-            self._output.line(f"{_clock()}  {node.name:12}  {what}")
+            self._line(node, what)
 
     async def show(self) -> None:
         """What happened, once a second."""
@@ -178,37 +226,24 @@ class _Watch:
                     live.update(table(list(self._watched.values())), refresh=True)
                 await asyncio.sleep(SHOW_EVERY_S)
 
-    def _tell(self, node: Node, counts: Counts) -> None:
-        numbers = {name: getattr(counts, name) for name in _FIELDS}
+    def _tell(self, node: Node, counts: Counter[str]) -> None:
+        numbers = {name: counts[name] for name in _FIELDS}
         self._output.record(time=_iso(), node=node.name, event="counts", **numbers)
         texts = [f"{name} {number:,}" for name, number in numbers.items() if number]
-        self._output.line(f"{_clock()}  {node.name:12}  {', '.join(texts)}")
+        self._line(node, ", ".join(texts))
 
-
-def _is_elsewhere(now: Node, before: Node) -> bool:
-    return now.endpoint.rpc_address != before.endpoint.rpc_address
+    def _line(self, node: Node, text: str) -> None:
+        self._output.line(f"{datetime.now():%H:%M:%S}  {node.name:12}  {text}")
 
 
 def table(watched: Sequence[_Watched]) -> Table:
     """Events of the last second, with their totals since the watch began."""
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("node", "state"):
-        shown.add_column(column)
-    for column in ("objects", *(f"{name}/s (all)" for name in _FIELDS)):
-        shown.add_column(column, justify="right")
+    shown = grid("node", "state", ">objects", *(f">{name}/s (all)" for name in _FIELDS))
     for one in sorted(watched, key=lambda one: one.node.name):
-        rates = [_rate(one, name) for name in _FIELDS]
+        rates = (f"{one.shown[name]:,} ({one.total[name]:,})" for name in _FIELDS)
         style = "red" if one.state == "lost" else None
         shown.add_row(one.node.name, one.state, f"{len(one.objects):,}", *rates, style=style)
     return shown
-
-
-def _rate(one: _Watched, name: str) -> str:
-    return f"{getattr(one.shown, name):,} ({getattr(one.total, name):,})"
-
-
-def _clock() -> str:
-    return datetime.now().strftime("%H:%M:%S")
 
 
 def _iso() -> str:

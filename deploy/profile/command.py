@@ -1,16 +1,14 @@
 """`moonserve profile`: how fast a model is on this machine, as coefficients with their errors and rates of moving KV.
 
-Owns what is measured, in which order, and the file that `moonserve simulate` reads. Its rule: everything is measured as
-the cluster does it: prompts in a worker's chunks, copies and connections by the transfer engine, the disk around the
-page cache. Runs alone, in one process, or with `--serving` as the client of a cluster that it starts and stops, so that
-what serving adds and what the processes cost each other is measured too. Changes nothing but the file it is told to
-write.
+Everything is measured as the cluster does it: prompts in a worker's chunks, copies and connections by the transfer
+engine, the disk around the page cache. Runs alone, in one process, or with `--serving` as the client of a cluster that
+it starts and stops, so that what serving adds and what the processes cost each other is measured too. Changes nothing
+but the file that `moonserve simulate` reads.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,30 +20,85 @@ import numpy as np
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit, fit_prefill
 from conductor.policies import DEFAULT_POLICY
-from deploy.doctor import disk_speed
+from deploy.doctor.service_checks import read_bytes_per_s
 from deploy.doctor.transfer_checks import try_transport
 from deploy.profile import probe, report, serving
-from deploy.profile.calibration import calibrated
-from deploy.profile.config import ProfileConfig
-from engine.config import ModelConfig, load_model_config
-from engine.hub import resolve_model
+from deploy.profile.serving import calibrated
+from engine.config import ModelConfig, load_model_config, resolve_model
 from engine.pool_plan import PoolPlan, plan_pool
-from engine.replica_config import ReplicaConfig
+from engine.replica_config import FormatConfig, ReplicaConfig
 from models import demo_model_path
-from protocol.config import HelpRequested, load
+from protocol.config import option, require_at_least_1, run_command
 from protocol.errors import ConfigError
 from protocol.machine import cache_folder
-from protocol.process import EXIT_CONFIG
 from protocol.progress import Progress, duration
 from traces.simulator.profiles import write_profile
 from traces.simulator.spec import ClusterSpec, Crowding, ModelProfile, Overheads
-from transfer.options import TransferOptions
+from transfer.config import TransferOptions
 
 if TYPE_CHECKING:
-    from deploy.profile.runs import Answered, PromptRun, StepRun
+    from deploy.profile.bursts import Answered, PromptRun, StepRun
     from deploy.profile.terms import ServingTerms
-    from engine.engine import Engine
-    from engine.profile import DecodePoint, Grid, PrefillPoint
+    from engine.profile import DecodePoint, PrefillPoint
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(FormatConfig):
+    """Options of `moonserve profile`; those that a worker has too mean the same."""
+
+    model: str | None = option(
+        None, help="local Hugging Face folder or hub name; the demo model when not given"
+    )
+    json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
+    name: str | None = option(None, help="name of the profile; the model's when not given")
+    kv_cache_memory: int = option(256 * MIB, help="bytes of KV of a worker", unit="bytes")
+    dram: int = option(512 * MIB, help="bytes of KV of a store node", unit="bytes")
+    max_num_seqs: int = option(64, help="sequences in one decode batch")
+    max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
+    num_threads: int = option(1, help="compute threads")
+    cache_dir: str | None = option(
+        None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given"
+    )
+    disk: str | None = option(
+        None, help="folder whose disk is measured; that of temporary files when not given"
+    )
+    budget_s: float = option(120.0, help="seconds for the model's steps; more make longer prompts")
+    clock: str = option(
+        "wall",
+        help="cpu = the process's own time, on a machine that is busy with other things",
+        choices=("wall", "cpu"),
+    )
+    serving: bool = option(
+        False, help="measure through a cluster on this machine, with all that serving adds"
+    )
+    prefill_workers: int = option(1, help="with --serving: its prefill workers")
+    decode_workers: int = option(1, help="with --serving: its decode workers")
+    load_prompt_tokens: int = option(
+        512, help="with --serving: mean length of the prompts that will come"
+    )
+    load_answer_tokens: int = option(64, help="with --serving: likewise of the answers")
+
+    def __post_init__(self) -> None:
+        require_at_least_1(
+            self,
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_threads",
+            "prefill_workers",
+            "decode_workers",
+            "load_prompt_tokens",
+            "load_answer_tokens",
+        )
+        if self.serving and self.clock != "wall":
+            raise ConfigError("--serving sees what a client sees: it needs --clock wall")
+        if not self.budget_s > 0:
+            raise ConfigError("--budget-s must be above 0")
+        if self.clock == "cpu" and self.num_threads > 1:
+            raise ConfigError("--clock cpu adds up all threads: it needs --num-threads 1")
+
 
 # Options that a cluster is started with.
 _OF_WORKERS = (
@@ -76,40 +129,39 @@ class _Timed:
     bursts: Sequence[Sequence[Answered]] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rates:
-    """Bytes per second."""
-
-    copy: float
-    tcp: float
-    disk: float
-
-
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `profile`; the first one may be the model."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--model", arguments[0]]
-    try:
-        config = load(ProfileConfig, arguments, prog="moonserve profile", environ=dict(os.environ))
+
+    def measured(config: ProfileConfig) -> int:
         run(config)
-    except HelpRequested as request:
-        print(request)
         return 0
-    except ConfigError as error:
-        print(f"moonserve profile: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    return 0
+
+    return run_command(
+        ProfileConfig, measured, argv, prog="moonserve profile", positional="--model"
+    )
 
 
 def run(config: ProfileConfig) -> ModelProfile:
     """Measures, prints the report and writes the file if there is to be one. Raises ConfigError."""
     path = demo_model_path() if config.model is None else resolve_model(config.model)
     model = load_model_config(path)
-    plan = plan_pool(_replica(config, path), model)
+    replica = ReplicaConfig(
+        instance_id="profile",
+        model=str(path),
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        kv_cache_memory=config.kv_cache_memory,
+    )
+    plan = plan_pool(replica, model)
+    disk = config.disk or os.environ.get("TMPDIR", "/var/tmp")  # /tmp is often memory
     with Progress() as progress:
-        with progress.busy("copies, connections and the disk"):
-            rates = _measure_rates(config)  # first: torch's threads are not about yet
+        with progress.busy("copies, connections and the disk"):  # torch's threads are not about yet
+            rates = {
+                "copy within this machine (shm)": _transport_rate("shm"),
+                "tcp over loopback": _transport_rate("tcp"),
+                "disk, reading": read_bytes_per_s(Path(disk)),
+            }
         what = "a cluster" if config.serving else "the model's steps"
         with progress.busy(f"{what}, for about {duration(config.budget_s)}"):
             timed = (
@@ -117,17 +169,12 @@ def run(config: ProfileConfig) -> ModelProfile:
                 if config.serving
                 else _measure_alone(config, path, model, plan)
             )
-    profile = _profile(config, path, model, plan, timed, rates)
+    profile = _profile(config, path, model, plan, timed, list(rates.values()))
     if config.serving:
         profile = _calibrated(config, profile, timed)
     print(f"{profile.name}, {config.num_threads} thread(s), {config.clock} time, ", end="")
     print(f"prompts in chunks of {config.max_num_batched_tokens} tokens\n")
-    shown = (
-        ("copy within this machine (shm)", rates.copy),
-        ("tcp over loopback", rates.tcp),
-        ("disk, reading", rates.disk),
-    )
-    print(report.as_text(timed.prefill, timed.decode, shown))
+    print(report.as_text(timed.prefill, timed.decode, rates))
     if config.serving:
         print("", *serving.as_text(profile.overheads, profile.crowding), sep="\n")
     if config.json is not None:
@@ -167,23 +214,14 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
     )
 
 
-def _replica(config: ProfileConfig, path: Path) -> ReplicaConfig:
-    return ReplicaConfig(
-        instance_id="profile",
-        model=str(path),
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
-        kv_cache_memory=config.kv_cache_memory,
-    )
-
-
-def _load(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> Engine:
+def _measure_alone(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> _Timed:
+    """Decode steps first, since they take least."""
     # Here, so that a wrong option is told before torch is imported.
     from engine.engine import Engine
+    from engine.profile import FINE_GRID, decode_points, prefill_points
 
     folder = cache_folder(os.environ, Path.home())
-    return Engine.load(
+    engine = Engine.load(
         path,
         config=model,
         layout=plan.layout,
@@ -194,51 +232,22 @@ def _load(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan)
         kernels=config.kernels,
         cache_folder=folder if config.cache_dir is None else Path(config.cache_dir),
     )
-
-
-def _measure_alone(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> _Timed:
-    """Decode steps first, since they take least."""
-    from engine.profile import decode_points, prefill_points
-
-    engine = _load(config, path, model, plan)
-    clock, grid = _CLOCKS[config.clock], _grid(config)
+    batches = tuple(batch for batch in FINE_GRID.batches if batch <= config.max_num_seqs)
+    grid = replace(FINE_GRID, batches=batches, chunk_tokens=config.max_num_batched_tokens)
+    clock = _CLOCKS[config.clock]
     began = clock()
     decode = decode_points(engine, grid, clock, began + config.budget_s / 2)
     prefill = prefill_points(engine, grid, clock, began + config.budget_s)
     return _Timed(
         prefill_points=prefill,
         decode_points=decode,
-        prefill=fit_prefill(
-            np.array([point.num_tokens for point in prefill]),
-            np.array([point.num_cached for point in prefill]),
-            np.array([point.seconds for point in prefill]),
-        ),
-        decode=fit_decode(
-            np.array([point.num_seqs for point in decode]),
-            np.array([point.context_tokens for point in decode]),
-            np.array([point.seconds for point in decode]),
-        ),
+        prefill=fit_prefill(*_columns(prefill, "num_tokens", "num_cached", "seconds")),
+        decode=fit_decode(*_columns(decode, "num_seqs", "context_tokens", "seconds")),
     )
 
 
-def _grid(config: ProfileConfig) -> Grid:
-    from engine.profile import FINE_GRID
-
-    batches = tuple(batch for batch in FINE_GRID.batches if batch <= config.max_num_seqs)
-    return replace(FINE_GRID, batches=batches, chunk_tokens=config.max_num_batched_tokens)
-
-
-def _measure_rates(config: ProfileConfig) -> _Rates:
-    folder = Path(config.disk) if config.disk is not None else _temporary_folder()
-    return _Rates(
-        copy=_transport_rate("shm"),
-        tcp=_transport_rate("tcp"),
-        disk=disk_speed.read_bytes_per_s(folder),
-    )
-
-
-def _temporary_folder() -> Path:
-    return Path(os.environ.get("TMPDIR", "/var/tmp"))  # /tmp is often memory
+def _columns(points: Sequence[Any], *names: str) -> list[Any]:
+    return [np.array([getattr(point, name) for point in points]) for name in names]
 
 
 def _transport_rate(transport: str) -> float:
@@ -254,18 +263,20 @@ def _profile(
     model: ModelConfig,
     plan: PoolPlan,
     timed: _Timed,
-    rates: _Rates,
+    rates: Sequence[float],
 ) -> ModelProfile:
+    """`rates`: of copies, connections and the disk."""
     token_bytes = plan.layout.block_bytes // plan.layout.block_size
+    copy, tcp, disk = rates
     return ModelProfile(
         name=config.name or (config.model and Path(config.model).name) or path.name,
         prefill=timed.prefill.profile,
         decode=timed.decode.profile,
         kv_bytes_per_token=token_bytes,
         num_layers=model.num_layers,
-        nic_bytes_per_s=rates.tcp,
-        device_bytes_per_s=rates.copy,
-        disk_bytes_per_s=rates.disk,
+        nic_bytes_per_s=tcp,
+        device_bytes_per_s=copy,
+        disk_bytes_per_s=disk,
         device_tokens=plan.num_blocks * plan.layout.block_size,
         dram_tokens=config.dram // token_bytes,
         max_num_seqs=config.max_num_seqs,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.profile.runs import Answered, Observations, PromptRun, StepRun
+from deploy.profile.bursts import Answered, Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.timeline import Timeline
 from traces.client import ModelFacts, Outcome, StreamClient
@@ -125,19 +125,20 @@ class Probe:
 
     async def _prompt_run(self, outcome: Outcome, num_tokens: int, num_others: int) -> PromptRun:
         timeline = _timeline(outcome)
-        machine, since_placed_s, *terms = await self._explained(outcome)
+        found = await self._explained(outcome)
+        queue_s, load_s, compute_s = (float(found[name]) for name in _TERMS)
         gaps = timeline.gaps_s
         return PromptRun(
-            machine=machine,
+            machine=str(found["prefill"]),
             num_tokens=num_tokens,
             num_cached=outcome.cached_tokens,
             num_others=num_others,
             decodes_beside=False,
             ttft_s=timeline.ttft_s,
-            placed_s=timeline.ttft_s - since_placed_s,
-            queue_s=terms[0],
-            load_s=terms[1],
-            compute_s=terms[2],
+            placed_s=timeline.ttft_s - float(found["ttft_s"]),
+            queue_s=queue_s,
+            load_s=load_s,
+            compute_s=compute_s,
             second_gap_s=gaps[0] if len(gaps) > 2 else None,
             step_s=float(np.median(gaps[1:])) if len(gaps) > 2 else None,
         )
@@ -167,33 +168,26 @@ class Probe:
             self._fresh(lengths[number % len(lengths)]) for number in range(_BURST * num_prefill)
         ]
         outcomes = await asyncio.gather(*(self._complete(each, answer) for each in prompts))
-        return [
-            await self._answered(outcome, len(prompt))
-            for outcome, prompt in zip(outcomes, prompts, strict=True)
-        ]
+        answers: list[Answered] = []
+        for outcome, prompt in zip(outcomes, prompts, strict=True):
+            timeline, run = _timeline(outcome), await self._prompt_run(outcome, len(prompt), 0)
+            computes_from = timeline.arrived_at + run.placed_s + run.queue_s + run.load_s
+            answers.append(
+                Answered(
+                    machine=run.machine,
+                    num_tokens=len(prompt),
+                    sent_at=timeline.arrived_at,
+                    placed_s=run.placed_s,
+                    computes_from=computes_from,
+                    computes_until=computes_from + run.compute_s,
+                    token_at=timeline.token_at,
+                )
+            )
+        return answers
 
-    async def _answered(self, outcome: Outcome, num_tokens: int) -> Answered:
-        timeline, run = _timeline(outcome), await self._prompt_run(outcome, num_tokens, 0)
-        computes_from = timeline.arrived_at + run.placed_s + run.queue_s + run.load_s
-        return Answered(
-            machine=run.machine,
-            num_tokens=num_tokens,
-            sent_at=timeline.arrived_at,
-            placed_s=run.placed_s,
-            computes_from=computes_from,
-            computes_until=computes_from + run.compute_s,
-            token_at=timeline.token_at,
-        )
-
-    async def _explained(self, outcome: Outcome) -> tuple[str, float, float, float, float]:
-        """Its machine, and seconds from its placement to its first token, of queue, load and computing."""
-        found = await self._outcome_of(outcome)
-        queue_s, load_s, compute_s = (float(found[name]) for name in _TERMS)
-        return str(found["prefill"]), float(found["ttft_s"]), queue_s, load_s, compute_s
-
-    async def _outcome_of(self, outcome: Outcome) -> Mapping[str, Any]:
-        """What the conductor knows of it, its machine too. Reports reach it beside the tokens, so that they may come
-        after the last one. Raises ConfigError where nobody explains."""
+    async def _explained(self, outcome: Outcome) -> Mapping[str, Any]:
+        """What the conductor knows of it, its machine as `prefill`. Reports reach it beside the tokens, so that they
+        may come after the last one. Raises ConfigError where nobody explains."""
         ends_at = time.monotonic() + _REPORTED_WITHIN_S
         while True:
             record = await self._client.explain(outcome.request_id) or {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from conductor.cost.decode import DecodeFit
 from conductor.cost.prefill import PrefillFit
 from conductor.cost.residuals import ErrorReport
-from deploy.terminal.amounts import rate
+from deploy.terminal.output import rate
 from protocol.profile import DecodeProfile, PrefillProfile
 
 _FORMULAE = {
@@ -17,9 +17,9 @@ _FORMULAE = {
 _ARGUMENTS = {"prefill": ("n", "p"), "decode": ("b", "c")}
 
 
-def as_text(prefill: PrefillFit, decode: DecodeFit, rates: Sequence[tuple[str, float]]) -> str:
+def as_text(prefill: PrefillFit, decode: DecodeFit, rates: Mapping[str, float]) -> str:
     """`rates`: what was moved how, and bytes per second."""
-    width = max(len(name) for name, _ in rates)
+    width = max(map(len, rates))
     lines = [
         *_FORMULAE.values(),
         "",
@@ -30,7 +30,7 @@ def as_text(prefill: PrefillFit, decode: DecodeFit, rates: Sequence[tuple[str, f
         *_worst("prefill", prefill.errors),
         *_worst("decode", decode.errors),
         "",
-        *(f"{name:{width}}  {rate(bytes_s)}" for name, bytes_s in rates),
+        *(f"{name:{width}}  {rate(bytes_s)}" for name, bytes_s in rates.items()),
     ]
     return "\n".join(lines)
 

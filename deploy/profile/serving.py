@@ -9,16 +9,19 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.local import LocalCluster, running
+from deploy.profile.bursts import Answered, Observations
 from deploy.profile.probe import Grid, Probe
-from deploy.profile.runs import Observations
 from deploy.profile.terms import ServingTerms, terms_of
 from protocol.errors import ConfigError, MoonserveError
+from protocol.timeline import mean
 from traces.client import StreamClient
-from traces.simulator.spec import Crowding, Overheads
+from traces.format import TraceRecord
+from traces.simulator.run import simulate
+from traces.simulator.spec import ClusterSpec, Crowding, Overheads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +78,75 @@ async def _observe(
 
 def as_text(overheads: Overheads, crowding: Crowding) -> Sequence[str]:
     """What serving adds, for people."""
-    return (
-        f"request, beside its computing   {overheads.request_s * 1e3:8.2f} ms",
-        f"… of it at the gateway by turns {overheads.gateway_s * 1e3:8.2f} ms",
-        f"… of it the first token's way   {overheads.back_s * 1e3:8.2f} ms",
-        f"… longer beside another prompt  {overheads.late_back_s * 1e3:8.2f} ms",
-        f"prompt right after another      {overheads.turnover_s * 1e3:8.2f} ms",
-        f"landing, until it is granted    {overheads.landing_s * 1e3:8.2f} ms",
-        f"handoff, beside its KV          {overheads.handoff_s * 1e3:8.2f} ms",
-        f"… beside 0, 1, … prefills       {_factors(crowding.handoff)}",
-        f"prefill beside 0, 1, … others   {_factors(crowding.prefill)}",
-        f"… that are all prefill machines {_factors(crowding.prefill_beside_prefills)}",
-        f"decode beside 0, 1, … others    {_factors(crowding.decode)}",
-        f"… of a batch                    {_factors(crowding.decode_batch)}",
-        f"request beside 0, 1, … others   {_factors(crowding.request)}",
-        f"landing beside 0, 1, … others   {_factors(crowding.landing)}",
-    )
+    seconds = {
+        "request, beside its computing": overheads.request_s,
+        "… of it at the gateway by turns": overheads.gateway_s,
+        "… of it the first token's way": overheads.back_s,
+        "… longer beside another prompt": overheads.late_back_s,
+        "prompt right after another": overheads.turnover_s,
+        "landing, until it is granted": overheads.landing_s,
+        "handoff, beside its KV": overheads.handoff_s,
+    }
+    factors = {
+        "… beside 0, 1, … prefills": crowding.handoff,
+        "prefill beside 0, 1, … others": crowding.prefill,
+        "… that are all prefill machines": crowding.prefill_beside_prefills,
+        "decode beside 0, 1, … others": crowding.decode,
+        "… of a batch": crowding.decode_batch,
+        "request beside 0, 1, … others": crowding.request,
+        "landing beside 0, 1, … others": crowding.landing,
+    }
+    return [
+        *(f"{name:31} {value * 1e3:8.2f} ms" for name, value in seconds.items()),
+        *(
+            f"{name:31} {'  '.join(f'{factor:.2f}' for factor in found) or 'not measured'}"
+            for name, found in factors.items()
+        ),
+    ]
 
 
-def _factors(factors: Sequence[float]) -> str:
-    return "  ".join(f"{factor:.2f}" for factor in factors) or "not measured"
+_APART_S = 60.0  # between bursts, so that none meets another
+_MOST_S = 0.25  # a turnover's
+_HALVINGS = 12  # to a sixteenth of a millisecond
+
+
+def calibrated(spec: ClusterSpec, bursts: Sequence[Sequence[Answered]]) -> ClusterSpec:
+    """`spec` with another turnover; as it is where there was no burst."""
+    if not bursts:
+        return spec
+    wanted_s = mean([each.token_at[0] - each.sent_at for burst in bursts for each in burst])
+    records = _records(bursts, spec.block_size)
+
+    def of(turnover_s: float) -> ClusterSpec:
+        overheads = replace(spec.model.overheads, turnover_s=turnover_s)
+        return replace(spec, model=replace(spec.model, overheads=overheads))
+
+    low, high = 0.0, _MOST_S
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        outcomes = simulate(of(middle), records).outcomes
+        if mean([each.ttft_s for each in outcomes if each.ttft_s is not None]) < wanted_s:
+            low = middle
+        else:
+            high = middle
+    return of(low)
+
+
+def _records(bursts: Sequence[Sequence[Answered]], block_size: int) -> list[TraceRecord]:
+    """In the order in which they were sent; no two prompts share a block."""
+    records: list[TraceRecord] = []
+    next_id = 0
+    for number, burst in enumerate(bursts):
+        for each in sorted(burst, key=lambda answered: answered.sent_at):
+            num_blocks = -(-each.num_tokens // block_size)
+            records.append(
+                TraceRecord(
+                    arrived_s=number * _APART_S,
+                    input_length=each.num_tokens,
+                    output_length=len(each.token_at),
+                    hash_ids=tuple(range(next_id, next_id + num_blocks)),
+                    tokens_per_hash=block_size,
+                )
+            )
+            next_id += num_blocks
+    return records

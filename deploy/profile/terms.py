@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
 from conductor.cost.decode import DecodeFit, fit_decode
 from conductor.cost.prefill import PrefillFit
-from conductor.cost.residuals import report_errors
-from deploy.profile.bursts import handoffs_of, steps_of
-from deploy.profile.runs import Observations, PromptRun, StepRun
+from conductor.cost.residuals import Fit, report_errors
+from deploy.profile.bursts import Observations, PromptRun, StepRun, handoffs_of, steps_of
 from protocol.errors import ConfigError
 from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile
@@ -40,7 +40,9 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
     """Raises ConfigError when too little was measured."""
     prefill = fit_chunked_prefill(seen.prompts, chunk_tokens)
     prefill = of_all_machines(prefill, seen, chunk_tokens)
-    steps = _medians(seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), _step_s)
+    steps = _medians(
+        seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), attrgetter("seconds")
+    )
     decode = fit_decode(
         np.array([run.num_seqs for run, _ in steps]),
         np.array([run.context_tokens for run, _ in steps]),
@@ -57,7 +59,7 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
 
 def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> PrefillFit:
     """t = c0 · steps + c1·(n−p) + c2·(n²−p²)."""
-    runs = _medians(prompts, lambda run: (run.num_tokens, run.num_cached), _compute_s)
+    runs = _medians(prompts, lambda run: (run.num_tokens, run.num_cached), attrgetter("compute_s"))
     tokens = np.array([run.num_tokens for run, _ in runs], np.int64)
     cached = np.array([run.num_cached for run, _ in runs], np.int64)
     seconds = np.array([seconds for _, seconds in runs], float)
@@ -66,7 +68,7 @@ def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> Pref
     coefficients = fit_relative(columns, seconds)
     c0, c1, c2 = map(float, coefficients)
     at = list(zip(tokens.tolist(), cached.tolist(), strict=True))
-    return PrefillFit(
+    return Fit(
         profile=PrefillProfile(c0=c0, c1=c1, c2=c2),
         errors=report_errors(at, seconds, columns @ coefficients),
     )
@@ -102,14 +104,6 @@ def _alone(seen: Observations, seconds: Callable[[int, int], float]) -> dict[str
     return {machine: float(np.median(found)) for machine, found in ratios.items()}
 
 
-def _compute_s(run: PromptRun) -> float:
-    return run.compute_s
-
-
-def _step_s(run: StepRun) -> float:
-    return run.seconds
-
-
 R = TypeVar("R")
 
 
@@ -133,12 +127,19 @@ def overheads_of(seen: Observations, prefill: PrefillProfile, crowding: Crowding
     back_s = max(_median([_back_s(run) for run in alone]), 0.0)
     late_s = [max(_back_s(run) - back_s, 0.0) for run in seen.in_a_row]
     landing_s = [run.load_s for run in alone if run.num_cached == 0]
+    factors = crowding.prefill_beside_prefills or crowding.prefill or (1.0,)
+    turnovers_s = [
+        run.compute_s
+        - prefill.seconds(run.num_tokens, run.num_cached)
+        * factors[min(run.num_others, len(factors) - 1)]
+        for run in seen.in_a_row
+    ]
     return Overheads(
         request_s=_median(request_s),
         gateway_s=_gateway_s(seen, _median([run.placed_s for run in alone])),
         back_s=back_s,
         late_back_s=_median(late_s) if late_s else 0.0,
-        turnover_s=_median(_turnovers(seen, prefill, crowding) or [0.0]),
+        turnover_s=_median(turnovers_s or [0.0]),
         landing_s=_median(landing_s),
         handoff_s=_median(_handoffs_alone(seen)),
     )
@@ -152,17 +153,6 @@ def _gateway_s(seen: Observations, alone_s: float) -> float:
         if len(burst) > 1
     ]
     return _median(usual or seen.bursts_s or [0.0])
-
-
-def _turnovers(seen: Observations, prefill: PrefillProfile, crowding: Crowding) -> list[float]:
-    """One for each prompt in a row."""
-    factors = crowding.prefill_beside_prefills or crowding.prefill or (1.0,)
-    return [
-        run.compute_s
-        - prefill.seconds(run.num_tokens, run.num_cached)
-        * factors[min(run.num_others, len(factors) - 1)]
-        for run in seen.in_a_row
-    ]
 
 
 def _median(seconds: Sequence[float]) -> float:
@@ -200,20 +190,22 @@ def _step_factors(
     in_bursts = _in_bursts(seen)
     for run in in_bursts or seen.beside_steps:
         runs.setdefault(2 * run.num_seqs > CROWDED_BATCH + 1, []).append(run)
-    of = _burst_factors if in_bursts else _long_factors
+
+    def of(some: Sequence[StepRun]) -> tuple[float, ...]:
+        if in_bursts:
+            return _burst_factors(some, decode)
+        return _factors(
+            [(r.num_others, r.seconds / decode.step_s(r.num_seqs, r.context_tokens)) for r in some]
+        )
+
     if len(runs) < 2:
-        return of(next(iter(runs.values()), ()), decode), ()
-    one, batch = of(runs[False], decode), of(runs[True], decode)
+        return of(next(iter(runs.values()), ())), ()
+    one, batch = of(runs[False]), of(runs[True])
     return one, batch + one[len(batch) :]
 
 
 def _in_bursts(seen: Observations) -> list[StepRun]:
     return [run for burst in seen.answered for run in steps_of(burst)]
-
-
-def _long_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[float, ...]:
-    ratios = [(r.num_others, r.seconds / decode.step_s(r.num_seqs, r.context_tokens)) for r in runs]
-    return _factors(ratios)
 
 
 def _burst_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
 """The actor beside one process of the cluster: starts it as `moonserve serve` would, restarts it, tells how it is.
 
-Owns the process's life on its host. Rule: before it starts the process it asks Ray whether it is still the actor of
-that name. One that was given up for lost and lives behind a partition finds out so, ends its process and itself, and
-never takes the place of its successor. Knows nothing of other processes but their addresses.
+Before it starts the process it asks Ray whether it is still the actor of that name. One that was given up for lost and
+lives behind a partition finds out so, ends its process and itself, and never takes the place of its successor. Knows
+nothing of other processes but their addresses.
 """
 
 from __future__ import annotations
@@ -12,28 +12,50 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from deploy.environment import child_environment
+from deploy.environment import child_environment, log_folder, model_folder
 from deploy.local import takes_requests
-from deploy.model import model_folder
-from deploy.plan import ProcessSpec, Site
+from deploy.plan import Kind, ProcessSpec, Site
 from deploy.ray.config import ClusterConfig
 from deploy.ray.events import READY, Report
-from deploy.ray.looped import LoopThread
-from deploy.ray.units import Addresses, Kind, Unit, process_spec, serve_config
+from deploy.ray.units import Addresses, Unit, process_spec, serve_config
 from deploy.supervisor import Supervisor, last_lines
 from protocol import logs
 from protocol.errors import MoonserveError
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs until the process ends."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._held: set[Any] = set()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+    def run(self, body: Coroutine[Any, Any, T]) -> T:
+        """Waits for it, in a thread that is not the loop's."""
+        return asyncio.run_coroutine_threadsafe(body, self._loop).result()
+
+    def begin(self, body: Coroutine[Any, Any, None]) -> None:
+        """Held until it ends."""
+        future = asyncio.run_coroutine_threadsafe(body, self._loop)
+        self._held.add(future)
+        future.add_done_callback(self._held.discard)
+
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 15.0
 JOIN_POLL_S = 0.1
-STARTING, JOINING, STOPPED = "starting", "joining", "stopped"
+JOINING, STOPPED = "joining", "stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,57 +74,73 @@ class Assignment:
         return self.unit.name(self.config)
 
 
-class Life:
-    """One process from start to stop, as long as nobody asks for another one. `may_start` returns when this actor may
-    start it, and not at all when it may not."""
+class Lives:
+    """The process's lives, one after the other, in one event loop. Each lasts until it is ended on purpose: the
+    supervisor starts a process that dies again."""
 
-    def __init__(self, assignment: Assignment, may_start: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
-        self._may_start = may_start
+        self._id = secrets.token_hex(4)
+        self._number = 0  # deliberate restarts
+        self._turn = asyncio.Lock()  # whoever ends a life waits for another who is ending one
+        self._start: asyncio.Task[None] | None = None  # None: it was ended
         self._supervisor: Supervisor | None = None
         self._failure: str | None = None
-        self._has_joined = assignment.unit.kind is not Kind.GATEWAY
-        self._task: asyncio.Task[None] | None = None
+        self._has_joined = False
 
-    def begin(self) -> None:
-        self._task = asyncio.create_task(self._run())
+    async def begin(self) -> None:
+        self._supervisor = self._failure = None
+        self._has_joined = self._assignment.unit.kind is not Kind.GATEWAY
+        self._start = asyncio.create_task(self._until_started())
 
-    async def end(self) -> None:
-        """Drains and stops the process."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-        if self._supervisor is not None:
-            await self._supervisor.stop()
-
-    def report(self, life: int, actor: str) -> Report:
+    async def report(self) -> Report:
+        known = Report(life=self._number, actor=self._id, failure=self._failure)
+        if self._start is None:
+            return replace(known, stage=STOPPED, failure=None)
         child = next(iter(self._supervisor.children), None) if self._supervisor else None
         if child is None:
-            return Report(stage=STARTING, failure=self._failure, life=life, actor=actor)
+            return known
         is_joining = child.stage == READY and not self._has_joined
-        return Report(
+        return replace(
+            known,
             stage=JOINING if is_joining else child.stage,
             fraction=child.fraction,
             facts=dict(child.facts),
-            failure=self._failure,
             restarts=child.restarts,
-            life=life,
             pid=child.pid,
-            actor=actor,
         )
 
-    async def _run(self) -> None:
-        """Until it has started once; then the supervisor keeps it alive."""
+    async def restart(self, number: int) -> None:
+        async with self._turn:
+            if number > self._number:
+                self._number = number
+                await self._end()
+                await self.begin()
+
+    async def end(self) -> None:
+        """Drains and stops the process."""
+        async with self._turn:
+            await self._end()
+
+    async def _end(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            start.cancel()
+            await asyncio.wait({start})
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+
+    async def _until_started(self) -> None:
         delay_s = FIRST_RETRY_S
         while not await self._try():
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LAST_RETRY_S)
 
     async def _try(self) -> bool:
-        await self._may_start()
+        await self._until_allowed()
         try:
             spec = await asyncio.to_thread(_spec, self._assignment)
-            self._supervisor = _supervisor(self._assignment, self._may_start)
+            self._supervisor = _supervisor(self._assignment, self._until_allowed)
             [child] = await self._supervisor.start([spec])
         except (MoonserveError, OSError) as error:
             log.warning("%s cannot start: %s", self._assignment.name, error)
@@ -115,6 +153,16 @@ class Life:
             self._has_joined = await asyncio.to_thread(takes_requests, child.facts["http"])
             await asyncio.sleep(JOIN_POLL_S)
         return True
+
+    async def _until_allowed(self) -> None:
+        """Waits while Ray cannot be asked. Ends everything where another actor has the name now."""
+        is_current = await asyncio.to_thread(_is_current, self._assignment)
+        while is_current is None:
+            await asyncio.sleep(FIRST_RETRY_S)
+            is_current = await asyncio.to_thread(_is_current, self._assignment)
+        if not is_current:
+            log.warning("%s has been replaced: ending", self._assignment.name)
+            os._exit(0)  # its process dies with it; a worker of Ray leaves nothing to run after it
 
 
 class Agent:
@@ -144,54 +192,6 @@ class Agent:
     def tail(self) -> str:
         """The last lines of the process's log."""
         return last_lines(log_dir(self._assignment.config) / f"{self._assignment.name}.log")
-
-
-class Lives:
-    """One life after the other, in one event loop."""
-
-    def __init__(self, assignment: Assignment) -> None:
-        self._assignment = assignment
-        self._id = secrets.token_hex(4)
-        self._life: Life | None = None
-        self._number = 0  # deliberate restarts
-        self._turn = asyncio.Lock()  # who ends a life waits for whoever is ending one
-
-    async def begin(self) -> None:
-        self._life = Life(self._assignment, self._until_allowed)
-        self._life.begin()
-
-    async def report(self) -> Report:
-        if self._life is None:
-            return Report(stage=STOPPED, life=self._number, actor=self._id)
-        return self._life.report(self._number, self._id)
-
-    async def restart(self, number: int) -> None:
-        async with self._turn:
-            if number > self._number:
-                self._number = number
-                await self._end()
-                await self.begin()
-
-    async def end(self) -> None:
-        async with self._turn:
-            await self._end()
-
-    async def _end(self) -> None:
-        life, self._life = self._life, None
-        if life is not None:
-            await life.end()
-
-    async def _until_allowed(self) -> None:
-        """Waits while Ray cannot be asked. Ends everything where another actor has the name now."""
-        is_current = await asyncio.to_thread(_is_current, self._assignment)
-        while is_current is None:
-            await asyncio.sleep(FIRST_RETRY_S)
-            is_current = await asyncio.to_thread(_is_current, self._assignment)
-        if not is_current:
-            log.warning("%s has been replaced: ending", self._assignment.name)
-            os._exit(
-                0
-            )  # its process dies with it, as a worker of Ray leaves nothing to run after itself
 
 
 def _is_current(assignment: Assignment) -> bool | None:
@@ -245,7 +245,4 @@ def _paths_without_rays() -> list[str]:
 
 def log_dir(config: ClusterConfig) -> Path:
     """On each host, for all of its processes."""
-    if config.serve.log_dir is not None:
-        return Path(config.serve.log_dir)
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "moonserve" / f"ray-{config.name}"
+    return log_folder(config.serve.log_dir, f"ray-{config.name}")

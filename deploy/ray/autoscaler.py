@@ -1,4 +1,4 @@
-"""When a cluster should have one worker more or less of a role. Pure.
+"""Which processes there are to be, and when a role should have one worker more or less. Pure.
 
 Loads are the conductor's (`conductor.roles`): 1 = the latency target is just met, as predicted of what was placed.
 The rule: a role whose mean need is above the upper threshold gets a worker, and one that would use less than the lower
@@ -14,30 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from conductor.roles.controller import RoleTerms, WorkerLoad
+from deploy.plan import ROLES, Kind
+from deploy.ray.config import ClusterConfig, ScaleTerms
+from deploy.ray.hosts import Process
+from deploy.ray.units import Unit
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
 
-ROLES = (Role.PREFILL, Role.DECODE)
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-_ROLE_TERMS = RoleTerms()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleTerms:
-    """Raises ConfigError for values that would oscillate."""
-
-    # As for role switching (`RoleTerms`), and lower for leaving: a worker costs more to bring back.
-    high: float = _ROLE_TERMS.high
-    low: float = 0.4
-    up_hold_s: float = 20.0  # longer than role switching takes to decide
-    down_hold_s: float = 300.0
-    cool_down_s: float = 60.0  # what a change does must show before the next
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low < self.high:
-            raise ConfigError(f"low {self.low} must be above 0 and below high {self.high}")
-        if min(self.up_hold_s, self.down_hold_s, self.cool_down_s) < 0:
-            raise ConfigError("up_hold_s, down_hold_s and cool_down_s must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +82,10 @@ class Autoscaler:
     def _wish(self, loads: Sequence[WorkerLoad], num_wanted: int) -> tuple[Role, int] | None:
         if len(loads) != num_wanted or any(load.draining for load in loads):
             return None
-        for role in ROLES:
+        for role in _OTHER:
             if self._lacks(loads, role) and not self._can_be_helped(loads, role):
                 return role, 1
-        for role in ROLES:
+        for role in _OTHER:
             if self._has_too_many(loads, role) and not self._lacks(loads, _OTHER[role]):
                 return role, -1
         return None
@@ -123,11 +107,105 @@ class Autoscaler:
         givers = _of(loads, _OTHER[role])
         if len(givers) < 2 or not any(load.can_change for load in givers):
             return False
-        return sum(load.use for load in givers) / (len(givers) - 1) <= _ROLE_TERMS.low
-
-    def validate(self) -> None:
-        assert self._wished is None or self._since > -math.inf
+        return sum(load.use for load in givers) / (len(givers) - 1) <= RoleTerms().low
 
 
 def _of(loads: Sequence[WorkerLoad], role: Role) -> list[WorkerLoad]:
     return [load for load in loads if load.role is role]
+
+
+# Stores follow the hosts, and there is one directory at most.
+COUNTED = (Kind.CONDUCTOR, Kind.PREFILL, Kind.DECODE, Kind.GATEWAY)
+
+
+class Wanted:
+    """Numbers by kind. One that was dismissed leaves a gap, which the next addition fills."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        counts = {
+            Kind.DIRECTORY: int(config.needs_directory),
+            Kind.CONDUCTOR: config.conductors.count,
+            Kind.PREFILL: config.prefill.count,
+            Kind.DECODE: config.decode.count,
+            Kind.GATEWAY: config.gateways.count,
+        }
+        self._numbers = {kind: set(range(count)) for kind, count in counts.items()}
+
+    def units(self, stores: Sequence[int]) -> list[Unit]:
+        """All, in the order in which they start. `stores`: numbers of the store nodes."""
+        numbers = {**self._numbers, Kind.STORE: set(stores)}
+        return [Unit(kind, number) for kind in Kind for number in sorted(numbers[kind])]
+
+    def counts(self) -> dict[Kind, int]:
+        return {kind: len(self._numbers[kind]) for kind in COUNTED}
+
+    @property
+    def num_workers(self) -> int:
+        return sum(len(self._numbers[kind]) for kind in ROLES)
+
+    def scale(self, kind: Kind, count: int) -> None:
+        """Raises ConfigError for what cannot be."""
+        if kind not in COUNTED:
+            raise ConfigError(
+                f"{kind} cannot be scaled; {', '.join(COUNTED)} can, and stores follow the hosts"
+            )
+        if count < 1:
+            raise ConfigError(f"{kind}={count}: at least 1; `down` takes the cluster away")
+        conductors, gateways = self._config.conductors.count, self._config.gateways.count
+        again = f"give {kind}s.count in the YAML and deploy again"
+        if kind is Kind.CONDUCTOR and count > conductors:
+            raise ConfigError(f"the others know addresses of {conductors} conductors: {again}")
+        if kind is Kind.GATEWAY and gateways == 1 < count:
+            raise ConfigError(f"a gateway that began alone does not share its port: {again}")
+        numbers = self._numbers[kind]
+        while len(numbers) < count:
+            self.add(kind)
+        while len(numbers) > count:
+            numbers.discard(max(numbers))
+
+    def add(self, kind: Kind) -> None:
+        numbers = self._numbers[kind]
+        numbers.add(next(n for n in range(len(numbers) + 1) if n not in numbers))
+
+    def dismiss(self, unit: Unit) -> None:
+        """This one shall leave. Raises ConfigError where that must not be."""
+        if unit.kind not in COUNTED:
+            raise ConfigError(f"a {unit.kind} cannot be drained: {', '.join(COUNTED)} can")
+        if self._numbers[unit.kind] == {unit.number}:
+            raise ConfigError(f"it is the last {unit.kind}: without one, requests fail")
+        self._numbers[unit.kind].discard(unit.number)
+
+    def to_record(self) -> dict[str, list[int]]:
+        return {kind.value: sorted(numbers) for kind, numbers in self._numbers.items()}
+
+    def restore(self, record: Mapping[str, Sequence[int]]) -> None:
+        self._numbers = {Kind(kind): set(numbers) for kind, numbers in record.items()}
+
+
+def follow(
+    autoscaler: Autoscaler,
+    loads: Sequence[WorkerLoad],
+    wanted: Wanted,
+    processes: Mapping[str, Process],
+    now: float,
+) -> None:
+    """Changes `wanted` where that is due."""
+    change = autoscaler.decide(loads, wanted.num_workers, now)
+    if isinstance(change, Grow):
+        wanted.add(Kind(change.role.value))
+    elif change is not None and change.instance_id in processes:
+        unit = processes[change.instance_id].unit
+        if wanted.counts()[unit.kind] > 1:  # of its kind; its role may be another one now
+            wanted.dismiss(unit)
+
+
+def autoscaler_of(config: ClusterConfig) -> Autoscaler | None:
+    """Of a cluster that wants one."""
+    if config.autoscale is None:
+        return None
+    bounds = {
+        role: Bounds(least=workers.min, most=workers.most)
+        for role, workers in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+    }
+    return Autoscaler(config.autoscale, bounds)

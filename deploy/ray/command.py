@@ -1,4 +1,4 @@
-"""`moonserve deploy VERB`: a cluster on Ray from the terminal. Owns the arguments and the exit code."""
+"""`moonserve deploy VERB`: a cluster on Ray from the terminal."""
 
 from __future__ import annotations
 
@@ -11,55 +11,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.plan import Kind
+from deploy.ray.autoscaler import COUNTED
 from deploy.ray.config import load_cluster
-from deploy.ray.driver import Deployment, NotThere, connect, deploy, find, leftovers
-from deploy.ray.events import Leave, RestartAll, Scale, TakeDown
-from deploy.ray.units import Kind
-from protocol.config import ENV_PREFIX
-from protocol.errors import ConfigError, MoonserveError
+from deploy.ray.driver import Deployment, connect, deploy, find, leftovers
+from deploy.ray.events import Event, Leave, RestartAll, Scale, TakeDown
+from deploy.terminal.client import TOKEN_ENV, run
+from protocol.errors import ConfigError
 
 EXIT_NOT_DONE = 1
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 3
-TOKEN_ENV = f"{ENV_PREFIX}CLUSTER_TOKEN"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """`argv`: the arguments after `deploy`."""
-    try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as exit:  # argparse has printed what is wrong, or the help
-        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
-    try:
-        code: int = arguments.run(arguments, environ)
-        return code
-    except NotThere as error:
-        print(f"moonserve deploy: {error}", file=sys.stderr)
-        return EXIT_UNREACHABLE
-    except ConfigError as error:
-        print(f"moonserve deploy: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except MoonserveError as error:
-        print(f"moonserve deploy: {error}", file=sys.stderr)
-        return EXIT_NOT_DONE
+    return run(_parser(environ), argv, lambda arguments: int(arguments.run(arguments)))
 
 
-def _deploy(arguments: Namespace, environ: Mapping[str, str]) -> int:
+def _deploy(arguments: Namespace) -> int:
     config = load_cluster(arguments.cluster)  # says what is wrong before Ray is asked
     if arguments.check:
         print(f"{arguments.cluster} is in order")
         return 0
     connect(arguments.address)
-    deployment = deploy(config, environ.get(TOKEN_ENV) or secrets.token_hex(16))
+    deployment = deploy(config, arguments.token or secrets.token_hex(16))
     if arguments.no_wait:
         return 0
     status = deployment.wait(lambda status: bool(status["is_whole"]), arguments.timeout_s, _say)
-    for url in _endpoints(status):
+    urls = {process["facts"].get("http") for process in status["processes"]} - {None}
+    for url in sorted(urls):
         print(f"{config.name} serves on {url}")
     return 0
 
 
-def _status(arguments: Namespace, _: Mapping[str, str]) -> int:
+def _status(arguments: Namespace) -> int:
     status = _found(arguments).status()
     if arguments.json:
         print(json.dumps(status))
@@ -73,31 +57,23 @@ def _status(arguments: Namespace, _: Mapping[str, str]) -> int:
     return 0 if status["is_whole"] else EXIT_NOT_DONE
 
 
-def _logs(arguments: Namespace, _: Mapping[str, str]) -> int:
+def _logs(arguments: Namespace) -> int:
     print(_found(arguments).tail(arguments.instance))
     return 0
 
 
-def _scale(arguments: Namespace, _: Mapping[str, str]) -> int:
+def _change(arguments: Namespace) -> int:
+    """`scale`, `restart` and `drain`: what an operator wants, and the wait until it is so."""
+    wishes: list[Event] = arguments.wishes(arguments)
     deployment = _found(arguments)
-    for wish in map(_scaling, arguments.counts):
+    for wish in wishes:
         deployment.wish(wish)
-    return _settled(deployment, arguments)
+    if not arguments.no_wait:
+        deployment.wait(_is_settled, arguments.timeout_s, _say)
+    return 0
 
 
-def _restart(arguments: Namespace, _: Mapping[str, str]) -> int:
-    deployment = _found(arguments)
-    deployment.wish(RestartAll(names=tuple(arguments.instances)))
-    return _settled(deployment, arguments)
-
-
-def _drain(arguments: Namespace, _: Mapping[str, str]) -> int:
-    deployment = _found(arguments)
-    deployment.wish(Leave(name=arguments.instance))
-    return _settled(deployment, arguments)
-
-
-def _down(arguments: Namespace, _: Mapping[str, str]) -> int:
+def _down(arguments: Namespace) -> int:
     deployment = _found(arguments)
     deployment.wish(TakeDown())
     status = deployment.wait(lambda status: bool(status["has_ended"]), arguments.timeout_s, _say)
@@ -107,12 +83,6 @@ def _down(arguments: Namespace, _: Mapping[str, str]) -> int:
         print(f"moonserve deploy: left over: {', '.join(left)}", file=sys.stderr)
         return EXIT_NOT_DONE
     print(f"{status['name']} is gone")
-    return 0
-
-
-def _settled(deployment: Deployment, arguments: Namespace) -> int:
-    if not arguments.no_wait:
-        deployment.wait(_is_settled, arguments.timeout_s, _say)
     return 0
 
 
@@ -128,14 +98,8 @@ def _found(arguments: Namespace) -> Deployment:
 def _scaling(text: str) -> Scale:
     kind, equals, count = text.partition("=")
     if not equals or kind not in set(Kind) or not (count.isascii() and count.isdigit()):
-        kinds = ", ".join(f"{kind}=N" for kind in ("prefill", "decode", "gateway", "conductor"))
-        raise ConfigError(f"{text!r} is none of {kinds}")
+        raise ConfigError(f"{text!r} is none of {', '.join(f'{kind}=N' for kind in COUNTED)}")
     return Scale(kind=Kind(kind), count=int(count))
-
-
-def _endpoints(status: dict[str, Any]) -> list[str]:
-    found = (process["facts"].get("http") for process in status["processes"])
-    return sorted({url for url in found if url})
 
 
 def _line(process: dict[str, Any]) -> str:
@@ -158,13 +122,14 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _parser() -> ArgumentParser:
+def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="moonserve deploy",
         description="A cluster on Ray (docs/ray.md).",
         epilog=f"The cluster's secret is read from {TOKEN_ENV}, and made when it is not set. exit codes: 0 done; 1 not "
         "whole; 2 usage, or what cannot be; 3 no answer",
     )
+    parser.set_defaults(token=environ.get(TOKEN_ENV))
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def verb(name: str, run: Any, text: str, *, waits: bool = False) -> ArgumentParser:
@@ -185,11 +150,14 @@ def _parser() -> ArgumentParser:
     added.add_argument("--json", action="store_true", help="everything, as JSON")
     added = verb("logs", _logs, "the last lines of a process's log")
     added.add_argument("instance", help="as status lists it")
-    added = verb("scale", _scale, "change how many there are", waits=True)
+    added = verb("scale", _change, "change how many there are", waits=True)
     added.add_argument("counts", nargs="+", metavar="KIND=N", help="such as prefill=3")
-    added = verb("restart", _restart, "restart one process after the other", waits=True)
+    added.set_defaults(wishes=lambda given: [_scaling(text) for text in given.counts])
+    added = verb("restart", _change, "restart one process after the other", waits=True)
     added.add_argument("instances", nargs="*", metavar="ID", help="these only")
-    added = verb("drain", _drain, "let one finish what it has, and leave", waits=True)
+    added.set_defaults(wishes=lambda given: [RestartAll(names=tuple(given.instances))])
+    added = verb("drain", _change, "let one finish what it has, and leave", waits=True)
     added.add_argument("instance", metavar="ID", help="as status lists it")
+    added.set_defaults(wishes=lambda given: [Leave(name=given.instance)])
     verb("down", _down, "end everything and leave nothing", waits=True)
     return parser

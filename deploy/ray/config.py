@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from conductor.roles.controller import RoleTerms
 from deploy.config import ServeConfig
-from deploy.ray.autoscaler import ScaleTerms
 from protocol.config import load, options_of, parse_bytes
 from protocol.errors import ConfigError
 
@@ -41,30 +41,14 @@ class Share:
 
     def __post_init__(self) -> None:
         amounts = (self.cpus, self.gpus, self.memory, *self.resources.values())
-        if min(amounts) < 0:
-            raise ConfigError("cpus, gpus, memory and resources must not be negative")
-        if not max(amounts):
-            raise ConfigError("give cpus, gpus, memory or resources: Ray reserves no empty place")
+        _require(min(amounts) >= 0, "cpus, gpus, memory and resources must not be negative")
+        empty = "give cpus, gpus, memory or resources: Ray reserves no empty place"
+        _require(max(amounts) > 0, empty)
 
     def bundle(self) -> dict[str, float]:
         """As placement groups take it."""
         named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
         return {name: amount for name, amount in {**named, **self.resources}.items() if amount}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conductors(Share):
-    """One leads, the others stand by. Number n listens on `port` + n, on whichever of its hosts it is."""
-
-    count: int = 2
-    port: int = CONDUCTOR_PORT
-    hosts: int = 8  # on which they may be; everybody asks all of these for who leads
-
-    def __post_init__(self) -> None:
-        super(Conductors, self).__post_init__()
-        _require(self.count >= 1, f"count is at least 1, not {self.count}")
-        _require(self.hosts >= 1, f"hosts is at least 1, not {self.hosts}")
-        _require_port(self.port, self.port + self.count - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +60,20 @@ class Gateways(Share):
     def __post_init__(self) -> None:
         super(Gateways, self).__post_init__()
         _require(self.count >= 1, f"count is at least 1, not {self.count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conductors(Gateways):
+    """One leads, the others stand by. Number n listens on `port` + n, on whichever of its hosts it is."""
+
+    count: int = 2
+    port: int = CONDUCTOR_PORT
+    hosts: int = 8  # on which they may be; everybody asks all of these for who leads
+
+    def __post_init__(self) -> None:
+        super(Conductors, self).__post_init__()
+        _require(self.hosts >= 1, f"hosts is at least 1, not {self.hosts}")
+        _require_port(self.port, self.port + self.count - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +118,24 @@ class Directory(Share):
     def __post_init__(self) -> None:
         super(Directory, self).__post_init__()
         _require_port(self.port, self.port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleTerms:
+    """When the autoscaler adds and removes workers. Raises ConfigError for values that would oscillate."""
+
+    # As for role switching (`RoleTerms`), and lower for leaving: a worker costs more to bring back.
+    high: float = RoleTerms().high
+    low: float = 0.4
+    up_hold_s: float = 20.0  # longer than role switching takes to decide
+    down_hold_s: float = 300.0
+    cool_down_s: float = 60.0  # what a change does must show before the next
+
+    def __post_init__(self) -> None:
+        low = f"low {self.low} must be above 0 and below high {self.high}"
+        _require(0 < self.low < self.high, low)
+        shortest = min(self.up_hold_s, self.down_hold_s, self.cool_down_s)
+        _require(shortest >= 0, "up_hold_s, down_hold_s and cool_down_s must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
+from conductor.roles.controller import WorkerLoad
 from deploy.ray import actors
-from deploy.ray.agent import Assignment
+from deploy.ray.agent import Assignment, LoopThread
 from deploy.ray.config import ClusterConfig
 from deploy.ray.events import (
     Action,
@@ -28,19 +30,75 @@ from deploy.ray.events import (
     Host,
     HostsSeen,
     Kill,
+    Member,
     MembersSeen,
+    Report,
     Reported,
     Restart,
     Silent,
     Start,
     Stop,
 )
-from deploy.ray.looped import LoopThread
-from deploy.ray.members import Members
 from deploy.ray.state import ControllerState
-from deploy.ray.status import status_of
+from deploy.restarting import instances
 from protocol import logs
+from protocol.conductors import Conductors
 from protocol.errors import ConfigError, MoonserveError
+from protocol.ids import InstanceId, Role
+from protocol.pb import conductor_pb2
+from protocol.rpc import Channels
+from protocol.wire import role_from_wire
+
+PLACING = Report(stage="placing")  # Ray is asked for it
+
+
+def status_of(state: ControllerState) -> dict[str, Any]:
+    """In JSON's types."""
+    return {
+        "name": state.config.name,
+        "is_whole": state.is_whole,
+        "is_restarting": state.is_restarting,
+        "is_ending": state.is_ending,
+        "wanted": {str(kind): count for kind, count in state.wanted.counts().items()},
+        "missing": state.missing(),
+        "processes": [
+            {
+                "name": process.name,
+                "kind": str(process.unit.kind),
+                "node_id": process.node_id,
+                "host": state.address_of(process),
+                "generation": process.generation,
+                "is_leaving": process.is_leaving,
+                "stage": report.stage,
+                "failure": report.failure,
+                "restarts": report.restarts,
+                "life": report.life,
+                "pid": report.pid,
+                "facts": dict(report.facts),
+            }
+            for process in sorted(state.processes.values(), key=lambda each: each.unit)
+            for report in [process.report or PLACING]
+        ],
+    }
+
+
+def _member(view: conductor_pb2.InstanceView) -> Member:
+    role = role_from_wire(view.role)
+    instance_id = InstanceId(view.endpoint.instance_id)
+    load = WorkerLoad(
+        instance_id=instance_id,
+        role=role,
+        can_change=view.can_switch_role,
+        draining=view.draining,
+        need=view.need,
+        use=view.use,
+    )
+    return Member(
+        instance_id=instance_id,
+        epoch=view.endpoint.epoch,
+        load=None if role is Role.STORE else load,
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +157,8 @@ class Watch:
         self._starting: set[str] = set()  # names of those that Ray is being asked for
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[str, asyncio.Lock] = {}  # what is done to one name is done in order
-        self._members = Members(cluster_token, config.serve.tls())
+        self._channels = Channels(cluster_token, config.serve.tls())
+        self._conductors: Conductors | None = None
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)  # for operators
 
     async def wish(self, event: Event) -> str:
@@ -163,12 +222,14 @@ class Watch:
     async def _ask_members(self) -> None:
         if self._state.addresses is None:
             return
+        if self._conductors is None:  # whose addresses stay the same
+            self._conductors = Conductors(self._channels, self._state.addresses.conductors)
         try:
-            members = await self._members.seen(self._state.addresses.conductors)
+            found = await instances(self._conductors, ANSWER_WITHIN_S)
         except MoonserveError as error:
             log.debug("no conductor answers: %s", error)
         else:
-            self._handle(MembersSeen(members=members))
+            self._handle(MembersSeen(members=[_member(each) for each in found]))
 
     async def _ask(self, name: str) -> None:
         process = self._state.processes.get(name)
@@ -284,10 +345,4 @@ async def _probed(host: Host, port: int) -> Host:
             writer.close()
             return host
     except (OSError, TimeoutError):
-        return Host(
-            node_id=host.node_id,
-            address=host.address,
-            resources=host.resources,
-            is_head=host.is_head,
-            answers=False,
-        )
+        return replace(host, answers=False)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from conductor.roles.controller import WorkerLoad
-from deploy.ray.units import Kind, Unit
+from deploy.plan import Kind
+from deploy.ray.units import Unit
 
 READY = "ready"  # a process's stage once it serves, as the supervisor calls it
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from deploy.plan import ROLES, Kind
+from deploy.ray.autoscaler import Wanted, autoscaler_of, follow
 from deploy.ray.config import ClusterConfig
 from deploy.ray.events import (
     Action,
@@ -32,13 +34,9 @@ from deploy.ray.events import (
     Stop,
     TakeDown,
 )
-from deploy.ray.hosts import Hosts
-from deploy.ray.placement import Placed, choose_host, fits
-from deploy.ray.process import Process
-from deploy.ray.rolling import RollingRestart
-from deploy.ray.scaling import Scaling
-from deploy.ray.units import ROLES, Addresses, Kind, Unit, addresses_of, share_of
-from deploy.ray.wanted import Wanted
+from deploy.ray.hosts import Hosts, Process, choose_host, fits
+from deploy.ray.units import Addresses, Unit, addresses_of, share_of
+from deploy.restarting import RESTART_ORDER
 from protocol.errors import ConfigError
 
 # Ray restarts an actor whose worker process died; an interpreter's start takes seconds on a busy machine.
@@ -58,8 +56,9 @@ class ControllerState:
         self._hosts = Hosts(config.silence_s)
         self._conductor_hosts: tuple[str, ...] = ()  # addresses
         self._generation = 0
-        self._restarts = RollingRestart()
-        self._scaling = Scaling(config)
+        self._to_restart: list[str] = []  # names, in order
+        self._restarting: str | None = None
+        self._autoscaler = autoscaler_of(config)
 
     # -- questions
 
@@ -75,7 +74,7 @@ class ControllerState:
 
     @property
     def is_restarting(self) -> bool:
-        return self._restarts.is_under_way
+        return self._restarting is not None or bool(self._to_restart)
 
     def missing(self) -> list[str]:
         """Names of what is wanted and does not serve."""
@@ -108,11 +107,14 @@ class ControllerState:
             case Leave(name=name):
                 self.wanted.dismiss(self._named(name).unit)
             case RestartAll(names=names):
-                named = [self._named(name) for name in names]
-                self._restarts.add(named or self.processes.values())
+                named = [self._named(name) for name in names] or self.processes.values()
+                order = sorted(
+                    named, key=lambda p: (RESTART_ORDER.index(p.unit.kind), p.unit.number)
+                )
+                self._to_restart += [p.name for p in order if p.name not in self._to_restart]
             case TakeDown():
                 self.is_ending = True
-                self._restarts.cancel()
+                self._to_restart.clear()
         return []
 
     def _see(self, hosts: Sequence[Host], now: float) -> list[Action]:
@@ -162,15 +164,16 @@ class ControllerState:
 
     def _drop(self, process: Process) -> None:
         del self.processes[process.name]
-        self._restarts.forget(process.name)
+        if self._restarting == process.name:
+            self._restarting = None  # if it comes again it is new anyway
 
     def _know(self, members: Sequence[Member], now: float) -> None:
         epochs = {member.instance_id: member.epoch for member in members}
         for process in self.processes.values():
             process.epoch = epochs.get(process.name, 0)
-        if not (self.is_restarting or self.is_ending):
+        if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
             loads = [member.load for member in members if member.load is not None]
-            self._scaling.follow(loads, self.wanted, self.processes, now)
+            follow(self._autoscaler, loads, self.wanted, self.processes, now)
 
     # -- what follows
 
@@ -228,7 +231,7 @@ class ControllerState:
     def _host_for(self, unit: Unit, now: float) -> Host | None:
         """None: nowhere, or not yet."""
         suiting = [h for h in self._hosts.open_to(unit.kind, now) if self._suits(unit, h)]
-        host = choose_host(share_of(self.config, unit.kind), unit.kind, suiting, self._placed())
+        host = choose_host(self.config, unit.kind, suiting, list(self.processes.values()))
         if host is None or unit.kind not in ROLES or not self.config.stores.enabled:
             return host
         store = self.processes.get(self._home(host) or "")
@@ -245,9 +248,16 @@ class ControllerState:
         return True
 
     def _next_restart(self) -> list[Action]:
-        process = self._restarts.next(self.processes) if self.is_whole else None
-        if process is None:
+        """When everything serves, and so the process that was restarted last does."""
+        if not self.is_whole:
             return []
+        self._restarting = None
+        while self._to_restart and self._restarting is None:
+            name = self._to_restart.pop(0)
+            self._restarting = name if name in self.processes else None
+        if self._restarting is None:
+            return []
+        process = self.processes[self._restarting]
         process.life += 1
         process.epoch_before = process.epoch
         return [Restart(name=process.name, generation=process.generation, life=process.life)]
@@ -275,12 +285,6 @@ class ControllerState:
         if not self.config.stores.enabled:
             return None
         return Unit(Kind.STORE, self._hosts.numbers[host.node_id]).name(self.config)
-
-    def _placed(self) -> list[Placed]:
-        return [
-            Placed(p.node_id, p.unit.kind, share_of(self.config, p.unit.kind))
-            for p in self.processes.values()
-        ]
 
     def _process(self, unit: Unit) -> Process | None:
         return self.processes.get(unit.name(self.config))
@@ -333,6 +337,6 @@ class ControllerState:
         assert all(generation <= self._generation for generation in generations)
         for name, process in self.processes.items():
             assert name == process.name == process.unit.name(self.config)
-        self._restarts.validate(self.processes)
+        assert self._restarting is None or self._restarting in self.processes
+        assert len(set(self._to_restart)) == len(self._to_restart)
         self._hosts.validate()
-        self._scaling.validate()

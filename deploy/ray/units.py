@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from deploy.config import ServeConfig
 from deploy.plan import (
+    ROLES,
+    Kind,
     ProcessSpec,
     Site,
     conductor_spec,
@@ -16,26 +17,11 @@ from deploy.plan import (
     worker_spec,
 )
 from deploy.ray.config import ClusterConfig, Share
-from protocol.ids import Role
-
-
-class Kind(StrEnum):
-    """In the order in which they start; they stop in the other one."""
-
-    DIRECTORY = "directory"
-    CONDUCTOR = "conductor"
-    STORE = "store"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    GATEWAY = "gateway"
-
-
-ROLES = {Kind.PREFILL: Role.PREFILL, Kind.DECODE: Role.DECODE}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Unit:
-    """One process that there is to be. Workers that can change roles are of the kind that they begin with."""
+    """One process that there is to be."""
 
     kind: Kind
     number: int

@@ -1,23 +1,103 @@
 """`moonserve chat`: talk to the model; below each answer stands what it took.
 
-Owns the conversation and the terminal. An answer is shown as it comes; Ctrl-C ends the answer, not the conversation,
-and Ctrl-D, /quit or an empty pipe ends that.
+An answer is shown as it comes; Ctrl-C ends the answer, not the conversation, and Ctrl-D, /quit or an empty pipe ends
+that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import sys
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.console import Console
 
-from deploy.remote.chat_stream import Reply, Said, ask
-from deploy.terminal.endings import EXIT_USAGE, KEY_ENV, exit_code, explained
-from deploy.terminal.gateway_view import add_url, fetch
+from deploy.terminal.client import EXIT_OK, KEY_ENV, add_url, fetch, opened, run
 from protocol.errors import MoonserveError, Unauthenticated
+
+_TIMEOUT_S = 600.0  # of silence; as long as a gateway lets a request take
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One turn, as the API has it."""
+
+    role: str
+    content: str
+
+
+@dataclass(slots=True, eq=False)
+class Reply:
+    """Filled while the answer comes. Instants are monotonic seconds of this process."""
+
+    asked_at: float = 0.0
+    chunk_at: list[float] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    usage: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def summary(self) -> str:
+        """TTFT, TBT and cached tokens, as far as they are known."""
+        words = []
+        if self.chunk_at:
+            words.append(f"TTFT {(self.chunk_at[0] - self.asked_at) * 1e3:.0f} ms")
+        output = self.usage.get("completion_tokens", len(self.chunk_at))
+        if len(self.chunk_at) > 1 and output > 1:
+            tbt_s = (self.chunk_at[-1] - self.chunk_at[0]) / (output - 1)
+            words.append(f"TBT {tbt_s * 1e3:.1f} ms")
+        words.append(f"{output} tokens")
+        if self.usage:
+            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            words.append(f"{cached} of {self.usage['prompt_tokens']} prompt tokens cached")
+        return " · ".join(words)
+
+
+def ask(
+    url: str,
+    api_key: str,
+    model: str,
+    said: Sequence[Said],
+    parameters: Mapping[str, Any],
+    reply: Reply,
+) -> Iterator[str]:
+    """The answer's text as it comes; `reply` knows the rest. Blocks. Raises MoonserveError; whoever stops reading ends
+    the request in the cluster, too."""
+    body = {
+        "model": model,
+        "messages": [asdict(each) for each in said],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **parameters,
+    }
+    reply.asked_at = time.monotonic()
+    path = "/v1/chat/completions"
+    with opened(url, path, api_key, timeout_s=_TIMEOUT_S, body=body) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield from _taken(json.loads(line[len(b"data: ") :]), reply)
+
+
+def _taken(chunk: Mapping[str, Any], reply: Reply) -> Iterator[str]:
+    """New text in a chunk. Raises MoonserveError for one that is an error."""
+    if "error" in chunk:
+        raise MoonserveError(str(chunk["error"]["message"]))
+    if chunk.get("usage"):
+        reply.usage = chunk["usage"]
+    for choice in chunk.get("choices", ()):
+        text = choice["delta"].get("content")
+        if text:
+            reply.chunk_at.append(time.monotonic())
+            reply.pieces.append(text)
+            yield text
+
 
 _PROMPT = "> "
 # A model must not move the cursor, or worse: of control characters only tab and newline are shown.
@@ -27,24 +107,21 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C ends a
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """`argv`: the arguments after `chat`; words that are no options are the only thing that is asked."""
-    try:
-        arguments = _parser(environ).parse_args(argv)
-    except SystemExit as exit:  # argparse has printed what is wrong, or the help
-        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - lets `input` edit and remember lines
-    try:
-        chat = Chat(arguments, environ.get(KEY_ENV, ""))
-        if arguments.prompt:
-            chat.say(" ".join(arguments.prompt))
-        else:
-            chat.converse()
-    except MoonserveError as error:
-        print(f"moonserve chat: {explained(error)}", file=sys.stderr)
-        return exit_code(error)
-    except KeyboardInterrupt:
-        print()
-    return 0
+
+    def body(arguments: Namespace) -> int:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - lets `input` edit and remember lines
+        try:
+            chat = Chat(arguments, environ.get(KEY_ENV, ""))
+            if arguments.prompt:
+                chat.say(" ".join(arguments.prompt))
+            else:
+                chat.converse()
+        except KeyboardInterrupt:
+            print()
+        return EXIT_OK
+
+    return run(_parser(environ), argv, body)
 
 
 class Chat:

@@ -1,42 +1,35 @@
 """`moonserve explain ID`: why a request went where it went, and what then happened.
 
-Asks the gateway, which knows the names that clients give to requests. Owns the arguments and the exit code; the
-tables are `explanation`'s.
+Asks the gateway, which knows the names that clients give to requests.
 """
 
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from deploy.remote.explanation import show
-from deploy.terminal.endings import EXIT_OK, EXIT_USAGE, KEY_ENV, exit_code, explained
-from deploy.terminal.gateway_view import add_url, fetch
-from deploy.terminal.output import Output
-from protocol.errors import MoonserveError
+from deploy.terminal.client import EXIT_OK, KEY_ENV, add_url, fetch, run
+from deploy.terminal.output import Output, Table, count
 
 _TIMEOUT_S = 30.0  # the gateway asks the conductors and the workers
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """`argv`: the arguments after `explain`."""
-    try:
-        arguments = _parser(environ).parse_args(argv)
-    except SystemExit as exit:  # argparse has printed what is wrong, or the help
-        return exit.code if isinstance(exit.code, int) else EXIT_USAGE
-    output = Output("explain", as_json=arguments.json)
-    try:
+
+    def body(arguments: Namespace) -> int:
         path = f"/v1/requests/{quote(arguments.id, safe='')}/explain"
         key = environ.get(KEY_ENV, "")
         explanation = fetch(arguments.url, path, key, timeout_s=_TIMEOUT_S)
-    except MoonserveError as error:
-        output.problem(explained(error))
-        return exit_code(error)
-    output.record(**explanation)
-    show(explanation, output)
-    return EXIT_OK
+        output = Output("explain", as_json=arguments.json)
+        output.record(**explanation)
+        show(explanation, output)
+        return EXIT_OK
+
+    return run(_parser(environ), argv, body)
 
 
 def _parser(environ: Mapping[str, str]) -> ArgumentParser:
@@ -50,3 +43,187 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     add_url(parser, environ)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+Record = Mapping[str, Any]
+_CHOSEN = "→"
+_SHOWN = {"queue": "queue", "transfer": "load and transfer", "prefill": "compute"}
+
+
+def show(explanation: Record, output: Output) -> None:
+    """One section per decision: of each choice of the request, and of each attempt after a loss."""
+    for position, decision in enumerate(explanation["decisions"]):
+        if position:
+            output.line()
+        _heading(decision, output)
+        output.line()
+        _prefills(decision, output)
+        output.line()
+        _decodes(decision, output)
+        output.line()
+        if decision["undivided_candidates"]:
+            _undivided(decision, output)
+            output.line()
+        _ending(decision, output)
+
+
+def _heading(decision: Record, output: Output) -> None:
+    output.line(f"{decision['request_id']}: {count(decision['num_prompt_tokens'], 'prompt token')}")
+    threshold = decision["balancing_threshold"]
+    policy = decision["policy"] + (
+        "" if threshold is None else f", balancing threshold {threshold:g}"
+    )
+    output.line(f"placed by {policy}; longest prefix in a store {decision['best_blocks']} blocks")
+    output.line(_turn(decision["turn"], decision["rank"], decision["priority"]))
+    if decision["excluded_instances"]:
+        output.line(f"excluded, since they failed it: {', '.join(decision['excluded_instances'])}")
+
+
+def _turn(turn: Record, rank: float, priority: int) -> str:
+    """Whose it is, what of its share the tenant has had, and what that does to its place."""
+    who = f"tenant {turn['tenant'] or '(none)'}, weight {turn['weight']:g}"
+    ahead = f"{turn['ahead_tokens']:,.0f} tokens ahead of who has had least"
+    place = f", {seconds(-rank)} before its arrival" if rank < 0 else ""
+    urgency = f", priority {priority}" if priority else ""
+    return f"{who}, {ahead}{place}{urgency}"
+
+
+def _prefills(decision: Record, output: Output) -> None:
+    candidates = decision["prefill_candidates"]
+    # Only some policies count what others wait because of it; a column of zeros would say that nobody does.
+    added = [">others wait"] if any(each["added_s"] for each in candidates) else []
+    table = Table(
+        output, " ", "prefill", ">device", ">prefix", ">reused", ">queue", ">load", ">transfer",
+        ">compute", ">TTFT", *added,
+    )  # fmt: skip
+    for each in candidates:
+        table.add(
+            _mark(each, "" if decision["is_undivided"] else decision["prefill"]),
+            each["instance_id"],
+            *(str(each[f"{name}_blocks"]) for name in ("device", "prefix", "reuse")),
+            *(seconds(each[f"{name}_s"]) for name in ("queue", "load", "transfer", "prefill")),
+            seconds(each["ttft_s"]),
+            *([seconds(each["added_s"])] if added else []),
+        )
+    table.flush()
+    for store, first, number in decision["sources"]:
+        output.line(f"  blocks {first} to {first + number - 1} from {store}")
+
+
+def _decodes(decision: Record, output: Output) -> None:
+    table = Table(
+        output, " ", "decode", ">sequences", ">context", ">free", ">needed", "fits", ">TBT"
+    )
+    for each in decision["decode_candidates"]:
+        table.add(
+            _mark(each, decision["decode"]),
+            each["instance_id"],
+            *(f"{each[name]:,.0f}" for name in ("landing_seqs", "landing_tokens", "free_blocks")),
+            f"{each['needed_blocks']:,}",
+            _fits(each),
+            seconds(each["landing_tbt_s"]),
+        )
+    table.flush()
+
+
+def _undivided(decision: Record, output: Output) -> None:
+    """Decode instances that would prefill the prompt themselves, beside the best prefill instance's TTFT."""
+    table = Table(
+        output, " ", "decode, prefilling", ">reused", ">queue", ">load", ">steps", ">step", ">added to it", ">TTFT",
+        "within both limits",
+    )  # fmt: skip
+    chosen = decision["decode"] if decision["is_undivided"] else ""
+    for each in decision["undivided_candidates"]:
+        table.add(
+            _mark(each, chosen),
+            each["instance_id"],
+            str(each["reuse_blocks"]),
+            *(seconds(each[f"{name}_s"]) for name in ("queue", "load")),
+            str(each["num_steps"]),
+            *(seconds(each[f"{name}_s"]) for name in ("step", "added", "ttft")),
+            "yes" if each["keeps_slo"] else "no",
+        )
+    table.flush()
+
+
+def _ending(decision: Record, output: Output) -> None:
+    rejection, outcome = decision["rejection"], decision["outcome"]
+    if rejection is not None:
+        output.line(
+            f"rejected: {rejection['reason']}; again after {seconds(rejection['retry_after_s'])}"
+        )
+    elif outcome is None:
+        output.line("under way: no token has been reported yet")
+    else:
+        output.line(_summary(outcome))
+    table = Table(output, "", ">predicted", ">limit", ">actual")
+    actual_ttft, actual_tbt = (None, None) if outcome is None else actual(outcome)
+    for name, happened in (("TTFT", actual_ttft), ("TBT", actual_tbt)):
+        key = name.lower()
+        figures = (decision[f"predicted_{key}_s"], decision[f"{key}_slo_s"], happened)
+        table.add(name, *map(seconds, figures))
+    for name, predicted, happened in _terms(decision, outcome):
+        table.add(f"  {name}", seconds(predicted), "", seconds(happened))
+    table.flush()
+
+
+def _terms(decision: Record, outcome: Record | None) -> list[tuple[str, float, float | None]]:
+    """Name, prediction and report of each part of the TTFT, of the instance that was chosen; none where nobody told."""
+    parts = {"queue": ("queue_s",), "transfer": ("load_s", "transfer_s"), "prefill": ("prefill_s",)}
+    reports = {name: None if outcome is None else outcome[f"{name}_s"] for name in parts}
+    if not any(report is not None for report in reports.values()):
+        return []
+    chosen = _prefilling(decision)
+    if decision["is_undivided"]:
+        parts["transfer"] = ("load_s",)
+    return [
+        (_SHOWN[name], sum(chosen[term] for term in terms), reports[name])
+        for name, terms in parts.items()
+    ]
+
+
+def _prefilling(decision: Record) -> Record:
+    """The candidate that was to prefill."""
+    kind, chosen = "prefill", decision["prefill"]
+    if decision["is_undivided"]:
+        kind, chosen = "undivided", decision["decode"]
+    found: Record = next(
+        each for each in decision[f"{kind}_candidates"] if each["instance_id"] == chosen
+    )
+    return found
+
+
+def actual(outcome: Record) -> tuple[float | None, float | None]:
+    """Seconds to the first token and, on average, between tokens; None where nothing was reported."""
+    ttft_s, elapsed_s, tokens = (outcome[key] for key in ("ttft_s", "elapsed_s", "output_tokens"))
+    if ttft_s is None or elapsed_s is None or not tokens or tokens < 2:
+        return ttft_s, None
+    return ttft_s, (elapsed_s - ttft_s) / (tokens - 1)
+
+
+def _summary(outcome: Record) -> str:
+    if outcome["phase"] == "first_token":
+        return "under way: the first token has come"
+    tokens = count(outcome["output_tokens"] or 0, "token")
+    cached = count(outcome["cached_tokens"] or 0, "prompt token")
+    after = seconds(outcome["elapsed_s"])
+    return f"{outcome['phase']} after {after} with {tokens}; the KV of {cached} was re-used"
+
+
+def _mark(candidate: Record, chosen: str) -> str:
+    return _CHOSEN if candidate["instance_id"] == chosen else ""
+
+
+def _fits(candidate: Record) -> str:
+    if not candidate["fits"]:
+        return "no: blocks"
+    return "yes" if candidate["has_slot"] else "no: slots"
+
+
+def seconds(value: float | None) -> str:
+    """`1.25 s`, `13.2 ms`, `0`, `-` for what is not known."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"

@@ -1,7 +1,7 @@
 """What a command prints: tables for people, JSON lines for programs, problems on stderr.
 
-Its rule: stdout has results only, so it can be piped; a table is never cut to the terminal's width. Keys are 16 of
-their 32 hex digits unless `long`.
+stdout has results only, so it can be piped; a table is never cut to the terminal's width. Keys are 16 of their 32 hex
+digits unless `long`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
+
+from rich import table
 
 from protocol.progress import Progress
 
@@ -99,6 +101,15 @@ class Table:
         return "  ".join(texts).rstrip()
 
 
+def grid(*columns: str) -> table.Table:
+    """A table to be redrawn in place (rich's). Columns that begin with `>` are numbers; without any, no header."""
+    made = table.Table(box=None, pad_edge=False, header_style="dim", show_header=bool(columns))
+    for column in columns:
+        right = column.startswith(">")
+        made.add_column(column.removeprefix(">"), justify="right" if right else "left")
+    return made
+
+
 def bar(share: float) -> str:
     """`███░░░░░░░`; whatever is above nothing shows."""
     share = min(max(share, 0.0), 1.0)
@@ -109,3 +120,20 @@ def bar(share: float) -> str:
 def count(number: int, noun: str) -> str:
     """`1 object`, `2,000 objects`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(num_bytes: float) -> str:
+    """`3.2 GiB`."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
+        num_bytes /= 1024
+        unit += 1
+    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def rate(bytes_per_s: float) -> str:
+    """`12.34 GB/s`."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

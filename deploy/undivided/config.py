@@ -21,11 +21,6 @@ class UndividedConfig(DecodeConfig, PatienceConfig):
         DEFAULT_TBT_SLO_S,
         help="seconds between tokens, as the conductor is told; steps with chunks of prompts take half of it",
     )
-    home_store: str | None = option(
-        None,
-        help="instance id of the store node that keeps the KV of sequences that gave way, and new blocks of prompts "
-        "that were read from none",
-    )
     max_put_blocks: int = option(64, help="blocks on their way to a store at once")
     max_pending_puts: int = option(4096, help="blocks waiting for that; more are dropped")
 

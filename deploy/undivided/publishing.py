@@ -9,16 +9,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from deploy.undivided.events import PutEnded, SealBlocks, Sealed
 from engine.block_pool import BlockPool
 from prefill_worker.actions import PutBlocks, PutItem
-from prefill_worker.events import PutFailed
+from prefill_worker.events import PutDone, PutFailed
 from prefill_worker.puts import WriteBehind
 from protocol.ids import BlockId
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.request import Endpoint
+from worker.events import Action, Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed(Event):
+    """Answer to SealBlocks: checksums, in the order of its blocks."""
+
+    seal_id: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutEnded(Event):
+    """What became of a put to this store."""
+
+    store_id: str
+    outcome: PutDone | PutFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealBlocks(Action):
+    """Say the checksums of these whole blocks, which nobody writes any more → Sealed."""
+
+    seal_id: int
+    blocks: tuple[BlockId, ...]
 
 
 class NewBlock(NamedTuple):

@@ -12,18 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from decode_worker import events
 from decode_worker.actions import Fail
-from decode_worker.alarms import AlarmKind
 from decode_worker.allotment import Claim, Prospect
 from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.sequence import Sequence, SequencePhase
-from decode_worker.state import MEMORY_S, DecodeState
-from deploy.undivided.events import PutEnded, Sealed, Submitted
-from deploy.undivided.publishing import NewBlock, Publishing
+from decode_worker.state import DecodeState
+from deploy.undivided.publishing import NewBlock, Publishing, PutEnded, Sealed
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Policy
 from prefill_worker.actions import LoadPrefix, PrefixPart
@@ -31,8 +28,9 @@ from prefill_worker.events import PrefixLoaded, PrefixLoadFailed
 from prefill_worker.load_or_compute import LoadChoice
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, NoWorker
 from protocol.ids import BlockId, GatewayId, RequestId
-from protocol.keys import NO_PARENT
+from protocol.keys import NO_PARENT, BlockKey
 from protocol.request import Endpoint, PrefillReport, PrefixSource, Request
+from worker.events import Action, Event, Submitted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -63,6 +61,7 @@ class _Prompt:
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.sampling.max_tokens,
             num_tokens=len(request.token_ids),
+            rank=(request.priority, 0),
         )
 
     @property
@@ -72,7 +71,7 @@ class _Prompt:
 
 
 class UndividedState(DecodeState):
-    """Takes `deploy.undivided.events` as well. `report` goes with a first token."""
+    """Takes `deploy.undivided.publishing` as well. `report` goes with a first token."""
 
     def __init__(
         self,
@@ -131,84 +130,88 @@ class UndividedState(DecodeState):
             prompt_logprobs=scores.result() if scores is not None else None,
         )
 
+    def counted(self) -> dict[str, int]:
+        return {**super().counted(), **self.publishing.counters}
+
+    def evicted(self, key: BlockKey) -> None:
+        self.publishing.evicted(key)
+
     # -- events
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        out: list[Any] = super().handle(event, now)
+    def handle(self, event: Event, now: float) -> list[Action]:
+        out: list[Action] = super().handle(event, now)
         for prompt in list(self._prompts.values()):
             if prompt.sequence is not None:
                 self._note(prompt, prompt.sequence, now, out)
         out += self.publishing.start()
         return out
 
-    def _submitted(self, event: Submitted, now: float, out: list[Any]) -> None:
-        request = event.request
-        if self._tombstones.pop(request.request_id, None) is not None:
+    def _submitted(self, event: Submitted, now: float, out: list[Action]) -> None:
+        request, sources = event.request, event.placement.prefix_sources
+        if self._tombstones.take(request.request_id, now):
             return  # its gateway has given it up
-        if event.sources:
-            self.publishing.found(event.sources[-1].store)
-        self._seen[request.request_id] = now + MEMORY_S
-        self._alarms.set(now + MEMORY_S, AlarmKind.SEEN, request.request_id)
+        if sources:
+            self.publishing.found(sources[-1].store)
+        self._tombstones.seen(request.request_id, now)
         self._drop_prompt(request.request_id)  # an earlier attempt
         self._schedule.cancel(request.request_id)
         deadline_at = now + request.timeout_s
         prompt = _Prompt(
-            request=request, sources=event.sources, submitted_at=now, deadline_at=deadline_at
+            request=request, sources=sources, submitted_at=now, deadline_at=deadline_at
         )
         num_tokens = len(request.token_ids)
         if self._draining:
             self._refuse(prompt, NoWorker("this decode worker is draining"), out)
-        elif self._limits.blocks_for(num_tokens) > self._pool.capacity:
+        elif self._limits.blocks_for(num_tokens) > self.pool.capacity:
             self._refuse(prompt, InvalidRequest(f"{num_tokens} tokens do not fit here"), out)
         else:
             self._prompts[request.request_id] = prompt
-            self._alarms.set(deadline_at, AlarmKind.SEQUENCE, request.request_id)
+            self._alarms.set(deadline_at, self._time_out, request.request_id)
 
-    def _home_found(self, event: events.StoreFound, now: float, out: list[Any]) -> None:
+    def _home_found(self, event: events.StoreFound, now: float, out: list[Action]) -> None:
         self._keeping.found(event)
         self.publishing.home_found(event.store)
 
-    def _prefix_loaded(self, event: PrefixLoaded, now: float, out: list[Any]) -> None:
+    def _prefix_loaded(self, event: PrefixLoaded, now: float, out: list[Action]) -> None:
         self._loaded(event.request_id, event.checksums, now, out)
 
     def _loaded(
-        self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Any]
+        self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Action]
     ) -> None:
         """So many blocks behind those that were here arrived well; nothing is written to any other."""
         prompt = self._loading.pop(request_id)
         if prompt.is_over:
-            self._pool.release(prompt.blocks)
+            self.pool.release(prompt.blocks)
             return
         keys = prompt.request.block_keys
         for index, checksum in enumerate(checksums, prompt.num_found):
             parent = keys[index - 1] if index else NO_PARENT
-            self._pool.publish(prompt.blocks[index], keys[index], parent, checksum)
+            self.pool.publish(prompt.blocks[index], keys[index], parent, checksum)
         self._read(prompt, prompt.num_found + len(checksums), now)
 
-    def _cancel(self, event: events.RequestCancelled, now: float, out: list[Any]) -> None:
+    def _cancel(self, event: events.RequestCancelled, now: float, out: list[Action]) -> None:
         if not self._drop_prompt(event.request_id):
             super()._cancel(event, now, out)
 
-    def _lose_gateway(self, event: events.GatewayLost, now: float, out: list[Any]) -> None:
+    def _lose_gateway(self, event: events.GatewayLost, now: float, out: list[Action]) -> None:
         self._drop_prompts_of(event.gateway_id)
         super()._lose_gateway(event, now, out)
 
-    def _stop(self, event: events.Stopped, now: float, out: list[Any]) -> None:
+    def _stop(self, event: events.Stopped, now: float, out: list[Action]) -> None:
         for prompt in [p for p in self._prompts.values() if p.sequence is None]:
             self._drop_prompt(prompt.request.request_id)
             self._refuse(prompt, NoWorker("the decode worker is stopping"), out)
         super()._stop(event, now, out)
 
-    def _look_at(self, kind: AlarmKind, key: Any, now: float, out: list[Any]) -> None:
-        prompt = self._prompts.get(key) if kind is AlarmKind.SEQUENCE else None
-        if prompt is None or prompt.sequence is not None:
-            super()._look_at(kind, key, now, out)
-        elif prompt.deadline_at <= now:
-            self._drop_prompt(key)
+    def _time_out(self, request_id: RequestId, now: float, out: list[Action]) -> None:
+        """A prompt's time to begin may be over."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and prompt.sequence is None and prompt.deadline_at <= now:
+            self._drop_prompt(request_id)
             timeout_s = prompt.request.timeout_s
             self._refuse(prompt, DeadlineExceeded(f"not begun within {timeout_s:g} s"), out)
 
-    def _refuse(self, prompt: _Prompt, error: MoonserveError, out: list[Any]) -> None:
+    def _refuse(self, prompt: _Prompt, error: MoonserveError, out: list[Action]) -> None:
         request = prompt.request
         self.counters.requests_failed += 1
         out.append(Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error))
@@ -228,7 +231,7 @@ class UndividedState(DecodeState):
 
     # -- what follows from any event
 
-    def _advance(self, now: float, out: list[Any]) -> None:
+    def _advance(self, now: float, out: list[Action]) -> None:
         self._admit_prompts(now, out)
         super()._advance(now, out)
 
@@ -240,12 +243,12 @@ class UndividedState(DecodeState):
     def _is_waiting(self, prompt: _Prompt) -> bool:
         return prompt.admitted_at is None
 
-    def _admit_prompts(self, now: float, out: list[Any]) -> None:
+    def _admit_prompts(self, now: float, out: list[Action]) -> None:
         if self._schedule.has_preempted:
             return
         for prompt in [p for p in self._prompts.values() if self._is_waiting(p)]:
             num_tokens = len(prompt.request.token_ids)
-            if self._limits.blocks_for(num_tokens) > self._pool.capacity:  # which was more before
+            if self._limits.blocks_for(num_tokens) > self.pool.capacity:  # which was more before
                 self._drop_prompt(prompt.request.request_id)
                 self._refuse(prompt, InvalidRequest(f"{num_tokens} tokens do not fit here"), out)
                 continue
@@ -268,7 +271,7 @@ class UndividedState(DecodeState):
         prompt.blocks, prompt.num_found = found + fresh, len(found)
         return True
 
-    def _admit(self, prompt: _Prompt, now: float, out: list[Any]) -> None:
+    def _admit(self, prompt: _Prompt, now: float, out: list[Action]) -> None:
         prompt.admitted_at = now
         parts = self._parts(prompt)
         if not parts:
@@ -309,7 +312,7 @@ class UndividedState(DecodeState):
         )
         prompt.blocks = []
 
-    def _note(self, prompt: _Prompt, sequence: Sequence, now: float, out: list[Any]) -> None:
+    def _note(self, prompt: _Prompt, sequence: Sequence, now: float, out: list[Action]) -> None:
         """What of it is computed is sealed, and what it began with is known from its first chunk on."""
         if sequence.phase is SequencePhase.ENDED and sequence.is_new:
             self._prompts.pop(prompt.request.request_id, None)

@@ -2,29 +2,114 @@
 
 from __future__ import annotations
 
-from typing import cast
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry
-
-from decode_worker.service import DecodeService
+from decode_worker import actions
+from decode_worker.service import VERIFY_INLINE_BYTES, DecodeService
+from decode_worker.stepping import Compute
 from decode_worker.worker import DecodeWorker
 from deploy.undivided.config import UndividedConfig
-from deploy.undivided.publishing import Publishing
-from deploy.undivided.service import UndividedService
+from deploy.undivided.publishing import Publishing, PutEnded, SealBlocks, Sealed
 from deploy.undivided.state import UndividedState
-from engine.elastic.serving import show_memory
-from engine.replica import Replica, loaded_replica
-from prefill_worker.service import PrefillService
-from prefill_worker.servicer import WorkerServicer
-from protocol.keys import BlockKey
-from protocol.membership import Seat
-from protocol.pb import conductor_pb2, worker_pb2_grpc
+from engine.replica import Replica
+from kvstore.client.blocks import BlockStores
+from prefill_worker.actions import LoadPrefix, PutBlocks
+from prefill_worker.events import PutFailed
+from prefill_worker.servicer import PrefillServicer
+from prefill_worker.stores import load_prefix, put_blocks
+from protocol.pb import conductor_pb2
 from protocol.process import Lifecycle
 from protocol.step_budget import CHUNK_SHARE, StepBudget
-from protocol.tracing import Tracer, tracing
+from protocol.tracing import Tracer
 from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
-from transfer import Segment, TransferEngine
-from transfer.serving import serving
+from transfer import TransferEngine
+from transfer.config import Patience
+from worker.events import Action, Event
+from worker.memory import KvMemory
+from worker.process import Equipment, equipped
+
+
+class UndividedService(DecodeService):
+    """`stores`: None = prompts are placed without sources, and nothing is put anywhere or kept."""
+
+    state: UndividedState
+
+    def __init__(
+        self,
+        state: UndividedState,
+        compute: Compute,
+        transfer: TransferEngine,
+        memory: KvMemory,
+        *,
+        stores: BlockStores | None = None,
+        patience: Patience | None = None,
+        look_for_home: Callable[[], None] = lambda: None,
+        observe_allocation: Callable[[float], None] = lambda _: None,
+        tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            state,
+            compute,
+            transfer,
+            memory,
+            stores=stores,
+            look_for_home=look_for_home,
+            observe_allocation=observe_allocation,
+            tracer=tracer,
+            clock=clock,
+        )
+        self._stores = stores
+        self._patience = patience or Patience()
+
+    def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
+        return {
+            **super()._role_performers(),
+            LoadPrefix: self._starts(self._load),
+            SealBlocks: self._starts(self._seal),
+            PutBlocks: self._starts(self._put),
+        }
+
+    def load(self) -> conductor_pb2.Load:
+        load = super().load()
+        load.queued_tokens = self.state.queued_tokens
+        return load
+
+    # -- actions
+
+    async def _load(self, action: LoadPrefix) -> Event:
+        assert self._stores is not None, "no sources, no loads"
+        return await load_prefix(self._stores, self._memory, action, self._patience)
+
+    async def _put(self, action: PutBlocks) -> Event:
+        assert self._stores is not None, "nothing is put without stores"
+        outcome = await put_blocks(self._stores, self._memory, action, self._patience)
+        if isinstance(outcome, PutFailed):
+            self._look_for_home()
+        return PutEnded(store_id=action.store.instance_id, outcome=outcome)
+
+    async def _seal(self, action: SealBlocks) -> Event:
+        await self._memory.staging.store(action.blocks)
+        if len(action.blocks) * self._memory.layout.block_bytes > VERIFY_INLINE_BYTES:
+            return await asyncio.to_thread(self._sealed, action)
+        return self._sealed(action)
+
+    def _sealed(self, action: SealBlocks) -> Sealed:
+        size = self._memory.layout.block_size
+        checksums = tuple(self._verifier.checksum(block, size) for block in action.blocks)
+        return Sealed(seal_id=action.seal_id, checksums=checksums)
+
+    def _send_tokens(self, action: actions.SendTokens) -> None:
+        reports = [self.state.report(token.request_id, self.now) for token in action.tokens]
+        known = [report for report in reports if report is not None]
+        self.streams.send(
+            action.gateway_id, tokens=action.tokens, prefills=known, decodes=action.began
+        )
+        for phase in action.ended:
+            self._trace(phase)
 
 
 class UndividedWorker(DecodeWorker):
@@ -32,67 +117,42 @@ class UndividedWorker(DecodeWorker):
 
     service: UndividedService
 
-    def __init__(
-        self,
-        config: UndividedConfig,
-        replica: Replica,
-        transfer: TransferEngine,
-        segment: Segment,
-        registry: CollectorRegistry,
-        tracer: Tracer | None = None,
-    ) -> None:
-        self._options = config
-        self._publishing: Publishing | None = None
-        super().__init__(config, replica, transfer, segment, registry, tracer=tracer)
-        self._servicer = WorkerServicer(
-            cast(PrefillService, self.service),
+    def __init__(self, config: UndividedConfig, equipment: Equipment) -> None:
+        self._own = config
+        super().__init__(config, equipment)
+
+    def _make_service(self) -> DecodeService:
+        replica, config = self.equipment.replica, self._own
+        publishing = Publishing(
+            self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts
+        )
+        limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
+        policy, costs = config.policy(replica.profiles), self._keeping_costs()
+        return UndividedService(
+            UndividedState(self.pool, limits, publishing, policy, costs),
+            replica.thread,
+            self.equipment.transfer,
+            self.memory,
+            stores=self.stores,
+            patience=config.transfer_patience(),
+            look_for_home=self._look_for_home,
+            observe_allocation=self._allocations.observe,
+            tracer=self.equipment.tracer,
+        )
+
+    def _servicer(self) -> PrefillServicer:
+        replica = self.equipment.replica
+        return PrefillServicer(
+            self.service,
             block_size=replica.plan.layout.block_size,
             vocab_size=replica.vocab_size,
             prepare=replica.thread.prepare,
         )
 
-    def _make_service(self, transfer: TransferEngine, segment: Segment) -> DecodeService:
-        replica, config = self._replica, self._options
-        self._publishing = Publishing(
-            self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts
-        )
-        limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
-        return UndividedService(
-            UndividedState(
-                self.pool,
-                limits,
-                self._publishing,
-                config.policy(replica.profiles),
-                self._keeping_costs(),
-            ),
-            replica.thread,
-            transfer,
-            segment,
-            replica.plan.layout,
-            stores=self._stores,
-            staging=replica.staging,
-            patience=config.transfer_patience(),
-            look_for_home=self._look_for_home,
-            observe_allocation=self._allocations.observe,
-            tracer=self._tracer,
-        )
-
-    def _make_servicer(self) -> worker_pb2_grpc.WorkerServicer:
-        return self._servicer
-
-    def _removed(self, key: BlockKey) -> None:
-        super()._removed(key)
-        if self._publishing is not None:
-            self._publishing.evicted(key)
-
-    def _set_draining(self, seat: Seat, draining: bool) -> None:
-        self._servicer.draining = draining
-        super()._set_draining(seat, draining)
-
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         registration = super()._registration(address)
         registration.reads_prompts = True
-        registration.max_num_batched_tokens = self._options.max_num_batched_tokens
+        registration.max_num_batched_tokens = self._own.max_num_batched_tokens
         return registration
 
 
@@ -108,12 +168,5 @@ def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
 
 async def serve(config: UndividedConfig, lifecycle: Lifecycle) -> None:
     """Runs the worker until the process is told to stop. Raises ConfigError when it cannot start."""
-    with (
-        serving(config) as (transfer, registry),
-        tracing(config, config.instance_id, "decode") as tracer,
-    ):
-        async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
-            show_memory(replica.elasticity, registry)
-            await UndividedWorker(config, replica, transfer, segment, registry, tracer).run(
-                lifecycle
-            )
+    async with equipped(config, lifecycle, "decode") as equipment:
+        await UndividedWorker(config, equipment).run(lifecycle)

@@ -6,25 +6,119 @@ outlives a turn is the replica, the transfer engine with its memory, and the poo
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
-from prometheus_client import CollectorRegistry
+import grpc.aio
 
 from decode_worker.worker import DecodeWorker
 from deploy.worker.config import WorkerConfig
-from deploy.worker.servicer import RoleSwitchServicer
-from deploy.worker.turn import Turn
 from engine.block_pool import BlockPool
-from engine.elastic.serving import show_memory
-from engine.replica import Replica, loaded_replica
 from prefill_worker.worker import PrefillWorker
+from protocol.errors import InvalidRequest, Overloaded
 from protocol.ids import Role
-from protocol.pb import worker_pb2_grpc
+from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
-from protocol.tracing import Tracer, tracing
-from transfer import Segment, TransferEngine
-from transfer.serving import serving
+from protocol.wire import role_from_wire, role_to_wire
+from worker.process import Equipment, Worker, equipped
+
+_RETRY_AFTER_S = 1.0
+
+
+class Turn(Lifecycle):
+    """`drain_s`: what is under way gets so long to finish before another role begins."""
+
+    def __init__(self, role: Role, process: Lifecycle, *, drain_s: float) -> None:
+        super().__init__(status_fd=None)
+        self.role = role
+        self._process = process
+        self._drain_s = drain_s
+        self._wanted: Role | None = None  # once a switch was asked for
+
+    @property
+    def next_role(self) -> Role | None:
+        """None: the process ends with this turn, as far as known."""
+        return None if self._process.stopping.is_set() else self._wanted
+
+    @property
+    def is_switching(self) -> bool:
+        return self._wanted is not None
+
+    def switch_to(self, role: Role, drain_s: float | None = None) -> None:
+        """Ends the turn so that `role` begins; no-op when it is its own. Raises Overloaded when the other one has been
+        asked for."""
+        if role is self.role:
+            if self.is_switching:
+                raise Overloaded(
+                    f"this worker is changing from {self.role} to {self._wanted}",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            return
+        if not self.is_switching:
+            self._wanted = role
+            self._drain_s = self._drain_s if drain_s is None else drain_s
+            self.stopping.set()
+
+    async def end_with_process(self) -> None:
+        """Run beside the turn."""
+        await self._process.stopping.wait()
+        self.stopping.set()
+
+    # What a role's code calls
+
+    def progress(self, stage: str, fraction: float | None = None) -> None:
+        self._process.progress(stage, fraction)
+
+    def ready(self, **facts: str) -> None:
+        self._process.ready(role=self.role.value, **facts)
+
+    async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
+        """A process that is told to stop grants what it would grant without turns."""
+        async with running(idle) as finishing, running(self._process.stopping.wait()) as told:
+            await asyncio.wait(
+                {finishing, told}, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if told.done():
+                await self._process.drained(asyncio.wait({finishing}), timeout_s)
+            return finishing.done()
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+class RoleSwitchServicer(worker_pb2_grpc.RoleSwitchServicer):
+    """Serves `RoleSwitch` during one turn."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    async def SwitchRole(
+        self, request: worker_pb2.SwitchRoleRequest, context: Context
+    ) -> worker_pb2.SwitchRoleReply:
+        """Raises InvalidRequest, or Overloaded while it changes to the role that it is to leave again."""
+        drain_s = request.drain_s if request.HasField("drain_s") else None
+        if drain_s is not None and not 0 <= drain_s < float("inf"):
+            raise InvalidRequest(f"drain_s is {drain_s}; it is finite and at least 0")
+        self._turn.switch_to(_role(request), drain_s)
+        return worker_pb2.SwitchRoleReply(
+            role=role_to_wire(self._turn.role), switching=self._turn.is_switching
+        )
+
+
+def _role(request: worker_pb2.SwitchRoleRequest) -> Role:
+    try:
+        role = role_from_wire(request.role)
+    except (KeyError, ValueError) as error:
+        raise InvalidRequest(f"no such role: {request.role}") from error
+    if role not in _ROLES:
+        raise InvalidRequest(f"a worker has no role {role}", param="role")
+    return role
+
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +126,9 @@ log = logging.getLogger(__name__)
 class SwitchingWorker:
     """One replica and whose turn it is."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        replica: Replica,
-        transfer: TransferEngine,
-        segment: Segment,
-        registry: CollectorRegistry,
-        tracer: Tracer,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, equipment: Equipment) -> None:
         self._config = config
-        self._replica = replica
-        self._transfer = transfer
-        self._segment = segment
-        self._registry = registry
-        self._tracer = tracer
+        self._equipment = equipment
         self._pool: BlockPool | None = None  # of the latest turn
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -69,36 +151,13 @@ class SwitchingWorker:
             log.info("changing from %s to %s", role, turn.next_role)
         return turn.next_role
 
-    def _worker(self, role: Role) -> PrefillWorker | DecodeWorker:
+    def _worker(self, role: Role) -> Worker:
         if role is Role.DECODE:
-            return DecodeWorker(
-                self._config.as_decode(),
-                self._replica,
-                self._transfer,
-                self._segment,
-                self._registry,
-                earlier=self._pool,
-                tracer=self._tracer,
-            )
-        return PrefillWorker(
-            self._config,
-            self._replica,
-            self._transfer,
-            self._segment,
-            self._registry,
-            earlier=self._pool,
-            tracer=self._tracer,
-        )
+            return DecodeWorker(self._config.as_decode(), self._equipment, earlier=self._pool)
+        return PrefillWorker(self._config, self._equipment, earlier=self._pool)
 
 
 async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
     """Runs a worker of changing roles until the process is told to stop. Raises ConfigError when it cannot start."""
-    with (
-        serving(config, config.faults()) as (transfer, registry),
-        tracing(config, config.instance_id, "worker") as tracer,
-    ):
-        async with loaded_replica(config, transfer.allocate, lifecycle) as (replica, segment):
-            show_memory(replica.elasticity, registry)
-            await SwitchingWorker(config, replica, transfer, segment, registry, tracer).run(
-                lifecycle
-            )
+    async with equipped(config, lifecycle, "worker", config.faults()) as equipment:
+        await SwitchingWorker(config, equipment).run(lifecycle)

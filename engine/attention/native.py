@@ -23,8 +23,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import Geometry, Span, singles_first
-from engine.kernels.compiling import FLAGS, load_kernels
-from engine.kernels.library import Crew
+from engine.kernels.library import FLAGS, Crew, load_kernels
 from engine.kv_pool import KvPool
 from protocol.native import CompilerError
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import Geometry, Span
-from engine.cuda.placing import to_device
 from engine.cuda.requirements import require_triton
+from engine.cuda.streams import to_device
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ see nothing, store nothing and are cut off. Steps with prompts, and those whose 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -49,7 +48,7 @@ class GraphedModel:
         self._num_slots = pool.num_blocks * pool.layout.block_size
         self._columns = table_columns(pool.layout.blocks_for(self._longest))
         self._capture = capture
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, tuple[_Inputs, Replay]] = {}  # by batch size
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """As `Model.forward`; the logits hold until the next call."""
@@ -59,8 +58,9 @@ class GraphedModel:
         graph = self._graphs.get(batch)
         if graph is None:
             graph = self._graphs[batch] = self._make(batch)
-        graph.inputs.fill(step)
-        return graph.replay()[: len(step.spans)]
+        inputs, replay = graph
+        inputs.fill(step)
+        return replay()[: len(step.spans)]
 
     def _batch_for(self, step: Step) -> int | None:
         """None: not a decode step, or not of a size that graphs are for."""
@@ -69,11 +69,11 @@ class GraphedModel:
             return None
         return next((batch for batch in BATCHES if batch >= rows), None)
 
-    def _make(self, batch: int) -> _Graph:
+    def _make(self, batch: int) -> tuple[_Inputs, Replay]:
         inputs = _Inputs(batch, self._columns, self._num_slots, self._device)
         step = inputs.step(self._longest)
         plans = {window: inputs.plan(self._longest, window) for window in self._model.windows}
-        return _Graph(inputs, self._capture(lambda: self._model.run(step, plans)))
+        return inputs, self._capture(lambda: self._model.run(step, plans))
 
 
 class _Inputs:
@@ -126,12 +126,6 @@ class _Inputs:
             step.fed.put_into(self._on_device[0][0])
         if self._on_host[0].is_pinned():
             self._arrived = record_event()
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    inputs: _Inputs
-    replay: Replay
 
 
 def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

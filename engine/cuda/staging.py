@@ -17,18 +17,14 @@ from typing import Any
 
 import torch
 
-from engine.cuda.placing import to_device
-from engine.cuda.streams import Event, make_stream, record_event, wait_for
+from engine.cuda.streams import Event, make_stream, record_event, to_device, wait_for
 from engine.kv_pool import KvPool
 
 Stored = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
-    """Pinned memory: K and V of some blocks of one layer."""
-
-    pieces: torch.Tensor  # [2, blocks_per_slot, block_size, kv_heads, head_dim]
+_Slot = torch.Tensor
+"""Pinned memory, [2, blocks_per_slot, block_size, kv_heads, head_dim]: K and V of some blocks of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,7 @@ class HostStaging:
 
     def _make_slot(self) -> _Slot:
         shape = (2, self._blocks_per_slot, *self._pool.keys[0].shape[1:])
-        return _Slot(torch.empty(shape, dtype=self._pool.keys[0].dtype, pin_memory=self._on_gpu))
+        return torch.empty(shape, dtype=self._pool.keys[0].dtype, pin_memory=self._on_gpu)
 
     # -- from the GPU
 
@@ -82,7 +78,7 @@ class HostStaging:
             slot = self._take()
             with self._beside(self._outward):
                 own = to_device(part, self._pool.device)
-                for place, piece in zip(slot.pieces, self._pieces(self._pool, layer), strict=True):
+                for place, piece in zip(slot, self._pieces(self._pool, layer), strict=True):
                     place[: len(part)].copy_(piece.index_select(0, own), non_blocking=True)
                 filled = record_event() if self._on_gpu else None
             is_last = number == len(parts) - 1
@@ -99,7 +95,7 @@ class HostStaging:
         if oldest.filled is not None:
             oldest.filled.synchronize()
         places = self._pieces(self._host, oldest.layer)
-        for place, piece in zip(oldest.slot.pieces, places, strict=True):
+        for place, piece in zip(oldest.slot, places, strict=True):
             piece.index_copy_(0, oldest.blocks, place[: len(oldest.blocks)])
         self._free.append(oldest.slot)
         if oldest.stored is not None:
@@ -113,11 +109,11 @@ class HostStaging:
         arrived: Event | None = None
         for part in self._parts(blocks):
             slot = self._take()
-            for place, piece in zip(slot.pieces, self._pieces(self._host, layer), strict=True):
+            for place, piece in zip(slot, self._pieces(self._host, layer), strict=True):
                 torch.index_select(piece, 0, part, out=place[: len(part)])
             with self._beside(self._inward):
                 own = to_device(part, self._pool.device)
-                for place, piece in zip(slot.pieces, self._pieces(self._pool, layer), strict=True):
+                for place, piece in zip(slot, self._pieces(self._pool, layer), strict=True):
                     piece.index_copy_(0, own, to_device(place[: len(part)], self._pool.device))
                 arrived = record_event() if self._on_gpu else None
             self._loading.append(_Loading(slot, arrived))

@@ -1,10 +1,18 @@
-"""Streams and events of torch, with types."""
+"""Streams and events of torch, with types, and the way of small tensors to a device that is busy."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 import torch
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on `device`. The copy waits for its turn there and nobody waits for the copy: from memory that is not
+    pinned, it would hold the caller until all work before it is done."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Event(Protocol):

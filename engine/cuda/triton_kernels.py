@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.config import ModelConfig
-from engine.cuda.placing import to_device
 from engine.cuda.requirements import require_triton
+from engine.cuda.streams import to_device
 from engine.kernels.base import Heads
 from engine.kv_pool import KvPool
 from engine.rope import RopeTable
@@ -22,7 +22,7 @@ from engine.step import Step
 from engine.weights import LayerWeights, Weights
 
 if TYPE_CHECKING:
-    from engine.cuda.kernels.rope import Positions
+    from engine.cuda.kernels.fused import Positions
 
 
 @dataclass(slots=True)
@@ -46,11 +46,9 @@ class TritonKernels:
     def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool) -> None:
         device = weights.embedding.device
         require_triton(device)
-        from engine.cuda.kernels import norm, rope, swiglu  # importing them imports triton
+        from engine.cuda.kernels import fused  # importing it imports triton
 
-        self._norm = norm.add_norm
-        self._rope = rope
-        self._swiglu = swiglu.swiglu
+        self._fused = fused
         self._config = config
         self._weights = weights
         self._pool = pool
@@ -67,7 +65,7 @@ class TritonKernels:
             tokens = tokens.clone()
             step.fed.put_into(tokens)
         cos, signed_sin = self._angles.rows(positions, step.longest)
-        rotation = self._rope.Positions(cos, signed_sin, slots)
+        rotation = self._fused.Positions(cos, signed_sin, slots)
         return _Pass(F.embedding(tokens, self._weights.embedding), None, rotation)
 
     def project(self, layer: int, work: _Pass) -> Heads:
@@ -75,7 +73,7 @@ class TritonKernels:
         normed = self._add_norm(work, own.input_norm)
         config = self._config
         heads = F.linear(normed, own.qkv, own.qkv_bias).view(normed.shape[0], -1, config.head_dim)
-        self._rope.rotate_and_store(
+        self._fused.rotate_and_store(
             heads,
             config.num_heads,
             own.qk_norm,
@@ -97,7 +95,7 @@ class TritonKernels:
         work.pending = self._mlp(self._add_norm(work, own.post_norm), own)
 
     def _mlp(self, normed: torch.Tensor, own: LayerWeights) -> torch.Tensor:
-        inner = self._swiglu(F.linear(normed, own.gate_up, own.gate_up_bias))
+        inner = self._fused.swiglu(F.linear(normed, own.gate_up, own.gate_up_bias))
         return F.linear(inner, own.down, own.down_bias)
 
     def hidden(self, work: _Pass) -> torch.Tensor:
@@ -113,6 +111,6 @@ class TritonKernels:
         return F.linear(normed, self._weights.lm_head).float()
 
     def _add_norm(self, work: _Pass, weight: torch.Tensor) -> torch.Tensor:
-        normed = self._norm(work.hidden, work.pending, weight, self._config.rms_norm_eps)
+        normed = self._fused.add_norm(work.hidden, work.pending, weight, self._config.rms_norm_eps)
         work.pending = None
         return normed

@@ -1,10 +1,5 @@
-"""Several models share physical memory: addresses for each, pages mapped where blocks live (after kvcached)."""
+"""KV memory that comes and goes by pages, shared by a host's workers (after kvcached).
 
-from __future__ import annotations
-
-from engine.elastic.actions import Reserve
-from engine.elastic.cpu import CpuBacking
-from engine.elastic.model import ElasticModel, Pin
-from engine.elastic.pool import ElasticPool, ModelStats, PoolStats
-
-__all__ = ["CpuBacking", "ElasticModel", "ElasticPool", "ModelStats", "Pin", "PoolStats", "Reserve"]
+What is free and which page goes next: paged_blanks.py; who may take how much: ledger.py; the machine's memory:
+elasticity.py.
+"""

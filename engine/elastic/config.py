@@ -7,14 +7,14 @@ from pathlib import Path
 
 from engine.elastic.elasticity import Elasticity, Memory
 from engine.elastic.ledger import Ledger
-from engine.elastic.paging import Paging
+from engine.elastic.pages import Paging
 from engine.elastic.seat import Seat
 from protocol.config import option
 from protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticConfig:
+class LedgerConfig:
     """Mixed into the configuration of workers; `moonserve serve` passes them on."""
 
     elastic_kv_memory: bool = option(
@@ -30,6 +30,11 @@ class ElasticConfig:
     kv_memory_floor: int | None = option(
         None, help="bytes of the budget that each worker can always have", unit="bytes"
     )
+    kv_memory_ledger: str | None = option(
+        None,
+        help="file in which the workers that share --kv-memory-budget keep their shares; clusters of several models on "
+        "one host name the same",
+    )
 
     @property
     def is_elastic(self) -> bool:
@@ -42,17 +47,6 @@ class ElasticConfig:
             raise ConfigError("--kv-memory-floor needs --kv-memory-budget, of which it is a part")
         if budget is not None and not 0 <= (floor or 0) <= budget:
             raise ConfigError(f"--kv-memory-floor {floor} of a budget of {budget} bytes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LedgerConfig(ElasticConfig):
-    """With the file that makes the budget one."""
-
-    kv_memory_ledger: str | None = option(
-        None,
-        help="file in which the workers that share --kv-memory-budget keep their shares; clusters of several models on "
-        "one host name the same",
-    )
 
     def check_ledger(self) -> None:
         """Raises ConfigError."""
@@ -77,6 +71,5 @@ class LedgerConfig(ElasticConfig):
                 floor=floor,
                 ceiling=paging.range_bytes,
             )
-        elasticity = Elasticity(paging, memory, seat, floor=floor)
-        elasticity.forget_all()
-        return elasticity
+        memory.discard(0, paging.range_bytes)  # nothing that was written counts yet
+        return Elasticity(paging, memory, seat, floor=floor)

@@ -12,14 +12,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Populate
-from engine.elastic.paging import Paging
+from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Populate, Supply
+from engine.elastic.pages import Paging
 from engine.elastic.seat import Seat
-from engine.elastic.supply import Unshared
 from protocol.errors import InvalidRequest
+from protocol.pb.worker_pb2 import KvLimits
 
 log = logging.getLogger(__name__)
 
@@ -36,19 +35,6 @@ class Memory(Protocol):
     def resident_bytes(self) -> int: ...
     def populate(self, offset: int, nbytes: int) -> None: ...
     def discard(self, offset: int, nbytes: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Of one worker, in bytes."""
-
-    floor: int
-    ceiling: int
-    largest: int  # ceiling that there are addresses for
-    held: int  # that count as taken
-    resident: int  # that the machine spends
-    wanted: int
-    budget: int | None  # of all workers that share; None: shared with nobody
 
 
 class Elasticity:
@@ -71,25 +57,21 @@ class Elasticity:
         self._due = asyncio.Event()
         self.references: Sequence[int] = ()
         self.num_populated = self.num_given_back = 0  # pages
-        supply = Unshared(paging.num_pages) if seat is None else seat
+        supply = seat or Supply(paging.num_pages)
         self.blanks = PagedBlanks(paging, supply, on_work=self._due.set)
-
-    def forget_all(self) -> None:
-        """Nothing that was written counts, and nobody has blocks yet: the machine has everything back."""
-        self._memory.discard(0, self.paging.range_bytes)
 
     # -- limits
 
-    def limits(self) -> Limits:
+    def limits(self) -> KvLimits:
         page_bytes = self.paging.page_bytes
-        return Limits(
-            floor=self._floor,
-            ceiling=self.blanks.ceiling * page_bytes,
-            largest=self.paging.range_bytes,
-            held=self.blanks.num_held_pages * page_bytes,
-            resident=self._memory.resident_bytes,
-            wanted=self.blanks.num_wanted_pages * page_bytes,
-            budget=None if self._seat is None else self._seat.budget,
+        return KvLimits(
+            floor_bytes=self._floor,
+            ceiling_bytes=self.blanks.ceiling * page_bytes,
+            largest_bytes=self.paging.range_bytes,
+            held_bytes=self.blanks.num_held_pages * page_bytes,
+            resident_bytes=self._memory.resident_bytes,
+            wanted_bytes=self.blanks.num_wanted_pages * page_bytes,
+            budget_bytes=None if self._seat is None else self._seat.budget,
         )
 
     def limit(
@@ -155,14 +137,11 @@ class Elasticity:
             await asyncio.shield(doing)
         finally:  # a page on its way out must not be lost to who runs this next
             await asyncio.wait({doing})
-            self._done(action)
-
-    def _done(self, action: Populate | GiveBack) -> None:
-        if isinstance(action, GiveBack):
-            self.num_given_back += 1
-            self.blanks.given_back(action)
-        else:
-            self.num_populated += 1
+            if isinstance(action, GiveBack):
+                self.num_given_back += 1
+                self.blanks.given_back(action)
+            else:
+                self.num_populated += 1
 
     def _perform(self, action: Populate | GiveBack) -> None:
         for offset in self.paging.spans(action.page):

@@ -4,10 +4,14 @@
     row:    whose it is, floor, ceiling, held, spare, wanted, and until when those two count; bytes, monotonic seconds
 
 Its rules: a row is its owner's to write, and counts while that process lives, which the kernel knows: it holds a lock
-on the row's byte of the file, which ends with it. So a dead worker's share is free at once. Whoever takes memory looks
-at all rows and changes its own under one lock; giving back needs none. A process that was stopped inside of that lock
-holds up nobody who serves: others find no memory for as long. Only who starts waits for it, half a minute. The
-arithmetic is `engine.elastic.budget`'s. Linux ≥ 3.15.
+on the row's byte of the file, which ends with it. So a dead worker's share is free at once. Whoever takes memory
+looks at all rows and changes its own under one lock; giving back needs none. A process that was stopped inside of
+that lock holds up nobody who serves: others find no memory for as long. Only who starts waits for it, half a minute.
+Linux ≥ 3.15.
+
+`Budget` decides how much each may have, by pure arithmetic. Its rule: nothing is given to a worker if the others'
+floors could then no longer be met, nor beyond its ceiling. While a worker waits, one that holds more than it gets
+nothing beyond its own floor, so that nobody starves (max-min). Does not know pages or blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +22,88 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.elastic.budget import Budget, Share
 from protocol.errors import ConfigError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Share:
+    """One living worker's part, in bytes."""
+
+    number: int = 0  # of its row
+    name: str = ""
+    floor: int  # always to be had
+    ceiling: int  # never exceeded by what is given; what is held may be more after it was lowered
+    held: int = 0  # mapped, or about to be
+    empty: int = 0  # of those, what could be given back at once without preempting anybody
+    wanted: int = 0  # what it waits for, beyond what it holds
+
+    @property
+    def unmet(self) -> int:
+        """What the floor promises and the worker does not hold yet."""
+        return max(0, self.floor - self.held)
+
+    @property
+    def spare(self) -> int:
+        """Empty bytes above the floor: whoever needs them may take them."""
+        return max(0, min(self.empty, self.held - self.floor))
+
+
+class Budget:
+    """`nbytes` among the shares, which are seen while they change: they need not fit together."""
+
+    def __init__(self, nbytes: int, shares: Iterable[Share]) -> None:
+        self.nbytes = nbytes
+        self._shares = list(shares)
+
+    @property
+    def free(self) -> int:
+        """Held by nobody; negative while more is held than there should be (`resize`)."""
+        return self.nbytes - sum(share.held for share in self._shares)
+
+    def most(self, share: Share) -> int:
+        """What the worker could ever hold as the figures are."""
+        floors = sum(other.floor for other in self._others(share))
+        return min(share.ceiling, self.nbytes - floors)
+
+    def room(self, share: Share) -> int:
+        """What the worker may take now, others' empty bytes included."""
+        return self._room(share, self.free + sum(other.spare for other in self._others(share)))
+
+    def room_untouched(self, share: Share) -> int:
+        """What it may take without anybody giving any back."""
+        return self._room(share, self.free)
+
+    def _room(self, share: Share, within_reach: int) -> int:
+        others = self._others(share)
+        holds_most = any(self.lacking(each) and share.held > each.held for each in others)
+        owed = sum(each.unmet for each in others)  # what the others' floors still need
+        beyond = 0 if holds_most else within_reach - owed
+        room = max(beyond, min(within_reach, share.unmet))
+        return max(0, min(room, share.ceiling - share.held))
+
+    def lacking(self, share: Share) -> int:
+        """What the worker waits for and may come to hold."""
+        return max(0, min(share.wanted, self.most(share) - share.held)) if share.wanted else 0
+
+    def spare_asked(self, share: Share) -> int:
+        """Bytes above its floor that this worker should give, if nothing in use lies in them: what another lacks and
+        cannot take now, or what is held too much. Who lacks some itself gives only to who holds less, until both hold
+        alike."""
+        asked = -self.free
+        for other in self._others(share):
+            missing = self.lacking(other) - self.room_untouched(other)
+            if self.lacking(share):
+                missing = min(missing, (share.held - other.held) // 2)
+            asked = max(asked, missing)
+        return max(0, min(asked, share.held - share.floor))
+
+    def _others(self, share: Share) -> list[Share]:
+        return [other for other in self._shares if other is not share]
+
 
 MAGIC = b"moonserve-kv-1\0\0"
 NUM_ROWS = 64
@@ -35,27 +115,12 @@ SPARE_S = 3.0
 _HEADER = struct.Struct(f"<{len(MAGIC)}sQ")
 _ROW = struct.Struct(f"<{NAME_BYTES}sQQQQQdd")
 _ROW_BYTES = 128
-_FIELDS_AT = (
-    NAME_BYTES  # floor, ceiling, held, spare, wanted, and until when wanted and spare: 8 bytes each
-)
+_FIELDS_AT = NAME_BYTES  # floor, ceiling, held, spare, wanted, until when wanted, and spare
 _FILE_BYTES = _ROW_BYTES * (1 + NUM_ROWS)
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.001
 _START_TRIES = 30_000
 """Of who starts: on a busy machine a holder may have to wait for its turn, and that is no reason not to start."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One living worker's."""
-
-    number: int
-    name: str
-    floor: int
-    ceiling: int
-    held: int
-    spare: int  # could be given back without preempting anybody
-    wanted: int
 
 
 class Ledger:
@@ -106,20 +171,26 @@ class Ledger:
                 raise ConfigError(f"a budget of {budget} bytes, where all floors are {floors}")
             self._write(0, _HEADER.pack(MAGIC, budget))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Share]:
         """Of the living."""
         found = []
         now = self._clock()
         for number in range(NUM_ROWS):
             if not self._map[_place(number)] or not self._is_alive(number):
                 continue
-            name, floor, ceiling, held, spare, wanted, wish_until, spare_until = _ROW.unpack_from(
+            name, floor, ceiling, held, empty, wanted, wanted_until, empty_until = _ROW.unpack_from(
                 self._map, _place(number)
             )
-            text = name.rstrip(b"\0").decode(errors="replace")
-            wanted = wanted if wish_until > now else 0
-            spare = spare if spare_until > now else 0
-            found.append(Row(number, text, floor, ceiling, held, spare, wanted))
+            share = Share(
+                number=number,
+                name=name.rstrip(b"\0").decode(errors="replace"),
+                floor=floor,
+                ceiling=ceiling,
+                held=held,
+                empty=min(empty, held) if empty_until > now else 0,
+                wanted=wanted if wanted_until > now else 0,
+            )
+            found.append(share)
         return found
 
     def claim(self, name: str, floor: int, ceiling: int) -> int:
@@ -127,7 +198,7 @@ class Ledger:
         rows are taken."""
         with self._locked(_START_TRIES) as is_locked:
             rows = self.rows()
-            _check(self.budget, floor, ceiling, rows)
+            self._require_fit(floor, ceiling, rows)
             taken = {row.number for row in rows}
             number = next((n for n in range(NUM_ROWS) if n not in taken), None)
             if number is None or not is_locked or not self._keep_alive(number):
@@ -141,7 +212,7 @@ class Ledger:
     def limit(self, number: int, floor: int, ceiling: int) -> None:
         """Raises ConfigError for a floor that does not fit beside the others'."""
         with self._locked() as is_locked:
-            _check(self.budget, floor, ceiling, [r for r in self.rows() if r.number != number])
+            self._require_fit(floor, ceiling, [r for r in self.rows() if r.number != number])
             if not is_locked:
                 raise ConfigError(f"{self.path} is locked for too long")
             self._write(_place(number) + _FIELDS_AT, struct.pack("<QQ", floor, ceiling))
@@ -172,18 +243,19 @@ class Ledger:
         self._write(_place(number) + _FIELDS_AT + 32, struct.pack("<Qd", nbytes, until))
 
     def share_of(self, number: int) -> tuple[Share, Budget]:
-        """The row as a share among all others'."""
-        shares = {
-            row.number: Share(
-                floor=row.floor,
-                ceiling=row.ceiling,
-                held=row.held,
-                empty=min(row.spare, row.held),
-                wanted=row.wanted,
+        """The row, and the budget among it and all others."""
+        rows = self.rows()
+        own = next(row for row in rows if row.number == number)
+        return own, Budget(self.budget, rows)
+
+    def _require_fit(self, floor: int, ceiling: int, others: Iterable[Share]) -> None:
+        """Raises ConfigError for figures that could never be kept."""
+        floors = floor + sum(other.floor for other in others)
+        if not 0 <= floor <= ceiling or floors > self.budget:
+            raise ConfigError(
+                f"a floor of {floor} bytes and a ceiling of {ceiling}: all floors together are {floors} of a budget of "
+                f"{self.budget}"
             )
-            for row in self.rows()
-        }
-        return shares[number], Budget(self.budget, shares.values())
 
     @property
     def identity(self) -> str:
@@ -245,11 +317,3 @@ def _byte(number: int) -> bytes:
 
 def _place(number: int) -> int:
     return _ROW_BYTES * (1 + number)
-
-
-def _check(budget: int, floor: int, ceiling: int, others: list[Row]) -> None:
-    shares = [Share(floor=row.floor, ceiling=row.ceiling) for row in others]
-    try:
-        Budget(budget).check(floor, ceiling, others=shares)
-    except ValueError as error:
-        raise ConfigError(f"{error}; the budget is {budget} bytes") from error

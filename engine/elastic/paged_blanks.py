@@ -8,6 +8,8 @@ lets go of them (`BlockPool.make_way`). For another worker's need only pages lea
 
 A page counts from when its first block may be handed out until the machine has it back. What is written in a page that
 was never populated makes it resident all the same, so nothing here needs to be waited for.
+
+A `Supply` is where pages get their memory from: as much as one likes, or a share of what several workers have.
 """
 
 from __future__ import annotations
@@ -17,11 +19,54 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.elastic.actions import Reserve
-from engine.elastic.pages import Pages, PageState
-from engine.elastic.paging import Paging
-from engine.elastic.supply import Supply
+from engine.block_pool import Blanks
+from engine.elastic.pages import Pages, PageState, Paging
 from protocol.ids import BlockId
+
+
+class Supply:
+    """Counts pages. What is taken is the worker's until it is given back. These are one worker's; a `Seat` shares."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = self._left = num_pages
+
+    def take(self, count: int) -> int:
+        """At most `count` pages, as many as can be had now."""
+        taken = min(count, self._left)
+        self._left -= taken
+        return taken
+
+    def give(self, count: int) -> None:
+        """The machine has so many back."""
+        self._left += count
+
+    def room(self) -> int:
+        """What `take` would give, as far as is known."""
+        return self._left
+
+    def most(self) -> int:
+        """Pages that could ever be held, as floors are."""
+        return self._num_pages
+
+    def want(self, count: int) -> None:
+        """The worker waits for so many, until it says another number."""
+
+    def spare(self, count: int) -> None:
+        """So many of what it holds could be given back without anybody's loss but cached blocks'."""
+
+    def asked_back(self) -> int:
+        """Pages that others wait for and that this worker should give back, of those that are spare."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """How many empty pages an active pool keeps: fewer than `low` are filled up, more than `high` are given
+    back. The numbers are kvcached's."""
+
+    low: int = 5
+    high: int = 10
+    idle_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +83,8 @@ class GiveBack:
     page: int
 
 
-class PagedBlanks:
-    """Of a whole pool (`engine.blanks.Blanks`). Not thread-safe."""
+class PagedBlanks(Blanks):
+    """Of a whole pool. Not thread-safe."""
 
     def __init__(
         self,
@@ -70,11 +115,6 @@ class PagedBlanks:
     def num_held_pages(self) -> int:
         """What the machine spends, or is about to."""
         return self._pages.num_held + self._pages.num_leaving
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Held or cached."""
-        return self._pages.num_used
 
     @property
     def num_leaving_pages(self) -> int:
@@ -127,15 +167,11 @@ class PagedBlanks:
 
     def _open(self, count: int) -> list[int]:
         below = min(count, self.ceiling - self.num_held_pages, self._pages.num_unmapped)
-        opened = []
-        for _ in range(self._supply.take(below) if below > 0 else 0):
-            page = self._pages.promise()
-            self._pages.begin_mapping(page, (page,))
-            self._pages.mapped(page)
-            opened.append(page)
-        return opened
+        return [self._pages.open() for _ in range(self._supply.take(below) if below > 0 else 0)]
 
-    def take(self, count: int) -> list[BlockId]:
+    def take(self, count: int) -> list[BlockId] | None:
+        if count > self.num_ready:
+            return None
         self._is_used = True
         blocks = self._pages.take(count)
         if self._pages.num_empty < self._reserve.low and not self._is_full:
@@ -148,8 +184,9 @@ class PagedBlanks:
             self.on_work()
 
     def keep_only(self, taken: Collection[BlockId]) -> None:
-        gone = [block for block in self._pages.used() if block not in taken]
-        self._pages.give_back(gone)
+        for block in self._pages.used():
+            if block not in taken:
+                self._pages.give_one(block)
         self.on_work()
 
     def __iter__(self) -> Iterator[BlockId]:

@@ -11,11 +11,12 @@ import contextlib
 import socket
 
 from engine.elastic.ledger import Ledger
+from engine.elastic.paged_blanks import Supply
 from protocol.errors import ConfigError
 
 
-class Seat:
-    """`engine.elastic.supply.Supply` of one worker among several. Not thread-safe."""
+class Seat(Supply):
+    """The supply of one worker among several. Not thread-safe."""
 
     def __init__(
         self, ledger: Ledger, name: str, *, page_bytes: int, floor: int, ceiling: int

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.block_pool import BlockPool
-from engine.elastic.elasticity import Elasticity, Limits
+from engine.elastic.elasticity import Elasticity
 from protocol.errors import InvalidRequest
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.process import running
@@ -24,39 +24,30 @@ from protocol.process import running
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class MemoryAtWork:
-    """`elasticity`: None where the memory is fixed. `on_change`: tells the worker's state."""
-
-    def __init__(
-        self, elasticity: Elasticity | None, pool: BlockPool, on_change: Callable[[], None]
-    ) -> None:
-        self.servicer = KvMemoryServicer(elasticity, on_change)
-        self._elasticity = elasticity
-        self._on_change = on_change
-        if elasticity is not None:
-            elasticity.references = pool.references
-
-    @contextlib.asynccontextmanager
-    async def coming_and_going(self) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
-        """Pages come and go while the block lasts; gives the task that sees to it."""
-        if self._elasticity is None:
-            yield ()
-            return
-        async with running(self._elasticity.run(self._on_change)) as task:
-            yield (task,)
-
-
 class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
-    """Serves `KvMemory`."""
+    """Serves `KvMemory`, and sees to it that pages come and go. `elasticity`: None where the memory is fixed.
+    `on_change`: tells the worker's state."""
 
     def __init__(self, elasticity: Elasticity | None, on_change: Callable[[], None]) -> None:
         self._elasticity = elasticity
         self._on_change = on_change
 
+    @contextlib.asynccontextmanager
+    async def coming_and_going(
+        self, pool: BlockPool
+    ) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+        """Pages come and go under `pool` while the block lasts; gives the task that sees to it."""
+        if self._elasticity is None:
+            yield ()
+            return
+        self._elasticity.references = pool.references
+        async with running(self._elasticity.run(self._on_change)) as task:
+            yield (task,)
+
     async def GetLimits(
         self, request: worker_pb2.GetLimitsRequest, context: Context
     ) -> worker_pb2.KvLimits:
-        return to_wire(self._require().limits())
+        return self._require().limits()
 
     async def SetLimits(
         self, request: worker_pb2.SetLimitsRequest, context: Context
@@ -69,7 +60,7 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
             budget=request.budget_bytes if request.HasField("budget_bytes") else None,
         )
         self._on_change()
-        return to_wire(elasticity.limits())
+        return elasticity.limits()
 
     def _require(self) -> Elasticity:
         if self._elasticity is None:
@@ -77,18 +68,6 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
                 "this worker's KV memory is fixed; start it with --elastic-kv-memory"
             )
         return self._elasticity
-
-
-def to_wire(limits: Limits) -> worker_pb2.KvLimits:
-    return worker_pb2.KvLimits(
-        floor_bytes=limits.floor,
-        ceiling_bytes=limits.ceiling,
-        largest_bytes=limits.largest,
-        held_bytes=limits.held,
-        resident_bytes=limits.resident,
-        wanted_bytes=limits.wanted,
-        budget_bytes=limits.budget,
-    )
 
 
 def show_memory(elasticity: Elasticity | None, registry: CollectorRegistry) -> None:
@@ -104,6 +83,10 @@ _GAUGES = (
     ("resident", "What the machine spends."),
     ("wanted", "What requests wait for."),
 )
+_COUNTERS = (
+    ("populated", "Pages that were there before they were written."),
+    ("given_back", "Pages that the machine was given back."),
+)
 
 
 class ElasticityCollector(Collector):
@@ -114,20 +97,12 @@ class ElasticityCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         limits = self._elasticity.limits()
-        for name, text in _GAUGES:
-            yield GaugeMetricFamily(
-                f"moonserve_kv_memory_{name}_bytes", text, value=getattr(limits, name)
-            )
-        if limits.budget is not None:
-            yield GaugeMetricFamily(
-                "moonserve_kv_memory_budget_bytes",
-                "Of all workers of the host.",
-                value=limits.budget,
-            )
-        for name, text, count in (
-            ("populated", "Pages that were there before they were written.", "num_populated"),
-            ("given_back", "Pages that the machine was given back.", "num_given_back"),
-        ):
-            yield CounterMetricFamily(
-                f"moonserve_kv_memory_pages_{name}", text, value=getattr(self._elasticity, count)
-            )
+        gauges = list(_GAUGES)
+        if limits.HasField("budget_bytes"):
+            gauges.append(("budget", "Of all workers of the host."))
+        for name, text in gauges:
+            value = getattr(limits, f"{name}_bytes")
+            yield GaugeMetricFamily(f"moonserve_kv_memory_{name}_bytes", text, value=value)
+        for name, text in _COUNTERS:
+            value = getattr(self._elasticity, f"num_{name}")
+            yield CounterMetricFamily(f"moonserve_kv_memory_pages_{name}", text, value=value)

@@ -1,20 +1,22 @@
-"""What an allocator and its policies say to each other, and what both see of a request. Pure.
+"""What an admission policy sees of requests and the pool, and `OnDemand`, the plainest policy. Pure.
 
-A policy decides in numbers of blocks: how many a request begins with, how many more than it needs when it grows, who
-gives way. Which blocks these are, and who holds them, is the allocator's; what a policy may know of that are `Books`.
+A policy decides whether a request is let in now, and which request gives way when blocks run out. Which blocks these
+are, and who holds them, is the worker's business (`decode_worker.allotment`); what a policy may know of that are
+`Books`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from protocol.ids import BlockId, RequestId
 
 
 class Growing(Protocol):
-    """A request that holds blocks, or wants some. Allocators look at it whenever they need to and never change it: a
+    """A request that holds blocks, or wants some. Policies look at it whenever they need to and never change it: a
     worker's own sequences serve, and nobody has to tell of every token."""
 
     @property
@@ -35,11 +37,11 @@ class Growing(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """That it may generate."""
+        """Tokens that it may generate."""
 
     @property
     def num_tokens(self) -> int:
-        """Of context now, the latest one included: its next step needs room for so many."""
+        """Tokens of context now, the latest one included: its next step needs room for so many."""
 
 
 def num_generated(request: Growing) -> int:
@@ -48,20 +50,11 @@ def num_generated(request: Growing) -> int:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A request that has a table of blocks. The list is its worker's, too: it grows and shrinks in place."""
+    """A request that has blocks, or was promised some."""
 
     request: Growing
-    blocks: list[BlockId]
-    num_runs: int  # of neighbours among them
+    blocks: Sequence[BlockId]
     times_preempted: int
-
-
-class Victim(NamedTuple):
-    """Who gives way, and what that costs."""
-
-    request_id: RequestId
-    num_blocks: int  # that come free
-    num_tokens: int  # whose KV is lost: to be computed again, or to be kept elsewhere
 
 
 class Books(Protocol):
@@ -81,9 +74,6 @@ class Books(Protocol):
 
     def blocks_for(self, num_tokens: int) -> int: ...
 
-    def spare(self, holder: Holder) -> int:
-        """Blocks of its table that hold no token yet."""
-
     def shared(self, request: Growing) -> int:
         """Leading blocks of its table, or of the one that it would get, that others hold, too."""
 
@@ -92,22 +82,17 @@ class Books(Protocol):
         """All blocks that several tables have, each once: they are free when the last of these ends."""
 
 
-class Policy(Protocol):
-    """One way to share a pool. It may keep what it learned, never who holds what."""
+class Policy:
+    """One way to share a pool. It may keep what it learned, never who holds what; unless it says otherwise, nothing."""
 
-    @property
-    def takes_back(self) -> bool:
-        """Whether blocks without tokens go to others who need some; if not, they are promised."""
-
-    def first(self, request: Growing, books: Books) -> int | None:
-        """Blocks that its table begins with, at least those of its tokens; None: it has to wait."""
-
-    def ahead(self, request: Growing, books: Books) -> int:
-        """Blocks beyond those of its tokens, when it needs one."""
+    def admits(self, request: Growing, books: Books) -> bool:
+        """Whether the request is let in now; otherwise it waits."""
+        raise NotImplementedError
 
     def victim(self, needy: Growing, books: Books) -> Holder:
-        """Who gives way so that `needy` goes on; it may be itself, and never the best-ranked holder unless that is
-        the only one."""
+        """The holder that gives way so that `needy` goes on; it may be itself, and never the best-ranked holder unless
+        that is the only one."""
+        raise NotImplementedError
 
     def admitted(self, request: Growing) -> None:
         """It has blocks (again)."""
@@ -122,25 +107,19 @@ class Policy(Protocol):
         """Raises AssertionError unless what it keeps is sound."""
 
 
-class Plain:
-    """What policies have in common that learn nothing and take nothing ahead: whoever came last gives way."""
+class OnDemand(Policy):
+    """Gives a block when it is needed, and the latest arrival gives way when there is none (as vLLM does it). Admission
+    keeps a block free for every holder (vLLM keeps none), or a share of the pool if that is more (vLLM's watermark)."""
 
-    takes_back = False  # there is nothing, or it is promised
+    def __init__(self, kept_free: float = 0.0, per_holder: int = 1) -> None:
+        """What admissions leave: a share of the pool, or blocks for each holder."""
+        self._kept_free = kept_free
+        self._per_holder = per_holder
 
-    def ahead(self, request: Growing, books: Books) -> int:
-        return 0
+    def admits(self, request: Growing, books: Books) -> bool:
+        wanted = books.blocks_for(request.num_tokens) - books.shared(request)
+        share = math.ceil(self._kept_free * books.num_blocks)
+        return wanted + max(self._per_holder * len(books.holders), share) <= books.num_free
 
     def victim(self, needy: Growing, books: Books) -> Holder:
         return max(books.holders.values(), key=lambda holder: holder.request.rank)
-
-    def admitted(self, request: Growing) -> None:
-        pass
-
-    def preempted(self, request: Growing) -> None:
-        pass
-
-    def ended(self, request: Growing, *, stopped: bool | None) -> None:
-        pass
-
-    def validate(self) -> None:
-        pass

@@ -1,27 +1,25 @@
-"""`Lookahead`: admission by what requests will need, and blocks ahead of need in one run where there is room.
+"""`Lookahead`: admission by what requests will probably need.
 
 Requirements, and how each is met:
 1. *The pool is full of tokens, not of promises.* A request is admitted when what all holders are expected to hold at
-   once, now and at any later step, keeps to the pool with it (`outlook`). Blocks ahead are given back when needed.
+   once, now and at any later step, keeps to the pool with it (`outlook`).
 2. *Preemption is the exception.* The expectation has a margin of some standard deviations; fewer where a preemption
    costs less than an empty place (`Costs`). Each preemption widens it, each admission narrows it again a little:
    predictions that are off cost a few preemptions, not one after another.
 3. *What gives way costs least.* Of those whose blocks suffice the one with the fewest tokens to compute again, never
    the best-ranked one, and no one twice while there are others.
-4. *Few calls, few runs.* A table grows by what its request will probably need, as far as its share of what is free
-   goes.
 
 Never knows what a request will generate: only what others did. Pure.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from engine.lookahead.base import Books, Growing, Holder, Policy, num_generated
-from engine.lookahead.costs import Costs
-from engine.lookahead.outlook import Outlook, outlook
-from engine.lookahead.predictor import Predictor
+from engine.lookahead.prediction import Outlook, Predictor, outlook
+from protocol.profile import DecodeProfile, PrefillProfile
 
 # In standard deviations: tuned on synthetic traces (benchmarks.engine.lookahead).
 MARGIN = 2.5
@@ -30,14 +28,34 @@ _WIDENED = 0.5  # by a preemption
 _NARROWED = 0.01  # by an admission, at least
 
 _NORMAL = NormalDist()
-_FREE_SHARE = 0.5  # of the free blocks, what all holders' blocks ahead may take together
-_MOST_AHEAD = 8  # blocks; more of them would stand in prompts' way
-_LIKELY = 0.5  # blocks ahead are for the tokens that a request will need with this probability
+
+# Others that end before one that was refused is admitted. Tuned on synthetic traces (benchmarks.engine.lookahead): with
+# 1 short prompts with long answers yield 2 % less at half of the preemptions, and long prompts do not mind.
+_ENDS = 4.0
 
 
-class Lookahead:
-    takes_back = True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What one sequence more is worth, in preemptions, by a worker's measured profiles.
 
+    A request that is not admitted now waits for some others to end. Until then each step would have given a token more
+    for the same constant part of its time, `c0`; a preemption takes the time to compute a sequence's tokens again from
+    all. So long prompts, dear to compute again, call for caution, and short ones in small batches for little.
+    """
+
+    decode: DecodeProfile
+    prefill: PrefillProfile
+
+    def tolerable(self, num_seqs: int, tokens_each: float, steps: float) -> float:
+        """Preemptions per admission at which it gains as much as it costs: beside `num_seqs` sequences of so many
+        tokens each, of which the next is expected to end after `steps`.
+
+        Gained: steps · c0 / step_s tokens. Lost: seconds of recomputation · num_seqs / step_s."""
+        lost_s = self.prefill.seconds(round(tokens_each), 0) * num_seqs
+        return _ENDS * steps * self.decode.c0 / lost_s if lost_s > 0.0 else 1.0
+
+
+class Lookahead(Policy):
     def __init__(
         self,
         *,
@@ -70,28 +88,17 @@ class Lookahead:
         shared = [books.shared(each) for each in requests]
         return outlook(requests, self.predictor, books.block_size, shared)
 
-    def first(self, request: Growing, books: Books) -> int | None:
+    def admits(self, request: Growing, books: Books) -> bool:
         if self._until_known is not None and self.predictor.curve(request) is None:
-            return self._until_known.first(request, books)
-        needed = books.blocks_for(request.num_tokens)
+            return self._until_known.admits(request, books)
         found = self.outlook(books, request)
         self._weigh(found, books)
-        fits = found.peak(self.margin) + books.num_shared <= books.num_blocks
-        return needed + self.ahead(request, books) if fits else None
+        return found.peak(self.margin) + books.num_shared <= books.num_blocks
 
     def _weigh(self, found: Outlook, books: Books) -> None:
         if self._costs is not None and books.holders:
             num, tokens = len(books.holders), float(found.mean[0]) * books.block_size
             self._tolerable = self._costs.tolerable(num, tokens / (num + 1), found.steps_to_end)
-
-    def ahead(self, request: Growing, books: Books) -> int:
-        share = int(_FREE_SHARE * books.num_free) // (len(books.holders) + 1)
-        most = min(share, _MOST_AHEAD)
-        if most <= 0:
-            return 0
-        tokens = request.num_tokens
-        likely = tokens + self.predictor.remaining(request, 1.0 - _LIKELY)
-        return min(books.blocks_for(likely) - books.blocks_for(tokens), most)
 
     def victim(self, needy: Growing, books: Books) -> Holder:
         holders = list(books.holders.values())

@@ -178,12 +178,14 @@ DEFINE(float32, float)
 DEFINE(bfloat16, Bfloat16)
 
 /* Whether these products are the fastest that this processor can do with many rows, too: not where it has matrix
- * units or where 16 floats are not one register. */
+ * units. With AVX2 alone a library is faster in float32, and slower in bfloat16, which it has to convert. */
 extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
 #if defined(__AVX512F__) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     return 1;
 #elif defined(__AVX512F__)
     return !is_bfloat16;
+#elif defined(__AVX2__)
+    return is_bfloat16;
 #else
     return 0;
 #endif

@@ -1,5 +1,5 @@
 /* K and V in a byte per element: a head is a row of codes and behind them their scale, a float32. To the bit what
- * engine/quantised.py computes: the scale is the highest magnitude over the highest code, codes are rounded to nearest,
+ * engine/kv_pool.py computes: the scale is the highest magnitude over the highest code, codes are rounded to nearest,
  * ties to even. Divisions, since a product that is added to may be fused, which would round otherwise.
  */
 #pragma once

@@ -11,6 +11,11 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__GNUC__) && !defined(__clang__)
+/* Without AVX-512 a vector of 64 bytes has no settled calling convention. Every function here is inlined. */
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 constexpr int64_t LANES = 16;

@@ -1,31 +1,17 @@
-"""Which idle block goes first: policies by name. Pure.
+"""Which cached block goes first: the policies of eviction, by name. Pure.
 
-A policy ranks blocks when they become idle; the smallest rank goes first, among those that no other block extends. It
-knows neither keys nor chains.
+A policy ranks blocks when they become idle: findable, and held by nobody. The smallest rank goes first, among those
+that no other block extends. It knows neither keys nor chains; every call is O(1).
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
 
 from protocol.errors import ConfigError
 from protocol.ids import BlockId
 
 Rank = tuple[int, ...]
-
-
-class EvictionPolicy(Protocol):
-    """The order of eviction. Every call is O(1)."""
-
-    def let_go(self, block: BlockId, hits: int) -> None:
-        """The block's use has ended; it was found `hits` times since it was published."""
-
-    def rank(self, block: BlockId) -> Rank:
-        """As it was when the block was let go last; no two blocks have the same."""
-
-    def evicted(self, block: BlockId) -> None:
-        """The block goes to make room."""
 
 
 class LeastRecentlyUsed:
@@ -38,14 +24,16 @@ class LeastRecentlyUsed:
         self._used_at = array("Q", bytes(8 * num_blocks))
 
     def let_go(self, block: BlockId, hits: int) -> None:
+        """The block's use has ended; it was found `hits` times since it was published."""
         self._clock += 1
         self._used_at[block] = self._clock
 
     def rank(self, block: BlockId) -> Rank:
+        """As it was when the block was let go last; no two blocks have the same."""
         return (self._used_at[block],)
 
     def evicted(self, block: BlockId) -> None:
-        pass
+        """The block goes to make room."""
 
 
 class LeastFrequentlyUsed(LeastRecentlyUsed):
@@ -80,7 +68,7 @@ EVICTION_NAMES = tuple(_POLICIES)
 DEFAULT_EVICTION = LeastRecentlyUsed.name
 
 
-def make_eviction(name: str, num_blocks: int) -> EvictionPolicy:
+def make_eviction(name: str, num_blocks: int) -> LeastRecentlyUsed:
     """Raises ConfigError for an unknown name."""
     if name not in _POLICIES:
         raise ConfigError(f"prefix eviction {name!r} is not one of {', '.join(EVICTION_NAMES)}")

@@ -16,22 +16,25 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from engine.prefix.base import MAX_HITS
-from engine.prefix.eviction import EvictionPolicy, Rank
+from engine.prefix.eviction import LeastRecentlyUsed, Rank
 from engine.prefix.run import Run
 from protocol.ids import BlockId
 from protocol.keys import KEY_BYTES, BlockKey
 
 SLACK = 64
+MAX_HITS = 255
+"""What a byte counts."""
 
 
 class RadixTree:
-    """A `PrefixIndex` of blocks below `num_blocks`."""
+    """The findable blocks of a pool of `num_blocks`. It tells its owner of every block that becomes findable or ceases
+    to be. The pool counts references, and tells it when a block's first one comes and its last one goes: a findable
+    block that nobody holds is *idle*."""
 
     def __init__(
         self,
         num_blocks: int,
-        policy: EvictionPolicy,
+        policy: LeastRecentlyUsed,
         *,
         on_added: Callable[[BlockKey, BlockKey], None],
         on_removed: Callable[[BlockKey], None],
@@ -58,20 +61,18 @@ class RadixTree:
         self._line: list[tuple[Rank, BlockId]] = []
 
     def __len__(self) -> int:
+        """Findable blocks."""
         return len(self._by_key)
 
     @property
     def num_idle(self) -> int:
         return self._num_idle
 
-    @property
-    def num_runs(self) -> int:
-        return self._num_runs
-
     def is_findable(self, block: BlockId) -> bool:
         return self._runs[block] is not None
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
+        """The longest run of leading blocks that are findable; `keys` is a chain."""
         found: list[BlockId] = []
         packed = b"".join(keys)
         while len(found) < len(keys):
@@ -93,15 +94,18 @@ class RadixTree:
         return self._checksums[block]
 
     def hits_of(self, block: BlockId) -> int:
+        """How often it was found since it was added, up to MAX_HITS; 0 when it is not findable."""
         return self._hits[block]
 
     def hit(self, blocks: Iterable[BlockId]) -> None:
+        """These findable blocks were found by a request that uses them."""
         hits = self._hits
         for block in blocks:
             if hits[block] < MAX_HITS:
                 hits[block] += 1
 
     def items(self) -> Iterator[tuple[BlockKey, BlockKey, BlockId]]:
+        """(key, parent, block) of every findable block, parents first."""
         for run in self._all_runs():
             parent = _parent_key(run)
             for offset, block in enumerate(run.blocks):
@@ -110,6 +114,7 @@ class RadixTree:
                 parent = key
 
     def by_age(self) -> list[BlockId]:
+        """Every findable block: idle ones, what would go first first, then held ones, ends of chains first."""
         blocks = [block for _, _, block in self.items()]
         held = [block for block in blocks if not self._is_idle[block]]
         idle = [block for block in blocks if self._is_idle[block]]
@@ -132,6 +137,8 @@ class RadixTree:
     def add(
         self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int, *, hits: int = 0
     ) -> bool:
+        """Makes a held block findable. False and no change when the key is findable already. Its parent may come later
+        or never; NO_PARENT never comes. Raises ValueError when the block can be found under another key."""
         if key in self._by_key:
             return False
         if self._runs[block] is not None:
@@ -189,10 +196,12 @@ class RadixTree:
     # -- use
 
     def hold(self, block: BlockId) -> None:
+        """A findable block that was idle is not any more."""
         self._is_idle[block] = False
         self._num_idle -= 1
 
     def let_go(self, block: BlockId) -> None:
+        """A findable block that was held is idle from now on, and was used until now."""
         self._is_idle[block] = True
         self._num_idle += 1
         self._policy.let_go(block, self._hits[block])
@@ -216,6 +225,8 @@ class RadixTree:
     # -- eviction
 
     def evict(self, count: int) -> list[BlockId]:
+        """Takes at least `count` idle blocks out, of which there are so many. A block goes before the block it
+        extends; where that one is held, it is taken out along with it but not among those returned."""
         gone: list[BlockId] = []
         while len(gone) < count:
             run = self._next_in_line()
@@ -261,6 +272,7 @@ class RadixTree:
         return min(idle, key=self._policy.rank)
 
     def remove(self, block: BlockId) -> list[BlockId]:
+        """Takes a findable block and all that extend it out; returns the idle ones of them."""
         top, offset = self._place(block)
         idle: list[BlockId] = []
         for run in reversed([top, *(below for c in top.children for below in _subtree(c))]):
@@ -329,6 +341,7 @@ class RadixTree:
     # -- proof
 
     def validate(self) -> None:
+        """Raises AssertionError when the bookkeeping is broken. O(n)."""
         runs = list(self._all_runs())
         assert len(runs) == self._num_runs, "runs are lost"
         assert not self._roots.keys() & self._by_key.keys(), "a run waits for what is there"

@@ -17,8 +17,7 @@ class RankConfig(ReplicaConfig):
     num_blocks: int = option(help="of the worker's pool")
     pool_fd: int = option(help="the pool's memory")
     steps_fd: int = option(help="socket on which steps are told")
-    meeting_fd: int | None = option(None, help="memory that ranks share; none = gloo")
-    meeting_file: str | None = option(None, help="where ranks find each other by gloo")
+    meeting_fd: int = option(help="memory that ranks share")
 
 
 def rank_config(
@@ -28,8 +27,7 @@ def rank_config(
     num_blocks: int,
     pool_fd: int,
     steps_fd: int,
-    meeting_fd: int | None,
-    meeting_file: str | None,
+    meeting_fd: int,
     status_fd: int,
 ) -> RankConfig:
     """Of a process that `worker`'s starts. It is no member of the cluster, and nobody scrapes it."""
@@ -50,5 +48,4 @@ def rank_config(
         pool_fd=pool_fd,
         steps_fd=steps_fd,
         meeting_fd=meeting_fd,
-        meeting_file=meeting_file,
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -24,12 +26,13 @@ from engine.shard import shards
 from engine.step import Step
 from engine.tensor_parallel import steps
 from engine.tensor_parallel.config import rank_config
-from engine.tensor_parallel.meeting import Meeting, arrange
 from engine.tensor_parallel.rank import facts
+from engine.tensor_parallel.shared import MAX_RANKS, Ranks, RanksLibrary
 from engine.tensor_parallel.team import Leading, Team
 from protocol.children import ended, terminate, until_one_has_ended
 from protocol.config import to_flags
 from protocol.errors import ConfigError, PeerLost
+from protocol.native import CompilerError
 from protocol.process import Lifecycle
 from protocol.status import NotReady, until_ready
 
@@ -52,7 +55,7 @@ class RankProcesses:
         self._config = config
         self._lifecycle = lifecycle
         self._loop = asyncio.get_running_loop()
-        self._meeting: Meeting | None = None
+        self._meeting_fd: int | None = None
         self._sockets: list[socket.socket] = []
         self._started: list[_Started] = []
         self._watching: asyncio.Task[None] | None = None
@@ -65,13 +68,15 @@ class RankProcesses:
         shard = shards(model, size)[0]
         folder = cache_folder_of(config)
         self._lifecycle.progress("compiling kernels", 0.0)
-        self._meeting = await asyncio.to_thread(arrange, config.kernels, size, folder)
+        library = await asyncio.to_thread(_library, size, folder)
+        self._meeting_fd = meeting_fd = library.make_memory(size)
         for rank in range(1, size):
-            await self._start(rank, self._meeting, num_blocks, pool_fd)
-        ranks = self._meeting.join(0, size, self._sockets, folder)
+            await self._start(rank, meeting_fd, num_blocks, pool_fd)
+        shared = mmap.mmap(meeting_fd, library.memory_bytes(size))
+        ranks = Ranks(library, shared, rank=0, size=size, sockets=self._sockets)
         return Team(shard=shard, ranks=ranks, vocab_size=model.vocab_size)
 
-    async def _start(self, rank: int, meeting: Meeting, num_blocks: int, pool_fd: int) -> None:
+    async def _start(self, rank: int, meeting_fd: int, num_blocks: int, pool_fd: int) -> None:
         own, other = steps.pair()
         self._sockets.append(own)
         read_fd, write_fd = os.pipe()
@@ -82,14 +87,11 @@ class RankProcesses:
                 num_blocks=num_blocks,
                 pool_fd=pool_fd,
                 steps_fd=other.fileno(),
-                meeting_fd=meeting.fd,
-                meeting_file=None if meeting.file is None else str(meeting.file),
+                meeting_fd=meeting_fd,
                 status_fd=write_fd,
             )
         )
-        handed = [write_fd, pool_fd, other.fileno()]
-        if meeting.fd is not None:
-            handed.append(meeting.fd)
+        handed = [write_fd, pool_fd, other.fileno(), meeting_fd]
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "engine.tensor_parallel", *flags, pass_fds=handed
@@ -110,9 +112,7 @@ class RankProcesses:
                 raise ConfigError(f"rank {each.rank}: {error.message}") from error
             if told != facts(engine):
                 raise ConfigError(f"rank {each.rank} is {told}, and rank 0 {facts(engine)}")
-        assert engine.team is not None
         self._watching = asyncio.create_task(self._watch())
-        await asyncio.to_thread(engine.team.ranks.connect)
         engine.lead(Leading(self))
 
     async def _watch(self) -> None:
@@ -161,8 +161,8 @@ class RankProcesses:
         await asyncio.gather(*(_stop(each) for each in self._started))
         for each in self._sockets:
             each.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._meeting_fd is not None:
+            os.close(self._meeting_fd)
 
 
 @contextlib.asynccontextmanager
@@ -176,6 +176,19 @@ async def other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncItera
         await processes.stop()
     if processes.lost is not None:
         raise processes.lost
+
+
+def _library(size: int, cache_folder: Path) -> RanksLibrary:
+    """Raises ConfigError for too many ranks, and where they cannot share memory."""
+    if size > MAX_RANKS:
+        raise ConfigError(f"--tensor-parallel-size {size} is above {MAX_RANKS}")
+    try:
+        return RanksLibrary(cache_folder)
+    except CompilerError as error:
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: ranks cannot share memory: {error}; one rank with as many --num-threads "
+            "can do without"
+        ) from error
 
 
 async def _stop(started: _Started) -> None:

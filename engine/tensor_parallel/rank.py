@@ -12,14 +12,13 @@ import mmap
 import socket
 from pathlib import Path
 
-from engine.config import load_model_config
+from engine.config import load_model_config, resolve_model
 from engine.engine import Engine
-from engine.hub import resolve_model
 from engine.replica_config import cache_folder_of
 from engine.shard import shards
 from engine.tensor_parallel import steps
 from engine.tensor_parallel.config import RankConfig
-from engine.tensor_parallel.meeting import Meeting
+from engine.tensor_parallel.shared import Ranks, RanksLibrary
 from engine.tensor_parallel.team import Team
 from protocol.errors import PeerLost
 from protocol.process import Lifecycle
@@ -56,8 +55,9 @@ def _load(
         cache_folder_of(config),
     )
     layout = model.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-    file = None if config.meeting_file is None else Path(config.meeting_file)
-    ranks = Meeting(config.meeting_fd, file).join(rank, size, [connection], folder)
+    library = RanksLibrary(folder)
+    shared = mmap.mmap(config.meeting_fd, library.memory_bytes(size))
+    ranks = Ranks(library, shared, rank=rank, size=size, sockets=[connection])
     pool = mmap.mmap(config.pool_fd, layout.pool_bytes(config.num_blocks))
     return Engine.load(
         path,
@@ -77,9 +77,7 @@ def _load(
 
 
 def _follow(engine: Engine, connection: socket.socket) -> None:
-    assert engine.team is not None
     try:
-        engine.team.ranks.connect()
         while (message := steps.receive(connection)) is not None:
             engine.run(*steps.decode(message))
     except PeerLost as error:

@@ -1,21 +1,27 @@
-"""Ranks of one host that reach each other through shared memory, in C++ (`engine/native/ranks.cpp`).
+"""How the ranks of a worker reach each other: through shared memory, in C++ (`engine/native/ranks.cpp`).
 
-Some microseconds per sum where both ranks have a core; sockets take tens to hundreds.
+Some microseconds per sum where both ranks have a core; sockets take hundreds. All ranks make the same calls in the same
+order, with the same shapes. Sums are taken in float32 in the order of ranks, so they are the same bits at every rank,
+every time and whatever else is in a step.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from engine.kernels.compiling import load_kernels
-from engine.tensor_parallel.base import PATIENCE_S
+from engine.kernels.library import load_kernels
 from protocol.errors import PeerLost
+
+# Longer than any step takes on a machine that could serve; a rank that is stopped must not hold the others for ever.
+PATIENCE_S = 60.0
+
 
 SOURCE = Path(__file__).parent.parent / "native" / "ranks.cpp"
 MAX_RANKS = 16  # of ranks.cpp
@@ -63,11 +69,16 @@ class RanksLibrary:
         nbytes: int = self._memory_bytes(size, _SLOT_BYTES)
         return nbytes
 
+    def make_memory(self, size: int) -> int:
+        """A descriptor of such memory, which belongs to the caller."""
+        fd = os.memfd_create("moonserve:ranks", os.MFD_CLOEXEC)
+        os.ftruncate(fd, self.memory_bytes(size))
+        return fd
 
-class SharedMemoryRanks:
-    """`Ranks` over `memory`, a mapping that all of them share."""
 
-    name = "shared memory"
+class Ranks:
+    """The ranks of one worker as one of them sees them, over `memory`, a mapping that all share. One caller at a time.
+    Every call raises PeerLost when another rank has died or has not come for `PATIENCE_S`; nothing works after that."""
 
     def __init__(
         self,
@@ -96,14 +107,13 @@ class SharedMemoryRanks:
         )
         self._address = ctypes.addressof(self._ranks)
 
-    def connect(self) -> None:
-        """There is nothing to do: the first call waits."""
-
     def add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds the sum of all ranks' parts to `hidden`, which is equal at all of them. Shapes are equal, contiguous."""
         function = self._library.add[hidden.dtype]
         self._check(function(self._address, hidden.data_ptr(), part.data_ptr(), part.numel()))
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Rank 0 gets all parts in order, of one shape, contiguous; the others an empty list."""
         parts = part.new_empty(self._size if self._rank == 0 else 0, *part.shape)
         to = parts.data_ptr() if self._rank == 0 else None
         self._check(self._library.gather(self._address, part.data_ptr(), part.nbytes, to))

@@ -18,7 +18,7 @@ import torch
 
 from engine.attention.base import Span
 from engine.step import Step
-from engine.tensor_parallel.base import PATIENCE_S
+from engine.tensor_parallel.shared import PATIENCE_S
 from protocol.errors import PeerLost
 
 Words = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.shard import Shard
 from engine.step import Step
-from engine.tensor_parallel.base import Ranks
+from engine.tensor_parallel.shared import Ranks
 
 OnLayer = Callable[[int], None]
 
@@ -58,30 +58,23 @@ class Leading:
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
         """`compute` at all ranks. Raises what `on_layer` raised, when the step has ended."""
-        later = None if on_layer is None else _Later(on_layer)
+        failures: list[Exception] = []
+
+        def guarded(layer: int) -> None:
+            if on_layer is not None and not failures:
+                try:
+                    on_layer(layer)
+                except (
+                    Exception
+                ) as error:  # the caller's; raised when all ranks have ended the step
+                    failures.append(error)
+
         try:
             self._others.tell(step, dirty)
-            output = compute(step, dirty, later)
+            output = compute(step, dirty, None if on_layer is None else guarded)
         except BaseException as error:
             self._others.give_up(error)
             raise
-        if later is not None and later.error is not None:
-            raise later.error
+        if failures:
+            raise failures[0]
         return output
-
-
-class _Later:
-    """Calls `on_layer` until it fails."""
-
-    def __init__(self, on_layer: OnLayer) -> None:
-        self._on_layer = on_layer
-        self.error: Exception | None = None
-
-    def __call__(self, layer: int) -> None:
-        if self.error is None:
-            try:
-                self._on_layer(layer)
-            except (
-                Exception
-            ) as error:  # the caller's, whoever it is; raised when all ranks have ended the step
-                self.error = error

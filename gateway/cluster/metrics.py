@@ -17,8 +17,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from gateway.cluster.view import Cluster
 from protocol.errors import MoonserveError
+from protocol.machine import host_identity
 from protocol.pb import metrics_pb2, metrics_pb2_grpc
-from protocol.process import host_identity
 from protocol.rpc import Channels
 from protocol.scraping import LoopCollector
 
@@ -92,14 +92,16 @@ class ClusterMetrics:
         self._gathering: asyncio.Task[str] | None = None
 
     async def page(self) -> str:
-        """Of every process that answers within 2 s, this one included."""
+        """Metrics of every process that answers within 2 s, this one included."""
         if self._gathering is None or self._gathering.done():
             self._gathering = asyncio.create_task(self._gather(), name="gather metrics")
         return await asyncio.shield(self._gathering)
 
     async def _gather(self) -> str:
         named = self._addresses()
-        replies = await asyncio.gather(*map(self._ask, named))
+        replies = await asyncio.gather(
+            *(self._ask(each, "Scrape", metrics_pb2.ScrapeRequest()) for each in named)
+        )
         pages = {self._instance_id: generate_latest(self._registry).decode()}
         silent = []
         for address, reply in zip(named, replies, strict=True):
@@ -116,22 +118,14 @@ class ClusterMetrics:
         missing."""
         view = self._cluster.view
         addresses = [each.endpoint.rpc_address for each in view.instances] if view else []
-        replies = await asyncio.gather(*map(self._ask_rails, addresses))
+        replies = await asyncio.gather(
+            *(self._ask(each, "Rails", metrics_pb2.RailsRequest()) for each in addresses)
+        )
         return [
             {"process": reply.instance_id, **{f.name: getattr(rail, f.name) for f in _RAIL_FIELDS}}
             for reply in sorted(filter(None, replies), key=lambda reply: reply.instance_id)
             for rail in reply.rails
         ]
-
-    async def _ask_rails(self, address: str) -> metrics_pb2.RailsReply | None:
-        stub = metrics_pb2_grpc.MetricsStub(self._channels.to(address))
-        try:
-            reply: metrics_pb2.RailsReply = await self._channels.call(
-                stub.Rails, metrics_pb2.RailsRequest(), timeout_s=_TIMEOUT_S
-            )
-        except MoonserveError:
-            return None
-        return reply
 
     def _addresses(self) -> dict[str, str]:
         """Where to ask, and what to call who does not answer."""
@@ -145,12 +139,10 @@ class ClusterMetrics:
                 named[gateway.rpc_address] = gateway.instance_id
         return named
 
-    async def _ask(self, address: str) -> metrics_pb2.ScrapeReply | None:
+    async def _ask(self, address: str, method: str, request: Any) -> Any:
+        """The reply; None where there is none within the time."""
         stub = metrics_pb2_grpc.MetricsStub(self._channels.to(address))
         try:
-            reply: metrics_pb2.ScrapeReply = await self._channels.call(
-                stub.Scrape, metrics_pb2.ScrapeRequest(), timeout_s=_TIMEOUT_S
-            )
+            return await self._channels.call(getattr(stub, method), request, timeout_s=_TIMEOUT_S)
         except MoonserveError:
             return None
-        return reply

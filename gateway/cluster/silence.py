@@ -30,7 +30,7 @@ LATE_AFTER_S = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """Of one worker's life."""
+    """Sign of one worker's life."""
 
     instance_id: str
     role: Role

@@ -1,4 +1,10 @@
-"""One worker's Events stream, as it stands: when it opened, when it spoke, and who waits for it to be open again."""
+"""One worker's Events stream: when it opened and spoke, who waits for it, and whether events on it were missed.
+
+A stream that breaks loses what was on its way, and the worker may go on writing to it after the gateway has noticed;
+a gateway that seems to be away for long is given up, with its requests. Either may swallow the last token of a
+request, after which nothing would ever come. So the worker says at the begin of each stream how many batches it has
+sent and how often it has given this gateway up.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,34 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from gateway.cluster.heard import Heard
+from protocol.pb import worker_pb2
 from protocol.request import Endpoint
 
 _REOPEN_DELAY_S = 0.2
 _SETTLED_WITHIN_S = 1.0
 
 
+class Heard:
+    """What a gateway has heard of one incarnation of a worker."""
+
+    def __init__(self) -> None:
+        self._times_given_up = 0
+        self._num_batches = 0
+
+    def begins(self, standing: worker_pb2.Standing) -> bool:
+        """A stream stands. False: events were missed since the last one, or all requests given up."""
+        before = (self._times_given_up, self._num_batches)
+        self._times_given_up, self._num_batches = standing.times_given_up, standing.num_batches
+        return before == (standing.times_given_up, standing.num_batches)
+
+    def came(self) -> None:
+        """A batch that is not a stream's first."""
+        self._num_batches += 1
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerStream:
-    """Of one incarnation."""
+    """Events stream of one incarnation of a worker."""
 
     endpoint: Endpoint
     heard: Heard = field(default_factory=Heard)
@@ -48,7 +72,7 @@ class WorkerStream:
         self._wanted.clear()
 
     async def until_settled(self) -> None:
-        """Of one that is broken: until it is open again or could not be opened, or that takes too long."""
+        """Waits for a broken stream to be open again or to fail to open, at most `_SETTLED_WITHIN_S`."""
         self._wanted.set()
         self._settled.clear()
         with contextlib.suppress(TimeoutError):

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.cluster.avoidance import Incarnation
 from gateway.cluster.silence import Sign, Suspicion, is_late
 from gateway.cluster.stream import WorkerStream
-from gateway.tasks import TaskGroup
+from gateway.generation.avoidance import Incarnation
+from gateway.tasks import LoggedTasks
 from protocol.conductors import Conductors
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, Overloaded, PeerLost
 from protocol.ids import GatewayId, RequestId, Role
@@ -31,9 +31,11 @@ from protocol.wire import endpoint_from_wire, placement_from_wire, role_from_wir
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-_UNREADY_POLL_INTERVAL_S = (
-    0.1  # while no request could be placed: the first one shall not find an old view
-)
+# While no request could be placed: the first one shall not find an old view.
+_UNREADY_POLL_INTERVAL_S = 0.1
+# The longest wait for one answer. It ends no request: a placement is asked for again until the request's patience or
+# deadline ends (`RequestState`), and a submission goes to another worker, since one that is silent for so long counts
+# as lost (`gateway.cluster.silence`).
 _CALL_TIMEOUT_S = 5.0
 _LATE_POLL_INTERVAL_S = 0.25  # while a worker is late with its heartbeat
 # A view older than this says nothing about who is alive.
@@ -84,7 +86,7 @@ class Cluster:
         self._suspicion = Suspicion()
         self._silent: set[str] = set()  # who was told to be
         self._is_late = False  # somebody
-        self._tasks = TaskGroup()
+        self._tasks = LoggedTasks()
 
     @property
     def view(self) -> conductor_pb2.ClusterView | None:
@@ -120,7 +122,7 @@ class Cluster:
         return _LATE_POLL_INTERVAL_S if self._is_late else POLL_INTERVAL_S
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until a request could be placed, at most so long."""
+        """Waits until a request could be placed, at most so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.is_ready:
@@ -264,7 +266,7 @@ class Cluster:
         await self._let_go(old.endpoint.rpc_address)
 
     async def _let_go(self, address: str) -> None:
-        """Of a worker that is gone; another one may have its address."""
+        """Forgets the channel to a worker that is gone, unless another one has its address."""
         if all(stream.endpoint.rpc_address != address for stream in self._streams.values()):
             await self._channels.forget(address)
 

@@ -1,6 +1,6 @@
 """A model folder's tokenizer: text to tokens, conversations to prompts, and what decoding needs.
 
-Reads `tokenizer.json` with the `tokenizers` library; a folder without one is left to `transformers.AutoTokenizer`.
+Reads `tokenizer.json` with the `tokenizers` library; what a folder without one has `transformers` converts to that.
 Encoding releases the interpreter's lock, so long texts may be encoded in a thread. Knows nothing about requests.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from gateway.generation.detokenize import ByteDecoder, TextDecoder, WindowDecoder
 from gateway.text.chat_template import ChatTemplate, RequestTemplates
-from gateway.text.detokenize import ByteDecoder, TextDecoder, WindowDecoder
 from protocol.errors import ConfigError, InvalidRequest
 
 _NAMED_SPECIAL_TOKENS = (
@@ -25,52 +24,31 @@ _NAMED_SPECIAL_TOKENS = (
 )  # fmt: skip
 
 
-class Codec(Protocol):
-    """What is asked of a tokenizer library."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-    def token_text(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling."""
-        ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    @property
-    def is_byte_level(self) -> bool: ...
-
-
 class Tokenizer:
     """Text, tokens and conversations of one model."""
 
     def __init__(
         self,
-        codec: Codec,
+        inner: FastTokenizer,
         template: ChatTemplate | None,
         eos_token_ids: frozenset[int],
         special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`special_tokens`: by name, as templates that come with requests may write them."""
-        self._codec = codec
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
         self._template = template
         self.request_templates = RequestTemplates(special_tokens)
         self.eos_token_ids = eos_token_ids
-        self._bytes = _byte_table(codec) if codec.is_byte_level else None
+        self.size = max(inner.get_vocab().values(), default=-1) + 1  # above the greatest token id
+        added = inner.get_added_tokens_decoder()
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._bytes = _byte_table(inner, self.size) if _is_byte_level(inner) else None
         self._bytes_without_special = self._bytes and [
-            b"" if token_id in codec.special_ids else spelled
+            b"" if token_id in self._special_ids else spelled
             for token_id, spelled in enumerate(self._bytes)
         ]
-
-    @property
-    def size(self) -> int:
-        """One more than the greatest token id."""
-        return self._codec.size
 
     def is_special(self, text: str) -> bool:
         """Whether there is a special token that is spelled so."""
@@ -78,7 +56,7 @@ class Tokenizer:
 
     @cached_property
     def _special_texts(self) -> frozenset[str | None]:
-        return frozenset(map(self._codec.token_text, self._codec.special_ids))
+        return frozenset(map(self._inner.id_to_token, self._special_ids))
 
     @property
     def template_source(self) -> str | None:
@@ -88,15 +66,15 @@ class Tokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token, a bound on how few tokens a text can become."""
-        spellings = (self._codec.token_text(token_id) or "" for token_id in range(self.size))
-        return max(1, *map(len, spellings))
+        return max(1, *map(len, self._inner.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._codec.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of a whole sequence."""
-        return self._codec.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes; for tokenizers that are not byte-level those of its decoded text."""
@@ -110,7 +88,7 @@ class Tokenizer:
 
     def token_width(self, token_id: int, *, skip_special_tokens: bool = True) -> int:
         """Characters that this token begins in a text; of one that several tokens spell, the first has it."""
-        if skip_special_tokens and token_id in self._codec.special_ids:
+        if skip_special_tokens and token_id in self._special_ids:
             return 0
         return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
 
@@ -119,7 +97,7 @@ class Tokenizer:
         if self._bytes is not None and self._bytes_without_special is not None:
             return ByteDecoder(self._bytes_without_special if skip_special_tokens else self._bytes)
         return WindowDecoder(
-            lambda ids: self._codec.decode(ids, skip_special_tokens=skip_special_tokens)
+            lambda ids: self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         )
 
     def render_chat(
@@ -146,48 +124,6 @@ class Tokenizer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FastCodec:
-    """`tokenizers` directly."""
-
-    inner: FastTokenizer
-    size: int
-    special_ids: frozenset[int]
-    is_byte_level: bool
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def token_text(self, token_id: int) -> str | None:
-        return self.inner.id_to_token(token_id)
-
-
-class _SlowCodec:
-    """A `transformers` tokenizer, for folders without tokenizer.json."""
-
-    is_byte_level = False
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.size = max(len(inner), inner.vocab_size)
-        self.special_ids = frozenset(inner.all_special_ids)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens)
-        return ids
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
-
-    def token_text(self, token_id: int) -> str | None:
-        text: str | None = self._inner.convert_ids_to_tokens(token_id)
-        return text
-
-
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder. Raises ConfigError that says what is missing."""
     if not folder.is_dir():
@@ -197,35 +133,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
     template = ChatTemplate(source, special, with_tools) if source else None
     eos = _eos_token_ids(folder)
-    if (folder / "tokenizer.json").exists():
-        return Tokenizer(_fast_codec(folder / "tokenizer.json"), template, eos, special)
-    return Tokenizer(_slow_codec(folder), template, eos, special)
+    return Tokenizer(_tokens_of(folder), template, eos, special)
 
 
-def _fast_codec(path: Path) -> _FastCodec:
+def _tokens_of(folder: Path) -> FastTokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return _converted(folder)
     try:
-        inner = FastTokenizer.from_file(str(path))
+        return FastTokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for every bad file
         raise ConfigError(f"cannot read {path}: {error}") from error
-    inner.no_truncation()
-    inner.no_padding()
-    added = inner.get_added_tokens_decoder()
-    decoder = json.loads(inner.to_str()).get("decoder") or {}
-    return _FastCodec(
-        inner=inner,
-        size=max(inner.get_vocab().values(), default=-1) + 1,
-        special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
-        is_byte_level=decoder.get("type") == "ByteLevel",
-    )
 
 
-def _slow_codec(folder: Path) -> _SlowCodec:
+def _converted(folder: Path) -> FastTokenizer:
     from transformers import AutoTokenizer  # slow to import, and most folders do not need it
 
     try:
-        return _SlowCodec(AutoTokenizer.from_pretrained(str(folder)))
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        found: FastTokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise ConfigError(f"{folder} has no tokenizer that can be read: {error}") from error
+    return found
+
+
+def _is_byte_level(inner: FastTokenizer) -> bool:
+    decoder = json.loads(inner.to_str()).get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -283,9 +216,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _byte_table(codec: Codec) -> list[bytes]:
+def _byte_table(inner: FastTokenizer, size: int) -> list[bytes]:
     alphabet = _byte_alphabet()
-    return [_spell(codec.token_text(token_id) or "", alphabet) for token_id in range(codec.size)]
+    return [_spell(inner.id_to_token(token_id) or "", alphabet) for token_id in range(size)]
 
 
 def _spell(token: str, alphabet: Mapping[str, int]) -> bytes:

@@ -6,21 +6,18 @@ read; raises PeerLost or DeadlineExceeded when the node does not answer. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstore.client.counters import Counters, Event
 from kvstore.client.deadline import Deadline
 from kvstore.client.express import GET_BYTES
 from kvstore.client.far import Far
-from kvstore.client.fate import Fate
-from kvstore.client.leased import each_run, read_into, read_part, take_lease
 from kvstore.client.near import Near
 from kvstore.client.node import Attachment, Means, StoreNode
-from kvstore.client.scratch import PORTION_BYTES
-from kvstore.client.spots import Spots
-from kvstore.client.touches import Touches
+from kvstore.client.node_lease import each_run, read_into
+from kvstore.client.objects import Fate, LeasedObject
+from kvstore.client.reports import Counters, Event, Touches
+from kvstore.client.spots import Spots, portions
 from kvstore.native.base import Entry
 from protocol.keys import BlockKey, pack_keys
 from protocol.pb import kvstore_pb2
@@ -42,81 +39,75 @@ class AtNode:
     def values(
         self, node: StoreNode, keys: Keys, deadline: Deadline, *, verify: bool
     ) -> list[bytes | Fate]:
-        def near(near: Near) -> list[bytes | Fate]:
-            return near.values(keys, verify=verify)
-
-        def far(far: Far) -> list[bytes | Fate]:
-            return self._far_values(far, keys, deadline)
-
-        def leased(places: Sequence[int]) -> list[bytes | Fate]:
-            return self._leased_values(node, pick(keys, places), deadline, verify=verify)
-
-        return self._read(node, keys, near, far, leased, deadline)
+        return self._read(
+            node,
+            keys,
+            lambda near: near.values(keys, verify=verify),
+            lambda far: self._far_values(far, keys, deadline),
+            lambda some: self._leased_values(node, pick(keys, some), deadline, verify=verify),
+            deadline,
+        )
 
     def into(
         self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool
     ) -> list[int | Fate]:
         """Lengths of what lies in the spots now. Raises InvalidRequest for an object that does not fit."""
+        return self._read(
+            node,
+            keys,
+            lambda near: near.into(pack_keys(keys), spots, verify=verify),
+            lambda far: far.fetch(keys, spots, deadline),
+            lambda some: self._leased_into(
+                node, pick(keys, some), spots.at(some), deadline, verify=verify
+            ),
+            deadline,
+        )
 
-        def near(near: Near) -> list[int | Fate]:
-            return near.into(pack_keys(keys), spots, verify=verify)
+    def scatter(
+        self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline
+    ) -> list[int | Fate]:
+        """Checksums of the objects that fill their spots of several pieces now. Nothing is done for those to ASK for.
 
-        def far(far: Far) -> list[int | Fate]:
-            return far.fetch(keys, spots, deadline)
-
-        def leased(places: Sequence[int]) -> list[int | Fate]:
-            there = spots.at(places)
-            return self._leased_into(node, pick(keys, places), there, deadline, verify=verify)
-
-        return self._read(node, keys, near, far, leased, deadline)
-
-    def part(
-        self, node: StoreNode, key: BlockKey, offset: int, length: int, deadline: Deadline
-    ) -> bytes | Fate:
-        """Raises InvalidRequest when it is not within the object."""
-
-        def near(near: Near) -> list[bytes | Fate]:
-            return [near.part(key, offset, length)]
-
-        def far(_: Far) -> list[bytes | Fate]:
-            return [Fate.ASK]  # a part cannot be verified, so a lease has to keep it in its place
-
-        def leased(_: Sequence[int]) -> list[bytes | Fate]:
-            return [self._leased_part(node, key, offset, length, deadline)]
-
-        [fate] = self._read(node, [key], near, far, leased, deadline)
-        return fate
+        Raises InvalidRequest for an object of another length.
+        """
+        fates: list[int | Fate] = _by(
+            node,
+            lambda near: near.scatter(keys, spots),
+            lambda far: far.scatter(keys, spots, self._means.scratch, deadline),
+            deadline,
+        )
+        self.used(node, used(keys, fates))
+        return fates
 
     def exist(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[bool | Fate]:
         """True or ABSENT."""
-
-        def near(near: Near) -> list[bool | Fate]:
+        fates: list[bool | Fate] = _by(
+            node, lambda near: near.exist(keys), lambda far: far.exist(keys, deadline), deadline
+        )
+        if node.is_near:  # nobody else notices that it has died
             self.used(node, b"")
-            return near.exist(keys)
-
-        def far(far: Far) -> list[bool | Fate]:
-            return far.exist(keys, deadline)
-
-        fates = node.reading(lambda way: _by(way, near, far), deadline)
         if places := _to_ask(fates):
             request = kvstore_pb2.StoreExistsRequest(keys=pick(keys, places))
             reply = node.call(lambda stub: stub.Exists, request, deadline)
             _put(fates, places, reply.present)
         return [fate if fate is True else Fate.ABSENT for fate in fates]
 
-    def entries(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[Entry | Fate]:
+    def entries(
+        self, node: StoreNode, keys: Keys, deadline: Deadline
+    ) -> list[Entry | LeasedObject | Fate]:
         """What the node says of them, without reading them."""
-
-        def near(near: Near) -> list[Entry | Fate]:
-            return [near.find(key) for key in keys]
-
-        def far(far: Far) -> list[Entry | Fate]:
-            return far.look(keys, deadline)
-
-        fates = node.reading(lambda way: _by(way, near, far), deadline)
+        fates: list[Entry | LeasedObject | Fate] = [
+            *_by(
+                node,
+                lambda near: [near.find(key) for key in keys],
+                lambda far: far.look(keys, deadline),
+                deadline,
+            )
+        ]
         places = _to_ask(fates)
         for first, lease in each_run(node, pick(keys, places), deadline):
-            _put(fates, places[first : first + len(lease.entries)], lease.entries)
+            for place, entry in zip(places[first:], lease.entries, strict=False):
+                fates[place] = entry
         return [Fate.ABSENT if fate is Fate.ASK else fate for fate in fates]
 
     def used(self, node: StoreNode, packed_keys: bytes) -> None:
@@ -132,13 +123,12 @@ class AtNode:
         leased: Callable[[Sequence[int]], list[T | Fate]],
         deadline: Deadline,
     ) -> list[T | Fate]:
-        fates = node.reading(lambda way: _by(way, near, far), deadline)
+        fates = _by(node, near, far, deadline)
         if Fate not in set(map(type, fates)):
             self.used(node, pack_keys(keys))
             return fates
-        read = [key for key, fate in zip(keys, fates, strict=True) if not isinstance(fate, Fate)]
-        self.used(node, pack_keys(read))
-        if len(read) < len(keys) and (places := _to_ask(fates)):
+        self.used(node, used(keys, fates))
+        if places := _to_ask(fates):
             _put(fates, places, leased(places))
             self._counters.count(Event.LEASED_READ, len(places))
         return fates
@@ -189,16 +179,6 @@ class AtNode:
             )
         return fates
 
-    def _leased_part(
-        self, node: StoreNode, key: BlockKey, offset: int, length: int, deadline: Deadline
-    ) -> bytes | Fate:
-        with closing(take_lease(node, [key], deadline)) as lease:
-            if not lease.entries:
-                return Fate.ABSENT
-            with self._means.guarded.borrow(length or 1) as (engine, local):
-                read_part(engine, lease, local, offset, length, deadline)
-                return bytes(local.buffer[:length])
-
     def _through_scratch(self, lengths: Sequence[int], read: ReadInto) -> list[bytes | Fate]:
         """Values for which the caller has no memory."""
         values: list[bytes | Fate] = []
@@ -213,16 +193,11 @@ class AtNode:
         return values
 
 
-def portions(lengths: Sequence[int], limit: int = PORTION_BYTES) -> Iterator[slice]:
-    """Parts of a batch of at most `limit` bytes each, or of one object that has more."""
-    first = nbytes = 0
-    for place, length in enumerate(lengths):
-        if place > first and nbytes + length > limit:
-            yield slice(first, place)
-            first, nbytes = place, 0
-        nbytes += length
-    if first < len(lengths):
-        yield slice(first, len(lengths))
+def used(keys: Keys, fates: Sequence[object]) -> bytes:
+    """The keys of what was read, back to back."""
+    if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
+        return pack_keys(keys)
+    return pack_keys([k for k, fate in zip(keys, fates, strict=True) if not isinstance(fate, Fate)])
 
 
 def pick(items: Sequence[T], places: Sequence[int]) -> Sequence[T]:
@@ -230,14 +205,20 @@ def pick(items: Sequence[T], places: Sequence[int]) -> Sequence[T]:
 
 
 def _by(
-    way: Attachment,
+    node: StoreNode,
     near: Callable[[Near], list[T | Fate]],
     far: Callable[[Far], list[T | Fate]],
+    deadline: Deadline,
 ) -> list[T | Fate]:
-    if way.near is not None:
-        return near(way.near)
-    assert way.far is not None
-    return far(way.far)
+    """In memory that is mapped, or by asking."""
+
+    def read(way: Attachment) -> list[T | Fate]:
+        if way.near is not None:
+            return near(way.near)
+        assert way.far is not None
+        return far(way.far)
+
+    return node.reading(read, deadline)
 
 
 def _to_ask(fates: Sequence[object]) -> list[int]:

@@ -19,13 +19,17 @@ T = TypeVar("T")
 
 
 class Backstage:
-    """Runs from the beginning; `close` it once nobody asks any more."""
+    """Runs from the beginning; `close` it once nobody asks any more.
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+    Over a `loop` that runs already it has no thread; `end` it in that loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.new_event_loop()
         self._held: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore client", daemon=True)
-        self._thread.start()
+        if loop is None:
+            self._thread.start()
 
     def ask(self, body: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """What `body` returns or raises. Raises DeadlineExceeded; `body` is then cancelled."""
@@ -61,6 +65,13 @@ class Backstage:
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
+    async def end(self) -> None:
+        """Ends what still runs."""
+        held = [asyncio.wrap_future(future) for future in self._held]
+        for each in held:
+            each.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
@@ -75,3 +86,20 @@ class Backstage:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_the_end(call: asyncio.Future[T]) -> T:
+    """What `call` gives. When cancelled it is waited for all the same, and the cancellation then goes on."""
+    cancelled: asyncio.CancelledError | None = None
+    while not call.done():
+        try:
+            await asyncio.shield(call)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:  # told below
+            break
+    if cancelled is None:
+        return call.result()
+    if not call.cancelled():
+        call.exception()  # looked at, so that nobody is told that it was not
+    raise cancelled

@@ -16,7 +16,7 @@ from kvstore.client.node import Means, StoreNode
 from kvstore.client.placement import Placement
 from protocol.errors import NoWorker
 from protocol.keys import BlockKey
-from protocol.process import host_identity
+from protocol.machine import host_identity
 from protocol.registry.base import Member, Registry
 from protocol.registry.known import KnownMembers
 from protocol.registry.seat import LIFE_FACT

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from kvstore.client.backstage import Backstage
 from kvstore.client.cluster import Cluster
-from kvstore.client.guarded import Guarded
-from kvstore.client.node import Means
+from kvstore.client.deadline import Deadline
+from kvstore.client.node import Means, may_go_express
 from kvstore.client.scratch import Scratch
 from kvstore.client.store import KvStore
 from protocol.errors import ConfigError, PeerLost
@@ -24,7 +24,6 @@ from transfer import TransferEngine, TransferOptions
 
 TOKEN_VARIABLE = "MOONSERVE_CLUSTER_TOKEN"
 NODE_SCHEME = "node"
-CONNECT_TIMEOUT_S = 5.0
 _NUM_THREADS = 16
 """Nodes asked at once, over all callers; a further one waits for a thread."""
 
@@ -35,14 +34,14 @@ def connect(
     cluster_token: str | None = None,
     options: TransferOptions | None = None,
     tls: TlsFiles | None = None,
-    timeout_s: float = CONNECT_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> KvStore:
     """The store of a cluster, by its registry, or of one node.
 
     `url`: `redis://…`, `redis+sentinel://…` or `host:port` of the directory process for a cluster;
     `node://host:port` for a single store node. The token comes from MOONSERVE_CLUSTER_TOKEN when not given.
     `tls`: of a cluster with `--tls-certificate`; KV has it, too, unless `options` are given. Raises ConfigError,
-    Unauthenticated, and PeerLost when the registry does not answer in time.
+    Unauthenticated, and PeerLost when the registry does not answer within `timeout_s`, by itself as for every call.
     """
     token = cluster_token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
@@ -54,7 +53,7 @@ def connect(
         if url.startswith(f"{NODE_SCHEME}://"):
             cluster.know(_address_of(url))
         else:
-            _follow(cluster, means, url, timeout_s)
+            _follow(cluster, means, url, Deadline(timeout_s).left_s())
         return KvStore(cluster, means)
     except BaseException:  # interrupted too: nobody else could close them
         cluster.close()
@@ -65,8 +64,7 @@ def connect(
 def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
     """Transfers leave by the address that leads to the registry.
 
-    Slices need no checksums of their own: whole objects are verified by whoever reads or commits them. Parts of objects
-    travel with them (`Guarded`).
+    Slices need no checksums of their own: objects are verified by whoever reads or commits them.
     """
     plain = TransferOptions(host=_way_to(_host_of(url)), checksums=False)
     if tls is None:
@@ -80,31 +78,19 @@ def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
 
 
 def _means(token: str, options: TransferOptions, tls: Certificates | None) -> Means:
-    name = f"client-{os.getpid()}"
-
-    def start(options: TransferOptions) -> TransferEngine:
-        engine = TransferEngine(cluster_token=token, options=options, name=name)
-        engine.start()
-        return engine
-
-    engine = start(options)
+    engine = TransferEngine(cluster_token=token, options=options, name=f"client-{os.getpid()}")
+    engine.start()
     return Means(
         engine=engine,
         scratch=Scratch(engine),
-        guarded=Guarded(lambda: start(replace(options, checksums=True))),
         backstage=Backstage(),
         channels=Channels(token, tls),
         cluster_token=token,
         tls=tls,
         maps="shm" in options.transports,
-        express=tls is None and _may_go_express(options),
+        express=tls is None and may_go_express(options),
         threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore nodes"),
     )
-
-
-def _may_go_express(options: TransferOptions) -> bool:
-    others = "rdma" in options.transports or options.tls or options.rails
-    return "tcp" in options.transports and not others
 
 
 def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:

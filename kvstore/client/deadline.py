@@ -7,7 +7,7 @@ import time
 
 from kvstore.promises import MAX_TTL_S
 from protocol.errors import DeadlineExceeded, InvalidRequest
-from transfer.patience import Patience
+from transfer.config import Patience
 
 PATIENCE = Patience()
 # A right lasts a little longer than the deadline of its user, so that the node never ends it first.
@@ -64,4 +64,9 @@ class Deadline:
 
     def ttl_s(self) -> float:
         """How long a right must last that the rest of this call needs."""
-        return min(self.left_s() + TTL_MARGIN_S, MAX_TTL_S)
+        return right_s(self.left_s())
+
+
+def right_s(needed_s: float) -> float:
+    """How long a right must last that is needed for `needed_s`."""
+    return min(needed_s + TTL_MARGIN_S, MAX_TTL_S)

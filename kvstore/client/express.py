@@ -7,6 +7,7 @@ went wrong is closed. Knows one node.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -16,21 +17,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore.client.deadline import Deadline
-from kvstore.client.fate import Fate
+from kvstore.client.objects import Fate, wrong_length
+from kvstore.client.rights import Terms, ToPut
 from kvstore.client.spots import Spots, Words
 from kvstore.express import frames
-from kvstore.express.arriving import checksums_on_arrival
 from kvstore.express.frames import ANSWER, CHECKSUM, Kind, Put, Status
-from kvstore.express.link import SPIN_NS, Link, millis
+from kvstore.express.link import SPIN_NS, Link, Steps, finish, finish_in_loop, hashing, millis
 from kvstore.native.base import NO_RECORD, Entry
-from kvstore.native.lookups import Standing
+from kvstore.native.layout import Standing
+from kvstore.wire import pin_to_wire
 from protocol.errors import Incompatible, MoonserveError, Overloaded, PeerLost
 from protocol.failures import failure_from_wire
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.pb import common_pb2
 from transfer import Segment
-from transfer.native import IoVectors, address_of, vectors
+from transfer.native import IoVectors, address_of, data_plane, vectors
+from transfer.scatter import LOCAL, Rows
 
 EXIST_KEYS = 4096
 GET_BYTES = 4 * 2**20
@@ -68,13 +71,38 @@ class Express:
 
     def get(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[Found]:
         """Reads what has room into its spot, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
+        left_s = deadline.left_s()
         with self._link(deadline) as link:
-            asked = _asked(link, keys, spots.rooms, deadline)
-            expected = _Landing.full(spots)  # while the node looks them up
-            told = asked.answer()
-            if told.is_all_of(spots.rooms):
-                return told.all_found(expected.land(asked), expected.lengths)
-            return told.found(_Landing(spots, told.lengths).land(asked))
+            steps = _getting(link, keys, spots, left_s)
+            return finish(steps, link, time.monotonic() + left_s)
+
+    def scatter(
+        self, keys: Sequence[BlockKey], spots: Spots, local: Segment, deadline: Deadline
+    ) -> list[int | Fate]:
+        """Checksum of each value that fills its spot of several pieces now, of up to `GET_BYTES` in all.
+
+        They have room in `local`. Raises as `get`, InvalidRequest for a value of another
+        length.
+        """
+        left_s = deadline.left_s()
+        with self._link(deadline) as link:
+            steps = _scattering(link, keys, spots, local, left_s)
+            return finish(steps, link, time.monotonic() + left_s)
+
+    async def scatter_in_loop(
+        self, keys: Sequence[BlockKey], spots: Spots, local: Segment, deadline: Deadline
+    ) -> list[int | Fate] | None:
+        """As `scatter`, in an event loop; None when there is no connection yet, which takes waiting.
+
+        When it is cancelled nothing arrives any more.
+        """
+        link = self._idle_link()
+        if link is None:
+            return None
+        left_s = deadline.left_s()
+        with _Using(link, self._begin, self._end):
+            steps = _scattering(link, keys, spots, local, left_s)
+            return await finish_in_loop(steps, link, time.monotonic() + left_s)
 
     def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
         """A get with no room for anything: only what the node says. ASK where it cannot tell. Raises as `get`."""
@@ -97,40 +125,36 @@ class Express:
     ) -> tuple[list[Found], Spots]:
         """As `get`, whatever their lengths are, back to back into `local`, which has room for `GET_BYTES`."""
         rooms = np.full(len(keys), frames.NOT_LIMITED, np.uint64)
+        left_s = deadline.left_s()
+        give_up_at = time.monotonic() + left_s
         with self._link(deadline) as link:
-            asked = _asked(link, keys, rooms, deadline)
-            told = asked.answer()
+            told = finish(_told(_ask(link, keys, rooms, left_s), link), link, give_up_at)
             spots = Spots.packed(local, told.lengths)
-            return told.found(_Landing(spots, told.lengths).land(asked)), spots
+            arrived = finish(_Landing(spots, told.lengths).land(link), link, give_up_at)
+            return told.found(arrived), spots
 
     def put(
-        self,
-        wishes: Sequence[tuple[BlockKey, BlockKey | None]],
-        values: Sequence[memoryview],
-        checksum_of: Callable[[int], int],
-        deadline: Deadline,
-        *,
-        pin: int,
-        tenant: bytes,
+        self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline
     ) -> list[Put]:
-        """Stores each value under its key, behind its parent; `checksum_of` is asked while the bytes travel.
+        """Stores the value that fills each spot. Its checksum is asked for while the bytes travel.
 
         Raises what the node raises; NotOffered, PeerLost, DeadlineExceeded. Nothing is under way when it has raised.
         """
-        count, left_s = len(values), deadline.left_s()
-        lengths = [len(value) for value in values]
+        count, left_s = len(objects), deadline.left_s()
+        lengths: list[int] = spots.lengths.tolist()
+        pin, tenant = pin_to_wire(terms.pin), terms.tenant.encode()
         head = frames.question(
             Kind.PUT, count, millis(left_s), sum(lengths), pin=pin, tenant=tenant
         )
-        keys, parents = zip(*wishes, strict=True)
-        rows = frames.wishes(keys, [parent or NO_PARENT for parent in parents], lengths)
+        keys = [each.key for each in objects]
+        rows = frames.wishes(keys, [each.parent or NO_PARENT for each in objects], lengths)
         message = b"".join((head, rows, tenant))
         give_up_at = time.monotonic() + left_s
         with self._link(deadline) as link:
             link.say(message)  # the node looks for space while the values follow
-            link.send(vectors(*((address_of(value), len(value)) for value in values if len(value))))
+            link.send(spots.vectors())
             link.push()
-            checksums = np.array([checksum_of(place) for place in range(count)], CHECKSUM)
+            checksums = np.array([each.checksum for each in objects], CHECKSUM)
             link.send(vectors((address_of(checksums), checksums.nbytes)))
             outcomes = _outcomes(link, count, give_up_at)
         if isinstance(outcomes, MoonserveError):
@@ -157,20 +181,25 @@ class Express:
 
     def _take(self, deadline: Deadline) -> Link:
         """The connection used last, since its memory is the warmest, or a new one."""
-        while True:
-            try:
-                link = self._idle.pop()
-            except IndexError:
-                break
-            if link.is_quiet():
-                return link
-            link.close()
+        idle = self._idle_link()
+        if idle is not None:
+            return idle
         try:
             return Link(self._dial(deadline.left_s()))
         except (Incompatible, Overloaded) as error:
             raise NotOffered from error
         except OSError as error:
             raise PeerLost(f"the connection broke: {error}") from error
+
+    def _idle_link(self) -> Link | None:
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return None
+            if link.is_quiet():
+                return link
+            link.close()
 
 
 class _Using:
@@ -191,32 +220,68 @@ class _Using:
         self._end(self._link, kind is None)
 
 
-def _asked(link: Link, keys: Sequence[BlockKey], rooms: Words, deadline: Deadline) -> _Asked:
-    """On its way. Raises DeadlineExceeded."""
-    left_s = deadline.left_s()
+def _getting(
+    link: Link, keys: Sequence[BlockKey], spots: Spots, left_s: float
+) -> Steps[list[Found]]:
+    count = _ask(link, keys, spots.rooms, left_s)
+    expected = _Landing.full(spots)  # while the node looks them up
+    told = yield from _told(count, link)
+    if told.is_all_of(spots.rooms):
+        return told.all_found((yield from expected.land(link)), expected.lengths)
+    return told.found((yield from _Landing(spots, told.lengths).land(link)))
+
+
+def _scattering(
+    link: Link, keys: Sequence[BlockKey], spots: Spots, local: Segment, left_s: float
+) -> Steps[list[int | Fate]]:
+    """Values come in one piece, are hashed as they arrive and then go to their pieces.
+
+    To receive and to hash many small pieces takes longer than that copy.
+    """
+    lengths: list[int] = spots.lengths.tolist()
+    count = _ask(link, keys, spots.lengths, left_s)
+    packed = _packed(local, spots.rows, lengths)  # while the node looks them up
+    told = yield from _told(count, link)
+    all_there = told.is_all_of(spots.lengths)
+    if not all_there:
+        told.require(lengths)
+        lengths = told.lengths
+        packed = _packed(local, spots.rows, lengths)
+    rows, values = packed
+    link.receive(vectors((local.base, sum(lengths))), 0)
+    arrived = yield from hashing(link, values, lengths)
+    data_plane().copy_rows(spots.segment.base, local.base, rows, to_column=LOCAL)
+    return list(arrived) if all_there and told.checksums == arrived else told.scattered(arrived)
+
+
+def _packed(
+    local: Segment, rows: Callable[[Sequence[int]], Rows], lengths: Sequence[int]
+) -> tuple[Rows, list[memoryview]]:
+    """Of values back to back in `local`: the ways from there to their pieces, and the values."""
+    ends = list(itertools.accumulate(lengths))
+    begins = [0, *ends[:-1]]
+    values = [local.buffer[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    return rows(begins), values
+
+
+def _ask(link: Link, keys: Sequence[BlockKey], rooms: Words, left_s: float) -> int:
+    """Has the node work on a get; gives of how many keys."""
     head = frames.question(Kind.GET, len(keys), millis(left_s), GET_BYTES)
     link.say(b"".join((head, *keys, rooms.tobytes())))
-    return _Asked(link, len(keys), time.monotonic() + left_s)
+    return len(keys)
 
 
-class _Asked:
-    """A get that the node is working on."""
-
-    def __init__(self, link: Link, count: int, give_up_at: float) -> None:
-        self.link, self.give_up_at = link, give_up_at
-        self._count = count
-
-    def answer(self) -> _Told:
-        """Raises PeerLost for a failure: gets have none but those of the node itself."""
-        link, answer = self.link, frames.answer_room(self._count)
-        end = link.received + len(answer)
-        link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
-        link.pump(self.give_up_at)
-        _check_head(answer)
-        if link.received < end:
-            link.wait_for(end)
-            link.pump(self.give_up_at)
-        return _Told(frames.rows_in(answer, self._count))
+def _told(count: int, link: Link) -> Steps[_Told]:
+    """The node's rows. Raises PeerLost for a failure: gets have none but those of the node itself."""
+    answer = frames.answer_room(count)
+    end = link.received + len(answer)
+    link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
+    yield
+    _check_head(answer)
+    if link.received < end:
+        link.wait_for(end)
+        yield
+    return _Told(frames.rows_in(answer, count))
 
 
 class _Told:
@@ -238,9 +303,30 @@ class _Told:
             for extent in self._extents.tolist()
         ]
 
+    def require(self, lengths: Sequence[int]) -> None:
+        """Raises InvalidRequest when one that is there has another length."""
+        for extent, expected in zip(self._extents.tolist(), lengths, strict=True):
+            standing, length = frames.standing_and_length(extent)
+            if standing not in (_MISSING, _UNKNOWN) and length != expected:
+                raise wrong_length(expected)
+
+    def scattered(self, arrived: Sequence[int]) -> list[int | Fate]:
+        """The checksums of those that match, by those of what has come, of which some may stand for nothing."""
+        found = zip(self.found(arrived), arrived, strict=True)
+        return [
+            each if isinstance(each, Fate) else Fate.ASK if isinstance(each, Entry) else checksum
+            for each, checksum in found
+        ]
+
+    @property
+    def checksums(self) -> list[int]:
+        """As their writers made them; 0 for what is not there."""
+        checksums: list[int] = self._rows[:, 2].tolist()
+        return checksums
+
     def all_found(self, arrived: Sequence[int], lengths: Sequence[int]) -> list[Found]:
         """As `found`, when all of them were to come along."""
-        return list(lengths) if arrived == self._rows[:, 2].tolist() else self.found(arrived)
+        return list(lengths) if arrived == self.checksums else self.found(arrived)
 
     def found(self, arrived: Sequence[int]) -> list[Found]:
         """By the checksums of what has come, of which some may stand for nothing."""
@@ -279,10 +365,10 @@ class _Landing:
         """Each spot is to be filled."""
         return cls(spots, spots.rooms.tolist())
 
-    def land(self, asked: _Asked) -> list[int]:
+    def land(self, link: Link) -> Steps[list[int]]:
         """The checksums of what has come then."""
-        asked.link.receive(self._pieces, 0)
-        return checksums_on_arrival(asked.link, self._values, self.lengths, asked.give_up_at)
+        link.receive(self._pieces, 0)
+        return (yield from hashing(link, self._values, self.lengths))
 
 
 def _check_head(answer: bytearray) -> None:

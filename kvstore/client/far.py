@@ -14,8 +14,9 @@ from typing import TypeVar, cast
 import xxhash
 
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import EXIST_KEYS, Express, Found, NotOffered
-from kvstore.client.fate import Fate, too_small
+from kvstore.client.express import EXIST_KEYS, GET_BYTES, Express, Found, NotOffered
+from kvstore.client.objects import Fate, LeasedObject, too_small
+from kvstore.client.scratch import Scratch
 from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
 from protocol.keys import BlockKey
@@ -68,6 +69,30 @@ class Far:
             for place, fate in zip(places, read, strict=True):
                 fates[place] = fate
         return fates
+
+    def scatter(
+        self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline
+    ) -> list[int | Fate]:
+        """Checksum of each object that fills its spot of several pieces now; ASK for all that is not quick.
+
+        Raises InvalidRequest for an object of another length.
+        """
+        found = None
+        if spots.nbytes <= GET_BYTES:
+            with scratch.borrow(spots.nbytes or 1) as local:
+                found = self._express_get(
+                    lambda express: express.scatter(keys, spots, local, deadline)
+                )
+        return [Fate.ASK] * len(keys) if found is None else found
+
+    async def scatter_in_loop(
+        self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline
+    ) -> list[int | Fate] | None:
+        """As `scatter`, in an event loop; None when that takes a thread."""
+        if self._express is None or spots.nbytes > GET_BYTES:
+            return None
+        with scratch.borrow(spots.nbytes or 1) as local:
+            return await self._express.scatter_in_loop(keys, spots, local, deadline)
 
     def look_or_read(
         self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
@@ -126,5 +151,5 @@ def read(
         engine.run([ScatterTransfer(Op.READ, local, remote, rows)], deadline_s=deadline.left_s())
 
 
-def matches(entry: Entry, spots: Spots, place: int) -> bool:
+def matches(entry: Entry | LeasedObject, spots: Spots, place: int) -> bool:
     return xxhash.xxh3_64_intdigest(spots.memory(place, entry.length)) == entry.checksum

@@ -1,8 +1,9 @@
 """Reads of a node on this host: its index and its objects are mapped here, so nobody needs to be asked.
 
-Its rule: what is given was committed and is whole. A copy counts when its entry is the same before and after it, and
-matches its checksum unless the caller does without. Every method raises Retired when the index has moved. Does not
-notice that the node has died: what it committed stays right, and the reports of use tell.
+Its rule: what is given was committed and is whole. A copy counts when its entry is the same before and after it (the
+entry's tag turns whenever its object moves), and matches its checksum unless the caller does without. Every method of
+`Near` raises Retired when the index has moved. Does not notice that the node has died: what it committed stays right,
+and the reports of use tell.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from typing import cast
 import numpy as np
 import xxhash
 
-from kvstore.client.fate import Fate, too_small
-from kvstore.client.index_run import Found, look, unchanged
+from kvstore.client.objects import Fate, too_small, wrong_length
 from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
-from kvstore.native.layout import HEADER, Geometry
-from kvstore.native.lookups import NotCopied, Presence
-from kvstore.native.reader import MappedReader, Unknown, slots_of
-from protocol.errors import InvalidRequest
+from kvstore.native.layout import NotCopied, Presence, Standing
+from kvstore.native.reader import ROW_WORDS, MappedReader, Unknown
 from protocol.keys import BlockKey, iter_keys, pack_keys
 from transfer.native import address_of
 
 _TRIES = 8
 """An entry that changes this often while it is copied is left to its node."""
+_WORD = 2**64 - 1
+_SENT = Standing.SENT << 32
 _FATES = {
     NotCopied.ABSENT: Fate.ABSENT,
     NotCopied.ON_DISK: Fate.ASK,
@@ -39,13 +39,11 @@ _fresh_bytes.restype = ctypes.py_object
 
 
 class Near:
-    """May be used by several threads."""
+    """The mapped index and objects of one node. May be used by several threads."""
 
     def __init__(self, index: memoryview, data: memoryview) -> None:
         """Both mapped, for as long as this lives. Raises Retired, Incompatible."""
-        self._index = index
         self._data = data
-        self._geometry = Geometry.parse(index[: HEADER.size], len(index))
         self._reader = MappedReader(index, data)
 
     def find(self, key: BlockKey) -> Entry | Fate:
@@ -122,43 +120,45 @@ class Near:
             return length
         return Fate.CORRUPT
 
-    def part(self, key: BlockKey, offset: int, length: int) -> bytes | Fate:
-        """Bytes from the midst of an object; no checksum covers them alone. Raises InvalidRequest: out of bounds."""
-        for _ in range(_TRIES):
-            found = self._look(key)
-            if isinstance(found, Fate):
-                return found
-            require_within(found.entry, offset, length)
-            if found.entry.offset is None:
-                return Fate.ASK
-            start = found.entry.offset + offset
-            value = bytes(self._data[start : start + length])
-            if len(value) == length and unchanged(found, self._run(key), key):
-                Geometry.parse(
-                    self._index[: HEADER.size], len(self._index)
-                )  # not retired meanwhile
-                return value
-        return Fate.ASK
+    def scatter(self, keys: Sequence[BlockKey], spots: Spots) -> list[int | Fate]:
+        """Checksum of each object that fills its spot of several pieces now.
+
+        To hash many small pieces takes several times as long as the whole object, so that is hashed where it lies in
+        the node's memory, before it is copied. A mismatch counts when the copy does not match either. Raises
+        InvalidRequest for an object of another length.
+        """
+        packed = pack_keys(keys)
+        digests = self._digests(packed, len(keys))
+        copied = self._reader.copy(packed, spots.addresses, spots.rooms)
+        lengths, expected = copied.lengths.tolist(), spots.lengths.tolist()
+        checksums: list[int] = copied.checksums.tolist()
+        if lengths == expected and digests == checksums:
+            return list(checksums)
+        fates: list[int | Fate] = []
+        rows = zip(digests, checksums, lengths, expected, strict=True)
+        for place, (digest, checksum, length, room) in enumerate(rows):
+            if length == NotCopied.TOO_SMALL or 0 <= length < room:
+                raise wrong_length(room)
+            if length < 0:
+                fates.append(_FATES[NotCopied(length)])
+            elif digest == checksum or spots.checksum(place) == checksum:
+                fates.append(checksum)
+            else:
+                fates.append(Fate.CORRUPT)
+        return fates
+
+    def _digests(self, packed_keys: bytes, count: int) -> list[int | None]:
+        """Of each object's bytes where it lies; None where it is not in memory."""
+        rows = np.zeros((count, ROW_WORDS), np.uint64)
+        pieces = np.empty((count, 2), np.uint64)
+        rooms = np.full(count, _WORD, np.uint64)
+        self._reader.locate(packed_keys, rooms, _WORD, rows, pieces)
+        data, digest = self._data, xxhash.xxh3_64_intdigest
+        return [
+            digest(data[offset : offset + extent - _SENT]) if extent >> 32 == _SENT >> 32 else None
+            for offset, extent in rows[:, :2].tolist()
+        ]
 
     def view(self, offset: int, length: int) -> memoryview:
         """In place, to be used under a lease."""
         return self._data[offset : offset + length]
-
-    def _look(self, key: BlockKey) -> Found | Fate:
-        found = look(self._run(key), key)
-        if found is Fate.ABSENT:  # only a hint
-            return Fate.ABSENT if self.find(key) is Fate.ABSENT else Fate.ASK
-        return found
-
-    def _run(self, key: BlockKey) -> bytes:
-        offset, nbytes = slots_of(self._geometry, key)
-        return bytes(self._index[offset : offset + nbytes])
-
-
-def require_within(entry: Entry, offset: int, length: int) -> None:
-    """Raises InvalidRequest."""
-    if offset < 0 or length < 0 or offset + length > entry.length:
-        raise InvalidRequest(
-            f"{length} bytes at {offset} are not within a value of {entry.length} bytes",
-            param="offset",
-        )

@@ -21,25 +21,32 @@ import grpc
 
 from kvstore.client.backstage import Backstage
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import Express
+from kvstore.client.express import PUT_BYTES, Express, NotOffered
 from kvstore.client.far import Far
-from kvstore.client.guarded import Guarded
 from kvstore.client.near import Near
+from kvstore.client.rights import UNDO_TIMEOUT_S, Call, Steps, Terms, ToPut
 from kvstore.client.scratch import Scratch
-from kvstore.express.frames import METHOD
+from kvstore.client.spots import Spots
+from kvstore.express.frames import METHOD, Put
 from kvstore.native.base import Entry
 from kvstore.native.layout import Retired
 from kvstore.wire import entries_from_wire
-from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
+from protocol.errors import (
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    MoonserveError,
+    PeerLost,
+)
 from protocol.keys import BlockKey
 from protocol.lean.sync_channel import SyncChannel
+from protocol.machine import host_identity
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.process import host_identity
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.tls import Certificates
 from protocol.wire import endpoint_from_wire
-from transfer import RemoteSegment, TransferEngine
+from transfer import RemoteSegment, TransferEngine, TransferOptions
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +77,6 @@ class Means:
     """The engine can map memory of this host."""
     express: bool
     """KV may go over connections beside the engine's: nobody asked for TLS, rails or rdma."""
-    guarded: Guarded
-    """For what nobody verifies as a whole."""
     threads: concurrent.futures.ThreadPoolExecutor
     """For calls to several nodes at once."""
 
@@ -94,7 +99,6 @@ class Means:
             self.backstage.ask(self.channels.close(), _CLOSE_S)
         self.backstage.close()
         self.scratch.close()
-        self.guarded.close()
         self.engine.close()
 
 
@@ -152,6 +156,18 @@ class StoreNode:
         attached = self._attached
         return None if attached is None else attached.near
 
+    @property
+    def far(self) -> Far | None:
+        """How it is read, if it is attached and not mapped."""
+        attached = self._attached
+        return None if attached is None else attached.far
+
+    @property
+    def lean_address(self) -> str | None:
+        """None as long as it is not attached."""
+        attached = self._attached
+        return None if attached is None else attached.lean_address
+
     def attached(self, deadline: Deadline) -> Attachment:
         """Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""
         return self._attached or self._changed(None, self._attach, deadline)
@@ -166,6 +182,37 @@ class StoreNode:
             return method(attached.stub)(request, timeout=deadline.call_s())
         finally:
             self._load(-1)
+
+    def run(self, steps: Steps[T], deadline: Deadline) -> T:
+        """What the steps come to, taken in the caller's thread. Raises as `call`, and as transfers do."""
+        answer: Any = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if isinstance(step, Call):
+                answer = self.call(*step, deadline)
+            else:
+                self._means.engine.run([step], deadline_s=deadline.left_s())
+                answer = None
+
+    def put_at_once(
+        self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline
+    ) -> list[Put]:
+        """Stores in one round trip; all are LATER where node or size do not allow that. Raises as `call`."""
+        later = [Put.LATER] * len(objects)
+
+        def put(way: Attachment) -> list[Put]:
+            if way.express is None or spots.nbytes > PUT_BYTES:
+                return later
+            try:
+                return way.express.put(objects, spots, terms, deadline)
+            except NotOffered:
+                return later
+
+        return self.reading(put, deadline)
 
     def reading(self, work: Callable[[Attachment], T], deadline: Deadline) -> T:
         """What `work` gives, over a newer index when the one it looked at has moved. Raises as `attached`."""
@@ -203,6 +250,11 @@ class StoreNode:
             raise self._lost_error("is not attached")
         stub = self._async_stub(attached.lean_address)
         return await self._means.channels.call(method(stub), request, timeout_s=timeout_s)
+
+    async def undo(self, call: Call) -> None:
+        """Backstage. What does not succeed, the right's own end does."""
+        with contextlib.suppress(MoonserveError):
+            await self.ask(*call, UNDO_TIMEOUT_S)
 
     def _load(self, change: int) -> None:
         with self._lock:
@@ -254,7 +306,7 @@ class StoreNode:
                 means.engine.map(index, 0, sizes[index_id], deadline_s=deadline.left_s()),
                 means.engine.map(data, 0, sizes[data.segment_id], deadline_s=deadline.left_s()),
             )
-        except InvalidRequest:  # it cannot be mapped here
+        except (InvalidRequest, Incompatible):  # it cannot be mapped or read here
             find = partial(_find, attachment.stub)
             far = Far(means.engine, find, data, attachment.express)
             return replace(attachment, near=None, far=far)
@@ -331,6 +383,11 @@ class StoreNode:
 
     def _lost_error(self, why: str) -> PeerLost:
         return PeerLost(f"store node {self.node_id} {why}", peer=self.node_id)
+
+
+def may_go_express(options: TransferOptions) -> bool:
+    others = "rdma" in options.transports or options.tls or options.rails
+    return "tcp" in options.transports and not others
 
 
 def _find(stub: Stub, keys: Sequence[BlockKey], deadline: Deadline) -> Sequence[Entry | None]:

@@ -1,6 +1,7 @@
-"""What concerns all nodes of the cluster at once: removing, pinning, statistics.
+"""Calls that concern the whole cluster: removing, pinning and statistics at every node, and questions to the directory.
 
-Its rule: every node is asked, and one that does not answer is an error only after the others have been.
+Its rule: every node is asked, and one that does not answer is an error only after the others have been. The directory,
+asked over gRPC in the backstage, is the slow way to find a key, and is told how many replicas a key is to have.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from kvstore.client.cluster import Cluster
+from kvstore.client.cluster import Cluster, View
 from kvstore.client.deadline import Deadline
-from kvstore.client.node import Stub
+from kvstore.client.node import Means, StoreNode, Stub
 from kvstore.disk.base import Pin
 from kvstore.wire import pin_to_wire
-from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
-from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2
+from protocol.errors import DeadlineExceeded, MoonserveError, NoWorker, PeerLost
+from protocol.keys import BlockKey, pack_keys
+from protocol.pb import directory_pb2, directory_pb2_grpc, kvstore_pb2
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStats:
-    """Of one node, or the sum over several; sizes in bytes."""
+    """What one node holds, or the sum over several; sizes in bytes."""
 
     capacity_bytes: int = 0
     free_bytes: int = 0
@@ -48,7 +49,7 @@ _FIELDS = fields(NodeStats)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Of the cluster, as far as it answered, and of this client."""
+    """Statistics of the nodes that answered, and of this client."""
 
     nodes: Mapping[str, NodeStats]
     counters: Mapping[str, Mapping[str, int]]
@@ -75,7 +76,7 @@ class NodeView:
 
 
 class Pool:
-    """Thread-safe."""
+    """All nodes of the cluster, asked one after the other. Thread-safe."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -131,7 +132,7 @@ class Pool:
 
 
 def new_removal_id() -> int:
-    """Of a removal of all replicas: the same at every node, and never used again."""
+    """An id for a removal of all replicas: the same at every node, and never used again."""
     return secrets.randbits(63) + 1
 
 
@@ -142,3 +143,44 @@ def _raise_first(errors: Mapping[str, MoonserveError]) -> None:
 
 def _stats(reply: kvstore_pb2.StoreStatsReply) -> NodeStats:
     return NodeStats(**{each.name: getattr(reply, each.name) for each in _FIELDS})
+
+
+def locate(
+    means: Means, view: View, keys: Sequence[BlockKey], deadline: Deadline
+) -> list[list[StoreNode]]:
+    """The nodes that hold each key, as far as the directory has heard. Raises NoWorker without one, PeerLost."""
+    request = directory_pb2.LocateRequest(keys=pack_keys(keys))
+    reply = _ask(means, view, lambda stub: stub.Locate, request, deadline)
+    nodes = [view.by_id(endpoint.instance_id) for endpoint in reply.nodes]
+    return [
+        [node for place in holders.nodes if (node := nodes[place]) is not None]
+        for holders in reply.holders
+    ]
+
+
+def change_replica(
+    means: Means, view: View, keys: Sequence[BlockKey], num_replicas: int, deadline: Deadline
+) -> directory_pb2.ChangeReplicaReply:
+    """Gives the keys so many replicas. Raises NoWorker without a directory, PeerLost, InvalidRequest."""
+    request = directory_pb2.ChangeReplicaRequest(keys=pack_keys(keys), num_replicas=num_replicas)
+    reply = _ask(means, view, lambda stub: stub.ChangeReplica, request, deadline)
+    assert isinstance(reply, directory_pb2.ChangeReplicaReply)
+    return reply
+
+
+def _ask(
+    means: Means,
+    view: View,
+    method: Callable[[Any], Any],
+    request: Any,
+    deadline: Deadline,
+) -> Any:
+    if not view.directory:
+        raise NoWorker("the cluster has no directory")
+    left_s = deadline.left_s()
+
+    async def call() -> Any:
+        stub = directory_pb2_grpc.DirectoryStub(means.channels.to(view.directory))
+        return await means.channels.call(method(stub), request, timeout_s=left_s)
+
+    return means.backstage.ask(call(), left_s)

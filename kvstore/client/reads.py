@@ -15,13 +15,13 @@ from typing import TypeVar, cast
 
 from kvstore.client.at_node import AtNode, pick
 from kvstore.client.cluster import Cluster
-from kvstore.client.counters import Counters, Event
 from kvstore.client.deadline import Deadline
-from kvstore.client.directory import locate
-from kvstore.client.fate import Fate
 from kvstore.client.keys import Block, Keys
 from kvstore.client.near import Near
 from kvstore.client.node import Means, StoreNode
+from kvstore.client.objects import Fate
+from kvstore.client.pool import locate
+from kvstore.client.reports import Counters, Event
 from kvstore.client.search import Hints, Search
 from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
@@ -103,22 +103,16 @@ class Reads:
         self._at_node.used(nodes[0], packed)
         return there
 
-    def part(self, block: Block, offset: int, length: int, deadline: Deadline) -> bytes | None:
-        """Raises as `values`, InvalidRequest when it is not within the object."""
-
-        def at(node: StoreNode, _: Sequence[int], within: Deadline) -> list[bytes | Fate]:
-            return [self._at_node.part(node, block.key, offset, length, within)]
-
-        [value] = self.search(Keys([block]), at, deadline)
-        return value
-
     def exist(self, keys: Keys, deadline: Deadline) -> list[bool]:
         """Raises as `values`."""
-
-        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bool | Fate]:
-            return self._at_node.exist(node, pick(keys.stored, places), within)
-
-        return [present is True for present in self.search(keys, at, deadline)]
+        found = self.search(
+            keys,
+            lambda node, places, within: self._at_node.exist(
+                node, pick(keys.stored, places), within
+            ),
+            deadline,
+        )
+        return [present is True for present in found]
 
     def value_at_once(
         self, block: Block, *, verify: bool, max_bytes: float = math.inf

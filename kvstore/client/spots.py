@@ -1,29 +1,50 @@
-"""Where values are to lie in registered memory: one spot per key. Pure."""
+"""Where values lie or are to lie in registered memory: one spot per key, in one piece or in several. Pure."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from protocol.checksum import checksum
 from protocol.errors import InvalidRequest
-from transfer import Segment
+from protocol.ids import BlockId
+from protocol.layout import KvLayout
+from transfer import Segment, scatter
+from transfer.native import IoVectors
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
 
+PORTION_BYTES = 32 * 2**20
+"""What batches of values borrow at a time; more would not be kept."""
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spots:
-    """Each has an offset in the segment, and room for so many bytes. They do not overlap."""
+    """Each has an offset in the segment, and room for so many bytes. They do not overlap.
+
+    Shape (keys,), or (keys, pieces) where a value fills several pieces of memory, one after the other.
+    """
 
     segment: Segment
     offsets: Words
     rooms: Words
+    lengths: Words
+    """Bytes of each value that fills its spot."""
+
+    @classmethod
+    def scattered(cls, segment: Segment, offsets: npt.ArrayLike, piece_bytes: int) -> Spots:
+        """Pieces of one size at `offsets`, shape (keys, pieces), within the segment."""
+        places = np.asarray(offsets, np.uint64)
+        count, pieces = places.shape
+        rooms = np.full((count, pieces), piece_bytes, np.uint64)
+        return cls(segment, places, rooms, np.full(count, pieces * piece_bytes, np.uint64))
 
     @classmethod
     def checked(
@@ -40,7 +61,8 @@ class Spots:
         if max(map(operator.add, offsets, rooms), default=0) > segment.nbytes:
             raise _outside(segment, offsets, rooms)
         try:
-            return cls(segment, _words(offsets), _words(rooms))
+            words = _words(rooms)
+            return cls(segment, _words(offsets), words, words)
         except OverflowError as error:  # below 0
             raise _outside(segment, offsets, rooms) from error
 
@@ -48,22 +70,71 @@ class Spots:
     def packed(cls, segment: Segment, lengths: Sequence[int]) -> Spots:
         """Back to back from the beginning; there is room."""
         rooms = np.array(lengths, np.uint64)
-        return cls(segment, np.cumsum(rooms, dtype=np.uint64) - rooms, rooms)
+        return cls(segment, np.cumsum(rooms, dtype=np.uint64) - rooms, rooms, rooms)
 
     def at(self, places: Sequence[int]) -> Spots:
         """Some of them, in order."""
         if len(places) == len(self.offsets):
             return self
-        return Spots(self.segment, self.offsets[list(places)], self.rooms[list(places)])
+        some = list(places)
+        return Spots(self.segment, self.offsets[some], self.rooms[some], self.lengths[some])
 
     @property
     def addresses(self) -> Words:
         return self.offsets + np.uint64(self.segment.base)
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def rows(self, remote_offsets: Sequence[int]) -> Rows:
+        """Transfers of whole values, each of which lies in one piece at its remote offset."""
+        if self.rooms.ndim == 1:  # the quicker way for few of them
+            runs = zip(remote_offsets, self.offsets.tolist(), self.rooms.tolist(), strict=True)
+            return scatter.rows(*runs)
+        rooms = self.rooms.reshape(len(self.rooms), -1)
+        rows: Rows = np.empty((*rooms.shape, 3), np.int64)
+        rows[:, :, LOCAL] = self.offsets.reshape(rooms.shape)
+        rows[:, :, LENGTH] = rooms
+        rows[:, :, REMOTE] = rooms.cumsum(1) - rooms
+        rows[:, :, REMOTE] += np.asarray(remote_offsets, np.int64)[:, None]
+        return rows.reshape(-1, 3)
+
+    def vectors(self) -> IoVectors:
+        """The memory of all spots, without the empty pieces."""
+        pieces = np.stack((self.addresses.ravel(), self.rooms.ravel()), axis=1)
+        return pieces if pieces[:, 1].all() else pieces[pieces[:, 1] > 0]
+
+    def checksum(self, place: int) -> int:
+        """Of the value that fills the spot."""
+        buffer = self.segment.buffer
+        pieces = zip(
+            np.atleast_1d(self.offsets[place]).tolist(),
+            np.atleast_1d(self.rooms[place]).tolist(),
+            strict=True,
+        )
+        return checksum(buffer[offset : offset + nbytes] for offset, nbytes in pieces)
+
     def memory(self, place: int, length: int) -> memoryview:
-        """The first bytes of a spot."""
+        """The first bytes of a spot in one piece."""
         offset = int(self.offsets[place])
         return self.segment.buffer[offset : offset + length]
+
+
+def spots_of(
+    segment: Segment, layout: KvLayout, num_blocks: int, blocks: Sequence[BlockId]
+) -> Spots:
+    """Blocks of a worker's pool: all pieces of each, in the order of a stored object."""
+    nbytes = layout.piece_bytes
+    first = np.array(blocks, np.uint64).reshape(-1, 1) * np.uint64(nbytes)
+    return Spots.scattered(segment, first + _pieces_of(layout, num_blocks), nbytes)
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces_of(layout: KvLayout, num_blocks: int) -> Words:
+    """Offsets of block 0's pieces."""
+    pieces = np.arange(layout.pieces_per_block, dtype=np.uint64)
+    return pieces * np.uint64(num_blocks * layout.piece_bytes)
 
 
 def _words(numbers: Sequence[int]) -> Words:
@@ -81,6 +152,18 @@ def _outside(segment: Segment, offsets: Sequence[int], rooms: Sequence[int]) -> 
     return InvalidRequest(
         f"{room} bytes at {offset} are not within a segment of {segment.nbytes} bytes"
     )
+
+
+def portions(lengths: Sequence[int], limit: int = PORTION_BYTES) -> Iterator[slice]:
+    """Parts of a batch of at most `limit` bytes each, or of one object that has more."""
+    first = nbytes = 0
+    for place, length in enumerate(lengths):
+        if place > first and nbytes + length > limit:
+            yield slice(first, place)
+            first, nbytes = place, 0
+        nbytes += length
+    if first < len(lengths):
+        yield slice(first, len(lengths))
 
 
 def rooms_between(offsets: Sequence[int], nbytes: int) -> list[int]:

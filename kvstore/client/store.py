@@ -6,30 +6,30 @@ touches the caller's memory any more. What it stands on decides where; here is o
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.client import directory
-from kvstore.client.at_node import AtNode, portions
+from kvstore.client.at_node import AtNode
 from kvstore.client.cluster import Cluster
-from kvstore.client.counters import Counters
 from kvstore.client.deadline import Deadline
-from kvstore.client.fate import Fate
 from kvstore.client.keys import Key, Keys, block_of, blocks_of
 from kvstore.client.node import Means
-from kvstore.client.pool import NodeView, Pool, PoolStats
-from kvstore.client.puts import Item, Puts, Terms
+from kvstore.client.objects import Fate
+from kvstore.client.pool import NodeView, Pool, PoolStats, change_replica
+from kvstore.client.puts import Item, Puts
 from kvstore.client.reads import Reads
+from kvstore.client.reports import LAST_REPORTS_S, Counters, Touches
+from kvstore.client.rights import Terms
 from kvstore.client.search import Hints
-from kvstore.client.spots import Spots
+from kvstore.client.spots import Spots, portions
 from kvstore.client.store_lease import StoreLease
-from kvstore.client.touches import Touches
 from kvstore.disk.base import Pin
 from kvstore.promises import check_tenant, check_ttl
-from protocol.errors import InvalidRequest
+from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
 from transfer import Segment
-from transfer.buffers import Registrable
+from transfer.segments import Registrable
 
 Value = bytes | bytearray | memoryview
 
@@ -54,7 +54,7 @@ class KvStore:
 
     Keys are bytes, or blocks of a chain (`chain`). Values are immutable: storing an equal one again succeeds, another
     one is refused until the first has been removed. `timeout_s` bounds a call; without it, it may take as long as its
-    bytes may (`transfer.patience`). `verify=False` leaves out comparing with the writer's checksum.
+    bytes may (`transfer.config`). `verify=False` leaves out comparing with the writer's checksum.
 
     Every method raises PeerLost when the nodes that may have a key, or are to have it, cannot be reached; NoWorker when
     there are none; DeadlineExceeded; InvalidRequest for arguments that cannot be.
@@ -128,16 +128,6 @@ class KvStore:
         spots = Spots.checked(segment, offsets, lengths)
         return self._reads.into(wanted, spots, Deadline(timeout_s), verify=verify)
 
-    def get_range(
-        self, key: Key, offset: int, length: int, *, timeout_s: float | None = None
-    ) -> bytes | None:
-        """A part of a value. Raises InvalidRequest when it is not within the value.
-
-        The writer's checksum covers the whole only: here it is made sure that the object did not change meanwhile, and
-        on the wire transfers have checksums of their own, unless nodes are told otherwise (--transfer-checksums).
-        """
-        return self._reads.part(block_of(key), offset, length, Deadline(timeout_s))
-
     def lease(
         self,
         keys: Sequence[Key],
@@ -197,13 +187,12 @@ class KvStore:
         deadline = Deadline(timeout_s, sum(lengths))
         for part in portions(lengths):
             with self._means.scratch.borrow(sum(lengths[part]) or 1) as local:
-                stored: list[Item] = []
                 at = 0
-                for block, value in pairs[part]:
+                for _, value in pairs[part]:
                     local.buffer[at : at + value.nbytes] = value
-                    stored.append(Item(block, local, at, value.nbytes, value))
                     at += value.nbytes
-                self._puts.put(stored, local, terms, deadline)
+                some = [Item(block, value) for block, value in pairs[part]]
+                self._puts.put(some, Spots.packed(local, lengths[part]), terms, deadline)
 
     def put_from(
         self,
@@ -236,15 +225,16 @@ class KvStore:
         """As `put_from`; when it raises, some may be stored."""
         blocks = blocks_of(keys)
         _require_as_many(len(blocks), len(offsets))
-        Spots.checked(segment, offsets, lengths)
+        spots = Spots.checked(segment, offsets, lengths)
         items = [
-            Item(block, segment, offset, length)
+            Item(block, segment.buffer[offset : offset + length])
             for block, offset, length in zip(blocks, offsets, lengths, strict=True)
         ]
         deadline = Deadline(timeout_s, sum(lengths))
         terms = _terms(pin, tenant)
         for part in portions(lengths):
-            self._puts.put(items[part], segment, terms, deadline)
+            there = spots.at(range(part.start, part.stop))
+            self._puts.put(items[part], there, terms, deadline)
 
     # Memory for `get_into` and `put_from`
 
@@ -285,7 +275,7 @@ class KvStore:
     ) -> ReplicaChange:
         """Makes the keys have so many replicas; a chain's blocks in order. Raises NoWorker without a directory."""
         block_keys = [block.key for block in blocks_of(keys)]
-        reply = directory.change_replica(
+        reply = change_replica(
             self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s)
         )
         return ReplicaChange(reply.created, reply.dropped, reply.missing, reply.failed)
@@ -299,7 +289,9 @@ class KvStore:
         return self._pool.nodes()
 
     def close(self) -> None:
-        """Nothing may be under way. Idempotent."""
+        """Nothing may be under way; nodes are still told what was read. Idempotent."""
+        with contextlib.suppress(DeadlineExceeded, PeerLost):
+            self._touches.flush(LAST_REPORTS_S)
         self._cluster.close()
         self._means.close()
 

@@ -18,13 +18,12 @@ import xxhash
 from kvstore.client.at_node import pick
 from kvstore.client.deadline import Deadline
 from kvstore.client.far import read
-from kvstore.client.fate import Fate
 from kvstore.client.keys import Keys
-from kvstore.client.leased import NodeLease, take_lease
 from kvstore.client.node import Means, StoreNode
+from kvstore.client.node_lease import NodeLease, take_lease
+from kvstore.client.objects import Fate, LeasedObject
 from kvstore.client.reads import Reads
-from kvstore.native.base import Entry
-from protocol.errors import MoonserveError, StaleLease
+from protocol.errors import MoonserveError
 from protocol.keys import BlockKey
 
 log = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class StoreLease:
     ) -> list[memoryview | Fate]:
         near = node.attached(deadline).near
         if near is not None:
-            views = [near.view(entry.offset or 0, entry.length) for entry in lease.entries]
+            views = [near.view(entry.offset, entry.length) for entry in lease.entries]
         else:
             views = self._copies(lease, deadline)
         if not verify:
@@ -136,10 +135,10 @@ class StoreLease:
         local = self._memory.enter_context(scratch)
         runs, views, at = [], [], 0
         for entry in lease.entries:
-            runs.append((entry.offset or 0, at, entry.length))
+            runs.append((entry.offset, at, entry.length))
             views.append(local.buffer[at : at + entry.length].toreadonly())
             at += entry.length
-        read(self._means.engine, lease.data, local, runs, deadline)
+        read(self._means.engine, lease.held.segment, local, runs, deadline)
         return views
 
     async def _renew(self) -> None:
@@ -150,11 +149,9 @@ class StoreLease:
     async def _renew_one(self, lease: NodeLease) -> None:
         try:
             await lease.renew_backstage(self._ttl_s)
-        except StaleLease:
-            lease.expires_at = 0.0
         except MoonserveError as error:  # it ends by itself unless a later try succeeds
-            log.warning("lease %s was not renewed: %s", lease.lease_id, error)
+            log.warning("lease %s was not renewed: %s", lease.held.lease_id, error)
 
 
-def _matches(view: memoryview, entry: Entry) -> bool:
+def _matches(view: memoryview, entry: LeasedObject) -> bool:
     return xxhash.xxh3_64_intdigest(view) == entry.checksum

@@ -1,9 +1,8 @@
-"""One store node as the directory hears it: its events into the index, what it says of itself, for as long as it is a
-member.
+"""Store nodes as the directory hears them: their events into the index, and what they say of themselves.
 
 Rules: the node is believed, not the messages: a gap, another incarnation or a message that contradicts itself begins
-anew with an inventory. What was known of a node that does not answer stays; whether it is a member at all is decided
-elsewhere (`kvstore.directory.following`).
+anew with an inventory. What was known of a node that does not answer stays for as long as it is a member, which the
+registry says (`Following`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from protocol.errors import MoonserveError
 from protocol.ids import InstanceId
 from protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protocol.process import running
-from protocol.registry.base import Member
+from protocol.registry.base import Member, Registry
+from protocol.registry.known import Differences, KnownMembers
 from protocol.rpc import Channels
+from protocol.timer import Timer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
 ASK_EVERY_S = 2.0
 ASK_TIMEOUT_S = 2.0
-# A node says something every second (`kvstore.subscription`).
+# A node says something every second (`kvstore.event_log`).
 SILENCE_S = 5.0
 
 
@@ -180,3 +182,83 @@ def _changes(events: kvstore_pb2.StoreEvents) -> Changes:
         in_memory=(tiers == kvstore_pb2.STORE_TIER_MEMORY).tobytes(),
         removed=events.removed_keys,
     )
+
+
+STORE_ROLE = "store"
+
+
+class Following:
+    """All store nodes that the registry knows, each followed by a task of its own.
+
+    `read` is told the blocks that were read anywhere.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        channels: Channels,
+        read: Callable[[bytes], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.directory = directory
+        self.counters: Counter[str] = Counter()
+        self.followers: dict[InstanceId, Follower] = {}
+        self._channels = channels
+        self._read = read
+        self._clock = clock
+        self._known = KnownMembers()
+        self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
+        self._timer = Timer(self._expire, clock)
+
+    async def run(self, registry: Registry) -> None:
+        """Follows who comes and lets go who leaves, until cancelled."""
+        try:
+            async for members in registry.watch():
+                stores = [member for member in members if member.role == STORE_ROLE]
+                self._settle(self._known.update(stores, self._clock()))
+        finally:
+            self._timer.set(None)
+            await self._end(list(self._tasks))
+
+    def views(self) -> dict[InstanceId, NodeView]:
+        """The nodes as they are known now."""
+        return {name: follower.view() for name, follower in self.followers.items()}
+
+    def endpoint(self, instance_id: InstanceId) -> common_pb2.Endpoint | None:
+        """As peers address it; None when it is not known yet, or any more."""
+        follower = self.followers.get(instance_id)
+        return None if follower is None else follower.endpoint
+
+    def _expire(self) -> None:
+        self._settle(self._known.expire(self._clock()))
+
+    def _settle(self, differences: Differences) -> None:
+        for member in differences.left:
+            log.info("%s is gone", member.instance_id)
+            self._stop(InstanceId(member.instance_id))
+            self.directory.drop(InstanceId(member.instance_id))
+        for member in (*differences.joined, *differences.changed):
+            self._stop(InstanceId(member.instance_id))
+            self._start(member)
+        self._timer.set(self._known.due_at)
+
+    def _start(self, member: Member) -> None:
+        name = InstanceId(member.instance_id)
+        follower = Follower(
+            member, self.directory, self._channels, self.counters, self._read, self._clock
+        )
+        self.followers[name] = follower
+        self._tasks[name] = asyncio.create_task(follower.run())
+
+    def _stop(self, name: InstanceId) -> None:
+        self.followers.pop(name, None)
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+
+    async def _end(self, names: Iterable[InstanceId]) -> None:
+        tasks = [self._tasks[name] for name in names]
+        for name in names:
+            self._stop(name)
+        if tasks:
+            await asyncio.wait(tasks)

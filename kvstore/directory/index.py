@@ -17,13 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.directory.runs import Leading, bits_of, runs_by_bit
-from kvstore.directory.table import Bits, Slots, Table
+from kvstore.directory.table import Bits, Leading, Slots, Table, bits_of, runs_by_bit
 from kvstore.native.base import NO_RECORD
-from kvstore.native.holders import WORD_BITS, holder_kernel
+from kvstore.native.slot_index import WORD_BITS, holder_kernel
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId
-from protocol.keys import KEY_BYTES, BlockKey, pack_keys
+from protocol.keys import KEY_BYTES, BlockKey
 
 _SWEEP_AT_LEAST = 1024  # fewer dead entries are not worth a pass over the index
 _WORD_MASK = 2**WORD_BITS - 1
@@ -194,14 +193,6 @@ class Directory:
             for bit, length in lengths.items()
         }
 
-    def prefix_lengths(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
-        """How many leading blocks of a chain each instance holds; instances without the first one are left out."""
-        return self._lengths(self.table.holders, keys)
-
-    def memory_lengths(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
-        """As `prefix_lengths`, counting only blocks in memory."""
-        return self._lengths(self.table.in_memory, keys)
-
     def holders(self, key: BlockKey) -> list[InstanceId]:
         """The instances that hold one block."""
         return [holder.instance_id for holder in self.locate(key)]
@@ -334,10 +325,6 @@ class Directory:
         self.table.keep_only(self._live_words)
         self._retired = 0
         self._num_retired_blocks = 0
-
-    def _lengths(self, columns: Sequence[Bits], keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
-        rows = self._rows(columns, self.table.find_leading(pack_keys(keys)))
-        return {self._instance_of[bit]: length for bit, length in runs_by_bit(rows).items()}
 
     def _rows(self, columns: Sequence[Bits], slots: Slots) -> list[Bits]:
         """The live bits of some rows."""

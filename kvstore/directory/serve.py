@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvstore.directory.config import DirectoryConfig
-from kvstore.directory.following import Following
+from kvstore.directory.follower import Following
 from kvstore.directory.index import Directory
-from kvstore.directory.metrics import DirectoryCollector
 from kvstore.directory.service import DirectoryService
 from kvstore.replication.heat import Heat
 from kvstore.replication.planner import Planner
@@ -28,6 +29,41 @@ from protocol.registry.seat import Seat, seated
 from protocol.registry.service import RegistryService
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import process_registry, serve_metrics
+
+_COUNTERS = (
+    ("gaps", "moonserve_directory_gaps", "Times that events of a node were missed."),
+    ("resyncs", "moonserve_directory_resyncs", "Inventories taken in."),
+    ("lookups", "moonserve_directory_lookups", "Calls that asked who holds blocks."),
+    ("replicas_created", "moonserve_directory_replicas_created", "Replicas made."),
+    ("replicas_dropped", "moonserve_directory_replicas_dropped", "Replicas removed."),
+    ("copies_failed", "moonserve_directory_copies_failed", "Copies that were not done in full."),
+    ("drops_failed", "moonserve_directory_drops_failed", "Removals that nodes did not answer."),
+)
+
+
+class DirectoryCollector(Collector):
+    """The directory's metrics, read when scraped. `counters` are those of its parts, apart by name."""
+
+    def __init__(self, following: Following, counters: Sequence[Mapping[str, int]]) -> None:
+        self._following = following
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        followers = list(self._following.followers.values())
+        index = self._following.directory
+        in_step = sum(follower.in_step for follower in followers)
+        gauges = (
+            ("moonserve_directory_keys", "Blocks in the index.", len(index)),
+            ("moonserve_directory_bytes", "Memory of the index.", index.table.nbytes),
+            ("moonserve_directory_nodes", "Store nodes that are followed.", len(followers)),
+            ("moonserve_directory_nodes_in_step", "Of them, without a gap.", in_step),
+        )
+        for name, help_text, value in gauges:
+            yield GaugeMetricFamily(name, help_text, value=value)
+        counts = {name: n for counters in self._counters for name, n in list(counters.items())}
+        for counter, name, help_text in _COUNTERS:
+            yield CounterMetricFamily(name, help_text, value=counts.get(counter, 0))
+
 
 DIRECTORY_ROLE = "directory"
 STOP_GRACE_S = 0.5

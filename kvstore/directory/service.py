@@ -8,8 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from kvstore.directory.follower import Follower
-from kvstore.directory.following import Following
+from kvstore.directory.follower import Follower, Following
 from kvstore.replication.shell import Replicator
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId

@@ -84,6 +84,9 @@ class DiskTier(Protocol):
     def space(self, length: int) -> int:
         """Bytes of disk that an object of `length` bytes takes."""
 
+    def takes(self, length: int) -> bool:
+        """Whether an object of `length` bytes can be written at all: it has to fit into one segment."""
+
     @property
     def live_limit(self) -> int:
         """Live bytes above which writes may be refused for want of a segment to move objects into."""

@@ -14,15 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Pin, Place
-from kvstore.disk.flushing import Flusher
 from kvstore.disk.format import Record, Tombstone, pages, place_of, segment_of, unpack_tombstones
 from kvstore.disk.health import Doing
 from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
 from kvstore.disk.memory import Scratch
-from kvstore.disk.pins import Pins
 from kvstore.disk.reader import Reader
-from kvstore.disk.segments import Segments
-from kvstore.disk.survey import Surveyor
+from kvstore.disk.segments import Flusher, Segments
+from kvstore.disk.survey import Pins, Surveyor
 from kvstore.disk.writer import Writer
 from protocol.keys import BlockKey
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.disk.base import PAGE
-from kvstore.disk.waits import Waits
+from kvstore.disk.health import Waits
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 

@@ -26,9 +26,9 @@ from kvstore.disk.format import (
     encode_head,
     frame,
 )
+from kvstore.disk.health import Waits
 from kvstore.disk.identity import Identity
 from kvstore.disk.memory import Scratch
-from kvstore.disk.waits import Waits
 from protocol.errors import ConfigError
 
 MAX_SEGMENT_NUMBER = 2**SEGMENT_BITS - 1

@@ -1,9 +1,10 @@
-"""Memory for I/O that goes around the page cache: it has to begin on a page. Knows no files."""
+"""Memory for I/O that goes around the page cache (it has to begin on a page), and for the ring. Knows no files."""
 
 from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Sequence
 
 from kvstore.disk.base import PAGE
 from transfer.native.base import address_of
@@ -66,3 +67,108 @@ class Borrowed:
 
     def __exit__(self, *exc_info: object) -> None:
         self._scratch.give_back(self._memory)
+
+
+MAX_VIEWS = 64 * 2**10
+"""Of objects, 25 MB; a node with more of them than that in memory moves the others by way of the ring's own pages."""
+MAX_PAGES = 8 * 2**10
+"""Of the ring's own, 32 MiB: 64 operations of 128 pages."""
+_PAGES_AT_ONCE = 256
+_MOST_COPIED = 64
+"""Pages of one object: a quarter of a megabyte is copied in 15 µs, more would hold up the loop."""
+
+
+class OutOfPages(Exception):
+    """The ring has too few pages of its own left. Threads have other memory."""
+
+
+class LastingViews:
+    """Parts of the memory in which a node's objects lie, for the ring: one view for each part that is asked for."""
+
+    def __init__(self, memory: memoryview, max_views: int = MAX_VIEWS) -> None:
+        self._memory = memory
+        self._begin = address_of(memory) if memory else 0
+        self._max_views = max_views
+        self._views: dict[tuple[int, int], memoryview] = {}
+
+    def of(self, part: memoryview, nbytes: int) -> memoryview | None:
+        """The first bytes of `part`, which begins on a page; None where it does not, or belongs to other memory, or
+        there are too many views already."""
+        address = address_of(part)
+        if address % PAGE:
+            return None
+        known = self._views.get((address, nbytes))
+        return self._new(address, nbytes) if known is None else known
+
+    def _new(self, address: int, nbytes: int) -> memoryview | None:
+        begin = address - self._begin
+        if not 0 <= begin <= len(self._memory) - nbytes or len(self._views) >= self._max_views:
+            return None
+        view = self._views[address, nbytes] = self._memory[begin : begin + nbytes]
+        return view
+
+    def validate(self) -> None:
+        """Every view lies where it says."""
+        assert len(self._views) <= self._max_views
+        for (address, nbytes), view in self._views.items():
+            assert (address_of(view), len(view)) == (address, nbytes)
+
+
+class PagePool:
+    """Single pages, made as they are needed."""
+
+    def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self._max_pages = max_pages
+        self._num_pages = 0
+        self._idle: list[memoryview] = []
+
+    @property
+    def num_in_use(self) -> int:
+        return self._num_pages - len(self._idle)
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Raises OutOfPages."""
+        idle = self._idle
+        while len(idle) < num_pages:
+            self._grow()
+        if num_pages == 1:
+            return [idle.pop()]
+        taken = idle[-num_pages:]
+        del idle[-num_pages:]
+        return taken
+
+    def give_back(self, pages: Sequence[memoryview]) -> None:
+        self._idle += pages
+
+    def _grow(self) -> None:
+        if self._num_pages + _PAGES_AT_ONCE > self._max_pages:
+            raise OutOfPages
+        memory = memoryview(mmap.mmap(-1, _PAGES_AT_ONCE * PAGE))
+        self._idle += [memory[at : at + PAGE] for at in range(0, len(memory), PAGE)]
+        self._num_pages += _PAGES_AT_ONCE
+
+
+class LastingPages:
+    """`Pages` for what the ring carries; give them `back` when the kernel is done with them."""
+
+    __slots__ = ("_pool", "_taken", "_views")
+
+    def __init__(self, pool: PagePool, views: LastingViews) -> None:
+        self._pool = pool
+        self._views = views
+        self._taken: list[memoryview] = []
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Raises OutOfPages."""
+        if num_pages > _MOST_COPIED:
+            raise OutOfPages
+        pages = self._pool.take(num_pages)
+        self._taken += pages
+        return pages
+
+    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
+        return self._views.of(memory, nbytes)
+
+    def back(self) -> None:
+        self._pool.give_back(self._taken)
+        self._taken = []

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 from xxhash import xxh3_64_intdigest
 
 from kvstore.disk.base import PAGE, DiskRead
-from kvstore.disk.cipher import AesGcm
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import (
@@ -28,6 +27,7 @@ from kvstore.disk.format import (
     sealed_with,
     segment_of,
 )
+from kvstore.disk.identity import AesGcm
 from kvstore.disk.memory import Scratch, is_aligned
 
 

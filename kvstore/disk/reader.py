@@ -14,11 +14,11 @@ from kvstore.disk.files import SegmentFile
 from kvstore.disk.format import extent_pages, segment_of
 from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
+from kvstore.disk.memory import LastingPages, OutOfPages
 from kvstore.disk.object_io import Landing, ObjectIo, Pages
 from kvstore.disk.ring import Flight, Ring, Run, Way
 from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
-from kvstore.disk.views import LastingPages, OutOfPages
 
 _VERIFIED_IN_LOOP_BYTES = 5 * 2**18
 """At once; a megabyte is hashed in 60 µs."""

@@ -28,9 +28,8 @@ from kvstore.disk.format import (
 )
 from kvstore.disk.health import Doing
 from kvstore.disk.log import Segment
-from kvstore.disk.pins import Pins
 from kvstore.disk.segments import Segments
-from kvstore.disk.survey import Survey, Surveyor
+from kvstore.disk.survey import Pins, Survey, Surveyor
 from protocol.keys import BlockKey
 
 logger = logging.getLogger(__name__)

@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import importlib
+import importlib.util
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore.disk.base import PAGE
-from kvstore.disk.views import LastingPages, LastingViews, PagePool
-from kvstore.disk.waits import Waits
+from kvstore.disk.health import Waits
+from kvstore.disk.memory import LastingPages, LastingViews, PagePool
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +93,52 @@ class Flight:
         landed(self)
 
 
+_PROBE = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import liburing
+ring = liburing.Ring()
+try:
+    liburing.io_uring_queue_init(1, ring)
+except OSError:
+    pass
+"""
+
+
+@functools.cache
+def _runs_here(folder: str) -> bool:
+    """Whether liburing in `folder` runs on this processor. Its published wheel is built for newer ones, where any call
+    can end the whole process by SIGILL, so another process tries it first (about 25 ms)."""
+    command = [sys.executable, "-I", "-S", "-c", _PROBE, folder]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError as error:
+        logger.warning("liburing cannot be tried: %s", error)
+        return False
+
+
+def _liburing() -> Any:
+    """The module, or None where it is missing or does not run."""
+    if (loaded := sys.modules.get("liburing")) is not None:
+        return loaded
+    spec = importlib.util.find_spec("liburing")
+    if spec is None or not spec.submodule_search_locations:
+        logger.info("no liburing here (extra `uring`): the disk is asked by threads")
+        return None
+    if not _runs_here(str(Path(spec.submodule_search_locations[0]).parent)):
+        logger.warning("liburing does not run on this processor: the disk is asked by threads")
+        return None
+    return importlib.import_module("liburing")
+
+
 class Ring:
     """Belongs to the event loop in which it was opened."""
 
     @classmethod
     def opened(cls, waits: Waits, memory: memoryview) -> Ring | None:
         """None where there is no io_uring to be had. `memory` outlasts the ring: what lies there is not copied."""
-        try:
-            uring = importlib.import_module("liburing")
-        except ImportError:
-            logger.info("no liburing here (extra `uring`): the disk is asked by threads")
+        uring = _liburing()
+        if uring is None:
             return None
         ring = uring.Ring()
         try:

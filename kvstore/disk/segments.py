@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
 
-from kvstore.disk.base import PAGE
+from kvstore.disk.base import PAGE, Sleep
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import encode_footer, footer_pages
@@ -205,3 +205,80 @@ class Segments:
             with contextlib.suppress(OSError):  # then the next start finds an empty segment
                 await self.threads.call(lambda: self._folder.recycle(file.number))
             file.close()
+
+
+class Flusher:
+    """Makes writes durable: within `interval_s` of when they were made, and when somebody depends on it.
+
+    Belongs to one event loop. `interval_s` 0 = every write is flushed before it is answered.
+    """
+
+    def __init__(self, segments: Segments, interval_s: float, sleep: Sleep) -> None:
+        self._segments = segments
+        self._interval_s = interval_s
+        self._sleep = sleep
+        self._dirty: set[int] = set()
+        self._under_way: asyncio.Task[bool] | None = None
+        self._next: asyncio.Task[bool] | None = None
+        self._timer: asyncio.Task[None] | None = None
+        self.failed: Callable[[set[int]], None] = lambda numbers: None
+        """Called with the segments of a flush that failed."""
+        segments.is_durable = self._is_durable
+
+    @property
+    def at_once(self) -> bool:
+        """Whether no write may be answered before it is durable."""
+        return not self._interval_s
+
+    def landed(self, segment: Segment) -> None:
+        """Something was written there."""
+        self._dirty.add(segment.number)
+        if self._timer is None and not self.at_once:
+            self._timer = asyncio.create_task(self._flush_later())
+
+    async def flush(self) -> bool:
+        """Whether all that had landed is durable now. Where it is not, the disk has failed; it is tried again with the
+        next flush, and a success is then believed: were it wrong, the objects would be missed, or found damaged."""
+        if not self._dirty and self._under_way is None:
+            return True
+        if self._next is None:
+            self._next = asyncio.create_task(self._run(self._under_way))
+        return await asyncio.shield(self._next)
+
+    async def close(self) -> None:
+        """Flushes nothing: a segment that is sealed is durable."""
+        if self._timer is not None:
+            self._timer.cancel()
+            await asyncio.wait([self._timer])
+        while running := {task for task in (self._under_way, self._next) if task is not None}:
+            await asyncio.wait(running)
+
+    def validate(self) -> None:
+        """What is not durable is known: a segment of the log, whose file is open."""
+        assert self._dirty <= set(self._segments.files) | {0}
+
+    async def _run(self, former: asyncio.Task[bool] | None) -> bool:
+        if former is not None:
+            await asyncio.wait([former])
+        self._under_way, self._next = self._next, None
+        numbers, self._dirty = self._dirty, set()
+        try:
+            flushed = await self._segments.sync(numbers)
+        finally:
+            self._under_way = None
+        if not flushed:
+            self._dirty |= numbers
+            self.failed(numbers)
+        return flushed
+
+    async def _flush_later(self) -> None:
+        """Once; what lands afterwards begins the next interval."""
+        try:
+            await self._sleep(self._interval_s)
+            self._timer = None
+            await self.flush()
+        except Exception:  # a held task: raised, nobody would see it
+            logger.exception("the SSD tier's writes are not flushed: this is a bug")
+
+    def _is_durable(self, segment: Segment) -> None:
+        self._dirty.discard(segment.number)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.disk.base import PAGE
+from kvstore.disk.base import PAGE, DiskObject, Pin
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import (
@@ -21,6 +21,7 @@ from kvstore.disk.format import (
     Header,
     Kind,
     Record,
+    Tombstone,
     Trailer,
     decode_head,
     decode_header,
@@ -30,6 +31,7 @@ from kvstore.disk.format import (
 )
 from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import ObjectIo
+from protocol.keys import BlockKey
 
 _IN_LOG = (Kind.OBJECT, Kind.TOMBSTONES)
 _AHEAD_PAGES = 4 * 2**20 // PAGE
@@ -192,3 +194,25 @@ class Window:
 
     def close(self) -> None:
         self._borrowed.close()
+
+
+class Pins:
+    """Pins that were changed after their objects were written, by the log of one folder.
+
+    Takes about 200 bytes for each key whose pin was changed.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[BlockKey, tuple[int, Pin]] = {}
+
+    def note(self, change: Tombstone) -> None:
+        """One that has a pin."""
+        assert change.pin is not None
+        known = self._latest.get(change.key)
+        if known is None or change.generation > known[0]:
+            self._latest[change.key] = change.generation, change.pin
+
+    def current(self, about: DiskObject) -> DiskObject:
+        """With the pin that it has now."""
+        number, pin = self._latest.get(about.key, (0, about.pin))
+        return about if number < about.generation or pin is about.pin else replace(about, pin=pin)

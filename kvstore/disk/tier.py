@@ -24,24 +24,21 @@ from kvstore.disk.base import (
     Place,
     Sleep,
 )
-from kvstore.disk.carrier import Carrier
 from kvstore.disk.compaction import Compactor
 from kvstore.disk.files import FileCalls
-from kvstore.disk.flushing import Flusher
 from kvstore.disk.folder import Folder
-from kvstore.disk.format import Tombstone, extent_pages
-from kvstore.disk.health import DiskHealth
+from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, extent_pages
+from kvstore.disk.group import Carrier
+from kvstore.disk.health import Clock, DiskHealth, Waits
 from kvstore.disk.log import Log
 from kvstore.disk.memory import Scratch
 from kvstore.disk.object_io import ObjectIo
-from kvstore.disk.pins import Pins
 from kvstore.disk.reader import Reader
 from kvstore.disk.recovery import Recovery
 from kvstore.disk.ring import Ring
-from kvstore.disk.segments import Segments
-from kvstore.disk.survey import Surveyor
+from kvstore.disk.segments import Flusher, Segments
+from kvstore.disk.survey import Pins, Surveyor
 from kvstore.disk.threads import IoThreads
-from kvstore.disk.waits import Clock, Waits
 from kvstore.disk.writer import Writer
 from protocol.errors import ConfigError
 
@@ -179,6 +176,9 @@ class SsdTier:
 
     def space(self, length: int) -> int:
         return extent_pages(length) * PAGE
+
+    def takes(self, length: int) -> bool:
+        return self._log.fits_at_all(extent_pages(length), MAX_RECORD_BYTES)
 
     def usage(self) -> DiskUsage:
         return self._log.usage()

@@ -15,13 +15,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
-from kvstore.disk.carrier import Carrier, Landed
-from kvstore.disk.flushing import Flusher
 from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, place_of, segment_of
-from kvstore.disk.group import Call, Group, Item, object_items, tombstone_items
+from kvstore.disk.group import Call, Carrier, Group, Item, Landed, object_items, tombstone_items
 from kvstore.disk.health import Doing
 from kvstore.disk.log import Segment
-from kvstore.disk.segments import Segments
+from kvstore.disk.segments import Flusher, Segments
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.eviction.base import EvictionPolicy
-from kvstore.eviction.fifo import FirstInFirstOut
-from kvstore.eviction.length_aware import LengthAware
-from kvstore.eviction.lfu import LeastFrequentlyUsed
-from kvstore.eviction.lru import LeastRecentlyUsed
+from kvstore.eviction.ranked import (
+    FirstInFirstOut,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    LengthAware,
+)
 from kvstore.eviction.reuse_credit import ReuseCredit
 from kvstore.eviction.s3_fifo import S3Fifo
 from protocol.errors import ConfigError

@@ -8,6 +8,7 @@ It knows neither sizes nor leases.
 
 from __future__ import annotations
 
+from array import array
 from typing import Protocol
 
 from kvstore.native.base import Record, RecordArray
@@ -41,3 +42,26 @@ class EvictionPolicy(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory that the policy takes now, to a few percent."""
+
+
+class Column:
+    """Small numbers by record, without an object for each; of one type code of `array`, 0 where none was set."""
+
+    def __init__(self, typecode: str) -> None:
+        self._values = array(typecode)
+
+    def __getitem__(self, record: Record) -> int:
+        return self._values[record] if 0 <= record < len(self._values) else 0
+
+    def __setitem__(self, record: Record, value: int) -> None:
+        if record < 0:
+            raise IndexError(record)
+        missing = record + 1 - len(self._values)
+        if missing > 0:
+            # `array` itself keeps room for a sixteenth more, so this costs O(1) in the long run.
+            self._values.frombytes(bytes(missing * self._values.itemsize))
+        self._values[record] = value
+
+    @property
+    def nbytes(self) -> int:
+        return self._values.__sizeof__()

@@ -14,7 +14,7 @@ share of the store that the run takes, so it does not depend on the size of bloc
 
 from __future__ import annotations
 
-from kvstore.eviction.columns import Column
+from kvstore.eviction.base import Column
 from kvstore.eviction.ranked import Ranked
 from kvstore.native.base import NO_RECORD, Record
 from protocol.keys import BlockKey

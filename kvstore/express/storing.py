@@ -1,26 +1,27 @@
 """Puts that come over an express connection: space, bytes, checksums, and then they are visible; in one question.
 
-The event loop is asked for space and to make visible what has arrived; the bytes come straight to their place
-between the two, in the connection's thread. Its rule: a value is visible only when all of it has arrived and matches
-its writer's checksum, and whatever breaks in the midst of a question leaves nothing behind.
+The event loop is asked for space (`LocalWrites`) and to make visible what has arrived; the bytes come straight to their
+place between the two, in the connection's thread. Its rule: a value is visible only when all of it has arrived and
+matches its writer's checksum, and whatever breaks in the midst of a question leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.express import frames
-from kvstore.express.arriving import checksums_on_arrival
 from kvstore.express.frames import ANSWER, CHECKSUM, WISH, MalformedQuestion, Put, Status
-from kvstore.express.link import Link, discard, received, send
-from kvstore.express.writes import LocalWrites
+from kvstore.express.link import Link, checksums_on_arrival, discard, received, send
+from kvstore.mover import Mover
 from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.state import StoreState
 from kvstore.wire import keys_from_wire, pin_from_wire
 from protocol.errors import InvalidRequest, MoonserveError
 from protocol.failures import failure_to_wire
+from protocol.ids import new_id
 from protocol.in_loop import InLoop
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2
@@ -28,8 +29,68 @@ from transfer import Segment
 from transfer.native import address_of, vectors
 
 
+class LocalWrites:
+    """Rights to write for this very process, which ends each of them: they need neither a window nor an expiry.
+
+    Belongs to the node's event loop, like the state. `changed` is called when something was reserved, `ended` when a
+    writer has ended; `admit` raises why not now.
+    """
+
+    def __init__(
+        self,
+        state: StoreState,
+        mover: Mover,
+        clock: Callable[[], float],
+        *,
+        admit: Callable[[], None],
+        changed: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._mover = mover
+        self._clock = clock
+        self._admit = admit
+        self._changed = changed
+        self._ended = ended
+
+    def begin(self, wishes: Sequence[Wish]) -> Reservation | None:
+        """Space for what nobody stores yet; None: there will be some soon, which takes waiting.
+
+        Raises Overloaded, InvalidRequest.
+        """
+        self._admit()
+        # Asked first: it is 0 nearly always, and the rest takes a while.
+        leaving = self._state.moves.leaving_bytes
+        if leaving and self._state.short_of(self._state.bytes_to_write(wishes)):
+            return None
+        reservation = self._state.writers.reserve(new_id("here"), wishes, None, self._clock())
+        self._changed()
+        return reservation
+
+    def end(
+        self,
+        reservation: Reservation,
+        checksums: Mapping[BlockKey, int],
+        corrupt: Collection[BlockKey],
+    ) -> None:
+        """Makes visible what was granted and is not `corrupt`. The bytes there were compared by their receiver."""
+        now, writers = self._clock(), self._state.writers
+        writers.commit(reservation.reservation_id, checksums, now)
+        writers.verified(reservation.reservation_id, corrupt, now)
+        self._mover.wants_copy(checksums)
+        self._ended()
+
+    def give_up(self, reservation: Reservation) -> None:
+        """Gives the space back; nothing of it is stored."""
+        if reservation.objects:
+            now, writers = self._clock(), self._state.writers
+            writers.abort(reservation.reservation_id, now)
+            writers.closed(reservation.reservation_id, now)
+            self._ended()
+
+
 class Storing:
-    """For any number of connections."""
+    """Answers puts of any number of connections, each in its thread."""
 
     def __init__(self, segment: Segment, writes: LocalWrites, in_loop: InLoop) -> None:
         self._segment = segment

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.native.native_reader import NativeLookups
-from kvstore.native.prototypes import FLAGS, Function
-from protocol.native import CompilerError, load_library, shared_cache
+from kvstore.native.prototypes import Function
+from kvstore.native.reader import NativeLookups
+from protocol.native import C_FLAGS, load_library, shared_cache
 from transfer.native.base import address_of
 
 SOURCE = Path(__file__).with_name("answering.c")
@@ -58,13 +58,10 @@ class _State(ctypes.Structure):
 
 
 @functools.cache
-def library() -> Function | None:
-    """`answer_gets`; None where it cannot be compiled, which `kvstore.native.library` says once."""
-    try:
-        function = load_library(SOURCE, FLAGS, shared_cache()).answer_gets
-    except CompilerError:
-        return None
-    function.argtypes, function.restype = (ctypes.c_int32, _pointer), ctypes.c_int32
+def library() -> Function:
+    """`answer_gets`. Raises CompilerError."""
+    function: Function = load_library(SOURCE, C_FLAGS, shared_cache()).answer_gets
+    function.argtypes, function.restype = (ctypes.c_int32, _pointer), ctypes.c_int32  # type: ignore[attr-defined]
     return function
 
 
@@ -73,7 +70,6 @@ class Desk:
 
     def __init__(
         self,
-        answer_gets: Function,
         fd: int,
         *,
         most_bytes: int,
@@ -82,7 +78,7 @@ class Desk:
         spin_ns: int,
     ) -> None:
         """`most_bytes` of values in one answer, `most_s` for it, `idle_s` until the next question."""
-        self._answer_gets = answer_gets
+        self._answer_gets = library()
         self._fd = fd
         self._question = np.zeros(_HEAD_BYTES + MOST_KEYS * _KEY_BYTES, np.uint8)
         self._answer = np.zeros(_ANSWER_BYTES + MOST_KEYS * _ROW_BYTES, np.uint8)

@@ -1,13 +1,14 @@
 """The structures that hold one entry per block: what they promise, whoever implements them.
 
 A node holds millions of blocks, so these live in plain memory instead of Python objects: `metadata.c`, compiled on
-first use, or the twin in Python where there is no compiler, which takes more memory and is as right. A *record* is
-the number of a block in its node: dense, below 2**32, given again after the block has gone.
+first use, or the twin in Python where there is no compiler, which takes more memory and which only its owner reads.
+A *record* is the number of a block in its node: dense, below 2**32, given again after the block has gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -126,3 +127,19 @@ class RankHeap(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+Allocate = Callable[[int], memoryview]
+"""Gives so many bytes, zeroed, which stay where they are."""
+Retire = Callable[[memoryview], None]
+"""Takes memory back that the index has left. Readers that still map it find it marked, so it may be unmapped here but
+not shortened or overwritten while somebody else maps it."""
+
+
+def anonymous(nbytes: int) -> memoryview:
+    """Memory of this process alone."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def dropped(_memory: memoryview) -> None:
+    """Goes with its last reference."""

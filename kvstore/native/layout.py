@@ -1,4 +1,4 @@
-"""The memory of a key index: what stands where, and how a key finds its slot.
+"""The memory of a key index: what stands where, how a key finds its slot, and what a reader is told of a key.
 
 A header of 64 bytes, `num_slots` home slots and a tail of more slots, so that a run of occupied ones never wraps
 around. An entry lies in the first free slot from its key's home on; a search ends at an empty slot. Pure: knows neither
@@ -10,19 +10,22 @@ from __future__ import annotations
 import secrets
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
 
-from kvstore.native.base import MAX_OBJECT_BYTES, MAX_RECORDS, OFFSET_UNIT, Entry
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.native.base import MAX_OBJECT_BYTES, MAX_RECORDS, OFFSET_UNIT, Entry, KeyIndex
 from protocol.errors import Incompatible
 from protocol.keys import KEY_BYTES, BlockKey
 
 # Native alignment and byte order: each field is then read and written as a whole, also from Python.
 HEADER = struct.Struct("@8sIIQQQQQQ")
 """Magic, format, retired, version, num_slots, seed, count, num_tail, 0."""
-RETIRED_AT, VERSION_AT, COUNT_AT = 12, 16, 40
+RETIRED_AT, VERSION_AT = 12, 16
 SLOT = struct.Struct("@16sQQIIII")
 """Key, checksum, generation, record, offset in units, length, tag. An empty slot's generation is 0."""
-GENERATION_AT = 24
-EMPTY = bytes(SLOT.size)
 
 MAGIC = b"MoonKIdx"
 FORMAT = 1
@@ -37,7 +40,6 @@ NOWHERE = 2**32 - 1
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = 0xFFFFFF
-_TURN = 1 << 24
 
 Fields = tuple[bytes, int, int, int, int, int, int]
 """What `SLOT` holds."""
@@ -114,43 +116,6 @@ def _fold(a: int, b: int) -> int:
     return (product ^ (product >> 64)) & _WORD
 
 
-def fields_of(key: BlockKey, entry: Entry) -> Fields:
-    """Raises ValueError for what a slot cannot hold."""
-    check_key(key)
-    check_entry(entry)
-    return _sealed(
-        key,
-        entry.checksum,
-        entry.generation,
-        entry.record,
-        place_of(entry.offset),
-        entry.length,
-        turn=0,
-    )
-
-
-def relocated(fields: Fields, offset: int | None) -> Fields:
-    """The same object elsewhere, one turn later."""
-    key, checksum, generation, record, _, length, tag = fields
-    turn = (tag // _TURN + 1) % 256
-    return _sealed(key, checksum, generation, record, place_of(offset), length, turn=turn)
-
-
-def _sealed(
-    key: bytes,
-    checksum: int,
-    generation: int,
-    record: int,
-    place: int,
-    length: int,
-    *,
-    turn: int,
-) -> Fields:
-    tag = turn * _TURN
-    mix = _mix_of((key, checksum, generation, record, place, length, tag))
-    return key, checksum, generation, record, place, length, tag | mix
-
-
 def is_sealed(fields: Fields) -> bool:
     """Whether the fields belong together: false while somebody overwrites what was read."""
     return fields[6] & _MIX == _mix_of(fields)
@@ -206,3 +171,75 @@ def check_entry(entry: Entry) -> None:
         and 0 <= entry.length <= MAX_OBJECT_BYTES
     ):
         raise ValueError(f"no slot can hold {entry}")
+
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class Presence(IntEnum):
+    """Bytes that `MappedReader.exists` gives."""
+
+    ABSENT = 0
+    PRESENT = 1
+    UNKNOWN = 2
+
+
+class NotCopied(IntEnum):
+    """Lengths below zero that `MappedReader.copy` gives."""
+
+    ABSENT = -1
+    ON_DISK = -2
+    TOO_SMALL = -3
+    """Checksum and generation are given."""
+    CHANGED = -4
+    """It was moved or removed meanwhile; worth another try."""
+    UNKNOWN = -5
+    """Ask the owner."""
+
+
+class Standing(IntEnum):
+    """What `MappedReader.locate` says of an object, above the 32 bits of its length."""
+
+    MISSING = 0
+    SENT = 1
+    """Its bytes are among the pieces."""
+    IN_MEMORY = 2
+    """They are not: no room."""
+    ON_DISK = 3
+    UNKNOWN = 4
+    """Ask the owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One element per key; checksum and generation are 0 where nothing was found."""
+
+    rows: npt.NDArray[np.int64]
+    """Shape (3, keys): one piece of memory costs a third of three."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Or `NotCopied`."""
+        lengths: npt.NDArray[np.int64] = self.rows[0]
+        return lengths
+
+    @property
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        return _unsigned(self.rows[1])
+
+    @property
+    def generations(self) -> npt.NDArray[np.uint64]:
+        return _unsigned(self.rows[2])
+
+
+def _unsigned(row: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    words: npt.NDArray[np.uint64] = row.view(np.uint64)
+    return words
+
+
+class PublishedIndex(KeyIndex, Protocol):
+    """An index that other processes read: a `KeyIndex`, and where readers find it (`kvstore.native.reader`)."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Another one after the index has grown; the one before was marked and retired then."""

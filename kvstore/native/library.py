@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 
-from kvstore.native.base import KeyMap, RankHeap
-from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
-from kvstore.native.compiled_heap import NativeRankHeap
-from kvstore.native.memory import Allocate, Retire, anonymous, dropped
+from kvstore.native.base import Allocate, KeyMap, RankHeap, Retire, anonymous, dropped
+from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap, NativeRankHeap
+from kvstore.native.layout import PublishedIndex
 from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
-from kvstore.native.published import PublishedIndex
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
 from protocol.native import CompilerError, shared_cache
 
@@ -21,7 +19,7 @@ def key_index(allocate: Allocate = anonymous, retire: Retire = dropped) -> Publi
     """An empty index in memory from `allocate`; `retire` gets what it has outgrown."""
     libraries = compiled()
     if libraries is None:
-        return PythonKeyIndex(allocate, retire)
+        return PythonKeyIndex(allocate)
     return NativeKeyIndex(libraries[0], allocate, retire)
 
 

@@ -289,13 +289,20 @@ static void copy(char *to, const char *source, uint64_t length) {
     memcpy(to, source, length);
 }
 
-/* The length when it was copied, else why not. */
-static int64_t copy_entry(const Mapping *mapping, const Entry *entry, char *to, uint64_t capacity) {
-    uint64_t offset = (entry->words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry->words[EXTENT];
+/* Fills `pieces` pieces of memory, one after the other. The length when it was copied, else why not. */
+static int64_t copy_entry(const Mapping *mapping, const Entry *entry, int64_t pieces, const uint64_t *addresses,
+                          const uint64_t *capacities) {
+    uint64_t offset = (entry->words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry->words[EXTENT], room = 0;
     if (entry->words[PLACE] >> 32 == NOWHERE) return ON_DISK;
-    if (length > capacity) return TOO_SMALL;
+    for (int64_t i = 0; i < pieces; i++) room += capacities[i];
+    if (length > room) return TOO_SMALL;
     if (offset > mapping->data_bytes || length > mapping->data_bytes - offset) return NOT_KNOWN;
-    copy(to, mapping->data + offset, length);
+    const char *source = mapping->data + offset;
+    for (uint64_t left = length, some; left; left -= some, source += some) {
+        some = left < *capacities ? left : *capacities;
+        copy((char *)(uintptr_t)*addresses++, source, some);
+        capacities++;
+    }
     atomic_thread_fence(memory_order_acquire); /* the second look comes after the copy */
     return (int64_t)length;
 }
@@ -310,6 +317,7 @@ static int64_t second_look(const Mapping *mapping, Key key, const Entry *entry, 
 }
 
 typedef struct {
+    int64_t pieces; /* of each object */
     const uint64_t *addresses, *capacities;
     int64_t *lengths;
     uint64_t *checksums, *generations;
@@ -330,7 +338,8 @@ static int copy_some(const Mapping *mapping, const uint8_t *keys, int64_t count,
     }
     for (int64_t i = 0; i < count; i++)
         if (!to.lengths[i])
-            to.lengths[i] = copy_entry(mapping, &entries[i], (char *)(uintptr_t)to.addresses[i], to.capacities[i]);
+            to.lengths[i] = copy_entry(mapping, &entries[i], to.pieces, to.addresses + i * to.pieces,
+                                       to.capacities + i * to.pieces);
     for (int64_t i = 0; i < count; i++) {
         if (to.lengths[i] < 0) continue;
         to.lengths[i] = second_look(mapping, key_at(keys + i * KEY_BYTES), &entries[i], to.lengths[i], patience,
@@ -341,11 +350,13 @@ static int copy_some(const Mapping *mapping, const uint8_t *keys, int64_t count,
 }
 
 /* 0 when the memory is retired: then no result counts. */
-PUBLIC int32_t reader_copy(const Mapping *mapping, const uint8_t *keys, int64_t count, const uint64_t *addresses,
-                           const uint64_t *capacities, int64_t *lengths, uint64_t *checksums, uint64_t *generations) {
+PUBLIC int32_t reader_copy(const Mapping *mapping, const uint8_t *keys, int64_t count, int64_t pieces,
+                           const uint64_t *addresses, const uint64_t *capacities, int64_t *lengths,
+                           uint64_t *checksums, uint64_t *generations) {
     int64_t patience = PATIENCE + count;
     for (int64_t at = 0; at < count; at += TOGETHER) {
-        Copies to = {addresses + at, capacities + at, lengths + at, checksums + at, generations + at};
+        Copies to = {pieces,       addresses + at * pieces, capacities + at * pieces,
+                     lengths + at, checksums + at,          generations + at};
         int64_t some = count - at < TOGETHER ? count - at : TOGETHER;
         if (!copy_some(mapping, keys + at * KEY_BYTES, some, to, &patience)) return 0;
     }

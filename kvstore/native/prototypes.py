@@ -6,13 +6,11 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.native import load_library
+from protocol.native import C_FLAGS, load_library
 
 METADATA_SOURCE = Path(__file__).with_name("metadata.c")
 MAP_SOURCE = Path(__file__).with_name("key_map.c")
 HEAP_SOURCE = Path(__file__).with_name("rank_heap.c")
-FLAGS = ("-std=gnu11", "-O2", "-fvisibility=hidden")
-
 _pointer, _double = ctypes.c_void_p, ctypes.c_double
 _int64, _uint64 = ctypes.c_int64, ctypes.c_uint64
 _int32, _uint32 = ctypes.c_int32, ctypes.c_uint32
@@ -81,7 +79,7 @@ def _load(source: Path, folder: Path | None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
     Raises CompilerError.
     """
-    library = load_library(source, FLAGS, folder)
+    library = load_library(source, C_FLAGS, folder)
     return library, ctypes.PyDLL(library._name, handle=library._handle)
 
 
@@ -110,7 +108,7 @@ class MetadataLibrary:
         batch = _pointer, _pointer, _int64
         self.reader_find = _function(short, "reader_find", _int32, _pointer, _pointer, _pointer)
         self.reader_exists = _function(long, "reader_exists", _int32, *batch, _pointer)
-        self.reader_copy = _function(long, "reader_copy", _int32, *batch, *5 * (_pointer,))
+        self.reader_copy = _function(long, "reader_copy", _int32, *batch, _int64, *5 * (_pointer,))
         self.reader_locate = _function(
             long, "reader_locate", _int64, *3 * (_pointer,), _int64, _uint64, *2 * (_pointer,)
         )

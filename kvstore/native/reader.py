@@ -8,26 +8,105 @@ neither who maps it nor checksums of data.
 
 from __future__ import annotations
 
+import ctypes
 from enum import Enum
 
 import numpy as np
 
 from kvstore.native.base import Entry
+from kvstore.native.compiled import table_over
 from kvstore.native.layout import (
     HEADER,
     SLOT,
+    Addresses,
+    Copied,
     Geometry,
+    NotCopied,
+    Presence,
     Retired,
+    Standing,
     check_key,
     check_keys,
     entry_of,
     is_sealed,
 )
 from kvstore.native.library import compiled
-from kvstore.native.lookups import Addresses, Copied, Lookups, NotCopied, Presence, Standing
-from kvstore.native.native_reader import NativeLookups
-from kvstore.native.python_reader import PythonLookups
+from kvstore.native.prototypes import Mapping, MetadataLibrary
+from protocol.errors import Incompatible
 from protocol.keys import BlockKey
+from transfer.native.base import address_of
+
+_ALIGNMENT = 8
+_FOUND, _RETIRED = 1, 3
+
+
+class NativeLookups:
+    """Lookups by C in memory whose bounds were checked: one call per batch, long ones without the GIL. Raises Retired.
+
+    Keeps the memory alive that it reads.
+    """
+
+    def __init__(
+        self,
+        library: MetadataLibrary,
+        index_memory: memoryview,
+        geometry: Geometry,
+        data_memory: memoryview,
+    ) -> None:
+        if address_of(index_memory) % _ALIGNMENT:
+            raise ValueError(f"the index must be mapped at a multiple of {_ALIGNMENT} bytes")
+        self._library = library
+        self._memories = index_memory, data_memory
+        data = address_of(data_memory) if len(data_memory) else 0
+        self._mapping = Mapping(table_over(index_memory, geometry), data, len(data_memory))
+        self._at = ctypes.addressof(self._mapping)
+
+    @property
+    def mapping_at(self) -> int:
+        """The address of what C knows of this memory; good for as long as this lives."""
+        return self._at
+
+    @property
+    def locate_at(self) -> int:
+        """The address of `reader_locate`."""
+        return ctypes.cast(self._library.reader_locate, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+    def find(self, key: BlockKey) -> tuple[int, Entry | None]:
+        """The entry is given with PRESENT."""
+        found = ctypes.create_string_buffer(SLOT.size)
+        status = self._library.reader_find(self._at, key, found)
+        if status == _RETIRED:
+            raise Retired
+        return status, entry_of(SLOT.unpack(found)) if status == _FOUND else None
+
+    def exists(self, packed_keys: bytes, count: int) -> bytes:
+        statuses = ctypes.create_string_buffer(count)
+        if not self._library.reader_exists(self._at, packed_keys, count, statuses):
+            raise Retired
+        return statuses.raw
+
+    def copy(
+        self, packed_keys: bytes, addresses: Addresses, capacities: Addresses, into: Copied
+    ) -> None:
+        count, rows = len(addresses), address_of(into.rows)
+        pieces = addresses.size // count if count else 0
+        places = pieces, address_of(addresses), address_of(capacities)
+        outcomes = rows, rows + 8 * count, rows + 16 * count
+        if not self._library.reader_copy(self._at, packed_keys, count, *places, *outcomes):
+            raise Retired
+
+    def locate(
+        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
+    ) -> int:
+        """How many pieces there are."""
+        places = address_of(rows), address_of(pieces)
+        num_pieces = self._library.reader_locate(
+            self._at, packed_keys, address_of(rooms), len(rooms), budget, *places
+        )
+        if num_pieces < 0:
+            raise Retired
+        return num_pieces
+
 
 ROW_WORDS = 4
 """Of `MappedReader.locate`."""
@@ -46,45 +125,41 @@ class MappedReader:
     """
 
     def __init__(self, index_memory: memoryview, data_memory: memoryview) -> None:
-        """Raises Incompatible for memory that is not an index, Retired for one that has moved."""
+        """Raises Retired for an index that has moved, Incompatible for memory that is none, and where there is no
+        compiler: then nodes are asked."""
         geometry = Geometry.parse(index_memory[: HEADER.size], len(index_memory))
         libraries = compiled()
-        self._lookups: Lookups = (
-            PythonLookups(index_memory, geometry, data_memory)
-            if libraries is None
-            else NativeLookups(libraries[0], index_memory, geometry, data_memory)
-        )
-
-    @property
-    def native(self) -> NativeLookups | None:
-        """For other compiled code that looks here; None without a compiler."""
-        return self._lookups if isinstance(self._lookups, NativeLookups) else None
+        if libraries is None:
+            raise Incompatible("mapped indexes are read by compiled code, which cannot be had here")
+        self.lookups = NativeLookups(libraries[0], index_memory, geometry, data_memory)
+        """Also for other compiled code that looks here."""
 
     def find(self, key: BlockKey) -> Entry | None:
         """Raises Unknown."""
         check_key(key)
-        presence, entry = self._lookups.find(key)
+        presence, entry = self.lookups.find(key)
         if presence == Presence.UNKNOWN:
             raise Unknown
         return entry
 
     def exists(self, packed_keys: bytes) -> bytes:
         """A `Presence` per key."""
-        return self._lookups.exists(packed_keys, check_keys(packed_keys))
+        return self.lookups.exists(packed_keys, check_keys(packed_keys))
 
     def copy(self, packed_keys: bytes, addresses: Addresses, capacities: Addresses) -> Copied:
         """Copies each object that is in memory to its address, if there is room for it.
 
-        What lies there afterwards counts only where a length is given. Addresses are taken as they are.
+        Shape (keys,), or (keys, pieces): then an object fills its pieces one after the other. What lies there
+        afterwards counts only where a length is given. Addresses are taken as they are.
         """
         count = check_keys(packed_keys)
         for array in (addresses, capacities):
-            if array.shape != (count,) or array.dtype != np.uint64:
+            if len(array) != count or array.shape != addresses.shape or array.dtype != np.uint64:
                 raise ValueError(f"{count} keys need as many uint64 addresses and capacities")
         into = Copied(np.empty((3, count), np.int64))
         if not (addresses.flags.c_contiguous and capacities.flags.c_contiguous):
             addresses, capacities = map(np.ascontiguousarray, (addresses, capacities))
-        self._lookups.copy(packed_keys, addresses, capacities, into)
+        self.lookups.copy(packed_keys, addresses, capacities, into)
         return into
 
     def locate(
@@ -106,7 +181,7 @@ class MappedReader:
             raise ValueError(f"{count} keys need as many rooms, rows and pieces")
         if any(a.dtype != np.uint64 or not a.flags.c_contiguous for a in (rooms, rows, pieces)):
             raise ValueError("rooms, rows and pieces must be contiguous uint64")
-        return self._lookups.locate(packed_keys, rooms, budget, rows, pieces)
+        return self.lookups.locate(packed_keys, rooms, budget, rows, pieces)
 
 
 class Miss(Enum):

@@ -1,34 +1,16 @@
-"""The structures of `base` in Python, for machines without a C compiler and as the tests' second opinion.
-
-Its index has the same layout in memory, so that processes with and without a compiler read each other's. Map and heap
-are Python's own.
-"""
+"""The structures of `base` in Python, for machines without a C compiler."""
 
 from __future__ import annotations
 
 import heapq
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry, Record, RecordArray
-from kvstore.native.layout import (
-    COUNT_AT,
-    HEADER,
-    MAX_LOAD,
-    RETIRED_AT,
-    Fields,
-    Geometry,
-    check_key,
-    check_keys,
-    entry_of,
-    fields_of,
-    is_sealed,
-    relocated,
-)
-from kvstore.native.memory import Allocate, Retire
-from kvstore.native.slots import Slots
+from kvstore.native.base import MAX_RECORDS, NO_RECORD, Allocate, Entry, Record, RecordArray
+from kvstore.native.layout import HEADER, check_entry, check_key, check_keys, place_of
 from protocol.keys import BlockKey, iter_keys
 
 COMPACT_AT_LEAST = 64
@@ -38,46 +20,33 @@ _OBJECT_BYTES = 32
 
 
 class PythonKeyIndex:
-    """`PublishedIndex`."""
+    """`PublishedIndex` that only its owner can read: its memory says that it is none, so others ask."""
 
-    def __init__(self, allocate: Allocate, retire: Retire) -> None:
-        self._allocate, self._retire = allocate, retire
-        self._slots = self._make(Geometry.starting())
-
-    @property
-    def memory(self) -> memoryview:
-        return self._slots.memory
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._slots.geometry
+    def __init__(self, allocate: Allocate) -> None:
+        self.memory = allocate(HEADER.size)
+        self._entries: dict[bytes, Entry] = {}
 
     @property
     def nbytes(self) -> int:
-        return len(self.memory)
+        return sys.getsizeof(self._entries) + len(self._entries) * 8 * _OBJECT_BYTES
 
     def __len__(self) -> int:
-        return int(HEADER.unpack_from(self.memory)[6])
+        return len(self._entries)
 
     def insert(self, key: BlockKey, entry: Entry) -> None:
-        fields = fields_of(key, entry)
-        slots, at = self._slots, self._slots.search(key)
-        assert not slots.used(at), "the key is there already"
-        while at == slots.end or len(self) + 1 > slots.geometry.num_slots * MAX_LOAD:
-            self._grow()
-            slots, at = self._slots, self._slots.search(key)
-        slots.turn_version()
-        slots.write(at, fields)
-        self._count(slots, len(self) + 1)
-        slots.turn_version()
+        check_key(key)
+        check_entry(entry)
+        place_of(entry.offset)
+        assert key not in self._entries, "the key is there already"
+        self._entries[key] = entry
 
     def find(self, key: BlockKey) -> Entry | None:
-        fields = self._fields(key)
-        return None if fields is None else entry_of(fields)
+        check_key(key)
+        return self._entries.get(key)
 
     def record_of(self, key: BlockKey) -> Record:
-        fields = self._fields(key)
-        return NO_RECORD if fields is None else fields[3]
+        entry = self.find(key)
+        return NO_RECORD if entry is None else entry.record
 
     def records_of(self, keys: Sequence[BlockKey]) -> list[Record]:
         return [self.record_of(key) for key in keys]
@@ -87,67 +56,18 @@ class PythonKeyIndex:
         return np.fromiter(map(self.record_of, iter_keys(packed_keys)), np.int64, count)
 
     def relocate(self, key: BlockKey, offset: int | None) -> None:
-        slots, at = self._slots, self._place(key)
-        moved = relocated(slots.fields(at), offset)
-        slots.turn_version()
-        slots.write(at, moved)
-        slots.turn_version()
+        check_key(key)
+        assert key in self._entries, "the key is not there"
+        place_of(offset)
+        self._entries[key] = replace(self._entries[key], offset=offset)
 
     def remove(self, key: BlockKey) -> None:
-        slots, at = self._slots, self._place(key)
-        slots.turn_version()
-        slots.close_hole(at)
-        self._count(slots, len(self) - 1)
-        slots.turn_version()
+        check_key(key)
+        assert key in self._entries, "the key is not there"
+        del self._entries[key]
 
     def validate(self) -> None:
-        slots = self._slots
-        entries = [(at, slots.fields(at)) for at in slots.places() if slots.used(at)]
-        assert len(self) == len(entries)
-        for at, fields in entries:
-            assert is_sealed(fields)
-            assert slots.search(BlockKey(fields[0])) == at
-
-    def _fields(self, key: BlockKey) -> Fields | None:
-        check_key(key)
-        at = self._slots.search(key)
-        return self._slots.fields(at) if self._slots.used(at) else None
-
-    def _place(self, key: BlockKey) -> int:
-        check_key(key)
-        at = self._slots.search(key)
-        assert self._slots.used(at), "the key is not there"
-        return at
-
-    def _count(self, slots: Slots, count: int) -> None:
-        slots.memory[COUNT_AT : COUNT_AT + 8] = count.to_bytes(8, sys.byteorder)
-
-    def _make(self, geometry: Geometry) -> Slots:
-        memory = self._allocate(geometry.nbytes)
-        memory[: HEADER.size] = geometry.header()
-        return Slots(memory, geometry)
-
-    def _grow(self) -> None:
-        outgrown = self._slots
-        geometry = self._slots.geometry.grown()
-        while not self._move(self._make(geometry)):
-            geometry = geometry.grown()
-        outgrown.memory[RETIRED_AT] = 1
-        outgrown.release()
-        self._retire(outgrown.memory)
-
-    def _move(self, slots: Slots) -> bool:
-        """False when entries would run over its end."""
-        for fields in map(self._slots.fields, filter(self._slots.used, self._slots.places())):
-            at = slots.search(BlockKey(fields[0]))
-            if at == slots.end:
-                slots.release()
-                self._retire(slots.memory)
-                return False
-            slots.write(at, fields)
-        self._count(slots, len(self))
-        self._slots = slots
-        return True
+        """A dictionary is always right."""
 
 
 class PythonKeyMap:

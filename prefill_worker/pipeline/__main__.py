@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from prefill_worker.pipeline.config import FollowerConfig
-from prefill_worker.pipeline.follower import serve
+from prefill_worker.pipeline.follower import FollowerConfig, serve
 from protocol import process
 
 

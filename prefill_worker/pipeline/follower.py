@@ -2,20 +2,147 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import grpc.aio
+
 from engine.replica import Replica, loaded_replica
 from prefill_worker.config import PrefillConfig
-from prefill_worker.landing import KvMemory
-from prefill_worker.pipeline.config import FollowerConfig
-from prefill_worker.pipeline.hidden import HiddenOutbox
-from prefill_worker.pipeline.servicer import StageServicer
-from prefill_worker.pipeline.stage import OwnStage
-from prefill_worker.sending import Sender
+from prefill_worker.landing import Sender
+from prefill_worker.pipeline.stage import (
+    STEP_TIMEOUT_S,
+    HiddenInbox,
+    HiddenOutbox,
+    OwnStage,
+    OwnStep,
+)
+from prefill_worker.pipeline.wire import (
+    done_to_wire,
+    plan_from_wire,
+    send_from_wire,
+)
+from protocol.config import option
+from protocol.errors import ConfigError, InvalidRequest, MoonserveError
+from protocol.failures import failure_to_wire
 from protocol.layout import DTYPE_BYTES
-from protocol.pb import pipeline_pb2
+from protocol.pb import pipeline_pb2, pipeline_pb2_grpc
 from protocol.process import Lifecycle
 from protocol.rpc import RpcServer
 from transfer import Segment, TransferEngine
-from transfer.serving import serving
+from transfer.config import Patience
+from transfer.metrics import serving
+from worker.memory import KvMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowerConfig(PrefillConfig):
+    """`python -m prefill_worker.pipeline`, as a leader starts it."""
+
+    pipeline_rank: int = option(help="which stage it is, from 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.pipeline_rank < self.pipeline_parallel_size:
+            raise ConfigError(
+                f"--pipeline-rank {self.pipeline_rank} is none of the stages 1 to "
+                f"{self.pipeline_parallel_size - 1} of --pipeline-parallel-size {self.pipeline_parallel_size}"
+            )
+
+
+def follower_config(leader: PrefillConfig, rank: int, status_fd: int) -> FollowerConfig:
+    """Of a process that `leader`'s starts. It is no member of the cluster, and nobody scrapes it."""
+    own = replace(
+        leader,
+        instance_id=f"{leader.instance_id}-stage-{rank}",
+        port=0,
+        conductor=None,
+        metrics_port=0,
+        status_fd=status_fd,
+        parent_pid=os.getpid(),
+    )
+    values = {each.name: getattr(own, each.name) for each in fields(PrefillConfig)}
+    return FollowerConfig(**values, pipeline_rank=rank)
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
+    """Serves `PipelineStage` for one leader. `facts`: what it says of itself, but for where hidden states go."""
+
+    def __init__(
+        self,
+        stage: OwnStage,
+        transfer: TransferEngine,
+        *,
+        facts: pipeline_pb2.StageJoinReply,
+        row_bytes: int,
+        patience: Patience,
+    ) -> None:
+        """`row_bytes`: of one token's hidden states."""
+        self._stage = stage
+        self._transfer = transfer
+        self._facts = facts
+        self._row_bytes = row_bytes
+        self._patience = patience
+        self._last_step = 0
+        self._unfinished: dict[int, OwnStep] = {}
+
+    async def Join(
+        self, request: pipeline_pb2.StageJoinRequest, context: Context
+    ) -> pipeline_pb2.StageJoinReply:
+        self._stage.inbox = HiddenInbox(
+            self._transfer,
+            request.previous,
+            row_bytes=self._row_bytes,
+            patience=self._patience,
+            longest_wait_s=STEP_TIMEOUT_S,
+        )
+        reply = pipeline_pb2.StageJoinReply()
+        reply.CopyFrom(self._facts)
+        if self._stage.outbox is not None:
+            reply.hidden.CopyFrom(self._stage.outbox.source)
+        return reply
+
+    async def RunStep(
+        self, request: pipeline_pb2.StageStepRequest, context: Context
+    ) -> pipeline_pb2.StageStepReply:
+        """Raises InvalidRequest for a step that comes after a later one, whose KV may depend on it."""
+        if request.step <= self._last_step:
+            raise InvalidRequest(f"step {request.step} came after step {self._last_step}")
+        self._last_step = request.step
+        plans = [plan_from_wire(message) for message in request.slices]
+        step = self._stage.begin(plans, step=request.step)
+        if any(plan.landing is not None for plan in plans):
+            self._unfinished[request.step] = step
+        sampled = await step.compute()
+        is_last = self._stage.outbox is None
+        reply = done_to_wire(plans, sampled, step.checksums(), is_last=is_last)
+        step.finish()
+        return reply
+
+    async def FinishStep(
+        self, request: pipeline_pb2.StageFinishRequest, context: Context
+    ) -> pipeline_pb2.StageFinishReply:
+        reply = pipeline_pb2.StageFinishReply()
+        step = self._unfinished.pop(request.step, None)
+        if step is None:  # it sent nothing, or never came here
+            return reply
+        for position in range(step.num_slices):
+            try:
+                await step.sent(position)
+            except MoonserveError as error:
+                reply.failures[position].CopyFrom(failure_to_wire(error))
+        return reply
+
+    async def SendBlocks(
+        self, request: pipeline_pb2.StageSendRequest, context: Context
+    ) -> pipeline_pb2.StageSendReply:
+        await self._stage.send_blocks(send_from_wire(request))
+        return pipeline_pb2.StageSendReply()
+
 
 STOP_GRACE_S = 0.5
 

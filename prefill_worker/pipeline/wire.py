@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.batch import Sampled, Slice
-from engine.prompt_scores import PromptScores
+from engine.batch import PromptScores, Sampled, Slice
 from prefill_worker.actions import SendBlocks, SlicePlan
 from prefill_worker.events import Landing
-from prefill_worker.pipeline.hidden import HiddenSource
 from prefill_worker.pipeline.stage import Checksums
 from protocol.ids import LeaseId, RequestId
 from protocol.keys import pack_tokens, unpack_tokens
@@ -22,24 +20,6 @@ from protocol.wire import (
     token_from_wire,
     token_to_wire,
 )
-
-
-def source_to_wire(source: HiddenSource) -> pipeline_pb2.HiddenSource:
-    return pipeline_pb2.HiddenSource(
-        transfer_address=source.transfer_address,
-        segment_id=source.segment_id,
-        slot_bytes=source.slot_bytes,
-        num_slots=source.num_slots,
-    )
-
-
-def source_from_wire(message: pipeline_pb2.HiddenSource) -> HiddenSource:
-    return HiddenSource(
-        transfer_address=message.transfer_address,
-        segment_id=message.segment_id,
-        slot_bytes=message.slot_bytes,
-        num_slots=message.num_slots,
-    )
 
 
 def plan_to_wire(plan: SlicePlan) -> pipeline_pb2.StageSlice:

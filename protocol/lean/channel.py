@@ -8,20 +8,33 @@ metadata that gRPC carries with each call is ignored.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from protocol.lean import sockets
 from protocol.lean.connection import Connection
-from protocol.lean.unary import UnaryOnly
 from protocol.tls import GOODBYE_S, Certificates, translated
+
+
+class UnaryOnly:
+    """What lean channels lack of a `grpc.Channel`, for stubs of services that also have streams: calling one raises."""
+
+    def unary_stream(
+        self, path: str, *_of_grpc: object, **_more_of_grpc: object
+    ) -> Callable[..., NoReturn]:
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise NotImplementedError(f"{path} is a stream; call it over gRPC")
+
+        return refuse
+
+    stream_unary = stream_stream = unary_stream
+
 
 # Between attempts to reach a peer that is not there yet, as for gRPC (`protocol.rpc`).
 _RETRY_S = 0.1
-# A peer that accepts and does not shake hands is stopped or none; the server gives up then as well.
-_DIAL_S = 5.0
 
 
 class LeanChannel(UnaryOnly):
@@ -88,7 +101,8 @@ class LeanChannel(UnaryOnly):
             self._dialling = asyncio.create_task(self._dial())
             self._dialling.add_done_callback(self._dialled)
         dialling = self._dialling
-        await asyncio.wait({dialling})  # neither's cancellation is the other's
+        # Neither's cancellation is the other's. An attempt that takes longer than this call is there for the next one.
+        await asyncio.wait({dialling})
         if dialling.cancelled():
             raise PeerLost("the channel was closed")
         connection = dialling.result()
@@ -104,15 +118,14 @@ class LeanChannel(UnaryOnly):
     async def _dial(self) -> Connection:
         connection = Connection(self._token)
         try:
-            async with asyncio.timeout(_DIAL_S):
-                await self._open(connection)
-                await connection.ready
+            await self._open(connection)
+            await connection.ready
         except ssl.SSLError as error:
             await _discard(connection)
             raise translated(error) from error
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             await _discard(connection)
-            raise PeerLost(f"{self._address} cannot be reached: {error or 'silent'}") from error
+            raise PeerLost(f"{self._address} cannot be reached: {error}") from error
         except (MoonserveError, asyncio.CancelledError):
             await _discard(connection)
             raise
@@ -122,7 +135,15 @@ class LeanChannel(UnaryOnly):
         loop = asyncio.get_running_loop()
         family, target = self._target
         if isinstance(target, str):
-            await loop.create_unix_connection(lambda: connection, target)
+            # uvloop does not dial abstract names itself. Within a host nothing waits here but for a full backlog.
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                sock.connect(target)
+                await loop.create_unix_connection(lambda: connection, sock=sock)
+            except BaseException:
+                sock.close()
+                raise
         else:
             host, port = target
             await loop.create_connection(
@@ -170,9 +191,14 @@ class UnaryCall:
         connection = self._channel.live()
         if connection is None:
             connection = await self._channel.connect(give_up_at, wait_for_ready=wait_for_ready)
-        call_id, reply = connection.begin(self._path, payload, give_up_at)
-        try:
-            return self._deserialize(await reply)
-        except asyncio.CancelledError:
-            connection.give_up(call_id)
-            raise
+        return self._deserialize(await exchange(connection, self._path, payload, give_up_at))
+
+
+async def exchange(connection: Connection, path: str, payload: bytes, give_up_at: float) -> bytes:
+    """One call over a connection: the serialized reply. A caller that is cancelled cancels the handler."""
+    call_id, reply = connection.begin(path, payload, give_up_at)
+    try:
+        return await reply
+    except asyncio.CancelledError:
+        connection.give_up(call_id)
+        raise

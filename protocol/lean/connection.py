@@ -91,6 +91,10 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         self._break(PeerLost("the channel was closed"))
 
+    def offers(self, path: str) -> bool:
+        """Whether the peer serves this method."""
+        return path in self._numbers
+
     def begin(
         self, path: str, payload: bytes, give_up_at: float
     ) -> tuple[int, asyncio.Future[bytes]]:

@@ -8,15 +8,19 @@ Replies that are ready in one turn of the loop are written together. It does not
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 
 from protocol.errors import (
@@ -27,32 +31,85 @@ from protocol.errors import (
     Overloaded,
     PeerLost,
 )
-from protocol.failures import failure_to_wire
+from protocol.failures import handler_failure
 from protocol.lean import frames, handshake, sockets
 from protocol.lean.eager import EagerStart
 from protocol.lean.frames import MalformedFrame, Request, Status
 from protocol.lean.handshake import Responder
-from protocol.lean.methods import HandOver, Method
+
+PROTO_PACKAGE = "moonserve"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    path: str
+    """As generated stubs name it: /package.Service/Method."""
+    deserialize: Callable[[bytes], Any]
+    handler: Callable[[Any, Any], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Not a call: the connection goes over to somebody who speaks another protocol on it."""
+
+    path: str
+    admit: Callable[[], None]
+    """Raises a MoonserveError when nobody is there to take it."""
+    take: Callable[[socket.socket], None]
+    """Gets the socket, non-blocking, and with it all that follows the reply."""
+
+
+def service_descriptor(name: str) -> ServiceDescriptor:
+    """The descriptor of a service whose generated module has been imported."""
+    service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(
+        f"{PROTO_PACKAGE}.{name}"
+    )
+    return service
+
+
+def unary_methods(service: ServiceDescriptor, servicer: object) -> Iterator[Method]:
+    """Leaves out streams, and what the servicer inherits from the generated base class, which implements nothing."""
+    for method in service.methods:
+        handler = getattr(servicer, method.name)
+        if inspect.iscoroutinefunction(handler):
+            message_class = message_factory.GetMessageClass(method.input_type)
+            path = f"/{service.full_name}/{method.name}"
+            yield Method(path, message_class.FromString, handler)
+
 
 log = logging.getLogger(__name__)
 
-# Two round trips; whoever needs longer is no peer.
-HANDSHAKE_S = 5.0
+# Two round trips. A peer may stand still for seconds; strangers beyond a number are pushed out before that.
+HANDSHAKE_S = 30.0
 # Calls of one client that wait at a time; each costs a task. Others are read and begun all the same, since what the
 # waiting ones wait for may be among them, and refused only if they would wait too.
-MAX_WAITING_CALLS = 1024
+MAX_WAITING_CALLS = 8192
 
 
 class Door(Protocol):
-    """Who counts the connections."""
+    """Counts the connections of a server."""
 
     def entered(self, connection: ServedConnection) -> None: ...
     def proven(self, connection: ServedConnection) -> None: ...
     def left(self, connection: ServedConnection) -> None: ...
 
 
+class CallContext:
+    """What handlers may ask of a call: the part of gRPC's context that ours use."""
+
+    __slots__ = ("_give_up_at",)
+
+    def __init__(self, give_up_at: float) -> None:
+        self._give_up_at = give_up_at
+
+    def time_remaining(self) -> float:
+        """Seconds until the caller gives up."""
+        return self._give_up_at - time.monotonic()
+
+
 @dataclass(slots=True)
 class _Waiting:
+    message: Any
     task: asyncio.Task[Any]
     timer: asyncio.TimerHandle
     is_late: bool = False
@@ -144,6 +201,7 @@ class ServedConnection(asyncio.Protocol):
         if request.method == frames.CANCEL:
             self._cancel(request.call_id)
             return
+        message = None
         try:
             self._admit(request)
             method = self._methods[request.method]
@@ -151,15 +209,18 @@ class ServedConnection(asyncio.Protocol):
                 self._hand_over(request, method)
                 return
             message = method.deserialize(request.payload)
-            # Handlers are shared with gRPC; none of ours uses its context.
-            outcome = self._eager.start(method.handler(message, None))
-            self._settle(request, outcome)
+            context = CallContext(time.monotonic() + request.deadline_ms / 1000)
+            outcome = self._eager.start(method.handler(message, context))
+            if isinstance(outcome, asyncio.Task):
+                self._wait_for(request, message, outcome)
+            else:
+                self._succeed(request.call_id, message, outcome)
         except MalformedFrame:
             raise
         except DecodeError as error:
-            self._fail(request.call_id, InvalidRequest(f"malformed request: {error}"))
+            self._fail(request.call_id, message, InvalidRequest(f"malformed request: {error}"))
         except (Exception, asyncio.CancelledError) as error:
-            self._fail(request.call_id, error)
+            self._fail(request.call_id, message, error)
 
     def _admit(self, request: Request) -> None:
         """Raises why a call is not even begun; MalformedFrame when nothing more is read from this client."""
@@ -186,19 +247,13 @@ class ServedConnection(asyncio.Protocol):
             return
         to.take(sock)
 
-    def _settle(self, request: Request, outcome: Any) -> None:
-        if isinstance(outcome, asyncio.Task):
-            self._wait_for(request, outcome)
-        else:
-            self._succeed(request.call_id, outcome)
-
-    def _wait_for(self, request: Request, task: asyncio.Task[Any]) -> None:
+    def _wait_for(self, request: Request, message: Any, task: asyncio.Task[Any]) -> None:
         if len(self._waiting) >= MAX_WAITING_CALLS:
             task.cancel()  # as if the client had given up
             raise Overloaded("too many calls of one client are waiting", retry_after_s=0.1)
         give_up_at = self._loop.time() + request.deadline_ms / 1000
         timer = self._loop.call_at(give_up_at, self._expire, request.call_id)
-        self._waiting[request.call_id] = _Waiting(task, timer)
+        self._waiting[request.call_id] = _Waiting(message, task, timer)
         task.add_done_callback(partial(self._waited, request.call_id))
 
     def _expire(self, call_id: int) -> None:
@@ -210,11 +265,11 @@ class ServedConnection(asyncio.Protocol):
         call = self._waiting.pop(call_id)
         call.timer.cancel()
         if task.cancelled():
-            self._fail(call_id, _why_cancelled(call))
+            self._fail(call_id, call.message, _why_cancelled(call))
         elif (error := task.exception()) is not None:
-            self._fail(call_id, error)
+            self._fail(call_id, call.message, error)
         else:
-            self._succeed(call_id, task.result())
+            self._succeed(call_id, call.message, task.result())
         self._flush_soon()
 
     def _cancel(self, call_id: int) -> None:
@@ -222,20 +277,18 @@ class ServedConnection(asyncio.Protocol):
         if call is not None:  # else it was answered while the client gave up
             call.task.cancel()
 
-    def _succeed(self, call_id: int, message: Any) -> None:
+    def _succeed(self, call_id: int, message: Any, reply: Any) -> None:
         try:
-            self._replies.append(frames.reply(call_id, Status.OK, message.SerializeToString()))
+            self._replies.append(frames.reply(call_id, Status.OK, reply.SerializeToString()))
         except (
             Exception
         ) as error:  # a handler's mistake: no message, an incomplete or too large one
-            self._fail(call_id, error)
+            self._fail(call_id, message, error)
 
-    def _fail(self, call_id: int, error: BaseException) -> None:
+    def _fail(self, call_id: int, message: Any, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
             error = Cancelled("the handler was cancelled")
-        if not isinstance(error, MoonserveError):
-            log.error("handler failed", exc_info=error)
-        payload = failure_to_wire(error).SerializeToString()
+        payload = handler_failure(error, message).SerializeToString()
         self._replies.append(frames.reply(call_id, Status.FAILURE, payload))
 
     def _flush_soon(self) -> None:

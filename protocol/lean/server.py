@@ -10,10 +10,9 @@ import asyncio
 import logging
 import socket
 
-from protocol.lean import methods, sockets
+from protocol.lean import served, sockets
 from protocol.lean.eager import EagerStart
-from protocol.lean.methods import HandOver, Method
-from protocol.lean.served import HANDSHAKE_S, ServedConnection
+from protocol.lean.served import HANDSHAKE_S, HandOver, Method, ServedConnection
 from protocol.timer import set_within
 from protocol.tls import GOODBYE_S, Certificates
 
@@ -42,7 +41,7 @@ class LeanServer:
     def add(self, service: str, servicer: object) -> None:
         """Serves the unary methods that `servicer` implements of a service, named as in its .proto file."""
         assert self._eager is None, "clients are told the methods when they connect"
-        self._methods.extend(methods.unary_methods(methods.service_descriptor(service), servicer))
+        self._methods.extend(served.unary_methods(served.service_descriptor(service), servicer))
 
     def add_hand_over(self, hand_over: HandOver) -> None:
         """Clients may ask for it by its path."""

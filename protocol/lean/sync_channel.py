@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from protocol.failures import failure_from_bytes
 from protocol.lean import sockets
+from protocol.lean.channel import UnaryOnly
 from protocol.lean.frames import Status
-from protocol.lean.sync_connection import SyncConnection
-from protocol.lean.sync_tls import TlsConnection
-from protocol.lean.unary import UnaryOnly
+from protocol.lean.sync_connection import SyncConnection, TlsConnection
 from protocol.tls import Certificates
 
 # A peer at work answers hot calls within this; being woken on another core costs a good part of it, and on a shared one

@@ -25,7 +25,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class HiddenSource(_message.Message):
     """Where a stage leaves hidden states: step n's begin at (n mod num_slots) · slot_bytes, with a header
-    (prefill_worker/pipeline/hidden.py).
+    (prefill_worker/pipeline/stage.py).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

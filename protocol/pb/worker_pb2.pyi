@@ -669,6 +669,7 @@ class ReserveRequest(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     fingerprint: _builtins.str
@@ -684,6 +685,8 @@ class ReserveRequest(_message.Message):
     max_tokens: _builtins.int
     """that may be generated behind it; unset = as many as fit"""
     tenant: _builtins.str
+    priority: _builtins.int
+    """below 0: may take the reserved share of the blocks"""
     def __init__(
         self,
         *,
@@ -696,10 +699,11 @@ class ReserveRequest(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         max_tokens: _builtins.int | None = ...,
         tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "block_keys", b"block_keys", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "block_keys", b"block_keys", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

@@ -5,7 +5,10 @@ Rule: nothing waits for longer than the deadline of one call, whichever of the S
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Iterator
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import (
@@ -15,10 +18,20 @@ from redis.asyncio.connection import (
     UnixDomainSocketConnection,
 )
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 
+from protocol.errors import PeerError, PeerLost, Unauthenticated
 from protocol.registry.redis_address import SENTINEL_OPTIONS, TLS_OPTIONS, RedisAddress
+
+T = TypeVar("T")
 
 
 def connect(address: RedisAddress, deadline_s: float) -> Redis:
@@ -50,6 +63,13 @@ async def close(client: Redis) -> None:
         await pool.sentinel_manager.aclose()
 
 
+async def bounded(call: Awaitable[T], deadline_s: float) -> T:
+    """The reply of one call. Raises PeerError (PeerLost after the deadline) and Unauthenticated."""
+    with cancellable(), translated():
+        async with asyncio.timeout(deadline_s):
+            return await call
+
+
 def _by_sentinel(
     address: RedisAddress, service: str, deadline_s: float, kwargs: dict[str, Any]
 ) -> Redis:
@@ -77,3 +97,37 @@ def _timeouts(seconds: float) -> dict[str, Any]:
 
 def _tls_files(address: RedisAddress) -> dict[str, str]:
     return {name: address.options[name] for name in TLS_OPTIONS if name in address.options}
+
+
+@contextlib.contextmanager
+def cancellable() -> Iterator[None]:
+    """Raises the cancellation that redis-py lost.
+
+    It sends within `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the moment in which
+    the sending is done; a seat would then renew for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Errors of redis-py and of sockets as errors of the one tree. redis-py quotes addresses, never passwords."""
+    try:
+        yield
+    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        raise Unauthenticated(f"redis refuses the registry's credentials: {error}") from error
+    except ResponseError as error:  # out of memory, a replica, a failing disk
+        raise PeerError(f"redis refuses: {error}") from error
+    except TimeoutError as error:
+        raise PeerLost("redis did not answer in time") from error
+    except MasterNotFoundError as error:  # its text lists every sentinel with all of its options
+        raise PeerLost(f"redis: {str(error).partition(' : ')[0]} by any sentinel") from error
+    except (RedisError, OSError) as error:
+        raise PeerLost(f"redis cannot be reached: {error}") from error

@@ -18,9 +18,8 @@ from redis.asyncio.client import PubSub
 
 from protocol.errors import PeerError, Unauthenticated
 from protocol.registry import redis_address, redis_client, redis_scripts, table, wire
-from protocol.registry.base import TTL_S, Member
-from protocol.registry.claims import check_join, check_ttl
-from protocol.registry.redis_errors import cancellable, translated
+from protocol.registry.base import TTL_S, Member, check_join, check_ttl
+from protocol.registry.redis_client import bounded, cancellable, translated
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +127,7 @@ class RedisRegistry:
             await changes.get_message(timeout=self._poll_s)
 
     async def _bounded(self, call: Awaitable[T]) -> T:
-        with cancellable(), translated():
-            async with asyncio.timeout(self._deadline_s):
-                return await call
+        return await bounded(call, self._deadline_s)
 
     def _key_of(self, member: Member) -> str:
         return self._key(f"member:{member.instance_id}")

@@ -31,10 +31,11 @@ class RemoteRegistry:
         tls: Certificates | None = None,
         *,
         deadline_s: float = DEADLINE_S,
+        channels: Channels | None = None,
     ) -> None:
         self._address = address
         self._deadline_s = deadline_s
-        self._channels = Channels(cluster_token, tls)
+        self._channels = channels or Channels(cluster_token, tls)
         self._stub = registry_pb2_grpc.RegistryStub(self._channels.to(address))
 
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:

@@ -1,8 +1,8 @@
 """Members, their leases and their epochs, as the embedded registry keeps them. Pure: `now` is an argument.
 
-Rules: an id has at most one lease; epochs only grow, over all ids together; a lease that has ended is refused, never
-revived; the same owner takes its id over at once, another one waits for the lease to end. Time never runs backwards
-here: a `now` before an earlier one counts as that earlier one. Knows nothing of who asks or who watches.
+Rules: an id has at most one lease; the epochs of an id only grow, whatever others claim; a lease that has ended is
+refused, never revived; the same owner takes its id over at once, another one waits for the lease to end. Time never
+runs backwards here: a `now` before an earlier one counts as that earlier one. Knows nothing of who asks or who watches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from protocol.errors import StaleLease
-from protocol.registry.base import Member, Superseded
-from protocol.registry.claims import check_join, check_ttl
+from protocol.registry.base import Member, Superseded, check_join, check_ttl
+
+MAX_ENDED = 1_000
+"""Ids without a lease whose last epochs are remembered; autoscaled workers take new ids for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +28,8 @@ class MembershipTable:
 
     def __init__(self, first_epoch: int) -> None:
         self._leases: dict[str, _Lease] = {}
-        self._next_epoch = first_epoch
+        self._first_epoch = first_epoch
+        self._ended: dict[str, int] = {}  # the last epochs of ids without a lease
         self._now = float("-inf")
         self.version = first_epoch
         """Another one after each change of `members`; starts high so that it differs from an earlier table's."""
@@ -37,9 +40,11 @@ class MembershipTable:
         held = self._live(member.instance_id, now)
         if held is not None and held.member.owner != member.owner:
             raise refused(held.member.endpoint.rpc_address, member, held.expires_at - self._now)
-        # The id's own last epoch is below `_next_epoch` already; the member's may come from an earlier table.
-        epoch = max(self._next_epoch, member.endpoint.epoch + 1)
-        self._next_epoch = epoch + 1
+        last = (
+            self._ended.pop(member.instance_id, 0) if held is None else held.member.endpoint.epoch
+        )
+        # The member's may come from an earlier table.
+        epoch = max(self._first_epoch, last + 1, member.endpoint.epoch + 1)
         joined = with_epoch(member, epoch)
         self._leases[member.instance_id] = _Lease(joined, self._now + ttl_s)
         self.version += 1
@@ -79,11 +84,11 @@ class MembershipTable:
 
     def validate(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
-        epochs = [lease.member.endpoint.epoch for lease in self._leases.values()]
-        assert len(set(epochs)) == len(epochs), "two members share an epoch"
-        assert all(epoch < self._next_epoch for epoch in epochs), "an epoch could be given twice"
         for instance_id, lease in self._leases.items():
             assert lease.member.instance_id == instance_id, "a lease is filed under another id"
+            assert lease.member.endpoint.epoch >= 0
+            assert instance_id not in self._ended, "an epoch could be given twice"
+        assert len(self._ended) <= MAX_ENDED
 
     def _live(self, instance_id: str, now: float) -> _Lease | None:
         self._pass(now)
@@ -100,8 +105,13 @@ class MembershipTable:
         return lease.expires_at <= self._now
 
     def _drop(self, instance_id: str) -> None:
-        del self._leases[instance_id]
+        self._ended[instance_id] = self._leases.pop(instance_id).member.endpoint.epoch
         self.version += 1
+        if len(self._ended) > MAX_ENDED:
+            # Any epoch given from now on is above that of the forgotten id. The lowest one goes, so that an id that
+            # claimed a very high epoch raises nobody else's.
+            lowest = min(self._ended, key=self._ended.__getitem__)
+            self._first_epoch = max(self._first_epoch, self._ended.pop(lowest) + 1)
 
 
 def with_epoch(member: Member, epoch: int) -> Member:

@@ -11,23 +11,23 @@ from protocol.errors import PeerError
 from protocol.pb import registry_pb2
 from protocol.registry.base import Member
 from protocol.request import Endpoint
-from protocol.wire import endpoint_from_wire, endpoint_to_wire
+from protocol.wire import endpoint_from_wire, endpoint_to_wire, from_message, to_message
 
 
 def member_to_wire(member: Member) -> registry_pb2.Member:
-    return registry_pb2.Member(
+    return to_message(
+        registry_pb2.Member,
+        member,
         endpoint=endpoint_to_wire(member.endpoint),
-        role=member.role,
-        owner=member.owner,
         facts=dict(member.facts),
     )
 
 
 def member_from_wire(message: registry_pb2.Member) -> Member:
-    return Member(
+    return from_message(
+        Member,
+        message,
         endpoint=endpoint_from_wire(message.endpoint),
-        role=message.role,
-        owner=message.owner,
         facts=dict(message.facts),
     )
 

@@ -17,7 +17,6 @@ from tests.chaos.report import Report
 from tests.chaos.schedule import schedule
 from tests.chaos.striking import Striking
 from tests.chaos.truth import BLOCK_SIZE, SYNTHETIC, Wish
-from tests.e2e.accounts import accounts_of
 from tests.e2e.cluster import UNHURRIED, Cluster
 from tests.e2e.test_lifecycle import left_in_shm
 from tests.patience import PATIENCE_S
@@ -82,11 +81,10 @@ def run(terms: Terms, wishes: list[Wish], folder: Path) -> Report:
 def _what_is_left(cluster: Cluster) -> list[str]:
     """When all is quiet: what is held, who is missing, what went wrong inside."""
     left: list[str] = []
-    with accounts_of(cluster) as accounts:
-        try:
-            accounts.wait_until_all_is_free()
-        except AssertionError:
-            left += accounts.in_use()
+    try:
+        cluster.wait_until_all_is_free()
+    except AssertionError:
+        left += cluster.in_use()
     return left + [f"traceback in {name}" for name in cluster.tracebacks()]
 
 

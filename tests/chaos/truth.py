@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.generate import Generation, generate
 from engine.config import load_model_config
 from engine.engine import Engine
-from engine.generate import Generation, generate
 from protocol.request import SamplingParams
 from traces.format import TraceRecord, read_trace
 from traces.prompts import PromptBuilder

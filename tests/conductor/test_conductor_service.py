@@ -26,6 +26,7 @@ from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.membership import BlockLog, Membership
 from protocol.metrics import scheduler_metrics
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from protocol.process import running
 from protocol.rpc import Channels, RpcServer, failure_from_wire
 from protocol.wire import layout_to_wire
 from tests.conductor.cluster import LAYOUT, chain
@@ -102,6 +103,21 @@ def wish(
     )
 
 
+FIRST = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
+CANCELLED = conductor_pb2.ReportRequest.PHASE_CANCELLED
+
+
+def beat(name: str, **load: int) -> conductor_pb2.HeartbeatRequest:
+    return conductor_pb2.HeartbeatRequest(
+        instance_id=name, epoch=1, load=conductor_pb2.Load(**load)
+    )
+
+
+async def view_of(rig: Rig) -> dict[str, conductor_pb2.InstanceView]:
+    view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
+    return {each.endpoint.instance_id: each for each in view.instances}
+
+
 async def test_a_wrong_cluster_token_is_refused(rig: Rig) -> None:
     stranger = Channels("guess")
     stub = conductor_pb2_grpc.ConductorStub(stranger.to(rig.address))
@@ -111,79 +127,22 @@ async def test_a_wrong_cluster_token_is_refused(rig: Rig) -> None:
 
 
 async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
+    """1 s of computing was predicted; 0.5 s of the 1.5 it took were in the queue."""
     await rig.join_pair()
     reply = await rig.call("Place", wish("r0"))
-    assert reply.placement.prefill.instance_id == "p0"
-    assert reply.placement.decode.instance_id == "d0"
-    assert reply.placement.predicted_ttft_s == pytest.approx(1.0)
-    first = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
-    await rig.call(
-        "Report", conductor_pb2.ReportRequest(request_id="r0", phase=first, elapsed_s=1.5)
-    )
+    placement = reply.placement
+    assert (placement.prefill.instance_id, placement.decode.instance_id) == ("p0", "d0")
+    assert placement.predicted_ttft_s == pytest.approx(1.0)
+    times = {"elapsed_s": 1.5, "queue_s": 0.5, "prefill_s": 1.0}
+    await rig.call("Report", conductor_pb2.ReportRequest(request_id="r0", phase=FIRST, **times))
     explained = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
-    assert explained.found
-    record = json.loads(explained.decision_json)
-    assert record["outcome"]["ttft_s"] == 1.5
+    assert json.loads(explained.decision_json)["outcome"]["ttft_s"] == 1.5
+    unknown = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r1"))
+    assert (explained.found, unknown.found) == (True, False)
     assert rig.registry.get_sample_value("moonserve_placements_total") == 1
     buckets = "moonserve_ttft_prediction_error_seconds_bucket"  # predicted minus actual: -0.5 s
     assert rig.registry.get_sample_value(buckets, {"le": "-1.0"}) == 0
     assert rig.registry.get_sample_value(buckets, {"le": "-0.3"}) == 1
-
-
-async def test_the_policy_is_changed_while_serving(rig: Rig) -> None:
-    await rig.join_pair()
-    await rig.call("Place", wish("r0"))
-    switched = await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="round-robin"))
-    assert (switched.name, switched.balancing_threshold) == ("round-robin", 0.0)
-    await rig.call("Place", wish("r1"))
-    switched = await rig.call(
-        "SetPolicy", conductor_pb2.SetPolicyRequest(name=PUBLISHED_POLICY, balancing_threshold=3.0)
-    )
-    assert switched.balancing_threshold == 3.0
-    policies = []
-    for name in ("r0", "r1"):
-        explained = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id=name))
-        policies.append(json.loads(explained.decision_json)["policy"])
-    assert policies == [PUBLISHED_POLICY, "round-robin"]
-    with pytest.raises(InvalidRequest):
-        await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="nonsense"))
-
-
-async def test_no_call_can_choose_code(rig: Rig, tmp_path: Path) -> None:
-    """Policies of one's own are named where the process starts."""
-    (tmp_path / "policy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    name = f"{tmp_path}/policy.py:Policy"
-    with pytest.raises(InvalidRequest, match="is not one of"):
-        await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name=name))
-    assert not (tmp_path / "ran").exists()
-
-
-async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
-    for name in ("p0", "p1", "p2", "p3"):
-        await rig.call("Register", registration(name, common_pb2.ROLE_PREFILL))
-    await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE))
-    await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="session-affinity"))
-    chosen: dict[str, set[str]] = {}
-    cancelled = conductor_pb2.ReportRequest.PHASE_CANCELLED
-    for i in range(40):
-        request = wish(f"r{i}")
-        request.session_id = f"session-{i % 8}"
-        reply = await rig.call("Place", request)
-        chosen.setdefault(request.session_id, set()).add(reply.placement.prefill.instance_id)
-        await rig.call("Report", conductor_pb2.ReportRequest(request_id=f"r{i}", phase=cancelled))
-    assert all(len(instances) == 1 for instances in chosen.values())
-    assert len(set.union(*chosen.values())) > 1
-
-
-async def test_errors_of_each_term_are_metrics_and_part_of_the_cluster_view(rig: Rig) -> None:
-    """1 s of computing was predicted; 0.5 s of the 1.5 it took were in the queue."""
-    await rig.join_pair()
-    await rig.call("Place", wish("r0"))
-    first = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
-    report = conductor_pb2.ReportRequest(
-        request_id="r0", phase=first, elapsed_s=1.5, queue_s=0.5, prefill_s=1.0
-    )
-    await rig.call("Report", report)
     view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
     errors = {accuracy.term: accuracy.p50 for accuracy in view.ttft_accuracy}
     assert errors.keys() == {"ttft", "queue", "prefill"}
@@ -194,6 +153,43 @@ async def test_errors_of_each_term_are_metrics_and_part_of_the_cluster_view(rig:
     assert registry.get_sample_value(gauge, labels) == errors["queue"]
 
 
+async def test_the_policy_is_changed_while_serving_but_no_call_can_choose_code(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Policies of one's own are named where the process starts."""
+    await rig.join_pair()
+    records = []
+    for number, (name, threshold) in enumerate([("round-robin", 0.0), (PUBLISHED_POLICY, 3.0)]):
+        request = conductor_pb2.SetPolicyRequest(name=name, balancing_threshold=threshold)
+        switched = await rig.call("SetPolicy", request)
+        assert (switched.name, switched.balancing_threshold) == (name, threshold)
+        await rig.call("Place", wish(f"r{number}"))
+        question = conductor_pb2.ExplainRequest(request_id=f"r{number}")
+        records.append(json.loads((await rig.call("Explain", question)).decision_json)["policy"])
+    assert records == ["round-robin", PUBLISHED_POLICY]
+    (tmp_path / "policy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for wrong in ("nonsense", f"{tmp_path}/policy.py:Policy"):
+        with pytest.raises(InvalidRequest, match="is not one of"):
+            await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name=wrong))
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
+    for name in ("p0", "p1", "p2", "p3"):
+        await rig.call("Register", registration(name, common_pb2.ROLE_PREFILL))
+    await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE))
+    await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="session-affinity"))
+    chosen: dict[str, set[str]] = {}
+    for i in range(40):
+        request = wish(f"r{i}")
+        request.session_id = f"session-{i % 8}"
+        reply = await rig.call("Place", request)
+        chosen.setdefault(request.session_id, set()).add(reply.placement.prefill.instance_id)
+        await rig.call("Report", conductor_pb2.ReportRequest(request_id=f"r{i}", phase=CANCELLED))
+    assert all(len(instances) == 1 for instances in chosen.values())
+    assert len(set.union(*chosen.values())) > 1
+
+
 async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(rig: Rig) -> None:
     """Its heartbeats are still to be read when the first call after a stop of this process is answered."""
     metrics = scheduler_metrics(CollectorRegistry())
@@ -202,17 +198,12 @@ async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(ri
     service.keep_house()
     rig.now += 20.0
     service.keep_house()
-    assert {i.endpoint.instance_id for i in rig.state.cluster(rig.now).instances} == {"p0", "d0"}
+    assert (await view_of(rig)).keys() == {"p0", "d0"}
     for _ in range(3):  # now it listens, and hears one of them
         rig.now += 2.0
-        await rig.call("Heartbeat", conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1))
+        await rig.call("Heartbeat", beat("p0"))
         service.keep_house()
-    assert {i.endpoint.instance_id for i in rig.state.cluster(rig.now).instances} == {"p0"}
-
-
-async def test_an_unknown_request_is_not_explained(rig: Rig) -> None:
-    reply = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
-    assert not reply.found
+    assert (await view_of(rig)).keys() == {"p0"}
 
 
 async def test_overload_carries_predictions_and_the_time_to_come_back(rig: Rig) -> None:
@@ -227,20 +218,17 @@ async def test_overload_carries_predictions_and_the_time_to_come_back(rig: Rig) 
     assert rejections == 1
 
 
-async def test_without_workers_or_with_a_bad_prompt_the_reply_is_a_failure(rig: Rig) -> None:
+async def test_errors_arrive_as_their_class(rig: Rig) -> None:
     reply = await rig.call("Place", wish("r0"))
     assert isinstance(failure_from_wire(reply.failure), NoWorker)
-    await rig.join_pair()
-    reply = await rig.call("Place", wish("r0", tokens=1000))
-    assert isinstance(failure_from_wire(reply.failure), InvalidRequest)
-
-
-async def test_errors_of_membership_arrive_as_their_class(rig: Rig) -> None:
     await rig.call("Register", registration("p0", common_pb2.ROLE_PREFILL, epoch=2))
     with pytest.raises(StaleLease):
         await rig.call("Register", registration("p0", common_pb2.ROLE_PREFILL, epoch=1))
     with pytest.raises(Incompatible):
         await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE, fingerprint="f2"))
+    await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE))
+    reply = await rig.call("Place", wish("r0", tokens=1000))
+    assert isinstance(failure_from_wire(reply.failure), InvalidRequest)
 
 
 @pytest.mark.parametrize(
@@ -263,67 +251,65 @@ async def test_a_malformed_registration_is_invalid(rig: Rig, change: dict[str, o
         await rig.call("Register", message)
 
 
-async def test_malformed_keys_parents_and_phases_are_invalid(rig: Rig) -> None:
-    await rig.join_pair()
-    bad_place = conductor_pb2.PlaceRequest(
-        request_id="r0", block_keys=b"short", num_prompt_tokens=10
-    )
-    bad_events = conductor_pb2.BlockEvents(first_seq=1, added_keys=bytes(16), next_seq=2)
-    calls = [
-        ("Place", bad_place),
+BAD_PLACE = conductor_pb2.PlaceRequest(request_id="r0", block_keys=b"short", num_prompt_tokens=10)
+BAD_EVENTS = conductor_pb2.BlockEvents(first_seq=1, added_keys=bytes(16), next_seq=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        ("Place", BAD_PLACE),
         ("Place", wish("")),
         ("Report", conductor_pb2.ReportRequest(request_id="r0")),
         (
             "Heartbeat",
-            conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1, events=bad_events),
+            conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1, events=BAD_EVENTS),
         ),
-    ]
-    for method, request in calls:
-        with pytest.raises(InvalidRequest):
-            await rig.call(method, request)
+    ],
+)
+async def test_malformed_keys_parents_and_phases_are_invalid(
+    rig: Rig, method: str, request_: object
+) -> None:
+    await rig.join_pair()
+    with pytest.raises(InvalidRequest):
+        await rig.call(method, request_)
 
 
 async def test_membership_feeds_the_index_and_leaves(rig: Rig) -> None:
     """The client that every instance uses, against the real service."""
     await rig.join_pair()
     log = BlockLog()
-    keys = chain("a", 9)
-    for key in keys:
+    for key in chain("a", 9):
         log.added(key, NO_PARENT)
     store = registration("s0", common_pb2.ROLE_STORE)
     member = Membership(rig.channels, rig.address, store, conductor_pb2.Load, log)
-    task = asyncio.create_task(member.run())
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await member.registered.wait()
+    async with running(member.run()), asyncio.timeout(PATIENCE_S):
+        await member.registered.wait()
         reply = await rig.call("Place", wish("r0", keys=chain("a", 10)))
         (source,) = reply.placement.prefix_sources
         assert (source.store.instance_id, source.first_block, source.num_blocks) == ("s0", 0, 9)
         await member.leave()
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-    cluster = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
-    assert {view.endpoint.instance_id for view in cluster.instances} == {"p0", "d0"}
+    assert (await view_of(rig)).keys() == {"p0", "d0"}
 
 
-async def test_the_cluster_view_says_what_workers_have_in_common(rig: Rig) -> None:
+async def test_the_cluster_view_says_what_workers_have_in_common_and_how_loaded_they_are(
+    rig: Rig,
+) -> None:
     empty = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
-    assert not empty.ready
-    assert not empty.HasField("layout")
+    assert (empty.ready, empty.HasField("layout")) == (False, False)
     await rig.join_pair()
-    load = conductor_pb2.Load(num_running=3)
-    beat = conductor_pb2.HeartbeatRequest(instance_id="d0", epoch=1, load=load)
-    reply = await rig.call("Heartbeat", beat)
-    assert reply.known
-    assert not reply.resync
-    rig.now += 1.0
+    reply = await rig.call("Heartbeat", beat("d0", free_blocks=25, num_running=3))
+    assert (reply.known, reply.resync) == (True, False)
+    await rig.call("Place", wish("r0", tokens=200))
     view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
-    assert view.ready
-    assert (view.fingerprint, view.max_model_len) == ("f1", 1000)
+    assert (view.ready, view.fingerprint, view.max_model_len) == (True, "f1", 1000)
     assert view.layout == layout_to_wire(LAYOUT)
-    assert view.instances[1].load.num_running == 3
-    assert view.instances[1].last_heard_s == pytest.approx(1.0)
+    prefill, decode = view.instances
+    assert prefill.need == pytest.approx(2.0 / 5.0)  # of the TTFT that is to be met
+    assert decode.need == decode.use == pytest.approx(0.75)  # of its blocks
+    rig.now += 1.0
+    decode = (await view_of(rig))["d0"]
+    assert (decode.load.num_running, decode.last_heard_s) == (3, pytest.approx(1.0))
 
 
 async def test_a_cancelled_call_leaves_the_state_whole(rig: Rig) -> None:
@@ -334,15 +320,3 @@ async def test_a_cancelled_call_leaves_the_state_whole(rig: Rig) -> None:
     await asyncio.wait({task})
     reply = await rig.call("Place", wish("r0"))
     assert reply.placement.predicted_ttft_s == pytest.approx(1.0)
-
-
-async def test_the_cluster_view_tells_how_loaded_workers_are(rig: Rig) -> None:
-    await rig.join_pair()
-    load = conductor_pb2.Load(free_blocks=25)
-    beat = conductor_pb2.HeartbeatRequest(instance_id="d0", epoch=1, load=load)
-    await rig.call("Heartbeat", beat)
-    await rig.call("Place", wish("r0", tokens=200))
-    view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
-    prefill, decode = sorted(view.instances, key=lambda each: each.endpoint.instance_id)[::-1]
-    assert prefill.need == pytest.approx(2.0 / 5.0)  # of the TTFT that is to be met
-    assert decode.need == decode.use == pytest.approx(0.75)  # of its blocks

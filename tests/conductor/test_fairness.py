@@ -1,19 +1,29 @@
-"""Shares of tenants: a virtual clock of service, and places in the queue by turn."""
+"""Shares of tenants: a virtual clock of service, places in the queue by turn, and who is rejected first."""
 
 from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.admission import FOR_LOAD, TENANT_SHARE
+from conductor.events import Phase, Placed
 from conductor.fairness.shares import MOST_CLAIMS, OUTPUT_WEIGHT, Fairness, parse_weights
+from conductor.limits import Limits
+from conductor.policies import POLICY_NAMES
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
+from tests.conductor.cluster import Cluster, chain, pair, shown
 
 HERE = np.array([0])
-weights = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])
-lengths = st.integers(1, 400)
+NEAR = pytest.approx
+WEIGHTS = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])
+LENGTHS = st.integers(1, 400)
 
 
 class Queue:
@@ -21,61 +31,66 @@ class Queue:
 
     def __init__(self, **weights: float) -> None:
         self.fairness = Fairness(weights)
-        self.waiting: list[tuple[float, int, RequestId]] = []
+        self.waiting: list[tuple[float, int]] = []
         self.jobs: list[tuple[str, int, float]] = []  # tenant, tokens, tag
         self.served: dict[str, int] = dict.fromkeys(weights, 0)
         self.now = 100.0
 
     def submit(self, tenant: str, tokens: int) -> None:
-        number = len(self.jobs)
-        request_id = RequestId(str(number))
-        turn = self.fairness.turn(tenant)
+        number, turn = len(self.jobs), self.fairness.turn(tenant)
         places = self.fairness.places_to_take(turn, 0, HERE)
         place = self.now if places is None else min(self.now, float(places[0]))
-        self.fairness.begin(
-            request_id,
-            turn,
-            prompt_tokens=tokens,
-            output_tokens=0,
-            place=place,
-            link=0,
-            priority=0,
-        )
-        self.waiting.append((place, number, request_id))
+        begin(self.fairness, str(number), tenant, tokens, place=place)
+        self.waiting.append((place, number))
         self.jobs.append((tenant, tokens, turn.tag))
         self.now += 1e-3
-        self.fairness.validate()
 
     def serve(self) -> int:
         """The number of the one that is next, and ends."""
         self.waiting.sort()
-        _, number, request_id = self.waiting.pop(0)
+        _, number = self.waiting.pop(0)
         tenant, tokens, _ = self.jobs[number]
         self.now += tokens
-        self.fairness.prefilled(request_id)
-        self.fairness.ended(request_id, 0)
+        self.fairness.prefilled(RequestId(str(number)))
+        self.fairness.ended(RequestId(str(number)), 0)
         self.fairness.validate()
         self.served[tenant] = self.served.get(tenant, 0) + tokens
         return number
 
     def has_waiting(self, tenant: str) -> bool:
-        return any(self.jobs[number][0] == tenant for _, number, _ in self.waiting)
+        return any(self.jobs[number][0] == tenant for _, number in self.waiting)
+
+
+def begin(
+    fairness: Fairness, name: str, tenant: str, prompt: int, output: float = 0, place: float = 0.0
+) -> RequestId:
+    fairness.begin(
+        request_id := RequestId(name),
+        fairness.turn(tenant),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        place=place,
+        link=0,
+        priority=0,
+    )
+    fairness.validate()
+    return request_id
 
 
 @given(
-    st.lists(lengths, min_size=1, max_size=40),
-    st.lists(lengths, min_size=1, max_size=40),
-    weights,
-    weights,
+    st.lists(LENGTHS, min_size=1, max_size=40),
+    st.lists(LENGTHS, min_size=1, max_size=40),
+    WEIGHTS,
+    WEIGHTS,
     st.randoms(use_true_random=False),
 )
 def test_two_who_always_wait_share_by_weight_within_a_prompt_of_each(
-    a: list[int], b: list[int], weight_a: float, weight_b: float, order: object
+    a: list[int], b: list[int], weight_a: float, weight_b: float, order: random.Random
 ) -> None:
     """Whoever came first, and in whatever order: at every moment until one has nothing left."""
     queue = Queue(a=weight_a, b=weight_b)
     both = [("a", n) for n in a] + [("b", n) for n in b]
-    order.shuffle(both)  # type: ignore[attr-defined]
+    order.shuffle(both)
     for tenant, tokens in both:
         queue.submit(tenant, tokens)
     bound = max(a) / weight_a + max(b) / weight_b
@@ -84,18 +99,25 @@ def test_two_who_always_wait_share_by_weight_within_a_prompt_of_each(
         assert abs(queue.served["a"] / weight_a - queue.served["b"] / weight_b) <= bound
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), lengths) | st.none(), max_size=80))
+@pytest.mark.parametrize("tenants", ["abc", "a"])
+@given(data=st.data())
 def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_their_order(
-    steps: list[tuple[str, int] | None],
+    tenants: str, data: st.DataObject
 ) -> None:
-    """None = the next one is served. So nobody starves: tags grow with service, and only lower ones go first."""
+    """None = the next one is served. So nobody starves: tags grow with service, and only lower ones go first. A tenant
+    alone takes nobody's place."""
+    steps = data.draw(
+        st.lists(st.tuples(st.sampled_from(tenants), LENGTHS) | st.none(), max_size=60)
+    )
     queue = Queue(a=1.0, b=2.0, c=0.5)
     last: dict[str, int] = {}
     for step in [*steps, *[None] * len(steps)]:
         if step is not None:
+            places = queue.fairness.places_to_take(queue.fairness.turn(step[0]), 0, HERE)
+            assert places is None or tenants != "a"
             queue.submit(*step)
         elif queue.waiting:
-            least = min(queue.jobs[number][2] for _, number, _ in queue.waiting)
+            least = min(queue.jobs[number][2] for _, number in queue.waiting)
             number = queue.serve()
             tenant, _, tag = queue.jobs[number]
             assert tag == least
@@ -104,23 +126,10 @@ def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_their_order(
     assert not queue.waiting
 
 
-@given(st.lists(lengths | st.none(), max_size=60))
-def test_a_tenant_alone_waits_in_order_of_arrival_and_takes_nobodys_place(
-    steps: list[int | None],
-) -> None:
-    queue = Queue()
-    for step in steps:
-        if step is None and queue.waiting:
-            queue.serve()
-        elif step is not None:
-            assert queue.fairness.places_to_take(queue.fairness.turn("a"), 0, HERE) is None
-            queue.submit("a", step)
-
-
 def test_a_flood_does_not_delay_who_comes_now_and_then() -> None:
     """Two prompts at most are between a quiet tenant's arrival and its turn, though hundreds wait."""
     queue = Queue()
-    for _ in range(300):
+    for _ in range(100):
         queue.submit("flood", 10)
     for _ in range(10):
         for _ in range(5):
@@ -143,60 +152,44 @@ def test_who_was_idle_has_saved_nothing_up() -> None:
     assert order in (["busy", "new", "busy", "new", "busy"], ["busy", "new", "new", "busy", "busy"])
 
 
-def begun(fairness: Fairness, name: str, tenant: str, prompt: int, output: float) -> RequestId:
-    request_id = RequestId(name)
-    fairness.begin(
-        request_id,
-        fairness.turn(tenant),
-        prompt_tokens=prompt,
-        output_tokens=output,
-        place=0.0,
-        link=0,
-        priority=0,
-    )
-    fairness.validate()
-    return request_id
-
-
 def test_answers_are_charged_as_they_were_and_what_was_never_computed_is_not() -> None:
     fairness = Fairness({"a": 2.0})
-    begun(fairness, "else", "b", 10**6, 0)  # keeps everything in motion
-    first = begun(fairness, "first", "a", 100, 10)
+    begin(fairness, "else", "b", 10**6)  # keeps everything in motion
+    first = begin(fairness, "first", "a", 100, 10)
     assert fairness.turn("a").tag == (100 + OUTPUT_WEIGHT * 10) / 2.0
     assert fairness.turn("a").in_flight == 100 + OUTPUT_WEIGHT * 10
     fairness.prefilled(first)
     fairness.ended(first, 50)
     assert fairness.turn("a").tag == (100 + OUTPUT_WEIGHT * 50) / 2.0
-    second = begun(fairness, "second", "a", 1000, 0)
-    begun(fairness, "third", "a", 10, 0)
+    second = begin(fairness, "second", "a", 1000)
+    begin(fairness, "third", "a", 10)
     fairness.ended(second)
     tag = fairness.turn("a").tag
-    assert tag == pytest.approx((100 + OUTPUT_WEIGHT * 50 + 1000) / 2.0), "of those that wait"
-    assert begun(fairness, "fourth", "a", 1, 0)
+    assert tag == NEAR((100 + OUTPUT_WEIGHT * 50 + 1000) / 2.0), "of those that wait"
+    begin(fairness, "fourth", "a", 1)
     assert fairness.turn("a").tag < tag + 20, "from then on it counts no more"
     assert fairness.turn("a").in_flight == 11
 
 
 def test_prompts_of_a_machine_that_is_gone_hold_nobody_back() -> None:
     fairness = Fairness({})
-    for number in range(3):
-        begun(fairness, f"r{number}", "a", 100, 0)
+    requests = [begin(fairness, f"r{number}", "a", 100) for number in range(3)]
     fairness.lost(0)
     fairness.validate()
-    assert not any(fairness.waits(RequestId(f"r{n}")) for n in range(3))
+    assert not any(map(fairness.waits, requests))
     assert fairness.turn("b").tag == fairness.turn("a").tag, "all begin anew"
-    fairness.ended(RequestId("r1"), 0)
+    fairness.ended(requests[1], 0)
     fairness.validate()
 
 
 def test_a_claim_is_of_who_has_less_in_flight_until_it_is_used_or_too_old() -> None:
     fairness = Fairness({"b": 0.5})
-    begun(fairness, "r0", "a", 100, 0)
+    begin(fairness, "r0", "a", 100)
     fairness.claim("b", 10.0, 1.0)
     assert fairness.claimed_until(fairness.turn("a"), 11.0) == 12.0
     assert fairness.claimed_until(fairness.turn("a"), 12.0) is None, "too old"
     assert fairness.claimed_until(fairness.turn("b"), 11.0) is None, "its own"
-    begun(fairness, "r1", "b", 60, 0)
+    begin(fairness, "r1", "b", 60)
     assert fairness.claimed_until(fairness.turn("a"), 11.0) is None, "used"
     fairness.claim("b", 11.0, 1.0)
     assert fairness.claimed_until(fairness.turn("a"), 11.0) is None, "120 weighted tokens are more"
@@ -204,10 +197,14 @@ def test_a_claim_is_of_who_has_less_in_flight_until_it_is_used_or_too_old() -> N
 
 def test_claims_and_tenants_without_requests_take_no_memory() -> None:
     fairness = Fairness({})
-    begun(fairness, "always", "a", 10**9, 0)
-    for number in range(5000):
+    begin(fairness, "always", "a", 10**9)
+    for number in range(3000):
         fairness.claim(f"t{number}", 0.0, 1.0)
-        request_id = begun_and_prefilled(fairness, number)
+        turn, request_id = fairness.turn(f"t{number}"), RequestId(f"r{number}")
+        fairness.begin(
+            request_id, turn, prompt_tokens=1, output_tokens=0, place=0.0, link=0, priority=0
+        )
+        fairness.prefilled(request_id)
         fairness.ended(request_id, 0)
     fairness.validate()
     assert len(fairness._claims) <= MOST_CLAIMS
@@ -216,18 +213,174 @@ def test_claims_and_tenants_without_requests_take_no_memory() -> None:
     assert not fairness._accounts
 
 
-def begun_and_prefilled(fairness: Fairness, number: int) -> RequestId:
-    request_id = RequestId(f"r{number}")
-    turn = fairness.turn(f"t{number}")
-    fairness.begin(
-        request_id, turn, prompt_tokens=1, output_tokens=0, place=0.0, link=0, priority=0
-    )
-    fairness.prefilled(request_id)
-    return request_id
-
-
 def test_weights_are_numbers_above_0_of_each_tenant_once() -> None:
     assert parse_weights(["alice=2", "a=b=0.5"]) == {"alice": 2.0, "a=b": 0.5}
     for wrong in (["alice"], ["=2"], ["a=0"], ["a=-1"], ["a=nan"], ["a=inf"], ["a=1", "a=2"]):
         with pytest.raises(ConfigError, match="tenant-weights"):
             parse_weights(wrong)
+
+
+# ---- placements
+
+USUAL = Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=1e6)
+
+
+def limited(limits: Limits, policy: str | None = None) -> Cluster:
+    cluster = Cluster(limits=limits, policy=policy)
+    cluster.prefill("p0")
+    cluster.decode("d0")
+    return cluster
+
+
+def placed(cluster: Cluster, request_id: str, tenant: str = "", **changes: object) -> Any:
+    reply = cluster.ask(request_id, tenant=tenant, **changes)
+    assert isinstance(reply, Placed), reply
+    cluster.now += 1e-3
+    return shown(reply.decision)
+
+
+def test_a_quiet_tenant_goes_before_a_flood_and_is_promised_what_that_means() -> None:
+    """Prompts take a second each. The quiet one waits for the one that runs and for one more at most. Who names no
+    tenant is one, too."""
+    cluster = pair()
+    for number in range(20):
+        assert placed(cluster, f"flood{number}").rank == 0.0, "in order of arrival"
+    quiet = placed(cluster, "quiet", "quiet")
+    assert quiet.rank < 0.0, "before who came earlier"
+    assert quiet.predicted_ttft_s <= 2.0 + 1.0
+    assert quiet.prefill_candidates[0].queue_s == NEAR(quiet.predicted_ttft_s - 1.0)
+    assert (quiet.turn.tenant, quiet.turn.ahead_tokens) == ("quiet", 0.0)
+    late = placed(cluster, "flood20")
+    assert late.rank == 0.0
+    assert late.turn.ahead_tokens == NEAR(20 * (100 + 2 * late.expected_output))
+    assert late.predicted_ttft_s > 20.0, "behind all that is there"
+    cluster.prefill("p1")  # where nobody waits there is no place to take
+    other = placed(cluster, "other", "other")
+    assert (other.prefill, other.rank, other.prefill_candidates[1].queue_s) == ("p1", 0.0, 0.0)
+    assert 0.0 < other.prefill_candidates[0].queue_s < 4.0
+
+
+def test_a_policy_that_gives_ranks_is_told_of_waits_as_they_are_in_turn() -> None:
+    """All prompts would yield for 5 s; the quiet one goes before them, and is promised so."""
+    cluster = limited(USUAL, "moonserve")
+    for number in range(10):
+        placed(cluster, f"flood{number}", "flood")
+    assert placed(cluster, "quiet", "quiet").prefill_candidates[0].queue_s <= 2.0
+
+
+def test_weights_decide_how_many_go_before() -> None:
+    """Of a flood of each, all at one instant, the tenant of weight 3 gets three of four prompts."""
+    cluster = limited(replace(USUAL, tenant_weights={"b": 3.0}))
+    for tenant in "ab":
+        for number in range(40):
+            assert isinstance(cluster.ask(f"{tenant}{number}", tenant=tenant), Placed)
+    instance = cluster.state._members.find("p0")
+    assert instance is not None
+    order = [job.request_id for job in instance.queue._in_order()][:32]
+    assert 22 <= sum(name.startswith("b") for name in order) <= 25
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever it is. Decisions are compared whole but for the tag, which is what would count if another one came."""
+
+    def history(tenant: str) -> list[str]:
+        draw = random.Random(3)
+        limits = replace(USUAL, ttft_slo_s=30.0)
+        cluster = Cluster(policy=policy, limits=limits, validates=False)
+        for number in range(3):
+            cluster.store(f"s{number}")
+            cluster.prefill(f"p{number}", home=f"s{number}")
+        cluster.decode("d0")
+        cluster.heartbeat("s1", holds=chain("x", 8))
+        told = []
+        for number in range(25):
+            cluster.now += draw.random()
+            tokens = draw.randrange(50, 600)
+            wish = {
+                "num_prompt_tokens": tokens,
+                "block_keys": chain(draw.choice("xy"), min(tokens // 10, 8)),
+            }
+            reply = cluster.ask(f"r{number}", tenant=tenant, **wish)
+            told.append(repr(reply).replace(repr(reply.decision.turn), ""))  # type: ignore[union-attr]
+            if number > 5 and draw.random() < 0.6:
+                cluster.report(f"r{number - 5}", Phase.FIRST_TOKEN, prefill_s=1.0)
+                cluster.report(f"r{number - 5}", Phase.FINISHED, output_tokens=7)
+        return told
+
+    with_turns = history("only")
+    monkeypatch.setattr(Fairness, "places_to_take", lambda *_: None)
+    assert with_turns == history("other")
+
+
+@pytest.mark.parametrize(
+    ("by_priority", "urgent_s", "usual_s"), [(False, 9.99, 10.989), (True, 0.99, 5.989)]
+)
+def test_a_priority_counts_only_where_the_workers_queues_have_it(
+    by_priority: bool, urgent_s: float, usual_s: float
+) -> None:
+    """Asked 10 ms after the first. What runs is interrupted after a step, which here is longer than the prompt."""
+    cluster = limited(replace(USUAL, by_priority=by_priority))
+    for number in range(10):
+        placed(cluster, f"r{number}", priority=number % 2)
+    urgent = placed(cluster, "urgent", priority=-(10**9))
+    assert urgent.rank == 0.0, "the worker has the priority itself"
+    assert urgent.prefill_candidates[0].queue_s == NEAR(urgent_s)
+    # Behind its own priority, before the less urgent.
+    assert placed(cluster, "usual").prefill_candidates[0].queue_s == NEAR(usual_s)
+
+
+def test_turns_are_among_equal_priorities() -> None:
+    """A flood of urgent prompts goes before a quiet tenant's usual one, and counts as service all the same."""
+    cluster = limited(replace(USUAL, by_priority=True))
+    for number in range(10):
+        placed(cluster, f"urgent{number}", "flood", priority=-1)
+    assert placed(cluster, "quiet", "quiet").rank == 0.0
+    assert placed(cluster, "flood", "flood").turn.ahead_tokens > 0.0
+    assert placed(cluster, "quiet2", "quiet").rank < 0.0, "before the flood's usual one"
+
+
+def crowded() -> Cluster:
+    """As many sequences of one tenant as the objective allows, and another one turned away."""
+    cluster = limited(Limits(ttft_slo_s=1e6, tbt_slo_s=0.055, lease_s=1e6))
+    for name in ("p1", "p2", "p3"):
+        cluster.prefill(name)
+    number = 0
+    while ask(cluster, f"a{number}", "a") == "placed":
+        cluster.report(f"a{number}", Phase.FIRST_TOKEN)
+        number += 1
+    assert 1 < number < 10
+    assert ask(cluster, "b0", "b") == "tbt_slo"
+    cluster.report("a0", Phase.FINISHED, output_tokens=1)
+    return cluster
+
+
+def ask(cluster: Cluster, request_id: str, tenant: str) -> str:
+    reply = cluster.ask(request_id, tenant=tenant, max_tokens=1000)
+    return "placed" if isinstance(reply, Placed) else reply.reason  # type: ignore[union-attr]
+
+
+def test_what_frees_up_under_overload_is_for_who_was_rejected_with_less() -> None:
+    cluster = crowded()
+    rejected = cluster.reject("a100", tenant="a", max_tokens=1000)
+    assert rejected.reason == cluster.explain("a100").rejection.reason == TENANT_SHARE
+    assert TENANT_SHARE not in FOR_LOAD, "which is no claim"
+    assert 0.0 < rejected.retry_after_s <= 10.0
+    assert ask(cluster, "b1", "b") == "placed"
+    assert ask(cluster, "a101", "a") in FOR_LOAD, "the claim is used, and there is no room"
+
+
+def test_who_does_not_come_back_loses_the_claim() -> None:
+    cluster = crowded()
+    cluster.now += cluster.reject("a100", tenant="a", max_tokens=1000).retry_after_s
+    assert ask(cluster, "a101", "a") == "placed"
+
+
+def test_who_asks_for_more_than_others_are_held_to_claims_nothing() -> None:
+    cluster = crowded()
+    assert ask(cluster, "b1", "b") == "placed"
+    cluster.report("b1", Phase.CANCELLED)
+    assert cluster.reject("b2", tenant="b", max_tokens=1000, tbt_slo_s=0.02).reason == "tbt_slo"
+    assert ask(cluster, "a100", "a") == "placed"

@@ -1,46 +1,49 @@
-"""What reports teach: how slow an instance is now, how good predictions were, how long answers are."""
+"""What reports and heartbeats teach changes what is predicted, and nobody is refused for good by what they taught."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from conductor.cost.accuracy import Term
-from conductor.events import Load, Phase
+from conductor.cost.bandwidth import DEFAULT_BYTES_PER_S
+from conductor.events import Load, Phase, Placed, Steps, Tick, Traffic
+from conductor.limits import Limits
 from conductor.wire import report_from_wire
-from protocol.ids import RequestId, Role
+from protocol.ids import InstanceId, Role
 from protocol.pb import conductor_pb2
 from protocol.profile import DecodeProfile
-from tests.conductor.cluster import Cluster, pair, worker
+from tests.conductor.cluster import DECODE, LAYOUT, Cluster, chain, pair, worker
+
+NEAR = pytest.approx
+ODD = [math.nan, math.inf, -1.0, 0.0]
 
 
-def ran(cluster: Cluster, request_id: str, *, prefill_s: float, queue_s: float = 0.0) -> None:
-    """A prompt of 100 tokens, from its placement to its end."""
-    cluster.place(request_id)
-    cluster.report(
-        request_id,
-        Phase.FIRST_TOKEN,
-        prefill_s + queue_s,
-        prefill_s=prefill_s,
-        queue_s=queue_s,
-        transfer_s=0.0,
-    )
+def ran(cluster: Cluster, request_id: str, elapsed_s: float, **times: float) -> None:
+    """A prompt of 100 tokens, from its placement to its end; prefill worker p1 is not asked."""
+    cluster.place(request_id, excluded=frozenset({"p1"}))
+    cluster.report(request_id, Phase.FIRST_TOKEN, elapsed_s, **times)
     cluster.report(request_id, Phase.FINISHED, output_tokens=5)
 
 
 def test_an_instance_that_computes_slower_than_it_said_is_believed_what_it_does() -> None:
     cluster = pair()
     cluster.prefill("p1")
-    without = frozenset({"p1"})
     for number in range(20):
-        request_id = f"r{number}"
-        cluster.place(request_id, excluded=without)
-        cluster.report(request_id, Phase.FIRST_TOKEN, 2.0, prefill_s=2.0)  # 1 s by its profile
-        cluster.report(request_id, Phase.FINISHED)
-    placed = cluster.place("last", excluded=without)
-    assert placed.predicted_ttft_s == pytest.approx(2.0, rel=0.05)
+        ran(cluster, f"r{number}", 2.0, prefill_s=2.0)  # 1 s by its profile
+    placed = cluster.place("last", excluded=frozenset({"p1"}))
+    assert placed.predicted_ttft_s == NEAR(2.0, rel=0.05)
     assert cluster.place("other").prefill.instance_id == "p1"
+
+
+def test_reports_without_times_teach_nothing_about_an_instance() -> None:
+    cluster = pair()
+    for number in range(5):
+        ran(cluster, f"r{number}", 9.0)
+    assert cluster.place("last").predicted_ttft_s == NEAR(1.0)
 
 
 def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
@@ -56,34 +59,166 @@ def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
     assert cluster.place("last").predicted_tbt_s == 0.0
 
 
-def test_reports_without_times_teach_nothing_about_an_instance() -> None:
-    cluster = pair()
-    for number in range(5):
-        cluster.place(f"r{number}")
-        cluster.report(f"r{number}", Phase.FIRST_TOKEN, 9.0)
-        cluster.report(f"r{number}", Phase.FINISHED)
-    assert cluster.place("last").predicted_ttft_s == pytest.approx(1.0)
-
-
 def test_errors_are_told_by_term_as_shares_of_the_ttft() -> None:
     """1 s was predicted and it took 1.25: a fifth of the actual time too short, all of it in the queue."""
     cluster = pair()
     assert cluster.state.ttft_accuracy() == {}
     for number in range(10):
-        ran(cluster, f"r{number}", prefill_s=1.0, queue_s=0.25)
+        ran(cluster, f"r{number}", 1.25, prefill_s=1.0, queue_s=0.25, transfer_s=0.0)
     accuracy = cluster.state.ttft_accuracy()
-    assert accuracy[Term.TTFT].bias == pytest.approx(-0.2)
-    assert accuracy[Term.QUEUE].bias == pytest.approx(-0.2)
-    assert accuracy[Term.TTFT].p50 == pytest.approx(0.2, rel=0.1)
+    assert (accuracy[Term.TTFT].bias, accuracy[Term.QUEUE].bias) == (NEAR(-0.2), NEAR(-0.2))
+    assert accuracy[Term.TTFT].p50 == NEAR(0.2, rel=0.1)
     assert accuracy[Term.PREFILL].p90 < 0.01
     assert cluster.state.cluster(cluster.now).ttft_accuracy == accuracy
 
 
-@pytest.mark.parametrize("odd", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("odd", [-1.0, math.inf, math.nan])
 def test_times_that_cannot_be_are_as_if_they_were_not_sent(odd: float) -> None:
-    message = conductor_pb2.ReportRequest(
-        request_id="r0", phase=conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN, prefill_s=odd
-    )
-    report = report_from_wire(message)
-    assert report.request_id == RequestId("r0")
+    first = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
+    report = report_from_wire(conductor_pb2.ReportRequest(phase=first, prefill_s=odd))
     assert (report.queue_s, report.transfer_s, report.prefill_s) == (None, None, None)
+
+
+# ---- heartbeats
+
+
+def steps_of(number: int, slower: float, seconds: float | None = None) -> Load:
+    """Of 4 sequences with 900 tokens in all."""
+    took_s = number * slower * DECODE.step_s(4, 900) if seconds is None else number * seconds
+    steps = Steps(
+        num_steps=number, seconds=took_s, sequences=number * 4, context_tokens=number * 900
+    )
+    return Load(free_blocks=1000, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("loads", "times"),
+    [
+        # The first one says from where to count.
+        ([steps_of(100 * number, 2.0) for number in range(1, 17)], NEAR(2.0, rel=0.06)),
+        ([steps_of(10_000, 3.0), steps_of(5_000, 3.0)], 1.0),  # totals that go back
+        *(([steps_of(1, 1.0, odd), steps_of(2, 1.0, odd)], 1.0) for odd in ODD),
+    ],
+)
+def test_decode_predictions_follow_the_steps_that_are_observed(
+    loads: list[Load], times: float
+) -> None:
+    cluster = pair()
+    for load in loads:
+        cluster.heartbeat("d0", load)
+    untaught_s = pair().place("r0", tokens=10).predicted_tbt_s
+    assert cluster.place("r0", tokens=10).predicted_tbt_s / untaught_s == times
+
+
+KEYS = chain("a", 20)
+
+
+def beside(*, home: bool) -> Cluster:
+    """A prefix in a store that is another host's, or the worker's home."""
+    cluster = Cluster()
+    cluster.store("s0")
+    cluster.prefill("p0", host="host-of-s0" if home else None, home="s0" if home else None)
+    cluster.decode("d0")
+    cluster.heartbeat("s0", holds=KEYS)
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("peer", "home", "bytes_per_s", "expected"),
+    [
+        ("s0", False, DEFAULT_BYTES_PER_S / 4, NEAR(DEFAULT_BYTES_PER_S / 4, rel=0.1)),
+        ("s0", True, 1e8, NEAR(1e8, rel=0.1)),
+        *((peer, False, 1e6, NEAR(DEFAULT_BYTES_PER_S)) for peer in ("nobody", "d0", "p0")),
+    ],
+)
+def test_prefixes_are_predicted_from_the_bandwidth_that_a_worker_saw(
+    peer: str, home: bool, bytes_per_s: float, expected: float
+) -> None:
+    cluster = beside(home=home)
+    for number in range(41):
+        nbytes = number * (64 << 20)
+        traffic = Traffic(peer=InstanceId(peer), read_bytes=nbytes, read_s=nbytes / bytes_per_s)
+        cluster.heartbeat("p0", Load(free_blocks=1000, traffic=(traffic,)))
+    cluster.place("r0", keys=KEYS, tokens=205)
+    [candidate] = cluster.explain("r0").prefill_candidates
+    seconds = candidate.load_s if home else candidate.transfer_s
+    assert 20 * LAYOUT.block_bytes / seconds == expected
+
+
+@pytest.mark.parametrize(("told", "waits_s"), [(100, 0.5), (0, 40.96)])
+def test_a_worker_tells_how_large_its_steps_are(told: int, waits_s: float) -> None:
+    """One that takes 100 tokens at a time lets others in after half of that, 10 ms each."""
+    cluster = Cluster(policy="moonserve")
+    cluster.join(
+        replace(worker("p0", Role.PREFILL), max_num_batched_tokens=told, max_model_len=99_999)
+    )
+    cluster.join(replace(worker("d0", Role.DECODE), max_model_len=99_999, num_blocks=99_999))
+    [instance] = cluster.state._members.with_role(Role.PREFILL)
+    instance.queue.add("running", 100.0, 10_000, cluster.now, rank=1000.0)  # type: ignore[arg-type]
+    assert instance.queue.look(cluster.now, 0.0) == (NEAR(waits_s), 1)
+
+
+# ---- what is believed less
+
+
+def is_placed(cluster: Cluster, name: str) -> bool:
+    return isinstance(cluster.ask(name), Placed)
+
+
+def slow_first_tokens(cluster: Cluster, number: int, *, elapsed_s: float, prefill_s: float) -> None:
+    cluster.now += elapsed_s
+    times = {"queue_s": 0.0, "transfer_s": 0.0, "prefill_s": prefill_s}
+    ran(cluster, f"r{number}", elapsed_s, **times)
+
+
+def slow_ways(cluster: Cluster, number: int) -> None:
+    """First tokens took 1 s of computing and much beside it."""
+    slow_first_tokens(cluster, number, elapsed_s=9.0, prefill_s=1.0)
+
+
+def slow_prefill(cluster: Cluster, number: int) -> None:
+    slow_first_tokens(cluster, number, elapsed_s=6.0, prefill_s=6.0)
+
+
+def slow_steps(cluster: Cluster, number: int) -> None:
+    """A step of one sequence takes 10 ms by the formula."""
+    steps = Steps(num_steps=10 * number, sequences=10.0 * number, seconds=0.7 * number)
+    cluster.now += 1.0
+    cluster.heartbeat("d0", Load(free_blocks=1000, steps=steps))
+
+
+def fading() -> Cluster:
+    cluster = Cluster(limits=Limits(ttft_slo_s=2.0, tbt_slo_s=0.05, lease_s=1e6), validates=False)
+    cluster.prefill("p0")
+    cluster.decode("d0")
+    return cluster
+
+
+@pytest.mark.parametrize("teach", [slow_ways, slow_prefill, slow_steps])
+def test_who_is_refused_for_what_nobody_confirms_any_more_is_let_in_within_seconds(
+    teach: Callable[[Cluster, int], None],
+) -> None:
+    cluster, number = fading(), 0
+    while is_placed(cluster, "probe"):
+        cluster.report("probe", Phase.CANCELLED)
+        teach(cluster, number := number + 1)
+        assert number < 60, "nobody was refused"
+    began = cluster.now
+    while not is_placed(cluster, "again"):  # asked once a second, as a client that is refused asks
+        cluster.now += 1.0
+        cluster.send(Tick())
+        assert cluster.now < began + 120.0, "refused for good"
+    assert 1.0 <= cluster.now - began <= 30.0
+    cluster.state.validate()
+
+
+def test_where_nobody_is_refused_nothing_is_forgotten() -> None:
+    cluster = fading()
+    for number in range(3):
+        slow_first_tokens(cluster, number, elapsed_s=1.3, prefill_s=1.2)
+    before = cluster.place("before").predicted_ttft_s
+    cluster.report("before", Phase.CANCELLED)
+    for _ in range(600):
+        cluster.now += 1.0
+        cluster.send(Tick())
+    assert cluster.place("after").predicted_ttft_s == before

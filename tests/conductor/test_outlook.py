@@ -3,86 +3,103 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from conductor.events import Load
 from conductor.outlook import INSTANTS, Outlook
+from tests.conductor.cluster import Cluster
 
 EVERY = np.array([1, 2])
 
 
 def seen(outlook: Outlook, number: int, *instants: float) -> list[list[float]]:
-    """Running sequences, tokens of their contexts, tokens held: of one instance at each instant."""
-    sums = outlook.at(instants, np.array([number]))
-    return [[float(column[row, 0]) for column in sums] for row in range(len(instants))]
+    """Running sequences, tokens of their contexts, tokens held: of one instance, on straight lines between instants."""
+    offsets = np.array(instants) - outlook._instants[0]
+    columns = [np.interp(offsets, INSTANTS, sums) for sums in outlook._sums[number]]
+    return np.maximum(np.array(columns).T, 0.0).tolist()  # type: ignore[no-any-return]
 
 
-def test_a_sequence_is_held_from_its_placement_and_runs_from_its_begin_to_its_limit() -> None:
-    """100 tokens of prompt, from 2 s on a token per 0.1 s, 40 of them for certain."""
+NONE = [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "expected"),
+    [
+        # It is held from its placement and runs from its begin to its limit: 40 tokens, one per 0.1 s.
+        (
+            {"most": 40, "begins_at": 2.0, "step_s": 0.1, "expected": 40.0},
+            {0.0: [0, 0, 100], 2.0: [1, 100, 100], 4.0: [1, 120, 120], 6.0: NONE, 500.0: NONE},
+        ),
+        # An answer of unknown length ends at the rate of its mean.
+        (
+            {"most": 10**9, "begins_at": 0.0, "step_s": 0.1, "expected": 40.0},
+            {4.0: [math.exp(-1), 140 * math.exp(-1), 140 * math.exp(-1)]},
+        ),
+        # A short one between two instants counts at both by its share of the time.
+        (
+            {"most": 10, "begins_at": 2.5, "step_s": 0.02, "expected": 10.0},
+            {1.5: [0, 0, 100], 2.0: [0.2, 21, 100], 3.0: [0.2, 21, 21], 4.0: NONE},
+        ),
+    ],
+)
+def test_a_sequence_at_instants_to_come(
+    sequence: dict[str, Any], expected: dict[float, list[float]]
+) -> None:
     outlook = Outlook()
     number = outlook.join()
     outlook.advance(0.0)
-    outlook.add(number, tokens=100, most=40, begins_at=2.0, step_s=0.1, expected=40.0)
-    assert seen(outlook, number, 0.0, 2.0, 4.0, 6.0, 500.0) == [
-        pytest.approx([0.0, 0.0, 100.0]),
-        pytest.approx([1.0, 100.0, 100.0]),
-        pytest.approx([1.0, 120.0, 120.0]),
-        pytest.approx([0.0, 0.0, 0.0]),
-        pytest.approx([0.0, 0.0, 0.0]),
-    ]
-
-
-def test_an_answer_of_unknown_length_ends_at_the_rate_of_its_mean() -> None:
-    outlook = Outlook()
-    number = outlook.join()
-    outlook.advance(0.0)
-    outlook.add(number, tokens=100, most=10**9, begins_at=0.0, step_s=0.1, expected=40.0)
-    ((running, context, held),) = seen(outlook, number, 4.0)
-    assert running == pytest.approx(np.exp(-1.0), rel=1e-3)
-    assert context == held == pytest.approx(140 * np.exp(-1.0), rel=1e-3)
-    outlook.advance(4.0)
-    assert seen(outlook, number, 4.0)[0][0] == 1.0, "who is there is there"
-
-
-def test_a_first_token_that_comes_later_moves_the_end_as_well() -> None:
-    outlook = Outlook()
-    number = outlook.join()
-    outlook.advance(0.0)
-    slot = outlook.add(number, tokens=10, most=3, begins_at=1.0, step_s=1.0, expected=3.0)
-    outlook.begin(slot, 4.0)
-    outlook.advance(4.0)
-    assert seen(outlook, number, 6.0)[0][0] == pytest.approx(1.0)
-    assert outlook.drain(number, 4.0).ends_s.tolist() == pytest.approx([3.0])
+    slot = outlook.add(number, tokens=100, **sequence)
+    for found, row in zip(seen(outlook, number, *expected), expected.values(), strict=True):
+        assert found == pytest.approx(row, rel=1e-6)
     outlook.validate()
-
-
-def test_a_heartbeat_renews_how_far_it_is_and_how_long_it_goes_on() -> None:
-    outlook = Outlook()
-    number = outlook.join()
-    outlook.add(number, tokens=10, most=99, begins_at=1.0, step_s=0.5, expected=4.0)
-    outlook.advance(5.0)
-    progress = outlook.running(number, 5.0)
-    assert (progress.generated.tolist(), progress.most.tolist()) == ([8.0], [99.0])
-    outlook.renew(progress, np.array([91.0]), 1.0, 5.0)  # to its limit
-    assert seen(outlook, number, 7.0) == [pytest.approx([1.0, 20.0, 20.0])]
-    outlook.validate()
-
-
-def test_an_instance_that_left_leaves_its_number_without_sequences() -> None:
-    outlook = Outlook()
-    first = outlook.join()
-    slot = outlook.add(first, tokens=10, most=99, begins_at=0.0, step_s=1.0, expected=50.0)
-    outlook.leave(first)
-    second = outlook.join()
-    assert second == first, "numbers are used again"
-    outlook.advance(0.0)
-    assert seen(outlook, second, 1.0) == [[0.0, 0.0, 0.0]]
+    if sequence["begins_at"] == 0.0:
+        outlook.advance(4.0)
+        assert seen(outlook, number, 4.0)[0][0] == 1.0, "who is there is there"
+    outlook.leave(number)
+    assert outlook.join() == number, "numbers are used again"
+    assert seen(outlook, number, 4.0, 5.0) == [NONE, NONE]
+    outlook.advance(10.0)
+    assert seen(outlook, number, 11.0) == [NONE]
     outlook.remove(slot)
     outlook.validate()
+
+
+def test_a_first_token_that_comes_later_moves_the_end_and_a_heartbeat_renews_it() -> None:
+    outlook = Outlook()
+    number = outlook.join()
+    outlook.advance(0.0)
+    slot = outlook.add(number, tokens=10, most=99, begins_at=1.0, step_s=0.5, expected=4.0)
+    outlook.begin(slot, 4.0)
+    outlook.advance(8.0)
+    assert outlook.drain(number, 4.0).ends_s.tolist() == pytest.approx([2.0])
+    progress = outlook.running(number, 8.0)
+    assert (progress.generated.tolist(), progress.most.tolist()) == ([8.0], [99.0])
+    outlook.renew(progress, np.array([91.0]), 1.0, 8.0)  # to its limit
+    assert seen(outlook, number, 10.0) == [pytest.approx([1.0, 20.0, 20.0])]
+    assert outlook.drain(number, 8.0).ends_s.tolist() == pytest.approx([91.0])
+    outlook.validate()
+
+
+@pytest.mark.parametrize("policy", ["global-cache-aware", "moonserve"])
+def test_a_burst_of_very_short_answers_is_spread_over_decode_workers(policy: str) -> None:
+    """One of two decode workers runs a sequence more: it gets fewer of them, not none."""
+    cluster = Cluster(policy=policy)
+    for name in ("p0", "p1", "p2", "p3"):
+        cluster.prefill(name)
+    cluster.decode("d0")
+    cluster.decode("d1")
+    cluster.heartbeat("d0", Load(num_running=1, free_blocks=990))
+    placed = [cluster.place(f"r{i}", tokens=10, max_tokens=20) for i in range(12)]
+    chosen = Counter(placement.decode.instance_id for placement in placed)
+    assert chosen["d0"] in range(3, 6)
 
 
 @dataclass
@@ -99,6 +116,16 @@ class Known:
     generated: float = 0.0
 
     def at(self, instant: float, now: float) -> tuple[float, float, float]:
+        """Running, context and held tokens."""
+        left_s = (self.most - self.generated) * self.step_s
+        mean_s = 1.0 / (self.end_rate + 1.0 / max(left_s, self.step_s))
+        for before, after in pairwise((now + INSTANTS).tolist()):
+            if before < self.as_of < after and mean_s < after - before:
+                share = mean_s / (after - before)
+                held = share * (self.tokens + self.generated + mean_s / self.step_s / 2)
+                if instant in (before, after):
+                    return share, held, held if instant == after else self.tokens
+                return 0.0, 0.0, self.tokens if instant < before else 0.0
         passed = max(instant - self.as_of, 0.0)
         if passed >= (self.most - self.generated) * self.step_s:
             return 0.0, 0.0, 0.0
@@ -180,7 +207,7 @@ class Sequences(RuleBasedStateMachine):
         self.outlook.validate()
         assert len(self.outlook) == len(self.known)
         instants = (self.drawn_at + INSTANTS).tolist()
-        sums = self.outlook.at(instants, EVERY)
+        sums = self.outlook._sums[EVERY]
         for column, instant in enumerate(instants):
             if any(self.is_edge(known, instant) for known in self.known.values()):
                 continue  # rounding decides on which side it lies
@@ -188,9 +215,9 @@ class Sequences(RuleBasedStateMachine):
                 own = [
                     k.at(instant, self.drawn_at) for k in self.known.values() if k.number == number
                 ]
-                for kind, found in enumerate(sums):
+                for kind, found in enumerate(sums[row, :, column].tolist()):
                     expected = sum(each[kind] for each in own)
-                    assert found[column, row] == pytest.approx(expected, rel=1e-4, abs=1e-2)
+                    assert found == pytest.approx(expected, rel=1e-4, abs=1e-2)
 
     @staticmethod
     def is_edge(known: Known, instant: float) -> bool:

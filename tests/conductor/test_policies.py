@@ -1,11 +1,22 @@
-"""What each placement policy promises, besides Algorithm 1 (`test_algorithm1`), and changing them while serving."""
+"""What each placement policy promises, and changing them while serving.
+
+A block is 10 tokens, a computed token takes 10 ms, a fetched block 1 ms.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from conductor.admission import Admission
 from conductor.events import (
     BlockChanges,
     Deregister,
@@ -16,113 +27,271 @@ from conductor.events import (
     Refused,
     SwitchPolicy,
 )
+from conductor.landing import least
 from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES, make_policy
-from conductor.session import LEAST_FORK
-from conductor.state import ConductorState
-from protocol.errors import InvalidRequest
-from protocol.ids import InstanceId, RequestId
+from conductor.policies.base import Offers, Prompt
+from conductor.policies.baselines import LeastLoaded
+from conductor.policies.least_added_delay import LeastAddedDelay, Terms, yields_s
+from conductor.prefix import LEAST_FORK
+from protocol.errors import ConfigError, InvalidRequest
+from protocol.ids import InstanceId
 from protocol.keys import BlockKey
-from tests.conductor.cluster import Cluster, chain
+from protocol.profile import PrefillProfile
+from protocol.request import Placement
+from tests.conductor.cluster import Cluster, chain, pair
+from tests.thoroughness import examples
 
+NEAR = pytest.approx
 SHARED = chain("a", 20)
 
 
-def four(policy: str) -> Cluster:
-    """Four prefill instances, each with a store beside it."""
-    cluster = Cluster(policy=policy)
-    for i in range(4):
+def offers(prefixes: Sequence[int], **columns: object) -> Offers:
+    """One instance for each prefix; `columns` are fields of `Offers`."""
+    own, ones = np.array(prefixes), np.ones(len(prefixes))
+    made = Offers(
+        identity=np.arange(len(prefixes), dtype=np.uint64),
+        chosen_at=np.zeros(len(prefixes), np.int64),
+        device_blocks=own,
+        prefix_blocks=own,
+        queue_s=ones * 0.0,
+        local_s_per_block=ones * 0.0001,
+        remote_s_per_block=ones * 0.001,
+        c0=ones * 0.0,
+        c1=ones * 0.01,
+        c2=ones * 0.0,
+        now=0.0,
+    )
+    return made._replace(**columns)  # type: ignore[arg-type]
+
+
+def of(
+    num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admission | None = None
+) -> Cluster:
+    """Prefill instances, each with a store beside it."""
+    limits = Limits(
+        ttft_slo_s=slo_s, tbt_slo_s=1e3, lease_s=1e3, admission=admission or Admission.CURRENT
+    )
+    cluster = Cluster(policy=policy, limits=limits)
+    for i in range(num_prefills):
         cluster.store(f"s{i}", host=f"h{i}")
         cluster.prefill(f"p{i}", host=f"h{i}", home=f"s{i}")
-    cluster.decode("d0")
+    cluster.decode("d0", num_blocks=100_000)
     return cluster
 
 
-def placed_and_ended(cluster: Cluster, request_id: str, **changes: object) -> str:
+def sources(placement: Placement) -> list[tuple[str, int, int]]:
+    return [(s.store.instance_id, s.first_block, s.num_blocks) for s in placement.prefix_sources]
+
+
+def ended(cluster: Cluster, request_id: str, **changes: object) -> str:
+    """The prefill instance of a request that is over at once."""
     reply = cluster.ask(request_id, **changes)
     cluster.report(request_id, Phase.CANCELLED)
     return str(reply.placement.prefill.instance_id)  # type: ignore[union-attr]
 
 
-def test_random_gives_every_instance_about_as_many_and_the_same_request_the_same() -> None:
-    cluster, again = four("random"), four("random")
-    chosen = [placed_and_ended(cluster, f"r{i}") for i in range(400)]
-    assert min(Counter(chosen).values()) > 70
-    assert chosen[::-1] == [placed_and_ended(again, f"r{i}") for i in reversed(range(400))]
+# ---- Algorithm 1 of the paper
+
+
+@given(
+    instances=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 30), st.integers(0, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    best=st.integers(0, 20),
+    threshold=st.sampled_from([1.0, 1.25, 2.0]),
+)
+@settings(max_examples=examples(300), deadline=None)
+def test_columns_decide_as_the_loop_of_the_paper(
+    instances: list[tuple[int, int, int, int]], best: int, threshold: float
+) -> None:
+    """Algorithm 1 line by line; of equal ones the least recently chosen, then the first."""
+    device = np.array([min(a, b) for a, b, _, _ in instances])
+    prefix = np.array([max(a, b) for a, b, _, _ in instances])
+    queue = np.array([q / 10 for _, _, q, _ in instances])
+    chosen_at = np.array([c for *_, c in instances])
+    weighed = make_policy("global-cache-aware", threshold).weigh(
+        Prompt(num_tokens=250, block_size=10, best_blocks=best),
+        offers(prefix, device_blocks=device, queue_s=queue, chosen_at=chosen_at),
+    )
+    expected = []
+    for i, (own, queue_s) in enumerate(zip(prefix.tolist(), queue.tolist(), strict=True)):
+        if (best / own if own else (math.inf if best else 0.0)) > threshold:
+            reuse, transfer_s = best, (best - own) * 0.001
+        else:
+            reuse, transfer_s = own, 0.0
+        load_s = (own - int(device[i])) * 0.0001  # from the home store into the device
+        prefill_s = (250 - reuse * 10) * 0.01
+        terms = [column[i] for column in weighed[:4]]
+        assert terms == NEAR([reuse, load_s, transfer_s, prefill_s])
+        assert weighed.ttft_s[i] == NEAR(load_s + transfer_s + queue_s + prefill_s)
+        expected.append((float(weighed.ttft_s[i]), int(chosen_at[i]), i))
+    assert least(weighed.score, chosen_at) == min(expected)[2]
+
+
+def test_predictions_are_right_beyond_32_bits() -> None:
+    made = offers([0, 90], c0=np.array([0.01, 0.02]), c2=np.array([1e-9, 0.0]))
+    prompt = Prompt(num_tokens=100_000, block_size=1_000, best_blocks=0)
+    expected = [
+        PrefillProfile(c0=float(c0), c1=0.01, c2=float(c2)).seconds(100_000, cached)
+        for c0, c2, cached in zip(made.c0, made.c2, (0, 90_000), strict=True)
+    ]
+    assert made.prefill_s(prompt, made.prefix_blocks).tolist() == NEAR(expected)
+
+
+def test_the_instance_that_holds_the_prefix_wins_and_its_device_cache_is_nobody_else_s() -> None:
+    cluster = Cluster()
+    for name in ("p0", "p1"):
+        cluster.prefill(name)
+    cluster.decode("d0")
+    cluster.heartbeat("p1", holds=SHARED[:9])
+    other = cluster.place("r0", keys=SHARED[:10], excluded=frozenset({"p1"}))
+    assert (sources(other), other.predicted_ttft_s) == ([], NEAR(1.0))
+    placement = cluster.place("r1", keys=SHARED[:10])
+    assert placement.prefill.instance_id == "p1"
+    assert (sources(placement), placement.predicted_ttft_s) == ([], NEAR(0.1))
+
+
+def test_the_last_token_is_always_computed() -> None:
+    cluster = pair()
+    cluster.heartbeat("p0", holds=SHARED[:10])
+    assert cluster.place("r0", keys=SHARED[:10], tokens=100).predicted_ttft_s == NEAR(0.1)
+    cluster.report("r0", Phase.FINISHED)
+    assert cluster.place("r1", keys=SHARED[:10], tokens=101).predicted_ttft_s == NEAR(0.01)
+
+
+@pytest.mark.parametrize(
+    ("holds", "expected", "ttft_s"),
+    [
+        # The home store continues the device cache, also without the leading blocks.
+        ({"p0": (0, 4), "s0": (4, 8)}, [("s0", 4, 4)], 4 * 1e6 / 5e9 + 0.2),
+        # A remote store serves what home lacks, and home comes first.
+        (
+            {"p0": (0, 1), "s0": (0, 3), "s1": (0, 9)},
+            [("s0", 1, 2), ("s1", 3, 6)],
+            2 * 1e6 / 5e9 + 6 * 0.001 + 0.1,
+        ),
+    ],
+)
+def test_prefixes_come_from_the_device_then_home_then_elsewhere(
+    holds: dict[str, tuple[int, int]], expected: list[tuple[str, int, int]], ttft_s: float
+) -> None:
+    cluster = Cluster()
+    cluster.store("s0", host="h0")
+    cluster.store("s1", host="h1")
+    cluster.prefill("p0", host="h0", home="s0")
+    cluster.decode("d0")
+    for name, (first, end) in holds.items():
+        cluster.heartbeat(name, holds=SHARED[first:end])
+    placement = cluster.place("r0", keys=SHARED[:10])
+    assert (sources(placement), placement.predicted_ttft_s) == (expected, NEAR(ttft_s))
+    without = cluster.place("r1", keys=SHARED[:10], excluded=frozenset({"s0", "s1"}))
+    assert sources(without) == [], "excluded stores are not read from"
+
+
+def test_reads_spread_over_the_holders_and_are_freed_by_the_first_token() -> None:
+    cluster = Cluster()
+    for name in ("s0", "s1"):
+        cluster.store(name)
+        cluster.heartbeat(name, holds=SHARED[:9])
+    cluster.prefill("p0")
+    cluster.decode("d0")
+    read = [sources(cluster.place(f"r{i}", keys=SHARED[:10])) for i in range(2)]
+    cluster.report("r0", Phase.FIRST_TOKEN)
+    read.append(sources(cluster.place("r2", keys=SHARED[:10])))
+    assert read == [[(name, 0, 9)] for name in ("s0", "s1", "s0")]
+
+
+def test_a_hot_prefix_is_copied_once_the_queue_at_its_holder_builds_up() -> None:
+    cluster = of(2, "global-cache-aware")
+    for name in ("p0", "s0"):
+        cluster.heartbeat(name, holds=SHARED[:9])
+    first, second = (cluster.place(f"r{i}", keys=SHARED[:10]) for i in range(2))
+    assert first.prefill.instance_id == "p0"
+    assert second.prefill.instance_id == "p1", "0.009 s of transfer beats 0.1 s of queue"
+    assert sources(second) == [("s0", 0, 9)]
+
+
+# ---- the simple ones
 
 
 def test_random_depends_on_its_seed_and_spreads_what_an_excluded_instance_had() -> None:
-    cluster, other = four("random"), four("random")
+    cluster, again, other = (of(4, "random") for _ in range(3))
     other.send(SwitchPolicy(name="random", balancing_threshold=1.0, seed=1))
-    first = [placed_and_ended(cluster, f"r{i}") for i in range(100)]
-    assert first != [placed_and_ended(other, f"r{i}") for i in range(100)]
+    first = [ended(cluster, f"r{i}") for i in range(100)]
+    assert min(Counter(first).values()) > 15
+    assert first[::-1] == [ended(again, f"r{i}") for i in reversed(range(100))], "by name alone"
+    assert first != [ended(other, f"r{i}") for i in range(100)]
     without = frozenset({"p0"})
-    second = [placed_and_ended(cluster, f"r{i}", excluded_instances=without) for i in range(100)]
-    moved = [b for a, b in zip(first, second, strict=True) if a == "p0"]
-    assert {b for a, b in zip(first, second, strict=True) if a == b} == {"p1", "p2", "p3"}
-    assert all(a == b for a, b in zip(first, second, strict=True) if a != "p0")
-    assert set(moved) == {"p1", "p2", "p3"}
+    second = [ended(cluster, f"r{i}", excluded_instances=without) for i in range(100)]
+    pairs = list(zip(first, second, strict=True))
+    assert all(a == b for a, b in pairs if a != "p0")
+    assert {b for a, b in pairs if a == "p0"} == {"p1", "p2", "p3"}
 
 
-def test_round_robin_takes_turns_whatever_the_queues_and_prefixes() -> None:
-    cluster = four("round-robin")
-    cluster.heartbeat("p2", Load(num_waiting=1, queued_tokens=500), holds=SHARED[:9])
-    turns = [cluster.place(f"r{i}", keys=SHARED[:10]).prefill.instance_id for i in range(8)]
-    assert turns == ["p0", "p1", "p2", "p3"] * 2
-
-
-def test_local_cache_aware_weighs_what_it_has_and_fetches_nothing() -> None:
-    cluster = four("local-cache-aware")
-    cluster.heartbeat("s1", holds=SHARED[:9])
-    first = cluster.place("r0", keys=SHARED[:10])
-    second = cluster.place("r1", keys=SHARED[:10])
-    third = cluster.place("r2", keys=SHARED[:10], excluded=frozenset({"p1"}))
-    assert first.prefill.instance_id == second.prefill.instance_id == "p1"
-    assert third.prefix_sources == ()
-    assert third.predicted_ttft_s == pytest.approx(1.0), "computed, although s1 could send it"
+@pytest.mark.parametrize(
+    ("policy", "chosen"),
+    [
+        ("round-robin", ["p0", "p1", "p2", "p3"] * 2),  # whatever the queues and prefixes
+        ("least-loaded", ["p0", "p1", "p3", "p0", "p1", "p3"]),  # whatever the prefixes
+        ("local-cache-aware", ["p2", "p2"]),
+    ],
+)
+def test_what_simple_policies_look_at(policy: str, chosen: list[str]) -> None:
+    cluster = of(4, policy)
+    load = None if policy == "local-cache-aware" else Load(num_waiting=1, queued_tokens=500)
+    cluster.heartbeat("p2", load, holds=SHARED[:9])
+    cluster.heartbeat("s2", holds=SHARED[:9])
+    placed = [cluster.place(f"r{i}", keys=SHARED[:10]) for i in range(len(chosen))]
+    assert [placement.prefill.instance_id for placement in placed] == chosen
+    elsewhere = cluster.place("last", keys=SHARED[:10], excluded=frozenset({"p2"}))
+    assert sources(elsewhere) == [], "computed, although s2 could send it"
 
 
 def test_a_session_stays_with_its_instance_and_others_do_not_move_it() -> None:
-    cluster = four("session-affinity")
-    homes = {s: placed_and_ended(cluster, f"r{s}", session_id=str(s)) for s in range(40)}
-    assert set(homes.values()) == {"p0", "p1", "p2", "p3"}
+    cluster = of(4, "session-affinity")
+
+    def homes(turn: str) -> dict[int, str]:
+        return {s: ended(cluster, f"{turn}{s}", session_id=str(s)) for s in range(40)}
+
+    before = homes("a")
+    assert set(before.values()) == {"p0", "p1", "p2", "p3"}
     cluster.prefill("p4")
-    after = {s: placed_and_ended(cluster, f"q{s}", session_id=str(s)) for s in range(40)}
-    moved = {s for s in homes if after[s] != homes[s]}
+    after = homes("b")
+    moved = {s for s in before if after[s] != before[s]}
     assert {after[s] for s in moved} == {"p4"}, "an instance that joins takes only what it wins"
     assert 0 < len(moved) < 20
     cluster.send(Deregister(instance_id=InstanceId("p4"), epoch=1))
-    assert homes == {s: placed_and_ended(cluster, f"t{s}", session_id=str(s)) for s in range(40)}
+    assert homes("c") == before
 
 
 def test_a_session_leaves_an_overloaded_instance_and_comes_back() -> None:
-    cluster = four("session-affinity")
-    home = placed_and_ended(cluster, "r0", session_id="x")
+    cluster = of(4, "session-affinity")
+    home = ended(cluster, "r0", session_id="x")
     cluster.heartbeat(home, Load(num_waiting=1, queued_tokens=900))
-    away = placed_and_ended(cluster, "r1", session_id="x")
+    away = ended(cluster, "r1", session_id="x")
     assert away != home
-    assert placed_and_ended(cluster, "r2", session_id="x") == away, "to the same other one"
+    assert ended(cluster, "r2", session_id="x") == away, "to the same other one"
     cluster.heartbeat(home, Load(queued_tokens=0))
-    assert placed_and_ended(cluster, "r3", session_id="x") == home
+    assert ended(cluster, "r3", session_id="x") == home
 
 
 def test_without_a_session_id_the_block_behind_the_common_ones_tells_the_conversation() -> None:
-    cluster = four("session-affinity")
+    cluster = of(4, "session-affinity")
     system = SHARED[:3]
-    conversations = [system + chain(f"c{i}", 4) for i in range(LEAST_FORK + 1)]
-    announce(cluster, "s0", conversations)
+    announce(cluster, "s0", [system + chain(f"c{i}", 4) for i in range(LEAST_FORK + 1)])
+    homes = set()
     for i in range(20):
         first = system + chain(f"new{i}", 2)
         turns = [first, first + chain(f"more{i}", 2), first + chain(f"most{i}", 4)]
         chosen = {
-            placed_and_ended(cluster, f"r{i}-{n}", block_keys=keys, num_prompt_tokens=95)
+            ended(cluster, f"r{i}-{n}", block_keys=keys, num_prompt_tokens=95)
             for n, keys in enumerate(turns)
         }
         assert len(chosen) == 1
-    homes = {
-        placed_and_ended(cluster, f"q{i}", block_keys=system + chain(f"other{i}", 2))
-        for i in range(20)
-    }
+        homes |= chosen
     assert len(homes) == 4, "what they have in common does not tie them"
 
 
@@ -133,97 +302,217 @@ def announce(cluster: Cluster, name: str, chains: list[tuple[BlockKey, ...]]) ->
     cluster.send(Heartbeat(instance_id=InstanceId(name), epoch=1, load=Load(), changes=changes))
 
 
-def test_another_policy_decides_from_the_next_placement_on_and_decisions_say_which() -> None:
-    cluster = four("round-robin")
-    cluster.heartbeat("p3", holds=SHARED[:9])
-    cluster.place("r0", keys=SHARED[:10])
-    reply = cluster.send(SwitchPolicy(name="global-cache-aware", balancing_threshold=1.5))
-    assert reply == [PolicySwitched(name="global-cache-aware", balancing_threshold=1.5)]
-    assert cluster.place("r1", keys=SHARED[:10]).prefill.instance_id == "p3"
-    before, after = (cluster.state.explain(RequestId(name)) for name in ("r0", "r1"))
-    assert before is not None
-    assert after is not None
-    assert (before.policy, before.balancing_threshold) == ("round-robin", None)
-    assert (after.policy, after.balancing_threshold) == ("global-cache-aware", 1.5)
+# ---- `moonserve`
+
+SECONDS = st.floats(0.0, 200.0)
+SLO_S = 30.0
+
+
+@given(prefill_s=st.floats(1e-6, 200.0), waits=st.lists(SECONDS, min_size=2, max_size=10))
+def test_the_more_waits_the_fewer_are_worth_their_seconds(
+    prefill_s: float, waits: list[float]
+) -> None:
+    """Once a prompt is late for a queue, it is for every longer one; its yield is bounded all the same. One that is not
+    late keeps its objective: the work that is there, its own, and as much again as may arrive while it yields."""
+    yields = [yields_s(prefill_s, waiting_s, SLO_S, Terms()) for waiting_s in sorted(waits)]
+    late = [each > SLO_S for each in yields]
+    assert all(then or not now for now, then in pairwise(late))
+    assert 0.0 <= min(yields) <= max(yields) <= 30.0 * SLO_S + 10.0 * prefill_s
+    for waiting_s, yielded_s, is_late in zip(sorted(waits), yields, late, strict=True):
+        assert is_late or waiting_s + prefill_s + yielded_s <= SLO_S * (1 + 1e-9)
+        assert is_late or yielded_s <= 5.0 * prefill_s
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("queue_s", "slo_s", "expected"),
+    [(1e6, math.inf, 10.0), (5.0, 0.0, 20.0)],
+    ids=["shortest first", "an objective of nothing makes everything late"],
+)
+def test_yields_at_the_edges(queue_s: float, slo_s: float, expected: float) -> None:
+    assert yields_s(2.0, queue_s, slo_s, Terms()) == expected
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yields_less() -> None:
+    made = of(1, "moonserve")
+    made.place("running", tokens=300)  # 3 s
+    assert made.place("long", tokens=1000).rank == NEAR(50.0)
+    short = made.place("short", tokens=100)
+    assert (short.rank, short.predicted_ttft_s) == (NEAR(5.0), NEAR(3.0 + 1.0)), (
+        "before the long one"
+    )
+    decided = made.explain("short")
+    (candidate,) = decided.prefill_candidates
+    assert (decided.rank, candidate.queue_s, candidate.added_s) == (NEAR(5.0), NEAR(3.0), NEAR(1.0))
+    made.now += 46.0
+    assert made.place("later", tokens=100).predicted_ttft_s > 10.0, "the long one has waited enough"
+    made.send(SwitchPolicy(name="global-cache-aware", balancing_threshold=1.25))
+    assert made.place("r", tokens=100).rank == 0.0
+
+
+def test_of_equal_waits_the_one_wins_where_fewer_are_delayed() -> None:
+    """p0 has a prompt of 10 s running, p1 one of 2 s and behind it one of 9 s, which a prompt of 1 s would pass."""
+    made = of(2, "moonserve")
+    tokens = {"a": 1000, "b": 200, "c": 900, "d": 100}
+    chosen = [made.place(name, tokens=n).prefill.instance_id for name, n in tokens.items()]
+    assert chosen == ["p0", "p1", "p1", "p1"], "d: 2 s and 1 s for c, not 10 s"
+    made.now += 8.5  # a has 1.5 s left; p1, of which nothing is heard, has c of 9 s and d before it
+    assert made.place("e", tokens=100).prefill.instance_id == "p0"
+
+
+def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
+    """However little is missing: there is no threshold."""
+    made = of(2, "moonserve")
+    made.heartbeat("s0", holds=SHARED)
+    made.heartbeat("s1", holds=SHARED[:19])
+    made.place("busy", tokens=400)
+    assert sources(made.place("r", keys=SHARED, tokens=205)) == [("s1", 0, 19), ("s0", 19, 1)]
+
+
+@pytest.mark.parametrize(("busy_tokens", "chosen"), [(10, "p0"), (30, "p1")])
+def test_of_similar_instances_the_one_wins_that_holds_the_prefix(
+    busy_tokens: int, chosen: str
+) -> None:
+    """Fetching takes 20 ms, computing 2 s, and a copy counts a tenth of that: 0.1 s of queue are worth it, 0.3 not."""
+    made = of(2, "moonserve")
+    made.heartbeat("s0", holds=SHARED)
+    made.place("busy", tokens=busy_tokens)
+    assert made.place("r", keys=SHARED, tokens=205).prefill.instance_id == chosen
+
+
+def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> None:
+    """An objective of 10 s, 6 s of queue: worth it up to 10 · 0.4⁴ = 0.256 s of prefill."""
+    made = of(1, "moonserve", slo_s=10.0, admission=Admission.NONE)
+    made.place("running", tokens=600)
+    assert made.place("late", tokens=100).rank == NEAR(300.0 + 10.0)
+    assert made.place("worth it", tokens=25).predicted_ttft_s == NEAR(6.25), "before the late one"
+    assert made.explain("late").prefill_candidates[0].queue_s == NEAR(10.0), (
+        "6 s, and what passes it"
+    )
+    for name in ("running", "worth it"):
+        made.report(name, Phase.FIRST_TOKEN)
+    assert made.place("next", tokens=100).predicted_ttft_s == NEAR(2.0)
+    # Nothing but late prompts wait behind what runs, so the price is that of an idle instance.
+    made.now += 0.9
+    for number in range(3):
+        made.place(f"late {number}", tokens=900)
+    assert made.place("r", tokens=300).rank < 10.0
+
+
+def test_admission_refuses_a_prompt_that_costs_more_than_it_brings() -> None:
+    """Its 6 s of queue and 1 s of prefill were within the objective, but not what would pass it."""
+    made = of(1, "moonserve", slo_s=10.0)
+    made.place("running", tokens=600)
+    rejected = made.reject("late", num_prompt_tokens=100)
+    assert (rejected.predicted_ttft_s, rejected.reason) == (NEAR(11.0), "ttft_slo")
+    assert made.place("worth it", tokens=25).predicted_ttft_s == NEAR(6.25)
+
+
+def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among_them() -> None:
+    waits, asked = np.linspace(5.0, 1.0, 100), set()
+
+    def look(row: int, _rank: float) -> tuple[float, int]:
+        asked.add(row)
+        return float(waits[row]), 0
+
+    made = offers([0] * 100, queue_s=waits, look=look)
+    weighed = LeastAddedDelay().weigh(Prompt(100, 10, 0, ttft_slo_s=SLO_S), made)
+    assert (int(weighed.score.argmin()), len(asked)) == (99, 16)
+    assert np.isfinite(weighed.score).sum() == 16
+    assert np.isfinite(weighed.ttft_s).all(), "the record has a prediction for all"
+
+
+# ---- all of them
+
+
+def test_another_policy_decides_from_the_next_placement_on_and_decisions_say_which() -> None:
+    cluster = of(4, "round-robin")
+    cluster.heartbeat("p3", holds=SHARED[:9])
+    for wrong in ("nonsense", "global-cache-aware"):
+        (reply,) = cluster.send(SwitchPolicy(name=wrong, balancing_threshold=0.5))
+        assert isinstance(reply, Refused)
+        assert isinstance(reply.error, InvalidRequest)
+    assert cluster.place("r0", keys=SHARED[:10]).prefill.instance_id == "p0", "the old one stays"
+    switched = cluster.send(SwitchPolicy(name="global-cache-aware", balancing_threshold=1.5))
+    assert switched == [PolicySwitched(name="global-cache-aware", balancing_threshold=1.5)]
+    assert cluster.place("r1", keys=SHARED[:10]).prefill.instance_id == "p3"
+    records = [cluster.explain(name) for name in ("r0", "r1")]
+    assert [(r.policy, r.balancing_threshold) for r in records] == [
+        ("round-robin", None),
+        ("global-cache-aware", 1.5),
+    ]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_closed_instance_is_never_chosen_and_one_that_leaves_takes_its_row_with_it(
+    name: str,
+) -> None:
+    """Draining or excluded: the rows that are left stand for the right instances. Reports for the dead reach nobody
+    else, and the rows behind it keep their figures."""
+    cluster = of(4, name)
+    chosen = [cluster.place(f"r{i}").prefill.instance_id for i in range(8)]
+    cluster.send(Deregister(instance_id=InstanceId("p1"), epoch=1))
+    for i in range(len(chosen)):
+        cluster.report(f"r{i}", Phase.FINISHED)
+    assert cluster.place("last").predicted_ttft_s == NEAR(1.0)
+    cluster.heartbeat("p0", draining=True)
+    without = frozenset({"p2"})
+    assert {ended(cluster, f"q{i}", excluded_instances=without) for i in range(15)} == {"p3"}
+
+
+# ---- users' own
+
+SOURCE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from conductor.policies.base import predict_unfetched
+
+@dataclass
+class Mine:
+    name: str = "mine"
+    balancing_threshold: float | None = None
+    by_session: bool = False
+
+    def weigh(self, prompt, offers):
+        return predict_unfetched(prompt, offers)
+
+class Weighless:
+    name = "weightless"
+    by_session = False
+
+class Broken:
+    def __init__(self) -> None:
+        raise RuntimeError("not today")
+"""
+
+
+def test_a_policy_of_ones_own_is_found_and_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "random.py"  # as a module of Python's is called, which it does not hide
+    for name in ("mine", "changed"):
+        path.write_text(SOURCE.replace('"mine"', f'"{name}"'))
+        assert make_policy(f"{path}:Mine", 1.25).name == name
+    import random
+
+    assert random.Random(0).random() < 1
+    policy = make_policy("conductor.policies.baselines:LeastLoaded", 1.25)
+    assert isinstance(policy, LeastLoaded)
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "reason"),
     [
-        SwitchPolicy(name="nonsense", balancing_threshold=2.0),
-        SwitchPolicy(name="global-cache-aware", balancing_threshold=0.5),
+        ("FILE:Nobody", 1.25, "AttributeError: module .* has no attribute 'Nobody'"),
+        ("FILE:Broken", 1.25, "RuntimeError: not today"),
+        ("FILE:Weighless", 1.25, "has no balancing_threshold, weigh; conductor/policies/base.py"),
+        *((name, 1.25, "cannot be made") for name in ("nowhere.py:A", "no.such:A", ":A", "a.py:")),
+        ("nonsense", 2.0, "is not one of"),
+        ("global-cache-aware", 0.5, "at least 1"),
+        ("global-cache-aware", math.nan, "at least 1"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_and_the_old_one_stays(wrong: SwitchPolicy) -> None:
-    cluster = four("round-robin")
-    (reply,) = cluster.send(wrong)
-    assert isinstance(reply, Refused)
-    assert isinstance(reply.error, InvalidRequest)
-    turns = [cluster.place(f"r{i}").prefill.instance_id for i in range(4)]
-    assert turns == ["p0", "p1", "p2", "p3"]
-
-
-@pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_closed_instance_is_never_chosen(name: str) -> None:
-    """Draining or excluded: the rows that are left stand for the right instances."""
-    cluster = four(name)
-    cluster.heartbeat("p1", draining=True)
-    without = frozenset({"p2"})
-    chosen = {placed_and_ended(cluster, f"r{i}", excluded_instances=without) for i in range(30)}
-    assert chosen <= {"p0", "p3"}
-
-
-@pytest.mark.parametrize("name", POLICY_NAMES)
-def test_an_instance_that_leaves_takes_its_row_with_it(name: str) -> None:
-    """Reports for the dead reach nobody else, and the rows behind it keep their figures."""
-    cluster = four(name)
-    chosen = {f"r{i}": cluster.place(f"r{i}").prefill.instance_id for i in range(8)}
-    cluster.send(Deregister(instance_id=InstanceId("p1"), epoch=1))
-    for request_id in chosen:
-        cluster.report(request_id, Phase.FINISHED)
-    assert cluster.place("last").predicted_ttft_s == pytest.approx(1.0)
-
-
-def test_decisions_are_bounded_in_bytes_and_the_newest_stays() -> None:
-    limits = Limits(ttft_slo_s=1e6, tbt_slo_s=1e6, decision_bytes=1)
-    cluster = Cluster(limits=limits)
-    cluster.prefill("p0")
-    cluster.decode("d0")
-    for i in range(3):
-        cluster.place(f"r{i}")
-    kept = [cluster.state.explain(RequestId(f"r{i}")) is not None for i in range(3)]
-    assert kept == [False, False, True]
-
-
-def test_a_decision_does_not_change_with_the_cluster() -> None:
-    """It keeps columns, but none that goes on living."""
-    cluster = four("global-cache-aware")
-    cluster.place("r0")
-    explained = cluster.state.explain(RequestId("r0"))
-    assert explained is not None
-    before = explained.to_json()
-    for i in range(1, 6):
-        cluster.place(f"r{i}")
-    cluster.heartbeat("d0", Load(free_blocks=7, num_running=3))
-    cluster.prefill("p9")
-    again = cluster.state.explain(RequestId("r0"))
-    assert again is not None
-    assert again.to_json() == before
-
-
-def test_a_policy_is_a_function_of_the_prompt_and_the_offers() -> None:
-    """Two states with one policy object between them decide as two with one each."""
-    shared = make_policy("session-affinity", 1.0)
-    states = [ConductorState(shared, Limits()) for _ in range(2)]
-    own = ConductorState(make_policy("session-affinity", 1.0), Limits())
-    clusters = []
-    for state in (*states, own):
-        cluster = Cluster()
-        cluster.state = state
-        for i in range(3):
-            cluster.prefill(f"p{i}")
-        cluster.decode("d0")
-        clusters.append(cluster)
-    wish = {"session_id": "x"}
-    replies = [[placed_and_ended(c, f"r{i}", **wish) for i in range(5)] for c in clusters]
-    assert replies[0] == replies[1] == replies[2]
+def test_what_is_no_policy_is_refused(
+    tmp_path: Path, name: str, threshold: float, reason: str
+) -> None:
+    path = tmp_path / "policy.py"
+    path.write_text(SOURCE)
+    with pytest.raises(ConfigError, match=reason):
+        make_policy(name.replace("FILE", str(path)), threshold)

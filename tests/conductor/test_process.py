@@ -11,6 +11,7 @@ import pytest
 from conductor.config import ConductorConfig
 from conductor.policies import PUBLISHED_POLICY
 from conductor.service import serve
+from deploy.ports import free_port
 from protocol.conductors import Conductors
 from protocol.config import load
 from protocol.errors import ConfigError
@@ -20,7 +21,6 @@ from protocol.rpc import Channels
 from protocol.status import until_ready
 from tests.conductor.test_conductor_service import TOKEN, registration
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
 
 
 async def test_the_process_body_serves_housekeeps_and_stops() -> None:

@@ -1,22 +1,78 @@
-"""Who was rejected and comes back when told is let in, whatever comes meanwhile: a queue in virtual time."""
+"""When a rejected request may come back: places in a queue on paper, and that who obeys is let in. In virtual time."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from conductor.admission import RETURNS_FIRST, TENANT_SHARE
+from conductor.admission import RETURNS_FIRST, TENANT_SHARE, Admission
 from conductor.decision import Rejection
+from conductor.events import Phase, Placed, Rejected
+from conductor.limits import Limits
 from conductor.policies.least_added_delay import Terms, yields_s
-from conductor.returns import GRACE_S, NEWCOMER_TTFT_SHARE, PACE, Returns
+from conductor.returns import GRACE_S, NEWCOMER_TTFT_SHARE, PACE, Places, Returns
+from tests.conductor.cluster import Cluster
+from tests.thoroughness import examples
 
 SLO_S = 2.0
+
+# ---- places
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [  # earliest, seconds, now
+        ([(0.0, 0.25, 100.0)] * 4 + [(0.0, 0.25, 100.9)], [100.25, 100.5, 100.75, 101.0, 101.25]),
+        ([(0.0, 2.5, 100.0)] * 3, [102.5, 105.5, 108.5]),  # those behind a long one stay free
+        # One that is longer than a second does not end with the second that it began in; then they turn out shorter.
+        (
+            [(0.0, 2.5, 100.0), (0.0, 2.5, 101.0), (0.0, 2.5, 102.0), (0.0, 0.5, 103.0)],
+            [102.5, 105.5, 108.5, 104.0],
+        ),
+        ([(107.3, 0.25, 100.0), (0.0, 0.25, 100.0)], [107.3, 100.25]),  # what is before is others'
+    ],
+)
+def test_places_follow_each_other(
+    asked: list[tuple[float, float, float]], expected: list[float]
+) -> None:
+    places = Places()
+    assert [places.take(*each) for each in asked] == expected
+
+
+def test_when_places_turn_out_shorter_the_next_are_between_those_that_are_taken() -> None:
+    places = Places()
+    assert max(places.take(0.0, 0.25, 100.0) for _ in range(40)) == 110.0
+    assert places.take(0.0, 0.0625, 101.0) == 101.3125, "behind the four of this second"
+    between = [places.take(0.0, 0.0625, 101.0) for _ in range(11 + 8 * 12)]
+    assert max(between) == 110.0
+    assert places.take(0.0, 0.0625, 101.0) > 110.0
+
+
+@example(3.0, [(0.0, 0.0)] * 3 + [(1.0, 0.0), (1.0, 0.0), (2.0, 0.0)])
+@given(
+    st.floats(0.001, 3.0),
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 8.0)), min_size=1, max_size=80),
+)
+def test_no_second_is_promised_twice(place_s: float, asked: list[tuple[float, float]]) -> None:
+    places, now, taken = Places(), 100.0, []
+    for gap_s, wait_s in asked:
+        now += gap_s
+        taken.append(places.take(now + wait_s, place_s, now))
+        assert taken[-1] >= now + max(wait_s, min(place_s, 1.0)) - 1e-9
+    taken.sort()
+    # Any stretch holds what fits, one place that began before it, and those of the seconds at both its ends.
+    for (i, first), (j, last) in itertools.combinations(enumerate(taken), 2):
+        assert (j - i) * place_s <= last - first + 2 * place_s + 2.0 + 1e-9
+
+
+# ---- a crowd
 
 
 @dataclass
@@ -35,12 +91,9 @@ class Server:
         wait_s = max(0.0, self.free_at - now) + self.service_s
         wait_s *= self.rng.gauss(1.0, self.errs)
         late_s = wait_s - self.most_s
-        rejection = (
-            Rejection(reason="ttft_slo", retry_after_s=max(0.1, late_s)) if late_s > 0 else None
-        )
         verdict = self.returns.judge(
             ticket,
-            rejection,
+            Rejection(reason="ttft_slo", retry_after_s=max(0.1, late_s)) if late_s > 0 else None,
             is_crowded=wait_s > NEWCOMER_TTFT_SHARE * SLO_S,
             service_s=self.service_s,
             horizon_s=SLO_S,
@@ -57,9 +110,9 @@ class Crowd:
     """Poisson arrivals for `until_s`; a share of who is rejected comes back once, a moment after it was told."""
 
     server: Server
-    rate: float
+    factor: float  # arrivals ÷ what the server can do
     obeying: float
-    until_s: float
+    until_s: float = 120.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     num_returned: int = 0
     num_let_in: int = 0  # of these
@@ -68,7 +121,8 @@ class Crowd:
     def run(self) -> None:
         events: list[tuple[float, int, bool]] = []
         at, number = 0.0, 0
-        while (at := at + self.rng.expovariate(self.rate)) < self.until_s:
+        rate = self.factor / self.server.service_s
+        while (at := at + self.rng.expovariate(rate)) < self.until_s:
             events.append((at, number := number + 1, False))
         heapq.heapify(events)
         while events:
@@ -82,43 +136,86 @@ class Crowd:
                 self.told_s.append(told_s)
                 if self.rng.random() < self.obeying:
                     heapq.heappush(events, (now + told_s + self.rng.random() * 0.05, who, True))
+        self.server.returns.validate()
 
 
 def _digest(who: int) -> bytes:
     return hashlib.blake2b(who.to_bytes(8), digest_size=16).digest()
 
 
-@pytest.mark.parametrize("obeying", [1.0, 0.5, 0.1])
-@pytest.mark.parametrize("factor", [1.5, 4.0, 10.0])
-def test_who_obeys_is_let_in_and_the_machine_is_not_idle(factor: float, obeying: float) -> None:
-    server = Server(service_s=0.05)
-    crowd = Crowd(server, rate=factor / server.service_s, obeying=obeying, until_s=120.0)
+@pytest.mark.parametrize(
+    ("factor", "obeying", "most_s", "errs", "served"),
+    [
+        (1.5, 0.5, SLO_S, 0.0, 0.9),
+        (1.5, 0.1, SLO_S, 0.0, 0.9),
+        (4.0, 1.0, SLO_S, 0.0, 0.9),
+        (10.0, 0.5, SLO_S, 0.0, 0.9),
+        # A policy that refuses early and errs.
+        (4.0, 1.0, 0.6 * SLO_S, 0.1, 0.95),
+        (4.0, 0.25, 0.6 * SLO_S, 0.1, 0.95),
+    ],
+)
+def test_who_obeys_is_let_in_and_the_machine_is_not_idle(
+    factor: float, obeying: float, most_s: float, errs: float, served: float
+) -> None:
+    server = Server(0.05, most_s, errs)
+    crowd = Crowd(server, factor, obeying)
     crowd.run()
-    server.returns.validate()
     assert crowd.num_returned > 100
     assert crowd.num_let_in >= 0.95 * crowd.num_returned
     # While the crowd lasts; afterwards only those who return are there.
-    assert server.num_served >= 0.9 * 120.0 / server.service_s
-
-
-@pytest.mark.parametrize("obeying", [1.0, 0.25])
-def test_what_was_promised_is_kept_by_a_policy_that_refuses_early_and_errs(obeying: float) -> None:
-    server = Server(service_s=0.05, most_s=0.6 * SLO_S, errs=0.1)
-    crowd = Crowd(server, rate=4.0 / server.service_s, obeying=obeying, until_s=120.0)
-    crowd.run()
-    assert crowd.num_returned > 500
-    assert crowd.num_let_in >= 0.95 * crowd.num_returned
-    assert server.num_served >= 0.95 * 120.0 / server.service_s
+    assert server.num_served >= served * 120.0 / server.service_s
 
 
 def test_places_of_those_who_do_not_come_are_given_to_others() -> None:
     """Of 60 refused in a second one in ten comes, fewer than are served. At first nobody knows, and all get a place."""
-    server = Server(service_s=0.05)
-    crowd = Crowd(server, rate=4.0 / server.service_s, obeying=0.1, until_s=120.0)
+    crowd = Crowd(Server(0.05), 4.0, 0.1)
     crowd.run()
     assert max(crowd.told_s) > 30
     assert max(crowd.told_s[len(crowd.told_s) // 2 :]) <= 5
     assert crowd.num_let_in >= 0.95 * crowd.num_returned
+
+
+def test_below_saturation_nobody_is_turned_away_for_others() -> None:
+    crowd = Crowd(Server(0.05), 0.7, 1.0, until_s=300.0)
+    crowd.run()
+    assert crowd.num_returned <= 0.001 * 300 * 14
+
+
+@pytest.mark.parametrize("prefill_s", [0.01, 0.05, 0.1, 0.2])
+def test_behind_newcomers_there_is_room_that_the_policy_gives(prefill_s: float) -> None:
+    """It refuses long before the objective, and where newcomers fill the queue up to there, nobody can return."""
+    newcomers_s = NEWCOMER_TTFT_SHARE * (1.0 - prefill_s)
+    yields = yields_s(prefill_s, 1.5 * newcomers_s, 1.0, Terms())
+    assert yields <= 1.0, "a prompt that is too dear yields for many objectives"
+
+
+def test_who_asks_before_its_time_keeps_its_place_and_who_does_not_come_is_forgotten() -> None:
+    server = Server(0.5)
+    assert [server.ask(bytes([number]), 0.0) for number in range(4)] == [None] * 4
+    first = server.ask(b"x", 0.0)
+    assert first is not None
+    for _ in range(100):
+        again = server.ask(b"x", 0.05)
+        assert again is not None
+        assert again.retry_after_s == pytest.approx(first.retry_after_s - 0.05)
+    other = server.ask(b"y", 0.05)
+    assert other is not None
+    assert other.retry_after_s < first.retry_after_s + 2 * 0.5 / 0.9
+    assert len(server.returns) == 2
+    assert server.ask(b"much later", 100.0 + GRACE_S) is None
+    assert len(server.returns) == 0
+
+
+# ---- verdicts
+
+
+def judge(
+    returns: Returns, ticket: bytes, rejection: Rejection | None, now: float
+) -> Rejection | None:
+    return returns.judge(
+        ticket, rejection, is_crowded=True, service_s=0.1, horizon_s=SLO_S, now=now
+    )
 
 
 def test_who_comes_and_is_refused_has_come() -> None:
@@ -130,9 +227,7 @@ def test_who_comes_and_is_refused_has_come() -> None:
         assert told is not None
         if number % 4 == 0:
             now += told.retry_after_s
-            judge(
-                returns, number.to_bytes(2), late, now
-            )  # it gets another place, and does not come
+            judge(returns, number.to_bytes(2), late, now)  # gets another place, and does not come
     first, second = (judge(returns, ticket, late, now) for ticket in (b"one", b"two"))
     assert first is not None
     assert second is not None
@@ -140,58 +235,10 @@ def test_who_comes_and_is_refused_has_come() -> None:
     assert 0.15 < share < 0.25
 
 
-@pytest.mark.parametrize("prefill_s", [0.01, 0.05, 0.1, 0.2])
-def test_behind_newcomers_there_is_room_that_the_policy_gives(prefill_s: float) -> None:
-    """It refuses long before the objective, and where newcomers fill the queue up to there, nobody can return."""
-    newcomers_s = NEWCOMER_TTFT_SHARE * (1.0 - prefill_s)
-    yields = yields_s(prefill_s, 1.5 * newcomers_s, 1.0, Terms())
-    assert yields <= 1.0, "a prompt that is too dear yields for many objectives"
-
-
-def test_below_saturation_nobody_is_turned_away_for_others() -> None:
-    server = Server(service_s=0.05)
-    crowd = Crowd(server, rate=0.7 / server.service_s, obeying=1.0, until_s=300.0)
-    crowd.run()
-    assert crowd.num_returned <= 0.001 * 300 * 14
-
-
-def test_who_asks_before_its_time_keeps_its_place_and_gains_nothing() -> None:
-    server = Server(service_s=0.5)
-    for number in range(4):
-        assert server.ask(bytes([number]), 0.0) is None
-    first = server.ask(b"x", 0.0)
-    assert first is not None
-    for _ in range(100):
-        again = server.ask(b"x", 0.05)
-        assert again is not None
-        assert again.retry_after_s == pytest.approx(first.retry_after_s - 0.05)
-    other = server.ask(b"y", 0.05)
-    assert other is not None
-    assert other.retry_after_s < first.retry_after_s + 2 * 0.5 / 0.9
-
-
-def test_those_who_do_not_come_are_forgotten() -> None:
-    server = Server(service_s=0.5)
-    for number in range(20):
-        server.ask(bytes([number]), 0.0)
-    assert len(server.returns) > 10
-    assert server.ask(b"much later", 100.0 + GRACE_S) is None
-    assert len(server.returns) == 0
-
-
-def judge(
-    returns: Returns, ticket: bytes, rejection: Rejection | None, now: float
-) -> Rejection | None:
-    return returns.judge(
-        ticket, rejection, is_crowded=True, service_s=0.1, horizon_s=SLO_S, now=now
-    )
-
-
 def test_room_is_kept_for_who_is_to_return_and_not_for_ever() -> None:
     returns = Returns()
     late = Rejection(reason="tbt_slo", retry_after_s=1.0)
-    told = judge(returns, b"\x00", late, 0.0)
-    assert told == late
+    assert judge(returns, b"\x00", late, 0.0) == late
     held = judge(returns, b"b", None, 0.5)
     assert held is not None
     assert held.reason == RETURNS_FIRST
@@ -200,25 +247,17 @@ def test_room_is_kept_for_who_is_to_return_and_not_for_ever() -> None:
     assert judge(returns, b"c", None, 2.0) is None
 
 
-def test_what_waiting_does_not_change_is_told_as_it_is() -> None:
-    returns = Returns()
-    for reason in (TENANT_SHARE, "ttft_slo_unreachable"):
-        rejection = Rejection(reason=reason, retry_after_s=3.0)
-        assert judge(returns, b"a", rejection, 0.0) == rejection
+@pytest.mark.parametrize("reason", [TENANT_SHARE, "ttft_slo_unreachable"])
+def test_what_waiting_does_not_change_is_told_as_it_is(reason: str) -> None:
+    returns, rejection = Returns(), Rejection(reason=reason, retry_after_s=3.0)
+    assert judge(returns, b"a", rejection, 0.0) == rejection
     assert len(returns) == 0
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 5),
-            st.none()
-            | st.floats(0.1, 30).map(lambda s: Rejection(reason="ttft_slo", retry_after_s=s)),
-            st.floats(0, 15),
-        ),
-        max_size=60,
-    )
-)
+LATE = st.floats(0.1, 30).map(lambda s: Rejection(reason="ttft_slo", retry_after_s=s))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | LATE, st.floats(0, 15)), max_size=60))
 def test_whatever_happens_promises_end_and_nobody_waits_less_than_the_load_needs(
     asked: list[tuple[int, Rejection | None, float]],
 ) -> None:
@@ -230,9 +269,95 @@ def test_whatever_happens_promises_end_and_nobody_waits_less_than_the_load_needs
         returns.validate()
         if rejection is not None:
             assert verdict is not None
-            assert verdict.retry_after_s >= 0.0
-            if not known:
-                assert verdict.retry_after_s >= rejection.retry_after_s - 1e-6
+            assert verdict.retry_after_s >= (0.0 if known else rejection.retry_after_s - 1e-6)
         assert len(returns) <= 6
     judge(returns, b"last", None, now + 10_000.0)
     assert len(returns) == 0
+
+
+# ---- what a conductor without tickets tells
+
+
+def cluster_of(
+    num_prefill: int, num_decode: int, *, ttft_s: float, tbt_s: float, admission: Admission
+) -> Cluster:
+    limits = Limits(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, lease_s=1e6, admission=admission)
+    cluster = Cluster(limits=limits)
+    for number in range(num_prefill):
+        cluster.prefill(f"p{number}")
+    for number in range(num_decode):
+        cluster.decode(f"d{number}")
+    return cluster
+
+
+def test_a_request_that_waits_as_told_is_admitted_though_the_queue_that_held_it_back_is_gone() -> (
+    None
+):
+    """Three sequences of 10 ms are too many. The two there end 60 s after they began; the third prompt would have
+    waited 2 s in a queue, so that it may not come 3 s before the moment at which it may land, but 1 s."""
+    cluster = cluster_of(1, 1, ttft_s=1e3, tbt_s=0.029, admission=Admission.PREDICTED)
+    for name in ("r0", "r1"):
+        cluster.place(name, max_tokens=3000)
+    rejected = cluster.reject("r2", max_tokens=3000)
+    assert rejected.reason == "tbt_slo"
+    began = cluster.now
+    # 1.3: of what is foreseen between two instants of the outlook, and of ends that are learned only by and by.
+    for share, reply in ((0.5, Rejected), (1.3, Placed)):
+        cluster.now = began + share * rejected.retry_after_s
+        assert isinstance(cluster.ask("r2", max_tokens=3000), reply)
+
+
+@dataclass
+class World:
+    """A cluster in which everything happens as it was predicted."""
+
+    cluster: Cluster
+    num_outputs: int
+    due: list[tuple[float, str, Phase]] = field(default_factory=list)
+
+    def placed(self, name: str, reply: Placed) -> None:
+        placement = reply.placement
+        first_at = self.cluster.now + placement.predicted_ttft_s
+        ended_at = first_at + self.num_outputs * placement.predicted_tbt_s
+        self.due += [(first_at, name, Phase.FIRST_TOKEN), (ended_at, name, Phase.FINISHED)]
+
+    def wait(self, seconds: float) -> None:
+        until = self.cluster.now + seconds
+        for at, name, phase in sorted(each for each in self.due if each[0] <= until):
+            self.cluster.now = at
+            self.cluster.report(name, phase, output_tokens=self.num_outputs)
+        self.due = [each for each in self.due if each[0] > until]
+        self.cluster.now = until
+
+
+@example([301, 314, 574, 105, 80, 465], 687, 3, 1, Admission.PREDICTED)  # five
+@given(
+    prompts=st.lists(st.integers(20, 600), min_size=3, max_size=20),
+    num_outputs=st.integers(5, 800),
+    num_prefill=st.integers(1, 3),
+    num_decode=st.integers(1, 3),
+    admission=st.sampled_from([Admission.CURRENT, Admission.PREDICTED]),
+)
+@settings(max_examples=examples(30), deadline=None)
+def test_whoever_waits_as_told_is_admitted_where_all_goes_as_predicted(
+    prompts: list[int],
+    num_outputs: int,
+    num_prefill: int,
+    num_decode: int,
+    admission: Admission,
+) -> None:
+    """After at most six rejections: as many as there are targets, as many grains of what is foreseen, and two more,
+    since an answer that ends meanwhile teaches how long answers are, and moves what is foreseen of the others."""
+    cluster = cluster_of(num_prefill, num_decode, ttft_s=9.0, tbt_s=0.055, admission=admission)
+    world = World(cluster, num_outputs)
+    for number, tokens in enumerate(prompts):
+        wish = {"num_prompt_tokens": tokens, "max_tokens": num_outputs}
+        reply = cluster.ask(f"r{number}", **wish)
+        told: list[tuple[str, float]] = []
+        while isinstance(reply, Rejected) and len(told) < 6:
+            assert reply.reason in ("landing_blocks", "ttft_slo", "tbt_slo")
+            told.append((reply.reason, reply.retry_after_s))
+            world.wait(reply.retry_after_s)
+            reply = cluster.ask(f"r{number}", **wish)
+        assert isinstance(reply, Placed), (number, told)
+        world.placed(f"r{number}", reply)

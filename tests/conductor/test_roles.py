@@ -1,19 +1,26 @@
-"""When a worker changes its role: helped where it is needed, never to and fro."""
+"""When a worker changes its role: helped where it is needed, never to and fro; and how the conductor tells it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.roles.controller import RoleChange, RoleController, RoleTerms, WorkerLoad
+from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
+from conductor.limits import Limits
+from conductor.policies import make_policy
+from conductor.roles.controller import RoleController, RoleTerms, WorkerLoad
+from conductor.roles.loads import BUSY_MEMORY_S, RoleLoads
+from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
+from tests.conductor.cluster import DECODE, Cluster, worker
 
 TERMS = RoleTerms(high=0.7, low=0.5, hold_s=10.0, cool_down_s=60.0)
-TICK_S = 1.0
+NEAR = pytest.approx
 
 
 def load(
@@ -39,51 +46,34 @@ def prefills(*uses: float) -> list[WorkerLoad]:
     return [load(f"p{i}", Role.PREFILL, use) for i, use in enumerate(uses)]
 
 
-def decodes(*uses: float) -> list[WorkerLoad]:
-    return [load(f"d{i}", Role.DECODE, use) for i, use in enumerate(uses)]
+def decodes(*uses: float, can_change: bool = True) -> list[WorkerLoad]:
+    return [load(f"d{i}", Role.DECODE, use, can_change=can_change) for i, use in enumerate(uses)]
 
 
-def held(loads: list[WorkerLoad], controller: RoleController | None = None) -> RoleChange | None:
-    """What is decided after the same loads have been seen for as long as it takes."""
-    controller = controller or RoleController(TERMS)
+@pytest.mark.parametrize(
+    ("loads", "chosen"),
+    [  # the same ones, seen for as long as it takes
+        ([*prefills(0.9), *decodes(0.3, 0.1, 0.2)], "d1"),  # the least used of the other role
+        ([*prefills(0.1, 0.2), *decodes(0.8)], "p0"),
+        # No help that would leave the helpers above the lower threshold.
+        ([*prefills(0.9), *decodes(0.26, 0.26)], None),
+        ([*prefills(0.9), *decodes(0.25, 0.25)], "d0"),
+        ([*prefills(5.0), *decodes(0.0)], None),  # the last of a role stays
+        ([*prefills(0.9), *decodes(0.0, can_change=False), load("d1", Role.DECODE, 0.1)], "d1"),
+        ([*prefills(0.9), *decodes(0.0, 0.0, can_change=False)], None),
+        ([load("p0", Role.PREFILL, 1.0, need=0.1), *decodes(0.0, 0.0)], None),  # use, no need
+        ([*prefills(0.9), *decodes(0.0, 0.0), load("x", Role.DECODE, 0.0, draining=True)], None),
+    ],
+)
+def test_who_helps(loads: list[WorkerLoad], chosen: str | None) -> None:
+    controller = RoleController(TERMS)
     assert controller.decide(loads, 0.0) is None
-    return controller.decide(loads, TERMS.hold_s)
-
-
-def test_the_least_used_worker_of_the_other_role_helps() -> None:
-    change = held([*prefills(0.9), *decodes(0.3, 0.1, 0.2)])
-    assert change == RoleChange(instance_id=InstanceId("d1"), role=Role.PREFILL)
-    change = held([*prefills(0.1, 0.2), *decodes(0.8)])
-    assert change == RoleChange(instance_id=InstanceId("p0"), role=Role.DECODE)
-
-
-def test_no_help_that_would_leave_the_helpers_above_the_lower_threshold() -> None:
-    assert held([*prefills(0.9), *decodes(0.26, 0.26)]) is None
-    assert held([*prefills(0.9), *decodes(0.25, 0.25)]) is not None
-
-
-def test_the_last_of_a_role_stays() -> None:
-    assert held([*prefills(5.0), *decodes(0.0)]) is None
-
-
-def test_nobody_is_asked_who_cannot_change() -> None:
-    fixed = [load("d0", Role.DECODE, 0.0, can_change=False), load("d1", Role.DECODE, 0.1)]
-    change = held([*prefills(0.9), *fixed])
-    assert change is not None
-    assert change.instance_id == "d1"
-    assert held([*prefills(0.9), *(load(n, Role.DECODE, 0.0, can_change=False) for n in "xy")]) is (
-        None
-    )
-
-
-def test_use_without_need_asks_for_no_help() -> None:
-    busy = load("p0", Role.PREFILL, 1.0, need=0.1)
-    assert held([busy, *decodes(0.0, 0.0)]) is None
-
-
-def test_nothing_is_decided_while_a_worker_is_leaving() -> None:
-    leaving = load("d2", Role.DECODE, 0.0, draining=True)
-    assert held([*prefills(0.9), *decodes(0.0, 0.0), leaving]) is None
+    change = controller.decide(loads, TERMS.hold_s)
+    assert (None if change is None else change.instance_id) == chosen
+    # The next change waits for the effect of the last.
+    assert controller.decide(loads, TERMS.hold_s + TERMS.cool_down_s - 1) is None
+    again = controller.decide(loads, 2 * TERMS.hold_s + TERMS.cool_down_s)
+    assert again == change
 
 
 def test_a_need_that_passes_is_none() -> None:
@@ -95,16 +85,9 @@ def test_a_need_that_passes_is_none() -> None:
         assert controller.decide(content, round_at + 9.95) is None
 
 
-def test_the_next_change_waits_for_the_effect_of_the_last() -> None:
-    controller = RoleController(TERMS)
-    loads = [*prefills(0.9), *decodes(0.0, 0.0, 0.0)]
-    assert held(loads, controller) is not None
-    changed_at = TERMS.hold_s
-    assert controller.decide(loads, changed_at + TERMS.cool_down_s - 1) is None
-    assert controller.decide(loads, changed_at + TERMS.cool_down_s + TERMS.hold_s) is not None
-
-
-@pytest.mark.parametrize("values", [{"low": 0.8}, {"low": 0.0}, {"hold_s": -1.0}])
+@pytest.mark.parametrize(
+    "values", [{"low": 0.8}, {"low": 0.0}, {"hold_s": -1.0}, {"cool_down_s": -1.0}]
+)
 def test_terms_that_would_oscillate_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         RoleTerms(**values)
@@ -149,6 +132,7 @@ class Fluid:
         self._prompts, self._answers = prompts, answers  # workers' worth
         # Of each prefill worker, over the target; full at 1, where requests are rejected.
         self._queue = 0.0
+        self.changes: Counter[str] = Counter()
 
     def count(self, role: Role) -> int:
         return sum(each is role for each in self.roles.values())
@@ -163,9 +147,15 @@ class Fluid:
             for name, role in self.roles.items()
         ]
 
-    def flow(self, seconds: float) -> None:
-        excess = self._prompts / self.count(Role.PREFILL) - 1.0
-        self._queue = min(max(self._queue + excess * seconds / 30.0, 0.0), 1.0)
+    def settle(self) -> None:
+        controller = RoleController(TERMS)
+        for second in range(1_500):
+            change = controller.decide(self.loads(), float(second))
+            if change is not None:
+                self.roles[change.instance_id] = change.role
+                self.changes[change.instance_id] += 1
+            excess = self._prompts / self.count(Role.PREFILL) - 1.0
+            self._queue = min(max(self._queue + excess / 30.0, 0.0), 1.0)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.0, 8.0), st.floats(0.0, 8.0))
@@ -173,26 +163,129 @@ def test_under_constant_load_it_settles_and_nobody_changes_twice(
     num_prefill: int, num_decode: int, prompts: float, answers: float
 ) -> None:
     cluster = Fluid(num_prefill, num_decode, prompts, answers)
-    controller = RoleController(TERMS)
-    changes: Counter[str] = Counter()
-    for tick in range(1_500):
-        change = controller.decide(cluster.loads(), tick * TICK_S)
-        if change is not None:
-            cluster.roles[change.instance_id] = change.role
-            changes[change.instance_id] += 1
-        cluster.flow(TICK_S)
+    cluster.settle()
     assert min(cluster.count(Role.PREFILL), cluster.count(Role.DECODE)) >= 1
-    assert all(times == 1 for times in changes.values())
+    assert all(times == 1 for times in cluster.changes.values())
 
 
 def test_a_cluster_that_has_enough_workers_balances() -> None:
     """Six workers' worth of room for four of prompts and half a one of answers, begun the wrong way round."""
     cluster = Fluid(1, 6, prompts=3.8, answers=0.5)
-    controller = RoleController(TERMS)
-    for tick in range(1_500):
-        change = controller.decide(cluster.loads(), tick * TICK_S)
-        if change is not None:
-            cluster.roles[change.instance_id] = change.role
-        cluster.flow(TICK_S)
+    cluster.settle()
     assert cluster.count(Role.PREFILL) >= 4
     assert max(each.need for each in cluster.loads()) < TERMS.high
+
+
+# ---- the conductor
+
+LIMITS = Limits(ttft_slo_s=30.0, tbt_slo_s=1.0, lease_s=1000.0)
+
+
+def cluster_of(*, can_switch_role: bool = True, switching: bool = True) -> Cluster:
+    """One prefill and three decode workers."""
+    cluster = Cluster()
+    roles = RoleController(RoleTerms(hold_s=1.0, cool_down_s=60.0)) if switching else None
+    cluster.state = ConductorState(make_policy("global-cache-aware", 1.25), LIMITS, roles)
+    for name in ("p0", "d0", "d1", "d2"):
+        role = Role.PREFILL if name == "p0" else Role.DECODE
+        cluster.join(replace(worker(name, role), can_switch_role=can_switch_role))
+        cluster.heartbeat(name, Load(free_blocks=1000))
+    return cluster
+
+
+def overload(cluster: Cluster) -> None:
+    """28 s of prompts, of which 27 are left when a need has lasted long enough."""
+    for number in range(28):
+        cluster.place(f"r{number}", max_tokens=1)
+
+
+def tick(cluster: Cluster, seconds: int) -> list[RoleChangeDue]:
+    actions: list[Action] = []
+    for _ in range(seconds):
+        actions += cluster.send(Tick())
+        cluster.now += 1.0
+    return [action for action in actions if isinstance(action, RoleChangeDue)]
+
+
+def test_a_long_queue_turns_a_decode_worker_into_a_prefill_worker_with_another_epoch() -> None:
+    cluster = cluster_of()
+    assert tick(cluster, 5) == []
+    overload(cluster)
+    (change,) = tick(cluster, 3)
+    name = change.endpoint.instance_id
+    assert (change.role, name[0]) == (Role.PREFILL, "d")
+    cluster.heartbeat(name, Load(free_blocks=1000), draining=True)
+    assert tick(cluster, 100) == [], "nothing is decided while one is leaving"
+    registration = worker(name, Role.PREFILL)
+    later = replace(registration, endpoint=replace(registration.endpoint, epoch=2))
+    cluster.join(replace(later, can_switch_role=True))
+    views = cluster.state.cluster(cluster.now).instances
+    assert {v.endpoint.instance_id for v in views if v.role is Role.PREFILL} == {"p0", name}
+    placed = {cluster.place(f"s{i}", max_tokens=1).prefill.instance_id for i in range(4)}
+    assert name in placed
+
+
+@pytest.mark.parametrize(
+    ("objectives_s", "num_changes"),
+    [((), 0), ((0.5,), 0), ((1.5,), 1)],
+    ids=["nobody is refused", "what no worker could do", "what another worker could"],
+)
+def test_prompts_that_are_refused_ask_for_help_though_queues_are_short(
+    objectives_s: tuple[float, ...], num_changes: int
+) -> None:
+    """A queue of 2 s under an objective of 30 keeps the only prefill worker busy; a prompt takes it 1 s."""
+    cluster = cluster_of()
+    changes: list[RoleChangeDue] = []
+    for second in range(60):
+        cluster.place(f"r{second}", max_tokens=1)
+        cluster.place(f"s{second}", max_tokens=1)
+        cluster.report(f"r{second - 1}", Phase.FINISHED)
+        cluster.report(f"s{second - 2}", Phase.FINISHED)
+        for objective_s in objectives_s:
+            cluster.reject(f"t{second}", ttft_slo_s=objective_s)
+        changes += tick(cluster, 1)
+    assert [change.role for change in changes] == [Role.PREFILL] * num_changes
+
+
+@pytest.mark.parametrize(
+    "built", [{"can_switch_role": False}, {"switching": False}], ids=["fixed workers", "off"]
+)
+def test_nobody_is_told_who_cannot_or_where_it_is_off(built: dict[str, bool]) -> None:
+    cluster = cluster_of(**built)
+    overload(cluster)
+    assert tick(cluster, 5) == []
+
+
+def test_full_decode_workers_ask_for_help_that_prefill_workers_may_not_have() -> None:
+    """The only prefill worker stays; a second one that has nothing to do helps once that is known."""
+    cluster = cluster_of()
+    for name in ("d0", "d1", "d2"):
+        cluster.heartbeat(name, Load(free_blocks=100))
+    assert tick(cluster, 5) == []
+    cluster.join(replace(worker("p1", Role.PREFILL), can_switch_role=True))
+    cluster.heartbeat("p1")
+    assert tick(cluster, 5) == [], "who is new counts as busy"
+    (change,) = tick(cluster, 3 * int(BUSY_MEMORY_S))
+    assert (change.role, change.endpoint.instance_id[0]) == (Role.DECODE, "p")
+
+
+@pytest.mark.parametrize(
+    ("load", "c0", "tbt_slo_s", "need"),
+    [
+        (Load(free_blocks=900, num_running=40), 0.0, 1.0, 0.4),  # 10 ms per sequence
+        (Load(free_blocks=250, num_running=1), 0.0, 1.0, 0.75),  # its blocks
+        (Load(free_blocks=1000), 0.0, 1.0, 0.0),
+        # Only what sequences add to a step counts: 40 take 0.4 of the other 0.5 s.
+        (Load(free_blocks=1000, num_running=40), 0.5, 1.0, 0.8),
+        (Load(free_blocks=1000, num_running=40), 0.5, 0.5, 0.0),
+    ],
+)
+def test_a_decode_workers_load_is_its_step_or_its_blocks_whichever_is_nearer_to_the_limit(
+    load: Load, c0: float, tbt_slo_s: float, need: float
+) -> None:
+    cluster = Cluster()
+    cluster.join(replace(worker("d0", Role.DECODE), decode_profile=replace(DECODE, c0=c0)))
+    cluster.heartbeat("d0", load)
+    loads = RoleLoads(cluster.state._members, ttft_slo_s=30.0, tbt_slo_s=tbt_slo_s)
+    (found,) = loads.at(cluster.now)
+    assert (found.need, found.use) == (NEAR(need), NEAR(need))

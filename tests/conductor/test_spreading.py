@@ -22,7 +22,7 @@ from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.layout import KvLayout
 from protocol.profile import PrefillProfile
-from tests.conductor.cluster import worker
+from tests.conductor.cluster import shown, worker
 from tests.public_trace import TRACE, needs_trace
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 
@@ -93,7 +93,7 @@ class Player:
         reply = self.state.handle(event, now)[-1]
         assert isinstance(reply, Placed), reply
         prefill = reply.decision.prefill
-        row = next(c for c in reply.decision.prefill_candidates if c.instance_id == prefill)
+        row = next(c for c in shown(reply.decision).prefill_candidates if c.instance_id == prefill)
         tokens = record.input_length - row.reuse_blocks * TOKENS_PER_HASH
         self.queued[prefill] += tokens
         self.placed[prefill] += tokens

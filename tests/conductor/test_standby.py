@@ -13,10 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.config import ConductorConfig
-from conductor.leadership.candidate import Candidate, boot_clock
+from conductor.leadership.candidate import Candidate, boot_clock, policy_among, policy_member
 from conductor.leadership.standby import LeaderMetrics, Led
 from conductor.leadership.state import Terms
-from conductor.policy_record import policy_among, record_of
 from conductor.service import serve
 from protocol.conductors import Conductors
 from protocol.config import load
@@ -196,31 +195,56 @@ async def test_the_next_leader_places_by_the_policy_that_was_set(pair: Cluster) 
 
 @contextlib.asynccontextmanager
 async def leading_alone(
-    keep: Callable[[conductor_pb2.SetPolicyRequest], Any],
-) -> AsyncIterator[Led]:
+    led: Led, clock: Callable[[], float] = boot_clock
+) -> AsyncIterator[EmbeddedRegistry]:
+    """Over a registry of its own, from when it leads."""
     registry, began = EmbeddedRegistry(), asyncio.Event()
-    led = Led(
-        lambda: Setting(lambda: None), 0.0, LeaderMetrics(CollectorRegistry()), keep_policy=keep
-    )
 
     def begin(epoch: int) -> None:
         led.begin(epoch)
         began.set()
 
+    terms = Terms(ttl_s=6.0)
     candidate = led.candidate = Candidate(
-        registry, "a:1", Terms(ttl_s=6.0), begin=begin, step_down=led.step_down
+        registry, "a:1", terms, begin=begin, step_down=led.step_down, clock=clock
     )
     async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
         await began.wait()
-        yield led
+        yield registry
+    assert not candidate.leads
+    assert await registry.members() == [], "it gives its claim up"
     await registry.close()
+
+
+def setting(keep: Callable[[conductor_pb2.SetPolicyRequest], Any]) -> Led:
+    metrics = LeaderMetrics(CollectorRegistry())
+    return Led(lambda: Service(lambda: None), 0.0, metrics, keep_policy=keep)
+
+
+class Service:
+    """A conductor that calls back while it answers."""
+
+    def __init__(self, answering: Callable[[], None]) -> None:
+        self._answering = answering
+
+    def keep_house(self) -> None: ...
+
+    def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None: ...
+
+    async def Place(self, request: Any, context: Any) -> conductor_pb2.PlaceReply:
+        self._answering()
+        return conductor_pb2.PlaceReply()
+
+    async def SetPolicy(self, request: Any, context: Any) -> conductor_pb2.SetPolicyReply:
+        return conductor_pb2.SetPolicyReply()
 
 
 async def test_a_policy_that_cannot_be_kept_is_not_said_to_be_set() -> None:
     async def lost(policy: conductor_pb2.SetPolicyRequest) -> None:
         raise PeerLost("the registry is away")
 
-    async with leading_alone(lost) as led:
+    led = setting(lost)
+    async with leading_alone(led):
         with pytest.raises(PeerLost):
             await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
 
@@ -237,16 +261,17 @@ async def test_a_policy_that_is_replaced_while_it_is_kept_again_is_not_what_stay
             await going_on.wait()
         kept.append(policy.name)
 
-    async with leading_alone(keep) as led:
+    led = setting(keep)
+    async with leading_alone(led):
         await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
         async with running(led.housekeep(PATIENCE_S)):
             await begun.wait()
-            setting = asyncio.create_task(
+            replacing = asyncio.create_task(
                 led.SetPolicy(conductor_pb2.SetPolicyRequest(name="round-robin"), None)
             )
             await asyncio.sleep(0.05)
             going_on.set()
-            await setting
+            await replacing
             assert kept[-1] == "round-robin"
 
 
@@ -254,7 +279,7 @@ async def test_a_policy_that_is_replaced_while_it_is_kept_again_is_not_what_stay
     "facts", [{}, {"name": "random"}, {"name": "x", "balancing_threshold": "?"}]
 )
 def test_a_record_that_cannot_be_read_is_none(facts: dict[str, str]) -> None:
-    kept = record_of(conductor_pb2.SetPolicyRequest(name="random", seed=2**63))
+    kept = policy_member(conductor_pb2.SetPolicyRequest(name="random", seed=2**63))
     assert policy_among([kept]) == conductor_pb2.SetPolicyRequest(name="random", seed=2**63)
     assert policy_among([replace(kept, facts=facts)]) is None
     assert policy_among([]) is None
@@ -301,24 +326,6 @@ async def test_a_leaders_time_that_cannot_work_is_refused(ttl: str) -> None:
         await serve(config, FactsOfReady())
 
 
-class Sleepy:
-    """A conductor that is put to sleep while it answers."""
-
-    def __init__(self, fall_asleep: Callable[[], None]) -> None:
-        self._fall_asleep = fall_asleep
-
-    def keep_house(self) -> None: ...
-
-    async def Place(self, request: Any, context: Any) -> conductor_pb2.PlaceReply:
-        self._fall_asleep()
-        return conductor_pb2.PlaceReply()
-
-
-class Setting(Sleepy):
-    async def SetPolicy(self, request: Any, context: Any) -> conductor_pb2.SetPolicyReply:
-        return conductor_pb2.SetPolicyReply()
-
-
 async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> None:
     slept_s = 0.0
 
@@ -326,44 +333,10 @@ async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> Non
         nonlocal slept_s
         slept_s += 60.0
 
-    metrics, registry = CollectorRegistry(), EmbeddedRegistry()
-    led = Led(lambda: Sleepy(sleep_long), 0.0, LeaderMetrics(metrics))
-    began = asyncio.Event()
-
-    def begin(epoch: int) -> None:
-        led.begin(epoch)
-        began.set()
-
-    candidate = led.candidate = Candidate(
-        registry,
-        "a:1",
-        Terms(ttl_s=6.0),
-        begin=begin,
-        step_down=led.step_down,
-        clock=lambda: boot_clock() + slept_s,
-    )
-    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
-        await began.wait()
+    metrics = CollectorRegistry()
+    led = Led(lambda: Service(sleep_long), 0.0, LeaderMetrics(metrics))
+    async with leading_alone(led, lambda: boot_clock() + slept_s) as registry:
         assert metrics.get_sample_value("moonserve_conductor_leads") == 1
+        assert len(await registry.members()) == 1
         with pytest.raises(NotLeader):
             await led.Place(conductor_pb2.PlaceRequest(), None)
-        assert not candidate.leads
-    await registry.close()
-
-
-async def test_a_candidate_that_ends_leads_no_more_and_gives_its_claim_up() -> None:
-    registry, began = EmbeddedRegistry(), asyncio.Event()
-    candidate = Candidate(
-        registry,
-        "a:1",
-        Terms(ttl_s=6.0),
-        begin=lambda epoch: began.set(),
-        step_down=lambda reason: None,
-    )
-    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
-        await began.wait()
-        assert candidate.leads
-        assert len(await registry.members()) == 1
-    assert not candidate.leads
-    assert await registry.members() == []
-    await registry.close()

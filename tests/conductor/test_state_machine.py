@@ -38,7 +38,7 @@ from conductor.state import ConductorState
 from protocol.errors import InvalidRequest, NoWorker, StaleLease
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT
-from tests.conductor.cluster import LAYOUT, chain, endpoint, worker
+from tests.conductor.cluster import LAYOUT, chain, endpoint, shown, worker
 from tests.thoroughness import examples
 
 ROLES = {
@@ -251,7 +251,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 raise AssertionError(reply)
 
     def check_placed(self, reply: Placed, event: Place) -> None:
-        placement, decision = reply.placement, reply.decision
+        placement, decision = reply.placement, shown(reply.decision)
         named = {placement.prefill.instance_id, placement.decode.instance_id}
         named |= {s.store.instance_id for s in placement.prefix_sources}
         assert not named & event.excluded_instances
@@ -313,26 +313,3 @@ ConductorMachine.TestCase.settings = settings(
     max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestRandomHistories = ConductorMachine.TestCase
-
-
-def test_equal_histories_give_equal_decisions() -> None:
-    """Nothing in the state depends on a clock, a hash seed or chance."""
-
-    def run() -> list[str]:
-        state = ConductorState(make_policy(POLICY_NAMES[0], 1.5), Limits())
-        for name, role in ROLES.items():
-            state.handle(worker(name, role), 0.0)
-        for i in range(30):
-            event = Place(
-                request_id=RequestId(f"r{i}"),
-                block_keys=chain("ab"[i % 2], 5),
-                num_prompt_tokens=55,
-                max_tokens=5,
-            )
-            state.handle(event, i / 10)
-        state.validate()
-        decisions = (state.explain(RequestId(f"r{i}")) for i in range(30))
-        return [d.to_json() for d in decisions if d is not None]
-
-    assert run() == run()
-    assert len(run()) == 30

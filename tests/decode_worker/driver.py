@@ -11,8 +11,7 @@ from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.state import DecodeState
 from engine.batch import Sampled, Slice
-from engine.blanks import Blanks
-from engine.block_pool import BlockPool
+from engine.block_pool import Blanks, BlockPool
 from engine.lookahead.base import Policy
 from protocol.errors import MoonserveError, PeerLost
 from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
@@ -43,12 +42,15 @@ def limits(**changes: int | bool) -> Limits:
     return Limits(**{**values, **changes})
 
 
-def pool(num_blocks: int, blanks: Blanks | None = None) -> BlockPool:
+def pool(
+    num_blocks: int, blanks: Blanks | None = None, *, reserved_share: float = 0.0
+) -> BlockPool:
     return BlockPool(
         num_blocks,
         on_added=lambda key, parent: None,
         on_removed=lambda key: None,
         blanks=blanks,
+        reserved_share=reserved_share,
     )
 
 
@@ -80,7 +82,7 @@ def request_of(
         sampling=SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
-            stop_token_ids=stops,
+            stop_token_ids=frozenset(stops),
             num_prompt_logprobs=num_prompt_logprobs,
         ),
         priority=priority,
@@ -162,7 +164,7 @@ class Driver:
         self.state = DecodeState(self.pool, bounds, policy, keeping)
         self.now = 0.0
         self.log: list[actions.Action] = []  # everything so far
-        self.open_windows: dict[int, actions.OpenWindow] = {}
+        self.open_windows: dict[LeaseId, tuple[BlockId, ...]] = {}  # blocks that peers may write
         self.closing: list[actions.CloseWindow] = []
         self.verifying: list[actions.VerifyBlocks] = []
         self.steps: deque[actions.RunStep] = deque()  # under way
@@ -170,27 +172,21 @@ class Driver:
         self.memory = PretendedMemory()
         self.tokens: dict[str, list[Token]] = {}
         self.failures: dict[str, list[actions.Fail]] = {}
-        self._num_windows = 0
 
     def handle(self, event: events.Event) -> list[actions.Action]:
         """Everything that follows from `event`, proofs included."""
         done = self.state.handle(event, self.now)
         self.log += done
-        follow_ups: list[actions.Action] = []
         for action in done:
-            follow_ups += self._perform(action)
+            self._perform(action)
         self.state.validate()
         self.check_windows()
-        return done + follow_ups
+        return done
 
-    def _perform(self, action: actions.Action) -> list[actions.Action]:
+    def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.OpenWindow(lease_id=lease_id):
-                self._num_windows += 1
-                self.open_windows[self._num_windows] = action
-                return self.handle(
-                    events.WindowOpened(lease_id=lease_id, window_id=self._num_windows)
-                )
+            case actions.GrantLease(lease_id=lease_id) if action.blocks[action.num_cached :]:
+                self.open_windows[lease_id] = action.blocks[action.num_cached :]
             case actions.CloseWindow():
                 self.closing.append(action)
             case actions.VerifyBlocks():
@@ -211,7 +207,6 @@ class Driver:
                 self.failures.setdefault(request_id, []).append(action)
             case _:
                 pass
-        return []
 
     def _check_step(self, step: actions.RunStep) -> None:
         assert step.slices
@@ -235,8 +230,8 @@ class Driver:
 
     def check_windows(self) -> None:
         """No window is open for a block that is free, shared or in use by a sequence."""
-        for window in self.open_windows.values():
-            for block in window.blocks:
+        for blocks in self.open_windows.values():
+            for block in blocks:
                 assert self.pool.references_of(block) == 1
                 assert self.pool.key_of(block) is None
 
@@ -265,8 +260,8 @@ class Driver:
     def commit(self, request: Request, *, lease_id: str | None = None) -> list[actions.Action]:
         name = LeaseId(lease_id or f"lease-{request.request_id}")
         grant = self.grant_of(name)
-        closing = {action.window_id for action in self.closing}
-        if grant is not None and grant.window_id in self.open_windows.keys() - closing:
+        closing = {action.lease_id for action in self.closing}
+        if grant is not None and name in self.open_windows.keys() - closing:
             self.memory.land(request.token_ids[:-1], grant)
         checksums = range(grant.num_cached, len(grant.blocks)) if grant else ()
         return self.handle(
@@ -284,7 +279,7 @@ class Driver:
     def close(self) -> list[actions.Action]:
         """The oldest window is closed now."""
         action = self.closing.pop(0)
-        del self.open_windows[action.window_id]
+        del self.open_windows[action.lease_id]
         return self.handle(events.WindowClosed(lease_id=action.lease_id))
 
     def start(
@@ -363,6 +358,13 @@ class Driver:
         assert self.state.is_idle
         assert self.pool.num_free == self.pool.num_blocks
         assert not self.open_windows
+
+    def drain_landing(self) -> None:
+        """What has been committed becomes a sequence."""
+        while self.verifying:
+            self.verify()
+        while self.closing:
+            self.close()
 
     def drain_to_preemption(self) -> None:
         """Steps until a sequence has lost its blocks."""

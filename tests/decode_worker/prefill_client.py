@@ -1,71 +1,42 @@
-"""A minimal prefill worker: computes prompts with its own engine and hands them off over real sockets."""
+"""A prefill worker by hand: its own engine computes prompts, which a test hands off step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from decode_worker.verify import BlockVerifier
 from engine.batch import Slice
-from engine.config import load_model_config
-from engine.engine import Engine
-from engine.generate import generate
-from protocol.checksum import checksum
-from protocol.ids import RequestId, new_id
-from protocol.keys import block_keys, pack_keys, pack_tokens, root_key
-from protocol.layout import KvLayout
+from prefill_worker.actions import CommitHandoff, ReserveLanding
+from prefill_worker.events import Landing
+from prefill_worker.landing import Route, token_runs
+from prefill_worker.landing_client import LandingClient
+from protocol.ids import GatewayId, LeaseId, RequestId, new_id
+from protocol.keys import block_keys, root_key
 from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.request import Request, SamplingParams
+from protocol.request import Endpoint, Request, SamplingParams
 from protocol.rpc import Channels
-from protocol.wire import sampling_to_wire
-from tests.engine.kernels.calls import kernels_folder
 from tests.patience import PATIENCE_S
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine
+from tests.worker.parts import BLOCK_SIZE, layout_of, load_engine
+from transfer import TransferEngine
+from worker.memory import KvMemory
 
-BLOCK_SIZE = 8
 NUM_BLOCKS = 64
-TOKEN = "secret"
 
 
-def load_engine(
-    path: Path,
-    num_blocks: int,
-    memory: memoryview | None = None,
-    kv_dtype: str = "auto",
-    device: str = "cpu",
-) -> Engine:
-    """Computes in float32, and, where KV is quantised, with native kernels: there a row's bits do not depend on its
-    batch, and so codes do not either."""
-    layout = layout_of(path, kv_dtype)
-    return Engine.load(
-        path,
-        config=load_model_config(path),
-        layout=layout,
-        dtype="float32",
-        num_blocks=num_blocks,
-        memory=memory,
-        device=device,
-        cache_folder=kernels_folder() if layout.is_quantised else None,
-    )
-
-
-def layout_of(path: Path, kv_dtype: str = "auto") -> KvLayout:
-    return load_model_config(path).kv_layout(BLOCK_SIZE, "float32", kv_dtype)
-
-
-def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The reference: greedy tokens of one sequence alone in one engine. Overwrites the engine's pool."""
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    (generation,) = generate(engine, [prompt], sampling)
-    return list(generation.token_ids)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Prompt:
     """What this client computed for one request, in its own blocks from 0 on."""
 
     request: Request
-    lease_id: str
+    lease_id: LeaseId
+    first_token_id: int
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
 
 
 class PrefillClient:
@@ -76,135 +47,113 @@ class PrefillClient:
         path: Path,
         transfer: TransferEngine,
         channels: Channels,
-        address: str,
+        decode: Endpoint,
         kv_dtype: str = "auto",
     ) -> None:
         self.layout = layout_of(path, kv_dtype)
-        self.segment: Segment = transfer.allocate(self.layout.pool_bytes(NUM_BLOCKS))
-        self.engine = load_engine(path, NUM_BLOCKS, self.segment.buffer, kv_dtype)
-        self.root = root_key(self.engine.fingerprint)
+        segment = transfer.allocate(self.layout.pool_bytes(NUM_BLOCKS))
+        self.memory = KvMemory(segment, self.layout, NUM_BLOCKS)
+        self.engine = load_engine(path, NUM_BLOCKS, segment.buffer, kv_dtype=kv_dtype)
+        self.decode = decode
         self.channels = channels
         self.transfer = transfer
-        self.landing = worker_pb2_grpc.LandingStub(channels.to(address))
-        self.worker = worker_pb2_grpc.WorkerStub(channels.to(address))
+        self.worker = worker_pb2_grpc.WorkerStub(channels.to(decode.rpc_address))
 
-    def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: object) -> Prompt:
+    def _landings(self, fingerprint: str = "") -> LandingClient:
+        known = fingerprint or self.engine.fingerprint
+        return LandingClient(self.channels, fingerprint=known, ttl_s=30.0)
+
+    def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: Any) -> Prompt:
         """Fills own blocks with the prompt's KV and samples the first token."""
-        sampling = wishes.pop("sampling", SamplingParams(max_tokens=max_tokens, temperature=0.0))
-        assert isinstance(sampling, SamplingParams)
+        request = Request(
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(token_ids),
+            block_keys=tuple(block_keys(root_key(self.engine.fingerprint), token_ids, BLOCK_SIZE)),
+            **{
+                "request_id": RequestId(new_id("req")),
+                "gateway_id": GatewayId("gateway-0"),
+                "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                **wishes,
+            },
+        )
         piece = Slice(
-            request_id=RequestId("prefill"),
+            request_id=request.request_id,
             token_ids=token_ids,
             start=0,
             end=len(token_ids),
             block_table=range(NUM_BLOCKS),
-            sampling=sampling,
+            sampling=request.sampling,
             num_prompt_tokens=len(token_ids),
             samples=True,
         )
         (first,) = self.engine.execute([piece])
         assert first is not None
-        values = {
-            "request_id": new_id("req"),
-            "gateway_id": "gateway-0",
-            "sampling": sampling,
-            **wishes,
-        }
-        request = Request(
-            token_ids=(*token_ids, first.token_id),
-            num_prompt_tokens=len(token_ids),
-            block_keys=tuple(block_keys(self.root, token_ids, BLOCK_SIZE)),
-            **values,  # type: ignore[arg-type]
-        )
-        return Prompt(request, new_id("lease"))
+        return Prompt(request, LeaseId(new_id("lease")), first.token_id)
 
     async def reserve(
-        self,
-        prompt: Prompt,
-        *,
-        ttl_s: float = 30.0,
-        timeout_s: float = PATIENCE_S,
-        fingerprint: str = "",
-    ) -> worker_pb2.LandingLease:
-        message = worker_pb2.ReserveRequest(
-            lease_id=prompt.lease_id,
-            request_id=prompt.request.request_id,
-            fingerprint=fingerprint or self.engine.fingerprint,
-            num_tokens=len(prompt.request.token_ids) - 1,
-            block_keys=pack_keys(prompt.request.block_keys),
-            ttl_s=ttl_s,
-        )
-        return await self.channels.call(self.landing.Reserve, message, timeout_s=timeout_s)
-
-    async def write(
-        self, prompt: Prompt, lease: worker_pb2.LandingLease, indexes: Sequence[int] | None = None
-    ) -> None:
-        """Writes the blocks that are not cached there, valid tokens only."""
-        chosen = range(lease.num_cached_blocks, len(lease.block_ids))
-        transfers = [
-            self._transfer(prompt, lease, index, piece)
-            for index in (chosen if indexes is None else indexes)
-            for piece in range(self.layout.pieces_per_block)
-        ]
-        if transfers:
-            await self.transfer.submit(transfers, deadline_s=PATIENCE_S)
-
-    def _transfer(
-        self, prompt: Prompt, lease: worker_pb2.LandingLease, index: int, piece: int
-    ) -> Transfer:
-        return Transfer(
-            op=Op.WRITE,
-            local=self.segment,
-            local_offset=self.layout.pool_offset(NUM_BLOCKS, piece, index),
-            remote=RemoteSegment(lease.transfer_address, lease.segment_id),
-            remote_offset=self.layout.pool_offset(lease.num_blocks, piece, lease.block_ids[index]),
-            length=self._valid_bytes(prompt, index),
-            window_id=lease.window_id,
-        )
-
-    def _valid_bytes(self, prompt: Prompt, index: int) -> int:
-        num_tokens = len(prompt.request.token_ids) - 1
-        return min(BLOCK_SIZE, num_tokens - index * BLOCK_SIZE) * self.layout.token_bytes
-
-    def checksum(self, prompt: Prompt, index: int) -> int:
-        length = self._valid_bytes(prompt, index)
-        offsets = (
-            self.layout.pool_offset(NUM_BLOCKS, piece, index)
-            for piece in range(self.layout.pieces_per_block)
-        )
-        return checksum(self.segment.buffer[at : at + length] for at in offsets)
-
-    async def commit(self, prompt: Prompt, lease: worker_pb2.LandingLease) -> list[int]:
-        """Indexes of corrupt blocks."""
+        self, prompt: Prompt, *, timeout_s: float = PATIENCE_S, fingerprint: str = ""
+    ) -> Landing:
         request = prompt.request
-        indexes = range(lease.num_cached_blocks, len(lease.block_ids))
-        message = worker_pb2.CommitRequest(
-            lease_id=lease.lease_id,
+        wish = ReserveLanding(
             request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            token_ids=pack_tokens(request.token_ids),
+            lease_id=prompt.lease_id,
+            decode=self.decode,
+            num_tokens=len(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
-            block_keys=pack_keys(request.block_keys),
-            checksums=[self.checksum(prompt, index) for index in indexes],
-            sampling=sampling_to_wire(request.sampling),
+            max_tokens=request.sampling.max_tokens,
+            tenant=request.tenant,
             priority=request.priority,
-            timeout_s=request.timeout_s,
+            block_keys=request.block_keys,
+            timeout_s=timeout_s,
         )
-        reply = await self.channels.call(self.landing.Commit, message, timeout_s=PATIENCE_S)
-        return list(reply.corrupt)
+        return await self._landings(fingerprint).reserve(wish)
 
-    async def hand_off(self, prompt: Prompt) -> worker_pb2.LandingLease:
+    async def write(self, prompt: Prompt, landing: Landing) -> None:
+        """Writes the blocks that are not cached there, valid tokens only."""
+        first, end = landing.num_cached_blocks * BLOCK_SIZE, len(prompt.request.token_ids)
+        if first < end:
+            own = range(NUM_BLOCKS)[: len(landing.block_ids)]
+            runs = token_runs(own, landing.block_ids, first, end, self.layout)
+            pieces = range(self.layout.pieces_per_block)
+            write = Route(self.memory, landing, runs).transfer(pieces)
+            await self.transfer.submit([write], deadline_s=PATIENCE_S)
+
+    async def commit(self, prompt: Prompt, landing: Landing) -> tuple[int, ...]:
+        """Indexes of corrupt blocks."""
+        verifier = BlockVerifier(self.memory.segment.buffer, self.layout, NUM_BLOCKS)
+        num_tokens = len(prompt.request.token_ids)
+        checksums = [
+            verifier.checksum(index, min(BLOCK_SIZE, num_tokens - index * BLOCK_SIZE))
+            for index in range(landing.num_cached_blocks, len(landing.block_ids))
+        ]
+        handoff = CommitHandoff(
+            request=prompt.request,
+            decode=self.decode,
+            lease_id=prompt.lease_id,
+            first_token_id=prompt.first_token_id,
+            num_cached_blocks=landing.num_cached_blocks,
+            checksums=tuple(checksums),
+            timeout_s=prompt.request.timeout_s,
+            transfer_s=0.0,
+        )
+        return await self._landings().commit(handoff)
+
+    async def hand_off(self, prompt: Prompt) -> Landing:
         """Reserve, write, commit."""
-        lease = await self.reserve(prompt)
-        await self.write(prompt, lease)
-        assert await self.commit(prompt, lease) == []
-        return lease
+        landing = await self.reserve(prompt)
+        await self.write(prompt, landing)
+        assert await self.commit(prompt, landing) == ()
+        return landing
 
-    async def release(self, lease_id: str) -> None:
-        message = worker_pb2.ReleaseRequest(lease_id=lease_id)
-        await self.channels.call(self.landing.Release, message, timeout_s=PATIENCE_S)
+    async def release(self, prompt: Prompt) -> None:
+        await self._landings().release(self.decode, prompt.lease_id)
+
+    async def cancel(self, prompt: Prompt) -> None:
+        request = worker_pb2.CancelRequest(request_id=prompt.name)
+        await self.channels.call(self.worker.Cancel, request, timeout_s=PATIENCE_S)
 
     async def status(self) -> worker_pb2.WorkerStatus:
-        return await self.channels.call(
+        status: worker_pb2.WorkerStatus = await self.channels.call(
             self.worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
         )
+        return status

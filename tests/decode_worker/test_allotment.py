@@ -8,9 +8,8 @@ from decode_worker import actions
 from decode_worker.allotment import Allotment, Books, Claim, Prospect
 from engine.block_pool import BlockPool
 from engine.lookahead.base import Books as LibraryBooks
-from engine.lookahead.base import Growing, Plain
+from engine.lookahead.base import Growing, OnDemand
 from engine.lookahead.lookahead import Lookahead
-from engine.lookahead.on_demand import OnDemand
 from protocol.ids import RequestId
 from protocol.keys import NO_PARENT
 from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, only, pool
@@ -39,15 +38,16 @@ def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Claim]:
     return blocks, Claim(asking(owner), held)
 
 
-class Recording(Plain):
+class Recording(OnDemand):
     """Refuses, and remembers whom it was asked about."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[str] = []
 
-    def first(self, request: Growing, books: LibraryBooks) -> int | None:
+    def admits(self, request: Growing, books: LibraryBooks) -> bool:
         self.asked.append(request.request_id)
-        return None
+        return False
 
 
 def test_blocks_that_several_hold_count_once() -> None:
@@ -105,6 +105,22 @@ def test_who_was_refused_is_not_looked_at_again_until_something_changes() -> Non
 def test_without_any_holder_whoever_fits_is_let_in() -> None:
     allotment = Allotment(pool(4), BLOCK_SIZE, Recording())
     assert allotment.take(asking("a"), (), 4) is not None
+
+
+def test_only_urgent_requests_take_the_reserve_while_others_hold_blocks() -> None:
+    blocks = pool(8, reserved_share=0.25)
+    allotment = Allotment(blocks, BLOCK_SIZE, OnDemand(per_holder=0))
+    first = asking("a", 21)
+    assert allotment.take(first, (), 6) is not None
+    allotment.claims = lambda: [Claim(first, range(6))]
+    assert allotment.take(asking("b", 4), (), 1) is None
+    urgent = dataclasses.replace(asking("c", 4), rank=(-1, 0))
+    assert allotment.take(urgent, (), 1) is not None
+    blocks.release(range(6))
+    allotment.claims = lambda: ()
+    allotment.changed()
+    assert allotment.take(asking("alone", 25), (), 7) is not None, "nothing else makes room"
+    blocks.validate()
 
 
 def test_what_others_have_too_does_not_make_a_victim() -> None:

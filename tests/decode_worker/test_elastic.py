@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from decode_worker import events
-from decode_worker.others_memory import PATIENCE_S
-from engine.elastic.actions import Reserve
-from engine.elastic.paged_blanks import GiveBack, PagedBlanks
-from engine.elastic.supply import Unshared
+from decode_worker.schedule import PATIENCE_S
+from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Reserve, Supply
 from protocol.errors import InvalidRequest
 from tests.decode_worker.driver import CHEAP_STORE, Driver
 from tests.decode_worker.test_interleavings import DecodeWorker
@@ -22,8 +20,8 @@ NUM_PAGES, PER_PAGE = 4, 2
 
 
 def make_blanks() -> PagedBlanks:
-    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE, frames_per_page=1)
-    return PagedBlanks(shape, Unshared(NUM_PAGES), reserve=Reserve(low=1, high=1, idle_s=1.0))
+    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
+    return PagedBlanks(shape, Supply(NUM_PAGES), reserve=Reserve(low=1, high=1, idle_s=1.0))
 
 
 class Page:
@@ -121,7 +119,7 @@ ElasticDecodeWorker.TestCase.settings = settings(
 test_limits_that_change_at_any_moment_change_no_token = ElasticDecodeWorker.TestCase
 
 
-class EmptyPromises(Unshared):
+class EmptyPromises(Supply):
     """Others seem to have a page that nobody gives."""
 
     def room(self) -> int:
@@ -129,7 +127,7 @@ class EmptyPromises(Unshared):
 
 
 def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -> None:
-    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE, frames_per_page=1)
+    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
     blanks = PagedBlanks(shape, EmptyPromises(3), reserve=Reserve(low=0, high=0, idle_s=1.0))
     driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, blanks=blanks, max_model_len=40)
     pages = Page(driver, blanks)

@@ -9,10 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode_worker import actions, events
 from decode_worker.allotment import Prospect
 from decode_worker.keeping import KeepingCosts
-from engine.lookahead.base import Policy
+from engine.lookahead.base import OnDemand, Policy
 from engine.lookahead.lookahead import Lookahead
-from engine.lookahead.on_demand import OnDemand
-from engine.lookahead.predictor import Predictor
+from engine.lookahead.prediction import Predictor
 from protocol.errors import PeerError
 from protocol.ids import GatewayId, LeaseId, RequestId
 from tests.decode_worker.driver import CHEAP_STORE, Driver, next_token, request_of
@@ -192,8 +191,8 @@ class DecodeWorker(RuleBasedStateMachine):
                 assert failures + finishes == 1, f"{name} did not end exactly once"
 
     def accepted(self) -> set[str]:
-        accepts = self.driver.all_of(actions.AcceptCommit)
-        return {accept.lease_id.removeprefix("lease-") for accept in accepts}
+        answers = self.driver.all_of(actions.AnswerCommit)
+        return {each.lease_id.removeprefix("lease-") for each in answers if not each.corrupt}
 
 
 class ForeseeingDecodeWorker(DecodeWorker):

@@ -1,4 +1,5 @@
-"""Preempted sequences go to the store and come back, or are computed again: never another token for it."""
+"""Preempted sequences go to the store and come back, or are computed again: never another token for it. What finished
+sequences leave there: the full blocks that only this worker has."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from tests.decode_worker.driver import (
     STORE,
     Driver,
     next_token,
-    only,
     request_of,
 )
 
 OLD = [1, 2, 3, 4, 5]
 NEW = [5, 6, 7, 8, 9, 10]
+FAST = PrefillProfile(c0=0.0, c1=1e-9, c2=0.0)
+WITH_ANSWERS = dataclasses.replace(CHEAP_STORE, with_answers=True)
 
 
 def crowded(costs: KeepingCosts | None = CHEAP_STORE, num_blocks: int = 7) -> Driver:
@@ -35,48 +37,51 @@ def crowded(costs: KeepingCosts | None = CHEAP_STORE, num_blocks: int = 7) -> Dr
     return driver
 
 
-def all_right(driver: Driver) -> None:
+def put_of(driver: Driver) -> actions.KeepBlocks:
+    (put,) = driver.all_of(actions.KeepBlocks)
+    return put
+
+
+def load_of(driver: Driver) -> actions.LoadBlocks:
+    """Once it is read back."""
+    while not driver.all_of(actions.LoadBlocks):
+        driver.advance()
+    (load,) = driver.all_of(actions.LoadBlocks)
+    return load
+
+
+def drain_right(driver: Driver) -> None:
     """Everybody has had all tokens, once."""
+    driver.drain()
     for name, prompt, most in (("old", OLD, 16), ("new", NEW, 14)):
         tokens = driver.tokens[name]
         assert [token.index for token in tokens] == list(range(1, most))
-        first = len(prompt) + 1
-        assert [token.token_id for token in tokens] == [
-            next_token(first + i) for i in range(most - 1)
-        ]
+        expected = [next_token(len(prompt) + 1 + i) for i in range(most - 1)]
+        assert [token.token_id for token in tokens] == expected
 
 
 def test_a_preempted_sequence_is_put_and_read_back_and_goes_on() -> None:
+    """But for what nobody took meanwhile, which is still in the pool. Keys go on over what was generated."""
     driver = crowded()
-    (put,) = driver.all_of(actions.KeepBlocks)
+    put = put_of(driver)
     assert put.store == STORE
-    driver.drain()
-    (load,) = driver.all_of(actions.LoadBlocks)
-    assert set(load.keys) <= {item.key for item in put.blocks}
+    answer = [token.token_id for token in driver.tokens["new"]]
+    keys = block_keys(ROOT, (*request_of(NEW, "new").token_ids, *answer), BLOCK_SIZE)
+    assert [item.key for item in put.blocks] == keys[: len(put.blocks)]
+    assert [item.parent for item in put.blocks] == [None, *keys][: len(put.blocks)]
+    assert len(put.blocks) > len(NEW) // BLOCK_SIZE
+    drain_right(driver)
+    load = load_of(driver)
+    assert set(load.keys) < {item.key for item in put.blocks}
     counters = driver.state.counters
     assert counters.preemptions_kept == 1
     assert counters.fetched_blocks == len(load.keys) > 0
     assert counters.recomputed_tokens <= BLOCK_SIZE  # the last block was not full
-    all_right(driver)
-
-
-def test_keys_go_on_over_what_was_generated() -> None:
-    driver = crowded()
-    (put,) = driver.all_of(actions.KeepBlocks)
-    tokens = request_of(NEW, "new").token_ids + tuple(
-        token.token_id for token in driver.tokens["new"]
-    )
-    keys = block_keys(ROOT, tokens, BLOCK_SIZE)
-    assert [item.key for item in put.blocks] == keys[: len(put.blocks)]
-    assert [item.parent for item in put.blocks] == [None, *keys][: len(put.blocks)]
-    assert len(put.blocks) > len(NEW) // BLOCK_SIZE
-    driver.drain()
 
 
 def test_blocks_that_are_being_put_are_nobodys_and_come_free_together() -> None:
     driver = crowded()
-    (put,) = driver.all_of(actions.KeepBlocks)
-    for item in put.blocks:
+    for item in put_of(driver).blocks:
         assert driver.pool.references_of(item.block) == 1
     free = driver.pool.num_free
     driver.cancel("new")  # whatever becomes of their sequence
@@ -89,9 +94,7 @@ def test_blocks_that_are_being_put_are_nobodys_and_come_free_together() -> None:
 
 def test_blocks_that_are_being_read_are_not_given_away_when_their_sequence_ends() -> None:
     driver = crowded()
-    while not driver.all_of(actions.LoadBlocks):
-        driver.advance()
-    (load,) = driver.all_of(actions.LoadBlocks)
+    load = load_of(driver)
     driver.cancel("new")
     assert all(driver.pool.references_of(block) == 1 for block in load.blocks)
     driver.move()
@@ -99,69 +102,44 @@ def test_blocks_that_are_being_read_are_not_given_away_when_their_sequence_ends(
     driver.drain()
 
 
-def test_what_the_store_has_lost_is_computed_again() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_the_store_has_lost_or_does_not_give_is_computed_again(failed: bool) -> None:
     driver = crowded()
-    while not driver.all_of(actions.LoadBlocks):
-        driver.advance()
-    driver.memory.store.clear()
-    driver.drain()
+    load_of(driver)
+    if not failed:
+        driver.memory.store.clear()
+    driver.move(failed=failed)
+    drain_right(driver)
     assert driver.state.counters.fetched_blocks == 0
     assert driver.state.counters.recomputed_tokens > BLOCK_SIZE
-    all_right(driver)
-
-
-def test_what_nobody_took_meanwhile_is_still_in_the_pool() -> None:
-    driver = crowded()
-    (put,) = driver.all_of(actions.KeepBlocks)
-    driver.drain()
-    (load,) = driver.all_of(actions.LoadBlocks)
-    assert len(load.keys) < len(put.blocks)
 
 
 def test_a_put_that_fails_costs_a_computation_and_nobody_goes_there_until_it_is_found() -> None:
     driver = crowded()
     driver.move(failed=True)
-    driver.drain()
+    drain_right(driver)
     assert driver.state.counters.keep_failures == 1
     assert not driver.all_of(actions.LoadBlocks)
-    assert len(driver.all_of(actions.KeepBlocks)) == 1
-    all_right(driver)
-
-
-def test_a_read_that_fails_costs_a_computation() -> None:
-    driver = crowded()
-    while not driver.all_of(actions.LoadBlocks):
-        driver.advance()
-    driver.move(failed=True)
-    driver.drain()
-    assert driver.state.counters.recomputed_tokens > BLOCK_SIZE
-    all_right(driver)
+    put_of(driver)
 
 
 def test_corrupt_blocks_are_forgotten() -> None:
     driver = crowded()
-    (put,) = driver.all_of(actions.KeepBlocks)
+    put = put_of(driver)
     driver.moving.clear()
-    checksums = tuple(item.checksum or 1 for item in put.blocks)
-    bad = put.blocks[0]
+    checksums, bad = tuple(item.checksum or 1 for item in put.blocks), put.blocks[0].key
     driver.handle(
-        events.Kept(move_id=put.move_id, checksums=checksums, is_complete=False, corrupt=(bad.key,))
+        events.Kept(move_id=put.move_id, checksums=checksums, is_complete=False, corrupt=(bad,))
     )
-    assert not driver.pool.match_prefix([bad.key])
-    driver.drain()
-    all_right(driver)
+    assert not driver.pool.match_prefix([bad])
+    drain_right(driver)
 
 
 def test_what_was_put_need_not_be_put_again() -> None:
     driver = crowded(num_blocks=6)
-    driver.drain()
-    puts = driver.all_of(actions.KeepBlocks)
-    keys = [item.key for put in puts for item in put.blocks]
+    drain_right(driver)
+    keys = [item.key for put in driver.all_of(actions.KeepBlocks) for item in put.blocks]
     assert len(keys) == len(set(keys))
-    all_right(driver)
-
-
-FAST = PrefillProfile(c0=0.0, c1=1e-9, c2=0.0)
 
 
 @pytest.mark.parametrize(
@@ -169,31 +147,29 @@ FAST = PrefillProfile(c0=0.0, c1=1e-9, c2=0.0)
 )
 def test_where_computing_is_cheaper_nothing_is_put(costs: KeepingCosts | None) -> None:
     driver = crowded(costs)
-    driver.drain()
+    drain_right(driver)
     assert not driver.all_of(actions.KeepBlocks)
     assert driver.state.counters.recomputed_tokens > 0
-    all_right(driver)
 
 
 def test_a_store_that_turns_out_slow_is_not_used_again() -> None:
     driver = crowded(dataclasses.replace(CHEAP_STORE, prefill=dataclasses.replace(FAST, c1=0.1)))
-    (put,) = driver.all_of(actions.KeepBlocks)
+    put = put_of(driver)
     driver.moving.clear()
-    driver.handle(
-        events.Kept(
-            move_id=put.move_id,
-            checksums=(1,) * len(put.blocks),
-            is_complete=True,
-            num_bytes=4096 * len(put.blocks),
-            seconds=1e6,
-        )
+    slow = events.Kept(
+        move_id=put.move_id,
+        checksums=(1,) * len(put.blocks),
+        is_complete=True,
+        num_bytes=4096 * len(put.blocks),
+        seconds=1e6,
     )
+    driver.handle(slow)
     driver.drain()
     driver.start(OLD, "third", max_tokens=16)
     driver.start(NEW, "fourth", max_tokens=14)
     while driver.state.counters.num_preemptions < 2:
         driver.compute()
-    assert only(driver.log, actions.KeepBlocks) == [put]
+    assert put_of(driver) == put
     driver.drain()
 
 
@@ -217,3 +193,52 @@ def test_a_worker_is_not_idle_while_blocks_move() -> None:
     assert not driver.state.is_idle
     driver.move()
     assert driver.state.is_idle
+
+
+# -- answers
+
+
+def finished(driver: Driver, prompt: list[int] = OLD, max_tokens: int = 9) -> Driver:
+    """A sequence ran to its end."""
+    driver.find_store()
+    driver.start(prompt, max_tokens=max_tokens)
+    driver.drain()
+    return driver
+
+
+def test_an_answer_is_put_from_the_block_on_in_which_it_begins_and_found_by_the_next_turn() -> None:
+    """5 + 9 tokens of which the last one's KV is never computed: 3 full blocks, and the first was prefilled."""
+    driver = finished(Driver(keeping=WITH_ANSWERS))
+    put = put_of(driver)
+    answer = [token.token_id for token in driver.tokens["r"]]
+    keys = block_keys(ROOT, (*request_of(OLD).token_ids, *answer), BLOCK_SIZE)
+    assert [item.key for item in put.blocks] == keys[1:3]
+    assert [item.parent for item in put.blocks] == keys[0:2]
+    assert driver.state.counters.answers_kept == 1
+    assert driver.state.counters.kept_blocks == 2
+    found = driver.pool.match_prefix([item.key for item in put.blocks])
+    assert found == [item.block for item in put.blocks]
+    assert not any(driver.pool.references_of(block) for block in found)
+
+
+@pytest.mark.parametrize(
+    ("costs", "prompt", "max_tokens", "max_moves"),
+    [
+        pytest.param(CHEAP_STORE, OLD, 9, 64, id="not wanted"),
+        pytest.param(WITH_ANSWERS, OLD, 3, 64, id="no full block"),
+        pytest.param(WITH_ANSWERS, OLD[:2], 9, 64, id="a chain that begins nowhere"),
+        pytest.param(None, OLD, 9, 64, id="no store"),
+        pytest.param(WITH_ANSWERS, OLD, 9, 0, id="too much under way"),
+    ],
+)
+def test_no_answer_is_put(
+    costs: KeepingCosts | None,
+    prompt: list[int],
+    max_tokens: int,
+    max_moves: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_worker.keeping.MAX_MOVES", max_moves)
+    driver = finished(Driver(keeping=costs), prompt, max_tokens)
+    assert not driver.all_of(actions.KeepBlocks)
+    assert driver.state.counters.answers_dropped == (max_moves == 0)

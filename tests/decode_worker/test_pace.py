@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.pace import Pace
+from decode_worker.composition import Pace
 
 
 def after(*ratios: float) -> float:

@@ -14,21 +14,20 @@ from decode_worker.servicers import LandingServicer, LandingZone
 from prefill_worker.actions import ReserveLanding
 from prefill_worker.landing_client import LandingClient
 from protocol.errors import Overloaded
-from protocol.ids import GatewayId, LeaseId, RequestId
+from protocol.ids import LeaseId, RequestId
 from protocol.pb import worker_pb2_grpc
-from protocol.request import Endpoint, Placement, Request, SamplingParams
+from protocol.request import Endpoint, Placement
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import request_from_wire, submission_to_wire
-from tests.decode_worker.driver import BLOCK_SIZE, keys_of
+from tests.decode_worker.driver import BLOCK_SIZE, keys_of, request_of
 from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
-PROMPT = list(range(10))
 ASKED = ReserveRequested(
     lease_id=LeaseId("lease"),
     request_id=RequestId("r"),
     num_tokens=10,
-    block_keys=keys_of(PROMPT),
+    block_keys=keys_of(range(10)),
     ttl_s=3.0,
     deadline_at=5.0,
     num_prompt_tokens=7,  # it continues an attempt that got three tokens
@@ -42,11 +41,8 @@ class FullWorker:
 
     now = 0.0
 
-    def __init__(self) -> None:
-        self.asked: list[ReserveRequested] = []
-
     async def reserve(self, event: ReserveRequested) -> None:
-        self.asked.append(event)
+        self.asked = event
         raise Overloaded("full", retry_after_s=1.0)
 
 
@@ -62,6 +58,7 @@ async def test_a_prefill_workers_reservation_says_limit_prompt_and_tenant() -> N
         instance_id="decode-0", epoch=1, rpc_address=address, transfer_address="t", host="h"
     )
     wish = ReserveLanding(
+        priority=0,
         request_id=ASKED.request_id,
         lease_id=ASKED.lease_id,
         decode=decode,
@@ -72,11 +69,9 @@ async def test_a_prefill_workers_reservation_says_limit_prompt_and_tenant() -> N
         block_keys=ASKED.block_keys,
         timeout_s=PATIENCE_S,
     )
-    client = LandingClient(channels, fingerprint="f", ttl_s=3.0)
     with pytest.raises(Overloaded):
-        await client.reserve(wish)
-    (event,) = worker.asked
-    assert dataclasses.replace(event, deadline_at=ASKED.deadline_at) == ASKED
+        await LandingClient(channels, fingerprint="f", ttl_s=3.0).reserve(wish)
+    assert dataclasses.replace(worker.asked, deadline_at=ASKED.deadline_at) == ASKED
     await channels.close()
     await server.stop(0)
 
@@ -92,14 +87,6 @@ def test_a_sequence_begins_with_a_token_more_than_lands_and_ends_within_the_mode
 
 def test_a_submission_says_whose_it_is() -> None:
     worker = Endpoint(instance_id="w", epoch=1, rpc_address="a", transfer_address="t", host="h")
-    request = Request(
-        request_id=RequestId("r"),
-        gateway_id=GatewayId("g"),
-        token_ids=tuple(PROMPT),
-        num_prompt_tokens=10,
-        block_keys=keys_of(PROMPT),
-        sampling=SamplingParams(max_tokens=5),
-        tenant="alice",
-    )
+    request = dataclasses.replace(request_of(range(10)), tenant="alice")
     placement = Placement(request_id=request.request_id, prefill=worker, decode=worker)
     assert request_from_wire(submission_to_wire(request, placement)) == request

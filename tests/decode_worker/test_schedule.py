@@ -1,4 +1,4 @@
-"""Continuous batching, growth and preemption: events in, steps and tokens out."""
+"""Continuous batching, growth and preemption, and steps that run ahead: events in, steps and tokens out."""
 
 from __future__ import annotations
 
@@ -9,81 +9,66 @@ from engine.batch import Sampled
 from protocol.errors import DeadlineExceeded, InvalidRequest, PeerError
 from protocol.ids import GatewayId, RequestId
 from protocol.request import FinishReason
-from tests.decode_worker.driver import Driver, next_token, only, request_of
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, next_token, only, request_of
 
 
-def test_a_sequence_generates_until_max_tokens_and_frees_its_blocks() -> None:
-    driver = Driver()
+def names(driver: Driver) -> list[str]:
+    """Whose tokens the step under way computes."""
+    return [name for name, _, _ in driver.step_of()]
+
+
+@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(1_000, 3), (8, 2)])
+def test_a_sequence_generates_until_a_limit_and_frees_its_blocks(
+    max_model_len: int, num_tokens: int
+) -> None:
+    driver = Driver(max_model_len=max_model_len)
     driver.start([1, 2, 3, 4, 5], max_tokens=4)
     driver.drain()
     tokens = driver.tokens["r"]
-    assert [token.index for token in tokens] == [1, 2, 3]
-    assert [token.token_id for token in tokens] == [next_token(6 + i) for i in range(3)]
-    assert [token.finish_reason for token in tokens] == [None, None, FinishReason.LENGTH]
+    assert [token.index for token in tokens] == list(range(1, num_tokens + 1))
+    assert [token.token_id for token in tokens] == [next_token(6 + i) for i in range(num_tokens)]
+    reasons = [token.finish_reason for token in tokens]
+    assert reasons == [None] * (num_tokens - 1) + [FinishReason.LENGTH]
 
 
-def test_a_sequence_ends_at_max_model_len() -> None:
-    driver = Driver(max_model_len=8)
-    driver.start([1, 2, 3, 4, 5])
-    driver.drain()
-    assert [token.index for token in driver.tokens["r"]] == [1, 2]
-    assert driver.tokens["r"][-1].finish_reason is FinishReason.LENGTH
-
-
-def test_a_new_sequence_joins_the_step_after_the_one_under_way() -> None:
-    driver = Driver()
-    driver.start([1], "a")
-    assert only(driver.start([1, 2], "b"), actions.RunStep) == []
-    driver.compute()
-    assert driver.step_of() == [("a", 2, 3), ("b", 2, 3)]
-
-
-def test_the_tokens_of_a_step_leave_as_one_message_per_gateway() -> None:
+def test_the_tokens_of_a_step_leave_as_one_message_per_gateway_behind_the_next_step() -> None:
+    """Who came meanwhile is in it."""
     driver = Driver()
     driver.start([1], "a", gateway_id="g1")
-    driver.start([2], "b", gateway_id="g2")
+    assert only(driver.start([2], "b", gateway_id="g2"), actions.RunStep) == []
     driver.start([3], "c", gateway_id="g1")
     driver.compute()
-    sent = only(driver.compute(), actions.SendTokens)
+    assert names(driver) == ["a", "b", "c"]
+    done = driver.compute()
+    assert [type(action) for action in done] == [actions.RunStep, *[actions.SendTokens] * 2]
+    sent = only(done, actions.SendTokens)
     assert [(s.gateway_id, [t.request_id for t in s.tokens]) for s in sent] == [
         ("g1", ["a", "c"]),
         ("g2", ["b"]),
     ]
 
 
-def test_the_next_step_starts_before_the_tokens_of_the_last_one_leave() -> None:
-    driver = Driver()
-    driver.start([1])
-    assert [type(action) for action in driver.compute()] == [actions.RunStep, actions.SendTokens]
-
-
-def test_at_most_max_num_seqs_run_and_the_others_keep_their_blocks() -> None:
-    driver = Driver(max_num_seqs=1)
-    driver.start([1], "a", max_tokens=2)
-    driver.start([2], "b")
-    assert (driver.state.num_running, driver.state.num_waiting) == (1, 1)
-    assert driver.state.num_held_blocks == 2
-    driver.compute()
-    assert driver.step_of() == [("b", 1, 2)]
-
-
-def test_waiting_sequences_start_by_priority() -> None:
+def test_at_most_max_num_seqs_run_and_the_others_start_by_priority() -> None:
     driver = Driver(max_num_seqs=1)
     driver.start([1], "a", max_tokens=2)
     driver.start([2], "low", priority=5)
     driver.start([3], "high", priority=-5)
+    assert (driver.state.num_running, driver.state.num_waiting) == (1, 2)
+    assert driver.state.num_held_blocks == 3
     driver.compute()
     assert driver.step_of() == [("high", 1, 2)]
 
 
-def test_a_cancelled_sequence_frees_its_blocks_when_its_step_ends() -> None:
-    driver = Driver()
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_cancelled_sequence_frees_its_blocks_when_its_steps_end(num_steps: int) -> None:
+    driver = Driver(runs_ahead=num_steps == 2)
     driver.start([1, 2, 3, 4])
     driver.cancel("r")
-    assert driver.state.num_free_blocks == 14  # the step still writes them
-    done = driver.compute()
-    assert only(done, actions.SendTokens) == []
-    assert driver.state.num_free_blocks == 16
+    for _ in range(num_steps):
+        assert driver.pool.num_free < 16  # a step still writes them
+        driver.compute()
+    assert driver.pool.num_free == 16
+    assert "r" not in driver.tokens
 
 
 def test_a_lost_gateways_sequences_end_without_a_word() -> None:
@@ -92,7 +77,7 @@ def test_a_lost_gateways_sequences_end_without_a_word() -> None:
     driver.start([1], "b", gateway_id="here")
     driver.handle(events.GatewayLost(gateway_id=GatewayId("gone")))
     driver.compute()
-    assert driver.step_of() == [("b", 1, 2)]
+    assert names(driver) == ["b"]
     assert not driver.failures
 
 
@@ -112,7 +97,7 @@ def test_a_failed_step_fails_its_sequences_and_the_others_go_on() -> None:
     driver.start([2], "b")
     driver.fail_step(PeerError("no memory"))
     assert list(driver.failures) == ["a"]
-    assert driver.step_of() == [("b", 1, 2)]
+    assert names(driver) == ["b"]
 
 
 def test_a_second_attempt_at_a_request_replaces_the_first() -> None:
@@ -120,44 +105,24 @@ def test_a_second_attempt_at_a_request_replaces_the_first() -> None:
     driver.start([1], "a")
     driver.reserve([1, 2], "a", lease_id="again")
     driver.commit(request_of([1, 2], "a"), lease_id="again")
-    driver.verify()
-    driver.close()
+    driver.drain_landing()
     driver.compute()
     assert driver.step_of() == [("a", 2, 3)]
 
 
-def test_the_newest_sequence_is_preempted_when_no_block_is_left() -> None:
+@pytest.mark.parametrize(("priority", "goes_on"), [(0, "old"), (1, "new")])
+def test_the_newest_of_the_least_urgent_is_preempted_when_no_block_is_left(
+    priority: int, goes_on: str
+) -> None:
     driver = Driver(num_blocks=4)
-    driver.start([1, 2, 3], "old")
-    driver.start([5, 6, 7], "new")
-    driver.compute()
-    driver.drain_to_preemption()
-    assert [entry[0] for entry in driver.step_of()] == ["old"]
-    assert driver.state.num_waiting == 1
-    assert driver.state.counters.num_preemptions == 1
-
-
-def test_a_low_priority_sequence_is_preempted_before_a_newer_one() -> None:
-    driver = Driver(num_blocks=4)
-    driver.start([1, 2, 3], "low", priority=1)
+    driver.start([1, 2, 3], "old", priority=priority)
     driver.start([5, 6, 7], "new")
     driver.drain_to_preemption()
-    assert [entry[0] for entry in driver.step_of()] == ["new"]
+    assert names(driver) == [goes_on]
+    assert driver.state.num_waiting == driver.state.counters.num_preemptions == 1
 
 
-def test_a_preempted_sequence_is_recomputed_in_chunks_and_repeats_no_token() -> None:
-    driver = Driver(num_blocks=6, max_num_batched_tokens=4)
-    driver.start([1, 2, 3], "old", max_tokens=12)
-    driver.start([5, 6, 7, 8, 9, 10], "new", max_tokens=8)
-    driver.drain()
-    assert driver.state.counters.num_preemptions > 0
-    assert driver.state.counters.recomputed_tokens > 0
-    assert [token.index for token in driver.tokens["new"]] == list(range(1, 8))
-    assert [t.token_id for t in driver.tokens["new"]] == [next_token(7 + i) for i in range(7)]
-    assert [token.index for token in driver.tokens["old"]] == list(range(1, 12))
-
-
-def test_recomputation_never_exceeds_the_token_budget() -> None:
+def test_a_preempted_sequence_is_recomputed_within_the_token_budget_and_repeats_no_token() -> None:
     driver = Driver(num_blocks=8, max_num_seqs=3, max_num_batched_tokens=5)
     for name in ("a", "b", "c"):
         driver.start([1, 2, 3, 4, 5, 6, 7], name, max_tokens=10)
@@ -166,16 +131,16 @@ def test_recomputation_never_exceeds_the_token_budget() -> None:
         driver.compute()
     assert driver.state.counters.recomputed_tokens > 0
     driver.drain()
-    assert all(len(driver.tokens[name]) == 9 for name in ("a", "b", "c"))
+    for name in ("a", "b", "c"):
+        assert [t.token_id for t in driver.tokens[name]] == [next_token(8 + i) for i in range(9)]
 
 
 def test_a_restored_sequence_re_uses_its_prompts_blocks_while_they_are_cached() -> None:
     driver = Driver(num_blocks=5)
     driver.start([1, 2, 3, 4, 5], "old", max_tokens=10)
     driver.start([1, 2, 3, 4, 6], "new", max_tokens=12)
-    while driver.state.counters.num_preemptions == 0:
-        driver.compute()
-    while "new" not in [entry[0] for entry in driver.step_of()]:
+    driver.drain_to_preemption()
+    while "new" not in names(driver):
         driver.compute()
     assert ("new", 4) in [entry[:2] for entry in driver.step_of()]
     driver.drain()
@@ -228,15 +193,95 @@ def test_who_cannot_follow_its_grammar_fails_alone(runs_ahead: bool) -> None:
     driver = Driver(runs_ahead=runs_ahead)
     driver.start([1], "a", max_tokens=30)
     driver.start([2], "b", max_tokens=20)
-    while [piece.request_id for piece in driver.steps[0].slices] != ["a", "b"]:
+    while names(driver) != ["a", "b"]:
         driver.compute()
+    step = driver.steps.popleft()
     sampled = [
         Sampled(request_id=RequestId("a"), token_id=0, failure="it cannot be followed"),
-        Sampled(request_id=RequestId("b"), token_id=next_token(driver.steps[0].slices[1].end)),
+        Sampled(request_id=RequestId("b"), token_id=next_token(step.slices[1].end)),
     ]
-    driver.steps.popleft()
     driver.handle(events.StepDone(sampled=sampled))
     driver.drain()
     [failure] = driver.failures["a"]
     assert isinstance(failure.error, InvalidRequest)
     assert driver.tokens["b"][-1].finish_reason is FinishReason.LENGTH
+
+
+# -- steps that run ahead
+
+PROMPT = list(range(6))
+
+
+def ahead(num_blocks: int = 16) -> Driver:
+    return Driver(num_blocks, runs_ahead=True)
+
+
+def steps_of(driver: Driver) -> list[list[tuple[str, int, bool]]]:
+    """(request, position, follows) of the steps under way, oldest first."""
+    return [[(p.request_id, p.start, p.follows) for p in s.slices] for s in driver.steps]
+
+
+def test_a_step_begins_before_the_one_before_has_said_anything() -> None:
+    """Up to a last token that is foreseen."""
+    driver = ahead()
+    driver.start(PROMPT, max_tokens=4)  # the first one came from prefill
+    assert steps_of(driver) == [[("r", 6, False)], [("r", 7, True)]]
+    done = driver.compute()
+    assert steps_of(driver) == [[("r", 7, True)], [("r", 8, True)]]
+    assert isinstance(done[0], actions.RunStep), "tokens travel while the engine computes"
+    driver.compute()
+    assert steps_of(driver) == [[("r", 8, True)]]
+    driver.compute()
+    assert driver.state.is_idle
+    assert [token.index for token in driver.tokens["r"]] == [1, 2, 3]
+
+
+def test_a_token_behind_the_end_is_dropped_and_holds_the_blocks_until_it_is_computed() -> None:
+    driver = ahead()
+    driver.start(PROMPT, stops_after=2)
+    assert not only(driver.compute(), actions.RunStep)
+    assert driver.pool.num_free < driver.pool.num_blocks, "a step still writes there"
+    driver.compute()
+    assert len(driver.tokens["r"]) == 1
+    assert driver.state.is_idle
+    assert driver.pool.num_free == driver.pool.num_blocks
+
+
+def test_who_lands_meanwhile_joins_the_next_step_that_begins() -> None:
+    driver = ahead()
+    driver.start(PROMPT, "a")
+    driver.start([50, 51], "b")
+    assert [len(step.slices) for step in driver.steps] == [1, 1]
+    driver.compute()
+    assert steps_of(driver)[1] == [("a", 8, True), ("b", 2, False)]
+
+
+def test_nobody_is_preempted_while_a_step_is_under_way() -> None:
+    """Two sequences grow into a pool that holds one and a half: the step ahead waits instead."""
+    driver = ahead(num_blocks=5)
+    for first, name in enumerate(("a", "b")):
+        driver.start([first, *range(5)], name, max_tokens=12)
+    while not driver.state.counters.num_preemptions:
+        before = len(driver.steps)
+        driver.compute()
+    assert before == 1, "the pipeline was empty"
+    driver.drain()
+    for name in ("a", "b"):
+        assert [token.index for token in driver.tokens[name]] == list(range(1, 12))
+
+
+def test_what_follows_a_failed_step_is_lost_with_it() -> None:
+    driver = ahead()
+    driver.start(PROMPT)
+    for _ in range(2):
+        driver.fail_step(PeerError("broken"))
+        assert len(driver.failures["r"]) == 1
+    assert driver.pool.num_free == driver.pool.num_blocks
+
+
+def test_a_sequence_gets_its_next_block_ahead_of_time() -> None:
+    driver = ahead()
+    driver.start(list(range(BLOCK_SIZE - 1)))
+    ends = [piece.end for step in driver.steps for piece in step.slices]
+    assert ends == [BLOCK_SIZE, BLOCK_SIZE + 1]
+    assert len(driver.steps[1].slices[0].block_table) == 2

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from decode_worker import store_access
 from decode_worker.keeping import KeepingCosts
-from kvstore.block_client import BlockClient
+from deploy.ports import free_port
+from kvstore.client.blocks import BlockStores
 from kvstore.config import StoreConfig
 from kvstore.node import serve as serve_store
+from protocol.machine import host_identity
 from protocol.profile import PrefillProfile
-from protocol.request import Endpoint
 from protocol.rpc import Channels
-from tests.decode_worker.prefill_client import BLOCK_SIZE, TOKEN, Prompt, coupled, layout_of
-from tests.decode_worker.test_service import World, prompt_of, world
+from tests.decode_worker.world import World, prompt_of, world
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
 from tests.random_models import make_model
 from tests.services import serving
+from tests.worker.parts import BLOCK_SIZE, TOKEN, endpoint_of, layout_of
 from transfer import TransferEngine
-from transfer.patience import Patience
+from transfer.config import Patience
 
 NUM_TOKENS = 40
 NUM_BLOCKS = 10  # three sequences together outgrow them
@@ -39,40 +37,25 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def costs_of(path: Path) -> KeepingCosts:
     """Of a worker that takes a second for a token: no store is slower."""
     profile = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)
-    return KeepingCosts(prefill=profile, block_bytes=layout_of(path).block_bytes, host="here")
-
-
-@asynccontextmanager
-async def store_node() -> AsyncIterator[Endpoint]:
-    """The product's store node."""
-    config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
-    channels = Channels(TOKEN)
-    async with serving(serve_store, config) as facts:
-        with TransferEngine(cluster_token=TOKEN) as transfer:
-            client = BlockClient(channels, transfer)
-            yield await client.locate(facts["rpc"], timeout_s=PATIENCE_S)
-            await client.close()
-    await channels.close()
+    return KeepingCosts(
+        prefill=profile, block_bytes=layout_of(path).block_bytes, host=host_identity()
+    )
 
 
 async def crowd(w: World, expected: dict[int, list[int]]) -> None:
     """Three sequences in a pool that does not hold them; all say what they say alone."""
-    prompts: dict[int, Prompt] = {}
-    for seed in range(3):
+    prompts = {}
+    for seed in expected:
         prompts[seed] = w.client.compute(prompt_of(14, seed), NUM_TOKENS)
         await w.client.hand_off(prompts[seed])
     for seed, prompt in prompts.items():
-        assert await w.received.all_of(prompt) == expected[seed]
+        assert await w.tokens(prompt) == expected[seed]
     await w.idle()
-
-
-def said_alone(w: World) -> dict[int, list[int]]:
-    return {seed: coupled(w.client.engine, prompt_of(14, seed), NUM_TOKENS) for seed in range(3)}
 
 
 async def until_counted(w: World, counter: str) -> None:
     """Whether sequences meet in the pool is up to the machine, so they come again."""
-    expected = said_alone(w)
+    expected = {seed: w.expected(prompt_of(14, seed), NUM_TOKENS) for seed in range(3)}
     for _ in range(20):
         await crowd(w, expected)
         if w.service.state.counters.as_dict()[counter]:
@@ -86,11 +69,17 @@ async def test_what_gave_way_is_read_from_the_store_and_says_the_same(
 ) -> None:
     monkeypatch.setattr(store_access, "PATIENCE", Patience(base_s=PATIENCE_S))
     costs = costs_of(model_path)
+    config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
+    channels = Channels(TOKEN)
     async with (
-        store_node() as store,
+        serving(serve_store, config) as facts,
         world(model_path, num_blocks=NUM_BLOCKS, keeping=costs, device=device) as w,
     ):
-        w.service.home_found(store)
+        with TransferEngine(cluster_token=TOKEN) as transfer:
+            client = BlockStores(channels, transfer)
+            w.service.home_found(await client.locate(facts["rpc"], timeout_s=PATIENCE_S))
+            await client.close()
+        await channels.close()
         await until_counted(w, "fetched_blocks")
         counters = w.service.state.counters
         assert counters.kept_blocks >= counters.fetched_blocks
@@ -101,11 +90,7 @@ async def test_what_gave_way_is_read_from_the_store_and_says_the_same(
 
 async def test_a_store_that_cannot_be_reached_costs_a_computation(model_path: Path) -> None:
     async with world(model_path, num_blocks=NUM_BLOCKS, keeping=costs_of(model_path)) as w:
-        nowhere = f"127.0.0.1:{free_port()}"
-        gone = Endpoint(
-            instance_id="store-0", epoch=1, rpc_address=nowhere, transfer_address="", host="here"
-        )
-        w.service.home_found(gone)
+        w.service.home_found(endpoint_of("store-0", f"127.0.0.1:{free_port()}"))
         await until_counted(w, "keep_failures")
         # What was not put may still be in the pool, all of it where it gave way at a block's end.
         await until_counted(w, "recomputed_tokens")

@@ -1,55 +1,73 @@
-"""Checksums of landed blocks, read from a pool."""
+"""Checksums of landed blocks, whole ones and those of which a pipeline's stages have some layers each."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from decode_worker.actions import LandedBlock
 from decode_worker.verify import BlockVerifier
-from protocol.checksum import checksum
+from protocol.checksum import checksum, join, split
 from protocol.layout import KvLayout
 
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
 NUM_BLOCKS = 3
 
 
-def pool_bytes() -> bytearray:
-    return bytearray(random.Random(0).randbytes(LAYOUT.pool_bytes(NUM_BLOCKS) + 5))
+class Landed:
+    """Two blocks of a pool, of which one has a single valid token."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(random.Random(0).randbytes(LAYOUT.pool_bytes(NUM_BLOCKS) + 5))
+        self.verifier = BlockVerifier(memoryview(self.memory), LAYOUT, NUM_BLOCKS)
+        self.whole = [
+            LandedBlock(index=i, block=block, num_tokens=n, checksum=self.sum_of(block, n))
+            for i, (block, n) in enumerate([(2, 4), (0, 1)])
+        ]
+
+    def sum_of(self, block: int, num_tokens: int, layers: range = range(2)) -> int:
+        """By the definition: the valid bytes of the pieces K0 V0 K1 V1."""
+        length = num_tokens * LAYOUT.token_bytes
+        pieces = range(2 * layers.start, 2 * layers.stop)
+        offsets = [LAYOUT.pool_offset(NUM_BLOCKS, piece, block) for piece in pieces]
+        return checksum(bytes(self.memory[at : at + length]) for at in offsets)
+
+    def in_parts(self, one: LandedBlock, *layers: int) -> LandedBlock:
+        """With a checksum for each of so many layers, of the first layer and then of the second."""
+        sums = [self.sum_of(one.block, one.num_tokens, range(i, i + 1)) for i in range(len(layers))]
+        return replace(one, checksum=join(sums), part_layers=layers)
+
+    def flip(self, piece: int, token: int = 0) -> None:
+        """A byte of block 0."""
+        at = LAYOUT.pool_offset(NUM_BLOCKS, piece, 0) + token * LAYOUT.token_bytes
+        self.memory[at] ^= 1
 
 
-def expected(memory: bytearray, block: int, num_tokens: int) -> int:
-    """By the definition: the valid bytes of the pieces K0 V0 K1 V1."""
-    length = num_tokens * LAYOUT.token_bytes
-    offsets = [LAYOUT.pool_offset(NUM_BLOCKS, piece, block) for piece in range(4)]
-    return checksum(bytes(memory[at : at + length]) for at in offsets)
+def test_any_changed_valid_byte_is_found_and_no_other() -> None:
+    """Of parts, the whole blocks' checksums follow: whoever gets a block from here needs those."""
+    landed = Landed()
+    parts = [landed.in_parts(one, 1, 1) for one in landed.whole]
+    known = tuple(one.checksum for one in landed.whole)
+    landed.flip(1, token=1)  # behind the valid tokens
+    for blocks, told in ((landed.whole, ()), (parts, known)):
+        verdict = landed.verifier.verdict(blocks)
+        assert (verdict.corrupt, verdict.checksums) == ((), told)
+        for piece in range(4):
+            landed.flip(piece)
+            assert landed.verifier.verdict(blocks).corrupt == (1,)
+            landed.flip(piece)
+    assert landed.verifier.num_bytes(parts) == 5 * LAYOUT.token_bytes * 4
 
 
-def landed(memory: bytearray) -> list[LandedBlock]:
-    return [
-        LandedBlock(index=i, block=block, num_tokens=n, checksum=expected(memory, block, n))
-        for i, (block, n) in enumerate([(2, 4), (0, 1)])
-    ]
+def test_parts_that_leave_layers_out_match_nothing() -> None:
+    """Otherwise bytes that nobody vouched for would be decoded from."""
+    landed = Landed()
+    for layers in ((1,), (1, 2), (1, 0)):
+        block = landed.in_parts(landed.whole[0], *layers)
+        assert landed.verifier.verdict([block]).corrupt == (0,)
 
 
-def test_intact_blocks_pass() -> None:
-    memory = pool_bytes()
-    verifier = BlockVerifier(memoryview(memory), LAYOUT, NUM_BLOCKS)
-    assert verifier.corrupt(landed(memory)) == ()
-    assert verifier.num_bytes(landed(memory)) == 5 * LAYOUT.token_bytes * 4
-
-
-def test_any_changed_valid_byte_is_found() -> None:
-    memory = pool_bytes()
-    blocks = landed(memory)
-    verifier = BlockVerifier(memoryview(memory), LAYOUT, NUM_BLOCKS)
-    for piece in range(4):
-        memory[LAYOUT.pool_offset(NUM_BLOCKS, piece, 0)] ^= 1
-        assert verifier.corrupt(blocks) == (1,)
-        memory[LAYOUT.pool_offset(NUM_BLOCKS, piece, 0)] ^= 1
-
-
-def test_bytes_behind_the_valid_tokens_do_not_matter() -> None:
-    memory = pool_bytes()
-    blocks = landed(memory)
-    memory[LAYOUT.pool_offset(NUM_BLOCKS, 1, 0) + LAYOUT.token_bytes] ^= 1
-    assert BlockVerifier(memoryview(memory), LAYOUT, NUM_BLOCKS).corrupt(blocks) == ()
+def test_joined_checksums_come_apart_again() -> None:
+    parts = (0, 2**64 - 1, 7)
+    assert split(join(parts), 3) == parts
+    assert join([parts[1]]) == parts[1], "of one part it is its checksum"

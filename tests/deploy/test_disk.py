@@ -1,7 +1,10 @@
-"""A cluster that is stopped and started again finds the KV of earlier prompts on disk."""
+"""A store node that is stopped and started again has the KV of earlier prompts on its disk, and workers that have
+nothing cached find it there."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +16,37 @@ from tests.random_models import make_model
 NUM_BLOCKS = 5
 BLOCK_SIZE = 32
 PROMPT = [(11 * i * i + 5 * i) % 250 for i in range(NUM_BLOCKS * BLOCK_SIZE + 3)]
+FLAGS = ("--dtype", "float32", "--dram", "64MiB", "--kv-cache-memory", "32MiB")
+FLAGS += ("--num-threads", "1", "--store-reads", "always")
 
 
 def until_stored(cluster: Cluster) -> None:
-    def num_stored() -> int:
-        store = cluster.instance("store-0")
-        found: int = store["indexed_blocks"]
-        return found
+    def is_stored() -> bool:
+        return bool(cluster.instance("store-0")["indexed_blocks"] == NUM_BLOCKS)
 
-    cluster.wait_for("all blocks are in the store", lambda: num_stored() == NUM_BLOCKS)
+    cluster.wait_for("all blocks are in the store", is_stored)
 
 
-def tokens_and_cached(answer: dict[str, Any]) -> tuple[str, int]:
+def tokens_and_cached(cluster: Cluster) -> tuple[str, int]:
+    answer: dict[str, Any] = cluster.complete(PROMPT, temperature=0, max_tokens=8)
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.slow  # starts a whole cluster, twice
 @pytest.mark.e2e
-def test_the_prefixes_of_a_stopped_cluster_are_there_after_its_next_start(tmp_path: Path) -> None:
+def test_prefixes_are_there_after_the_store_and_the_worker_were_started_again(
+    tmp_path: Path,
+) -> None:
     make_model("llama", tmp_path / "model")
-    flags: tuple[str, ...] = ("--dtype", "float32", "--dram", "64MiB", "--kv-cache-memory", "32MiB")
-    flags += (
-        "--ssd",
-        f"{tmp_path / 'disk'}:256MiB",
-        "--num-threads",
-        "1",
-        "--store-reads",
-        "always",
-    )
-    with running_cluster(tmp_path / "model", tmp_path / "first", *flags) as cluster:
-        text, cached = tokens_and_cached(cluster.complete(PROMPT, temperature=0, max_tokens=8))
+    disk = ("--ssd", f"{tmp_path / 'disk'}:256MiB")
+    with running_cluster(tmp_path / "model", tmp_path / "logs", *FLAGS, *disk) as cluster:
+        text, cached = tokens_and_cached(cluster)
         assert cached == 0
         until_stored(cluster)
-    with running_cluster(tmp_path / "model", tmp_path / "second", *flags) as cluster:
+        epoch = cluster.epoch("store-0")
+        os.kill(cluster.pids()["store-0"], signal.SIGTERM)  # it writes what is only in memory
+        cluster.wait_for("the store's successor", lambda: cluster.epoch("store-0") > epoch)
         until_stored(cluster)
-        again = cluster.complete(PROMPT, temperature=0, max_tokens=8)
-        assert tokens_and_cached(again) == (text, NUM_BLOCKS * BLOCK_SIZE)
+        cluster.restart("prefill-0")
+        assert tokens_and_cached(cluster) == (text, NUM_BLOCKS * BLOCK_SIZE)
         assert cluster.counters("prefill-0")["store_hit_blocks"] == NUM_BLOCKS
         assert not cluster.tracebacks()

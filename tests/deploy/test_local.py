@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.e2e
 
@@ -37,18 +36,10 @@ def test_a_cluster_ends_with_who_started_it(tmp_path: Path, begun: bool) -> None
     assert starter.stdout is not None
     with starter.stdout as stdout:
         launcher = psutil.Process(int(stdout.readline()))
-    if begun:
-        wait_for_a_log(tmp_path)
+    if begun:  # its processes, too
+        until((tmp_path / "decode-0.log").exists)
     processes = [launcher, *launcher.children(recursive=True)]
     starter.send_signal(signal.SIGKILL)
     starter.wait()
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
-
-
-def wait_for_a_log(folder: Path) -> None:
-    """Once it has started its processes."""
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not (folder / "decode-0.log").exists():
-        assert time.monotonic() < give_up_at, "no decode worker was started"
-        time.sleep(0.05)

@@ -22,13 +22,11 @@ MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"
 
 
-def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return loaded
+BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 
 
 def dashboard_expressions() -> Iterator[str]:
-    for panel in dashboard()["panels"]:
+    for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield target["expr"].replace("$__rate_interval", "1m")
 
@@ -51,22 +49,17 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
 
 def test_the_dashboard_loads_without_edits() -> None:
     """Each panel has a place and a source that the dashboard itself lets one choose, and no id of another Grafana."""
-    board = dashboard()
-    assert board["uid"] == "moonserve"
-    assert "id" not in board
-    assert [v["type"] for v in board["templating"]["list"]] == ["datasource"]
-    ids = [panel["id"] for panel in board["panels"]]
+    assert (BOARD["uid"], "id" in BOARD) == ("moonserve", False)
+    assert [v["type"] for v in BOARD["templating"]["list"]] == ["datasource"]
+    ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(ids) == len(set(ids))
     taken: set[tuple[int, int]] = set()
-    for panel in board["panels"]:
+    for panel in BOARD["panels"]:
         place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
+        columns = range(place["x"], place["x"] + place["w"])
+        cells = {(x, place["y"] + down) for x in columns for down in range(place["h"])}
         assert not cells & taken, f"{panel['title']} covers another panel"
-        assert max(x for x, _ in cells) < 24
+        assert max(columns) < 24
         taken |= cells
         for target in panel.get("targets", ()):
             assert target["datasource"]["uid"] == "${datasource}"

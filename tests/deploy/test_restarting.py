@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from deploy import restarting
-from deploy.plan import ProcessSpec
+from deploy.plan import Kind, ProcessSpec
 from deploy.restarting import RollingRestart
 from deploy.supervisor import Child, Supervisor
 from protocol.errors import NoWorker, PeerLost
@@ -23,13 +23,13 @@ TOKEN = "restarting-tests"
 class Scene(conductor_pb2_grpc.ConductorServicer):
     """A conductor and a supervisor of two workers. The one that was restarted is back once it was asked for twice."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, silent_for: int) -> None:
         self.children = [
-            Child(ProcessSpec(module=module, instance_id=name, flags=()), tmp_path / name)
-            for module, name in (("prefill_worker", "prefill-0"), ("decode_worker", "decode-0"))
+            Child(ProcessSpec(kind=kind, module="it", instance_id=f"{kind}-0", flags=()), tmp_path)
+            for kind in (Kind.DECODE, Kind.PREFILL)
         ]
         self.epochs = {child.spec.instance_id: 1 for child in self.children}
-        self.silent_for = 0  # calls
+        self.silent_for = silent_for  # calls
         self.away: list[str] = []  # entries go by calls
         self.events: list[str] = []
 
@@ -54,7 +54,7 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
         self.epochs[name] += 1
         self.away = [name, name]
 
-    async def run(self) -> None:
+    async def run(self) -> list[str]:
         server = RpcServer(TOKEN)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, server.grpc)
         address = await server.start("127.0.0.1", 0)
@@ -64,36 +64,25 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
                 await RollingRestart(supervisor, address, lambda: Channels(TOKEN)).run()
         finally:
             await server.stop(0.0)
+        return self.events
 
 
-ONE_AFTER_THE_OTHER = [
-    "prefill-0 is restarted",
-    "prefill-0 is back",
-    "decode-0 is restarted",
-    "decode-0 is back",
-]
-
-
-async def test_the_next_one_goes_when_the_one_before_is_back(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    await scene.run()
-    assert scene.events == ONE_AFTER_THE_OTHER
-
-
-async def test_a_conductor_that_did_not_answer_just_then_is_asked_again(tmp_path: Path) -> None:
-    """It would say of nobody that they were there, so that nobody would be waited for."""
-    scene = Scene(tmp_path)
-    scene.silent_for = 2
-    await scene.run()
-    assert scene.events == ONE_AFTER_THE_OTHER
+@pytest.mark.parametrize("silent_for", [0, 2])
+async def test_the_next_one_goes_when_the_one_before_is_back(
+    tmp_path: Path, silent_for: int
+) -> None:
+    """A conductor that does not answer just then is asked again: it would say of nobody that they were there."""
+    assert await Scene(tmp_path, silent_for).run() == [
+        *("prefill-0 is restarted", "prefill-0 is back"),
+        *("decode-0 is restarted", "decode-0 is back"),
+    ]
 
 
 async def test_nothing_is_restarted_while_nobody_says_who_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarting, "BACK_WITHIN_S", 0.2)
-    scene = Scene(tmp_path)
-    scene.silent_for = 10**6
+    scene = Scene(tmp_path, 10**6)
     with pytest.raises(NoWorker, match="no conductor said"):
         await scene.run()
     assert not scene.events

@@ -4,173 +4,153 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.plan import ProcessSpec
-from deploy.supervisor import Child, ChildDied, Supervisor, cause_of_death
+from deploy.display import Display
+from deploy.plan import Kind, ProcessSpec
+from deploy.supervisor import Child, ChildDied, Supervisor, cause_of_death, give_way
 from tests.patience import PATIENCE_S
 
-# A process that is ready at once and, told to stop, goes on for as long as the process in `--while-alive` does, or for
-# ever.
-STUBBORN = """
-import json, os, signal, sys, time
-from pathlib import Path
-
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-os.write(int(flags["--status-fd"]), json.dumps({"ready": {}}).encode() + b"\\n")
-while not told:
-    time.sleep(0.01)
-other = flags.get("--while-alive")
-while other is None or Path(f"/proc/{other}").exists():
-    time.sleep(0.01)
-"""
-
-
-# Ready at once; ends on either signal, and says which. `--fails-if`: not where this file exists.
+# Ready at once, with a second thread; ends on either signal once the process in `--while-alive` has ended, which may be
+# itself, and says which signal it was. `--fails-if`: not where this file exists.
 SERVING = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if Path(flags["--fails-if"]).exists():
+if Path(flags.get("--fails-if", "/nowhere")).exists():
     sys.exit(3)
 said = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda got, _: said.append(got))
-os.write(int(flags["--status-fd"]), json.dumps({"ready": {"pid": str(os.getpid())}}).encode() + b"\\n")
+other = threading.Thread(target=threading.Event().wait, daemon=True)
+other.start()
+facts = {
+    "pid": str(os.getpid()),
+    "thread": str(other.native_id),
+    "nice": str(os.getpriority(os.PRIO_PROCESS, 0)),
+}
+os.write(int(flags["--status-fd"]), json.dumps({"ready": facts}).encode() + b"\\n")
 while not said:
+    time.sleep(0.01)
+while Path(f"/proc/{flags.get('--while-alive', 'nobody')}").exists():
     time.sleep(0.01)
 print("ended by", signal.Signals(said[0]).name, flush=True)
 """
 
+Launch = Callable[..., Awaitable[tuple[Supervisor, Child]]]
+
 
 @pytest.fixture
-async def serving(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[tuple[Supervisor, Child]]:
-    """A process that overlaps with its successor, or does not."""
+async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
+    """Starts such a process under a supervisor, which is stopped at the end."""
     (tmp_path / "serving.py").write_text(SERVING)
-    supervisor = Supervisor(tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: None)
-    spec = ProcessSpec(
-        instance_id="it",
-        module="serving",
-        flags=("--fails-if", str(tmp_path / "fails")),
-        overlaps=request.param,
-        stop_grace_s=PATIENCE_S,  # to say which signal it was
-    )
-    [child] = await supervisor.start([spec])
-    yield supervisor, child
-    await supervisor.stop()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    made: list[Supervisor] = []
+
+    async def begun(
+        *flags: str, supervisor: Supervisor | None = None, may: Any = None, **fields: Any
+    ) -> tuple[Supervisor, Child]:
+        if supervisor is None:
+            allowed = {} if may is None else {"may_restart": may}
+            supervisor = Supervisor(tmp_path, environment, lambda: None, **allowed)
+            made.append(supervisor)
+        fields = {
+            "kind": Kind.STORE,
+            "stop_grace_s": PATIENCE_S,
+            **fields,
+        }  # to say which signal it was
+        name = f"it-{len(supervisor.children)}"
+        spec = ProcessSpec(instance_id=name, module="serving", flags=flags, **fields)
+        [child] = await supervisor.start([spec])
+        return supervisor, child
+
+    yield begun
+    for each in made:
+        await each.stop()
 
 
-@pytest.mark.parametrize(
-    ("serving", "signal"), [(False, "SIGTERM"), (True, "SIGUSR1")], indirect=["serving"]
-)
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("overlaps", "signal"), [(False, "SIGTERM"), (True, "SIGUSR1")])
 async def test_a_process_gives_way_to_a_successor(
-    serving: tuple[Supervisor, Child], signal: str
+    launch: Launch, overlaps: bool, signal: str
 ) -> None:
-    supervisor, child = serving
+    supervisor, child = await launch(overlaps=overlaps)
     old = child.process
     assert old is not None
     await supervisor.restart(child)
     assert child.facts["pid"] == str(child.pid) != str(old.pid)
-    async with asyncio.timeout(PATIENCE_S):
-        await old.wait()
-        while f"ended by {signal}" not in child.log_path.read_text():  # noqa: ASYNC110 - it is a file
-            await asyncio.sleep(0.01)
+    await until(lambda: f"ended by {signal}" in child.log_path.read_text())
     assert child.process is not None
     assert child.process.returncode is None
 
 
-@pytest.mark.parametrize("serving", [False], indirect=True)
 async def test_one_whose_log_cannot_be_opened_any_more_starts_again_and_writes_where_the_launcher_does(
-    serving: tuple[Supervisor, Child], capfd: pytest.CaptureFixture[str]
+    launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor, child = serving
+    supervisor, child = await launch()
     assert child.process is not None
     child.log_path.unlink()
     child.log_path.mkdir()
     child.process.kill()
-    async with asyncio.timeout(PATIENCE_S):
-        while not child.restarts:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-        await child.ready.wait()
+    await until(lambda: child.restarts)
+    await child.ready.wait()
     await supervisor.stop()
     assert "ended by SIGTERM" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("serving", [True], indirect=True)
+@pytest.mark.parametrize("has_process", [True, False])
 async def test_one_whose_successor_does_not_come_up_serves_on(
-    serving: tuple[Supervisor, Child], tmp_path: Path
+    launch: Launch, has_process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor, child = serving
+    """Also where it cannot even be started, as without memory or with another Python by now."""
+    supervisor, child = await launch("--fails-if", str(tmp_path / "fails"), overlaps=True)
     old = child.process
-    (tmp_path / "fails").touch()
-    with pytest.raises(ChildDied):
-        await supervisor.restart(child)
-    assert child.process is old
     assert old is not None
-    assert old.returncode is None
-    (tmp_path / "fails").unlink()
-    await supervisor.restart(child)
-    assert child.process is not old
-
-
-@pytest.mark.parametrize("serving", [True], indirect=True)
-async def test_one_whose_successor_cannot_even_be_started_serves_on(
-    serving: tuple[Supervisor, Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where there is no memory, no descriptor, or another Python by now."""
-    supervisor, child = serving
-    old = child.process
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(ChildDied, match=r"it could not be started: .*/nowhere/python"):
+    if has_process:
+        (tmp_path / "fails").touch()
+    else:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    words = "exit code 3" if has_process else "could not be started: .*/nowhere/python"
+    with pytest.raises(ChildDied, match=words):
         await supervisor.restart(child)
-    assert child.process is old
+    assert (child.process, old.returncode) == (old, None)
+    (tmp_path / "fails").unlink(missing_ok=True)
     monkeypatch.undo()
     await supervisor.restart(child)
     assert child.process is not old
 
 
-async def test_each_process_has_its_own_time_to_stop(tmp_path: Path) -> None:
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    supervisor = Supervisor(tmp_path, environment, lambda: None)
-    short = ProcessSpec(instance_id="short", module="stubborn", flags=(), stop_grace_s=0.1)
-    [killed] = await supervisor.start([short])
-    waiting = ProcessSpec(
-        instance_id="patient",
-        module="stubborn",
-        flags=("--while-alive", str(killed.pid)),
-        stop_grace_s=60.0,
-    )
-    [patient] = await supervisor.start([waiting])
+async def test_each_process_has_its_own_time_to_stop(launch: Launch) -> None:
+    """One would wait for its own end; the other waits for the first one's."""
+    supervisor, killed = await launch("--while-alive", "self", stop_grace_s=0.1)
+    _, patient = await launch("--while-alive", str(killed.pid), supervisor=supervisor)
     await supervisor.stop()
     assert killed.process is not None
     assert patient.process is not None
-    assert killed.process.returncode == -9
-    assert patient.process.returncode == 0
+    assert (killed.process.returncode, patient.process.returncode) == (-9, 0)
 
 
-async def test_a_process_that_died_starts_again_when_it_may(tmp_path: Path) -> None:
-    """Whoever may have been taken over from is asked first."""
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+async def test_a_process_that_died_starts_again_when_it_may(launch: Launch) -> None:
+    """A launcher that may have been taken over from asks first."""
     asked, allowed = asyncio.Event(), asyncio.Event()
 
     async def may_restart() -> None:
         asked.set()
         await allowed.wait()
 
-    supervisor = Supervisor(tmp_path, environment, lambda: None, may_restart)
-    spec = ProcessSpec(instance_id="one", module="stubborn", flags=(), stop_grace_s=0.1)
-    [child] = await supervisor.start([spec])
+    _, child = await launch(may=may_restart)
     assert child.process is not None
     child.process.kill()
     await asked.wait()
@@ -178,7 +158,23 @@ async def test_a_process_that_died_starts_again_when_it_may(tmp_path: Path) -> N
     allowed.set()
     await child.ready.wait()
     assert child.restarts == 1
-    await supervisor.stop()
+
+
+async def test_a_process_starts_like_others_and_gives_way_with_all_threads_when_it_is_ready(
+    launch: Launch,
+) -> None:
+    """A worker that started at low priority on a busy machine did not become ready within minutes."""
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    _, child = await launch(nice=ours + 3)
+    assert child.facts["nice"] == str(ours)
+    threads = (int(child.facts["pid"]), int(child.facts["thread"]))
+    assert [os.getpriority(os.PRIO_PROCESS, each) for each in threads] == [ours + 3] * 2
+
+
+def test_a_process_that_has_ended_is_nobodys_trouble() -> None:
+    with subprocess.Popen(["true"], start_new_session=True) as child:
+        child.wait()
+    give_way(child.pid, 19)
 
 
 def test_a_death_is_told_in_half_a_sentence() -> None:
@@ -187,3 +183,21 @@ def test_a_death_is_told_in_half_a_sentence() -> None:
     assert cause_of_death(-40, "") == "was killed by signal 40"
     assert cause_of_death(1, "") == "ended with exit code 1"
     assert cause_of_death(1, "Traceback …\nValueError: 7").endswith("saying: ValueError: 7")
+
+
+def test_what_a_full_disk_does_not_take_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
+    """The task that follows a process tells the display of it, and must go on following."""
+    child = Child(
+        ProcessSpec(instance_id="it", kind=Kind.STORE, module="it", flags=()), tmp_path / "it.log"
+    )
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, and is looked at
+    display = Display(full)
+    display.show_start(tmp_path, tmp_path)
+    display.follow([child])
+    for stage in ("ready", "restarting"):
+        child.stage = stage
+        display.refresh()
+    display.show_stopping()
+    display.close()
+    with pytest.raises(OSError, match="No space left"):
+        full.close()

@@ -1,4 +1,4 @@
-"""The fenced blocks of a Markdown page, and what their info strings ask for.
+"""The pages that are held to what they show, their fenced blocks, and what the info strings of these ask for.
 
     ```console                     commands behind `$ `, what they print below; both are compared
     ```bash                        a script
@@ -16,7 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+    ]
+)
 RUNNABLE = ("console", "bash", "python")
 _FENCE = re.compile(
     r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=ticks)[ ]*$", re.M | re.S
@@ -47,7 +55,7 @@ class Step:
 
 
 def fences_of(page: str) -> Iterator[Fence]:
-    """In the order of the page; those that are indented are no examples."""
+    """In the order of the page; indented ones are no examples."""
     for match in _FENCE.finditer(page):
         language, _, rest = match["info"].strip().partition(" ")
         yield Fence(

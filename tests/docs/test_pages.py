@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from deploy.cli import VERBS
-from tests.docs.commands import FLAG, all_flags, commands_of, complaint
-from tests.docs.fences import RUNNABLE, fences_of, steps_of, without_fences
-from tests.docs.pages import IDS, PAGES, ROOT
+from docs.reference.configuration import PAGES as OPTIONS
+from protocol.config import options_of
+from tests.docs.fences import PAGES, ROOT, RUNNABLE, fences_of, steps_of, without_fences
 
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+_SOURCES = ("benchmarks", "conductor", "deploy", "gateway", "kvstore", "models", "tests", "traces")
+_ENDS = ";&|\n"
+_ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 CODE = re.compile(r"`([^`\n]+)`")
 OURS = ("moonserve ", "make ", "python -m ", "pytest ")
 COMMAND = re.compile(
@@ -26,63 +33,53 @@ SAMPLE_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 FOREIGN = {"--ioengine", "--iodepth", "--numjobs", "--thread", "--direct", "--time"}  # fio
 FOREIGN |= {"--resources"}  # ray
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=IDS)
 
-
-@every_page
-def test_a_block_with_commands_says_that_it_is_one(page: Path) -> None:
-    """So that it is run, or says why not."""
-    for fence in fences_of(page.read_text()):
-        if fence.language not in RUNNABLE:
-            assert not COMMAND.search(fence.text), f"{page.name}:{fence.line}: which language?"
-
-
-@every_page
-def test_who_is_not_run_says_why(page: Path) -> None:
-    for fence in fences_of(page.read_text()):
-        assert fence.words.get("skip", "why"), f"{page.name}:{fence.line}"
-        assert set(fence.words) <= {"skip", "cluster", "title", "output"}, fence.words
-
-
-@every_page
-def test_what_commands_name_exists(page: Path) -> None:
-    """Verbs, modules, make's targets, files and flags: those of blocks, run or not, and of the prose."""
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
+    complaints = [*_of_fences(text), *_of_commands(text), *_of_prose(without_fences(text))]
+    assert complaints == []
+
+
+def _of_fences(text: str) -> Iterator[str]:
+    """A block with commands says that it is one, so that it is run, or says why not."""
+    for fence in fences_of(text):
+        if fence.language not in RUNNABLE and COMMAND.search(fence.text):
+            yield f"line {fence.line}: which language?"
+        if not fence.words.get("skip", "why"):
+            yield f"line {fence.line}: why is it skipped?"
+        if unknown := set(fence.words) - {"skip", "cluster", "title", "output"}:
+            yield f"line {fence.line}: {unknown}"
+
+
+def _of_commands(text: str) -> Iterator[str]:
+    """Verbs, modules, make's targets, files and flags: those of blocks, run or not, and of the prose."""
     scripts = [fence.text for fence in fences_of(text) if fence.language == "bash"]
     for fence in fences_of(text):
         if fence.language == "console":
             scripts += [step.command for step in steps_of(fence.text)]
     scripts += [code for code in CODE.findall(without_fences(text)) if code.startswith(OURS)]
     for words in (words for script in scripts for words in commands_of(script)):
-        assert complaint(words) is None, f"{page.name}: {' '.join(words)}: {complaint(words)}"
+        if wrong := complaint(words):
+            yield f"{' '.join(words)}: {wrong}"
 
 
-@every_page
-def test_flags_in_the_prose_exist(page: Path) -> None:
-    codes = [code for code in CODE.findall(without_fences(page.read_text())) if code[:2] == "--"]
-    for code in codes:
-        for flag in FLAG.findall(code):
-            assert flag in all_flags() | FOREIGN, f"{page.name}: {code}"
-
-
-@every_page
-def test_files_in_the_prose_exist(page: Path) -> None:
-    """Named by their path from the root, or from tests/, with or without `.py`."""
-    for code in CODE.findall(without_fences(page.read_text())):
+def _of_prose(prose: str) -> Iterator[str]:
+    """Flags; files by their path from the root, or from tests/, with or without `.py`; metrics."""
+    for code in CODE.findall(prose):
+        if code.startswith("--"):
+            yield from (
+                f"no flag {flag}" for flag in set(FLAG.findall(code)) - all_flags() - FOREIGN
+            )
         path = code.partition("::")[0]
         if re.fullmatch(r"[\w.-]+(/[\w.*-]+)+/?", path) and path.split("/")[0] in PACKAGES:
             places = (path.rstrip("/"), f"{path}.py", f"tests/{path}")
-            assert any(any(ROOT.glob(place)) for place in places), f"{page.name}: {path}"
-
-
-@every_page
-def test_metrics_in_the_prose_exist(page: Path) -> None:
-    """The reference is what processes register (tests/deploy/test_metrics_reference.py); libraries may have others."""
-    reference = (ROOT / "docs" / "metrics.md").read_text()
-    for name in METRIC.findall(page.read_text()):
-        stem = SAMPLE_SUFFIX.sub("", name)
-        known = f"`{name}`" in reference or stem in sources() or name in sources()
-        assert known, f"{page.name}: {name}"
+            if not any(any(ROOT.glob(place)) for place in places):
+                yield f"no file {path}"
+    for name in METRIC.findall(prose):
+        told = f"`{name}`" in (ROOT / "docs" / "metrics.md").read_text()
+        if not told and SAMPLE_SUFFIX.sub("", name) not in sources() and name not in sources():
+            yield f"no metric {name}"
 
 
 def test_what_the_runbook_quotes_is_said_somewhere() -> None:
@@ -102,28 +99,96 @@ def sources() -> str:
     return "\n".join(path.read_text() for folder in packages for path in folder.rglob("*.py"))
 
 
-def test_commands_are_told_apart() -> None:
-    script = "A=1 make x && moonserve serve \\\n  --port 1 # all\ncurl -d 'a; b' | cat\n# no\n"
-    assert list(commands_of(script)) == [
-        ["make", "x"],
-        ["moonserve", "serve", "--port", "1"],
-        ["curl", "-d", "a; b"],
-        ["cat"],
-    ]
+# -- whether a command would be understood; values are not looked at, and programs of others are taken as they are
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("moonserve serve --prefill-workers 2", None),
-        ("moonserve serve --prefil-workers 2", "--prefil-workers"),
-        ("moonserve observe", "observe"),
-        ("python -m benchmarks.nothing", "benchmarks.nothing"),
-        ("make cake", "cake"),
-        ("pytest tests/nothing.py", "tests/nothing.py"),
-        ("curl --no-such-flag", None),
-    ],
-)
-def test_a_command_that_would_not_be_understood_is_told(command: str, expected: str | None) -> None:
-    found = complaint(command.split())
-    assert found is None if expected is None else expected in (found or "")
+def commands_of(script: str) -> Iterator[list[str]]:
+    """The simple commands of a script, as words; comments and assignments are left out."""
+    script = re.sub(r"\\\n", " ", script).replace("[", " ").replace("]", " ")
+    # A comment would take the end of its line along, which ends a command.
+    lexer = shlex.shlex(re.sub(r"(\s)#", r"\1\n#", script), posix=True, punctuation_chars=_ENDS)
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    words: list[str] = []
+    for token in [*lexer, "\n"]:
+        if not set(token) <= set(_ENDS):
+            words += [] if not words and _ASSIGNMENT.match(token) else [token]
+        elif words:
+            yield words
+            words = []
+
+
+def complaint(words: list[str]) -> str | None:
+    """What is wrong with a command of ours; None where nothing is, or it is somebody else's."""
+    program, *arguments = words
+    if program == "moonserve":
+        return _complaint_of_verb(arguments)
+    if program == "python" and arguments[:1] == ["-m"]:
+        return _complaint_of_module(arguments[1:])
+    if program == "make":
+        return _complaint_of_targets(arguments)
+    if program == "pytest":
+        return _missing(argument.split("::")[0] for argument in arguments if "/" in argument)
+    return _missing([program]) if "/" in program and not program.startswith("/") else None
+
+
+def _complaint_of_verb(arguments: list[str]) -> str | None:
+    if not arguments or arguments[0] in ("VERB", "--help", "--version"):
+        return None
+    verb, *rest = arguments
+    if verb not in VERBS:
+        return f"there is no verb {verb!r}"
+    return _unknown(_flags(rest), flags_of_verb(verb))
+
+
+def _complaint_of_module(arguments: list[str]) -> str | None:
+    module, *rest = arguments
+    if module.split(".")[0] not in _SOURCES:
+        return None
+    if importlib.util.find_spec(module) is None:
+        return f"there is no module {module}"
+    return _unknown(_flags(rest), all_flags())
+
+
+def _complaint_of_targets(arguments: list[str]) -> str | None:
+    targets = set(re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    wanted = [argument for argument in arguments if "=" not in argument]
+    unknown = [target for target in wanted if target not in targets]
+    return f"make has no {', '.join(unknown)}" if unknown else None
+
+
+def _missing(paths: Iterable[str]) -> str | None:
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    return f"there is no {', '.join(missing)}" if missing else None
+
+
+def _flags(arguments: list[str]) -> list[str]:
+    """What stands behind a bare `--` is for somebody else."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return [argument.partition("=")[0] for argument in own if argument.startswith("--")]
+
+
+def _unknown(flags: list[str], known: frozenset[str]) -> str | None:
+    unknown = sorted(set(flags) - known - {"--help", "--config"})
+    return f"unknown: {', '.join(unknown)}" if unknown else None
+
+
+@cache
+def flags_of_verb(verb: str) -> frozenset[str]:
+    """Of all forms that the verb has; for verbs without options of the configuration, all flags there are."""
+    classes = [cls for title, cls in OPTIONS if title.split()[1] == verb]
+    if not classes or verb == "traces":
+        return all_flags()
+    options = [option for cls in classes for option in options_of(cls)]
+    flags = {option.flag for option in options} | {option.negated_flag for option in options}
+    return frozenset(flags | {"--role", "--conditional-disaggregation", "--role-switching"})
+
+
+@cache
+def all_flags() -> frozenset[str]:
+    """That anything here understands: options of the configuration, and what is given to argparse."""
+    options = [option for _, cls in OPTIONS for option in options_of(cls)]
+    flags = {option.flag for option in options} | {option.negated_flag for option in options}
+    for package in _SOURCES:
+        for path in (ROOT / package).rglob("*.py"):
+            flags |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text()))
+    return frozenset(flags)

@@ -1,13 +1,14 @@
-"""A real cluster of processes under test, and what tests want to know of it."""
+"""A real cluster of processes under test, what tests ask of it, and what its processes say of their pools."""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,31 @@ from typing import Any
 import grpc
 import httpx2 as httpx
 import psutil
+from google.protobuf.message import Message
 
 from deploy.local import LocalCluster
-from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.ids import new_id
+from protocol.keys import KEY_BYTES, BlockKey, block_keys, root_key
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
+from tests.random_models import make_model
 from tests.stopping import stopped
 
-# One compute thread per worker, exact numbers, objectives that nothing misses, and reads however slow they are.
+# One compute thread per worker, exact numbers, objectives that nothing misses, and reads however slow they are. Native
+# kernels give output that is computed again the same bits (ARCHITECTURE.md, invariant 6); auto may mix torch's in.
+NO_OBJECTIVES = ("--ttft-slo", "10000", "--tbt-slo", "10000")
 UNHURRIED = (
     *("--store-reads", "always"),
-    *("--dtype", "float32", "--num-threads", "1"),
-    *("--ttft-slo", "10000", "--tbt-slo", "10000"),
+    *("--dtype", "float32", "--num-threads", "1", "--kernels", "native"),
+    *NO_OBJECTIVES,
 )
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+"""Of an answer whose every token is determined."""
+
+LANDING_TTL_S = 60.0
+"""The longest that a decode worker grants blocks without hearing of them again."""
 
 POLL_S = 0.05
 """Most conditions are asked of three processes that share the processors with what is waited for."""
@@ -46,8 +58,10 @@ class Cluster(LocalCluster):
     ) -> None:
         self.token = secrets.token_hex(8)
         self.headers: dict[str, str] = {}  # of every request, such as an API key
-        own = {"MOONSERVE_CLUSTER_TOKEN": self.token, **(environ or {})}
-        super().__init__(model, *flags, log_dir=log_dir, environ=own, port=free_port())
+        # Beside other tests, workers that give way would wait for seconds for a turn of the processor.
+        own = {"MOONSERVE_CLUSTER_TOKEN": self.token, "MOONSERVE_WORKER_NICE": "0"}
+        own |= environ or {}
+        super().__init__(model, *flags, log_dir=log_dir, environ=own)
 
     def wait_until_ready(self, timeout_s: float = 3 * PATIENCE_S) -> None:
         super().wait_until_ready(timeout_s)
@@ -69,6 +83,32 @@ class Cluster(LocalCluster):
             answer: dict[str, Any] = response.json()
             return answer
 
+    def greedy(self, prompt: Any, max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        """As `complete`, with `GREEDY` where the parameters say nothing else."""
+        return self.complete(prompt, max_tokens=max_tokens, **{**GREEDY, **parameters})
+
+    def decisions(self, request_id: str) -> list[dict[str, Any]]:
+        """The conductor's decisions about a request, one per choice and attempt."""
+        with self.client() as client:
+            reply = client.get(f"/v1/requests/{request_id}/explain")
+        assert reply.status_code == 200, reply.text
+        found: list[dict[str, Any]] = reply.json()["decisions"]
+        return found
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples, as the gateway tells them."""
+        with self.client() as client:
+            return metric(client.get("/metrics").text, name)
+
+    def fingerprint(self) -> str:
+        with self.client() as client:
+            found: str = client.get("/v1/cluster").json()["fingerprint"]
+            return found
+
+    def keys_of(self, prompt: Sequence[int], block_size: int, salt: str = "") -> list[BlockKey]:
+        """Keys of the prompt's full blocks, as gateways make them."""
+        return block_keys(root_key(self.fingerprint(), salt), prompt, block_size)
+
     def instances(self) -> list[dict[str, Any]]:
         with self.client() as client:
             listed: list[dict[str, Any]] = client.get("/v1/cluster").json()["instances"]
@@ -87,20 +127,135 @@ class Cluster(LocalCluster):
         found = [i["epoch"] for i in self.instances() if i["instance_id"] == instance_id]
         return found[0] if found else 0
 
-    def status(self, instance_id: str) -> worker_pb2.WorkerStatus:
-        """What a worker says of itself, now."""
-        found = self.instance(instance_id)
-        with grpc.insecure_channel(found["rpc_address"]) as channel:
-            return worker_pb2_grpc.WorkerStub(channel).GetStatus(
-                worker_pb2.GetStatusRequest(),
+    def is_member(self, instance_id: str) -> bool:
+        return self.epoch(instance_id) > 0
+
+    def rpc(self, instance_id: str, stub: Callable[..., Any], method: str, request: Message) -> Any:
+        """A member's reply, asked where it is now: one that was restarted has another address."""
+        return self.rpc_at(self.instance(instance_id)["rpc_address"], stub, method, request)
+
+    def rpc_at(self, address: str, stub: Callable[..., Any], method: str, request: Message) -> Any:
+        with grpc.insecure_channel(address) as channel:
+            return getattr(stub(channel), method)(
+                request,
                 metadata=((TOKEN_HEADER, self.token),),
                 timeout=PATIENCE_S,
                 wait_for_ready=True,
             )
 
+    def conductor_address(self, name: str = "conductor") -> str:
+        """Where a conductor serves, as its log says."""
+        log = (self.log_dir / f"{name}.log").read_text()
+        found: str = re.findall(r"ready rpc=([0-9.]+:[0-9]+)", log)[-1]
+        return found
+
+    def status(self, instance_id: str) -> worker_pb2.WorkerStatus:
+        """What a worker says of itself, now."""
+        request = worker_pb2.GetStatusRequest()
+        status: worker_pb2.WorkerStatus = self.rpc(
+            instance_id, worker_pb2_grpc.WorkerStub, "GetStatus", request
+        )
+        return status
+
+    def store(self, instance_id: str = "store-0") -> kvstore_pb2.StoreStatsReply:
+        """What a store node says of itself, now."""
+        request = kvstore_pb2.StoreStatsRequest()
+        stats: kvstore_pb2.StoreStatsReply = self.rpc(
+            instance_id, kvstore_pb2_grpc.KvStoreStub, "Stats", request
+        )
+        return stats
+
     def counters(self, instance_id: str) -> dict[str, int]:
-        """What a worker counts about itself since its start."""
-        return dict(self.status(instance_id).counters)
+        """What a worker or a store counts about itself since its start."""
+        is_store = instance_id.startswith("store")
+        return dict((self.store if is_store else self.status)(instance_id).counters)
+
+    def counter(self, instance_id: str, name: str) -> int:
+        """0 for one that has not been counted yet."""
+        return self.counters(instance_id).get(name, 0)
+
+    # What is in the store
+
+    def places(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """(offset, length) of the objects of these keys in store-0's memory; of the leading ones that it has."""
+        lease_id = new_id("lease")  # an id whose lease has ended is refused for ever
+        stub = kvstore_pb2_grpc.KvStoreStub
+        request = kvstore_pb2.StoreLeaseRequest(lease_id=lease_id, keys=keys, ttl_s=60)
+        reply = self.rpc("store-0", stub, "Lease", request)
+        self.rpc("store-0", stub, "Release", kvstore_pb2.StoreReleaseRequest(lease_id=lease_id))
+        return [(stored.offset, stored.length) for stored in reply.objects]
+
+    def num_indexed(self) -> int:
+        """How many blocks the conductor knows to be in stores."""
+        return sum(i["indexed_blocks"] for i in self.instances() if i["role"] == "store")
+
+    def wait_until_stored(self, prompts: Iterable[Sequence[int]], block_size: int) -> None:
+        """All full blocks of these prompts are in store-0, and the conductor knows. Not so many of anybody's."""
+        for keys in (self.keys_of(prompt, block_size) for prompt in prompts):
+            if keys:
+                self.wait_for(
+                    "the write-behind", lambda keys=keys: len(self.places(keys)) == len(keys)
+                )
+        num_objects = self.store().num_objects
+        self.wait_for("the index", lambda: self.num_indexed() >= num_objects)
+
+    def flip_byte(self, prompt: Sequence[int], block: int, block_size: int) -> None:
+        """Flips a bit in the middle of a prompt's block where store-0 has it in memory."""
+        offset, length = self.places(self.keys_of(prompt, block_size))[block]
+        pid = self.pids()["store-0"]
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        (start,) = re.findall(
+            r"^([0-9a-f]+)-\S+ rw-s .*/memfd:moonserve:objects", maps, re.MULTILINE
+        )
+        with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+            place = int(start, 16) + offset + length // 2
+            memory.seek(place)
+            (byte,) = memory.read(1)
+            memory.seek(place)
+            memory.write(bytes([byte ^ 0x40]))
+
+    # What is taken
+
+    @contextmanager
+    def landing(self, instance_id: str, num_blocks: int, block_size: int) -> Iterator[Landing]:
+        """So many blocks of a decode worker are the test's within the block, for as long as it renews them."""
+        landing = Landing(self, instance_id)
+        landing.reserve(num_blocks, block_size)
+        try:
+            yield landing
+        finally:
+            landing.release()
+
+    def in_use(self) -> list[str]:
+        """What is not free, per instance; empty when everything has been given back and all are members."""
+        roles = {each["instance_id"]: each["role"] for each in self.instances()}
+        found: list[str] = []
+        for name in self.pids():
+            if name not in roles and name.startswith(("prefill", "decode", "store")):
+                found.append(f"{name} is no member")
+            elif name in roles:
+                found += self._store_use(name) if roles[name] == "store" else self._use(name)
+        return found
+
+    def _use(self, name: str) -> list[str]:
+        status = self.status(name)
+        load = status.load
+        counted = load.free_blocks + load.held_blocks + load.leased_blocks
+        assert counted == status.num_blocks, f"{name} lost blocks: {status}"
+        busy = load.held_blocks or load.leased_blocks or load.num_waiting or load.num_running
+        return [f"{name}: {load}"] if busy else []
+
+    def _store_use(self, name: str) -> list[str]:
+        stats = self.store(name)
+        counted = stats.free_bytes + stats.held_bytes + stats.leased_bytes + stats.reserved_bytes
+        assert counted == stats.capacity_bytes, f"{name} lost bytes: {stats}"
+        return [f"{name}: {stats}"] if stats.leased_bytes or stats.reserved_bytes else []
+
+    def wait_until_all_is_free(self) -> None:
+        """Fails when a pool still holds something for a request after `PATIENCE_S`."""
+        self.wait_for("all pools free", lambda: not self.in_use())
+
+    # Processes
 
     def pids(self) -> dict[str, int]:
         """Process id of every instance, by instance id; of two, as there are while one is replaced, the later one's."""
@@ -128,6 +283,15 @@ class Cluster(LocalCluster):
             return epoch
 
         return kill_now
+
+    def restart(self, *instance_ids: str) -> None:
+        """Kills these workers; returns when their successors, which have nothing cached, are members."""
+        kills = [self.killer(name) for name in instance_ids]
+        epochs = dict(zip(instance_ids, [kill() for kill in kills], strict=True))
+        self.wait_for(
+            "the successors",
+            lambda: all(self.epoch(name) > epoch for name, epoch in epochs.items()),
+        )
 
     def stopped(self, instance_id: str) -> AbstractContextManager[None]:
         """The process does nothing within the block, as if its machine had hung."""
@@ -169,6 +333,68 @@ def running_cluster(
     finally:
         if cluster.process.poll() is None:
             assert cluster.stop() == 0, cluster.output
+
+
+@contextmanager
+def small_cluster(
+    folder: Path,
+    *flags: str,
+    context: int = 1024,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Cluster]:
+    """A cluster of a small random model, `folder`/model, whose tokens are bytes, and which reads `context` of them."""
+    make_model("llama", folder / "model", max_position_embeddings=context)
+    with running_cluster(folder / "model", folder / "logs", *flags, environ=environ) as cluster:
+        yield cluster
+
+
+class Landing:
+    """Blocks of a decode worker that are this test's for as long as it renews its lease and releases nothing: what a
+    prefill worker has whose prompt takes long."""
+
+    def __init__(self, cluster: Cluster, instance_id: str) -> None:
+        self._cluster = cluster
+        self._address = cluster.instance(instance_id)["rpc_address"]
+        self._lease_id = new_id("lease")
+
+    def reserve(self, num_blocks: int, block_size: int) -> None:
+        """Of fresh keys, so that nothing cached is shared."""
+        request = worker_pb2.ReserveRequest(
+            lease_id=self._lease_id,
+            request_id=new_id("req"),
+            fingerprint=self._cluster.fingerprint(),
+            num_tokens=num_blocks * block_size,
+            block_keys=secrets.token_bytes(num_blocks * KEY_BYTES),
+            ttl_s=LANDING_TTL_S,
+        )
+        assert len(self._call("Reserve", request).block_ids) == num_blocks
+
+    def renew(self) -> None:
+        """To be called while it is waited for something, now and then."""
+        self._call("Renew", worker_pb2.RenewRequest(lease_id=self._lease_id, ttl_s=LANDING_TTL_S))
+
+    def release(self) -> None:
+        self._call("Release", worker_pb2.ReleaseRequest(lease_id=self._lease_id))
+
+    def _call(self, method: str, request: Message) -> Any:
+        return self._cluster.rpc_at(self._address, worker_pb2_grpc.LandingStub, method, request)
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    """Of the first choice."""
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def cached_of(answer: dict[str, Any]) -> int:
+    """Tokens of the prompt whose KV was not computed for this answer."""
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def prompt_of(name: object, length: int, vocab_size: int = 256) -> list[int]:
+    """The same for the same name, and nobody else's."""
+    return random.Random(str(name)).choices(range(vocab_size), k=length)
 
 
 def metric(text: str, name: str) -> float:

@@ -14,8 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.cluster import UNHURRIED, running_cluster
-from tests.random_models import make_model
+from tests.e2e.cluster import UNHURRIED, small_cluster
 
 # A small model with a short context: nothing that is generated takes long.
 CONTEXT = 128
@@ -52,13 +51,13 @@ def main() -> int:
     limits = ("--max-time", str(args.seconds), "--continue-on-failure")
     if args.url:
         return run(args.url, *limits)
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        make_model("llama", model, max_position_embeddings=CONTEXT)
-        with running_cluster(model, Path(folder) / "logs", *UNHURRIED) as cluster:
-            code = run(cluster.url, *limits)
-            assert not cluster.tracebacks(), cluster.logs()
-            return code
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_cluster(Path(folder), *UNHURRIED, context=CONTEXT) as cluster,
+    ):
+        code = run(cluster.url, *limits)
+        assert not cluster.tracebacks(), cluster.logs()
+        return code
 
 
 if __name__ == "__main__":

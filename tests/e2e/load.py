@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
 import httpx2 as httpx
 
 from tests.background import Background
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import GREEDY, Cluster, tokens_of
+from tests.e2e.sse import read_choice
 from tests.patience import PATIENCE_S
 
 
@@ -76,3 +79,59 @@ class BackgroundLoad(Background):
                 flowing.set()
         with self.lock:
             self.num_finished += 1
+
+
+class Regulars(Background):
+    """Clients who ask for the same answers without a pause, each of one prompt, beside one who reads a long stream:
+    every answer must come, and be what it was before the block."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        num_streamed: int = 0,
+    ) -> None:
+        """`num_streamed`: tokens of the stream; 0 = nobody reads one."""
+        self._cluster = cluster
+        self._num_tokens = num_tokens
+        self._streamed = {"prompt": prompts[0], "max_tokens": num_streamed, **GREEDY}
+        loops = [partial(self._ask_on, prompt, self._ask(prompt)) for prompt in prompts]
+        if num_streamed:
+            loops.append(partial(self._read_on, self._read()))
+        super().__init__(loops)
+        self.begun_and_done: list[tuple[float, float]] = []  # of each short answer
+        self.num_streams = 0  # that were read
+        self._num_prompts = len(prompts)
+
+    def __enter__(self) -> Self:
+        """Returns when there are more answers than clients."""
+        super().__enter__()
+        self._cluster.wait_for(
+            "answers", lambda: len(self.begun_and_done) > self._num_prompts or self.failures
+        )
+        return self
+
+    def answered_since(self, began: float) -> list[float]:
+        """When answers ended whose requests came after `began`."""
+        return [done for begun, done in self.begun_and_done if begun > began]
+
+    def _ask(self, prompt: list[int]) -> list[int]:
+        return tokens_of(self._cluster.greedy(prompt, self._num_tokens))
+
+    def _ask_on(self, prompt: list[int], right: list[int]) -> None:
+        while True:
+            begun = time.monotonic()
+            assert self._ask(prompt) == right
+            self.begun_and_done.append((begun, time.monotonic()))
+            if self.stopping.is_set():
+                return
+
+    def _read(self) -> list[int]:
+        with self._cluster.client() as client:
+            return read_choice(client, self._streamed).token_ids
+
+    def _read_on(self, right: list[int]) -> None:
+        while not self.stopping.is_set():
+            assert self._read() == right
+            self.num_streams += 1

@@ -15,7 +15,13 @@ from tests.patience import PATIENCE_S
 class RawClient:
     """One connection to the cluster's endpoint."""
 
-    def __init__(self, cluster: Cluster, *, receive_buffer: int | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        receive_buffer: int | None = None,
+    ) -> None:
+        self._headers = cluster.headers
         self.socket = socket.socket()
         self.socket.settimeout(PATIENCE_S)
         if receive_buffer is not None:  # before connecting, or the window is agreed already
@@ -36,7 +42,8 @@ class RawClient:
         method: str = "POST",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        lines = {"Host": "test", "Content-Type": "application/json", **(headers or {})}
+        lines = {"Host": "test", "Content-Type": "application/json", **self._headers}
+        lines |= headers or {}
         lines.setdefault("Content-Length", str(len(body)))
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
         self.socket.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)

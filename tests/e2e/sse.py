@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
 
 DONE = "data: [DONE]"
+
+
+@dataclass(slots=True)
+class Said:
+    """All that a client saw of one choice, in whatever pieces it came."""
+
+    text: str = ""
+    arguments: str = ""  # of tool calls
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str | None = None
+    request_ids: set[str] = field(default_factory=set)
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        self.request_ids.add(chunk["id"])
+        (choice,) = chunk["choices"]
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        self.text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            self.arguments += call["function"]["arguments"]
+        self.token_ids += choice.get("token_ids") or ()
+        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
+        self.reason = choice["finish_reason"] or self.reason
 
 
 def read_stream(
@@ -31,30 +55,18 @@ def read_stream(
     return chunks
 
 
-def read_completion(
+def read_choice(
     client: httpx.Client,
     body: dict[str, Any],
     on_tokens: Callable[[int], None] = lambda count: None,
-) -> tuple[str, list[int]]:
-    """Text and token ids of a streamed completion that was asked to return them; `on_tokens` is told how many there are
-    as they come."""
-    text, tokens = "", list[int]()
+    path: str = "/v1/completions",
+) -> Said:
+    """A streamed reply of one choice; `on_tokens` is told how many tokens there are as they come."""
+    said = Said()
 
     def on_chunk(chunk: dict[str, Any]) -> None:
-        nonlocal text
-        (choice,) = chunk["choices"]
-        text += choice["text"]
-        tokens.extend(choice.get("token_ids") or ())
-        on_tokens(len(tokens))
+        said.add(chunk)
+        on_tokens(len(said.token_ids))
 
-    read_stream(client, "/v1/completions", body, on_chunk)
-    return text, tokens
-
-
-def stream_tokens(client: httpx.Client, body: dict[str, Any]) -> list[int]:
-    """Token ids of a streamed completion that was asked to return them and must end by its length."""
-    choices = [
-        choice for c in read_stream(client, "/v1/completions", body) for choice in c["choices"]
-    ]
-    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
-    return [token for choice in choices for token in choice.get("token_ids") or ()]
+    read_stream(client, path, {**body, "return_token_ids": True}, on_chunk)
+    return said

@@ -8,10 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.e2e.accounts import Accounts, accounts_of
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import Cluster, prompt_of, small_cluster
 from tests.e2e.raw_http import RawClient, read_events
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +20,7 @@ LONG = 16_000
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
-    *("--kernels", "torch"),  # slower: every phase has to last until it is noticed
+    *("--kernels", "torch"),  # slow: every phase has to last until it is noticed
 )
 BLOCK_SIZE = 32
 NUM_BLOCKS = 2_048
@@ -35,110 +33,104 @@ TOO_MANY_BLOCKS = 2_000
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cancel")
-    make_model("llama", folder / "model", max_position_embeddings=MAX_MODEL_LEN)
-    with running_cluster(folder / "model", folder / "logs", *FLAGS) as cluster:
-        yield cluster
-        assert not cluster.tracebacks(), cluster.logs()
+    with small_cluster(folder, *FLAGS, context=MAX_MODEL_LEN) as started:
+        assert started.status("decode-0").num_blocks == NUM_BLOCKS
+        yield started
+        assert not started.tracebacks(), started.logs()
 
 
-@pytest.fixture
-def accounts(cluster: Cluster) -> Iterator[Accounts]:
-    """Of a cluster that is idle before the test, and must be so again after it and still serve."""
-    with accounts_of(cluster) as accounts:
-        accounts.wait_until_all_is_free()
-        assert accounts.worker("decode-0").num_blocks == NUM_BLOCKS
-        yield accounts
-        accounts.wait_until_all_is_free()
-        answer = cluster.complete([1, 2, 3], max_tokens=5, ignore_eos=True)
-        assert answer["usage"]["completion_tokens"] == 5
-        accounts.wait_until_all_is_free()
+@pytest.fixture(autouse=True)
+def _is_idle_again_and_serves(cluster: Cluster) -> Iterator[None]:
+    cluster.wait_until_all_is_free()
+    yield
+    cluster.wait_until_all_is_free()
+    answer = cluster.complete([1, 2, 3], max_tokens=5, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 5
 
 
 def long_prompt(name: str) -> list[int]:
     """A different one for each name, so that nothing of it is cached."""
-    return random.Random(name).choices(range(256), k=LONG)
+    return prompt_of(name, LONG)
 
 
-def wait_for_count(cluster: Cluster, accounts: Accounts, name: str, at_least: int) -> None:
-    cluster.wait_for(name, lambda: accounts.counter("prefill-0", name) >= at_least)
+def wait_for_count(cluster: Cluster, name: str, at_least: int) -> None:
+    cluster.wait_for(name, lambda: cluster.counter("prefill-0", name) >= at_least)
 
 
-def test_while_queued(cluster: Cluster, accounts: Accounts) -> None:
+def test_while_queued(cluster: Cluster) -> None:
     """None is handed off, and so none begun, while the decode worker has no room: the line stays."""
     with (
-        accounts.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing,
+        cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing,
         ExitStack() as clients,
     ):
         for index in range(12):
             client = clients.enter_context(RawClient(cluster))
             client.ask(long_prompt(f"queued {index}"), max_tokens=100)
         # More than four are not prepared ahead, so the last ones have neither blocks nor landings.
-        cluster.wait_for("a queue", lambda: landing.renew() or waiting(accounts) > 5)
+        cluster.wait_for("a queue", lambda: landing.renew() or waiting(cluster) > 5)
     # They left in reverse order, the last one first.
-    wait_for_count(cluster, accounts, "cancelled_queued", 1)
+    wait_for_count(cluster, "cancelled_queued", 1)
 
 
-def waiting(accounts: Accounts) -> int:
-    return accounts.worker("prefill-0").load.num_waiting
+def waiting(cluster: Cluster) -> int:
+    return cluster.status("prefill-0").load.num_waiting
 
 
-def test_while_its_prompt_is_computed(cluster: Cluster, accounts: Accounts) -> None:
+def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
     """On a busy machine the client may leave when all is computed: then another one is tried."""
-    assert any(left_while_running(cluster, accounts, attempt) for attempt in range(10))
+    assert any(left_while_running(cluster, attempt) for attempt in range(10))
 
 
-def left_while_running(cluster: Cluster, accounts: Accounts, attempt: int) -> bool:
+def left_while_running(cluster: Cluster, attempt: int) -> bool:
     """False: its prompt was computed already."""
     before, handed_off = (
-        accounts.counter("prefill-0", name) for name in ("cancelled_running", "handed_off_requests")
+        cluster.counter("prefill-0", name) for name in ("cancelled_running", "handed_off_requests")
     )
 
     def runs_or_ran() -> bool:
-        status = accounts.worker("prefill-0")
+        status = cluster.status("prefill-0")
         return status.load.num_running == 1 or status.counters["handed_off_requests"] > handed_off
 
     with RawClient(cluster) as client:
         client.ask(long_prompt(f"prefill {attempt}"), max_tokens=100)
         cluster.wait_for("its run", runs_or_ran)
-    accounts.wait_until_all_is_free()
-    return accounts.counter("prefill-0", "cancelled_running") > before
+    cluster.wait_until_all_is_free()
+    return cluster.counter("prefill-0", "cancelled_running") > before
 
 
-def test_while_the_decode_worker_cannot_grant_a_landing(
-    cluster: Cluster, accounts: Accounts
-) -> None:
-    with accounts.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing:
+def test_while_the_decode_worker_cannot_grant_a_landing(cluster: Cluster) -> None:
+    with cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing:
         with RawClient(cluster) as client:
             client.ask(long_prompt("reserving"), max_tokens=100)
             cluster.wait_for(
                 "its blocks",
-                lambda: landing.renew() or accounts.worker("prefill-0").load.held_blocks > 0,
+                lambda: landing.renew() or cluster.status("prefill-0").load.held_blocks > 0,
             )
-        wait_for_count(cluster, accounts, "cancelled_reserving", 1)
+        wait_for_count(cluster, "cancelled_reserving", 1)
 
 
-def test_while_its_kv_is_on_the_way(cluster: Cluster, accounts: Accounts) -> None:
+def test_while_its_kv_is_on_the_way(cluster: Cluster) -> None:
     """On a busy machine the stop may come when all has arrived: then another one is tried."""
-    assert any(left_while_sending(cluster, accounts, attempt) for attempt in range(10))
+    assert any(left_while_sending(cluster, attempt) for attempt in range(10))
 
 
-def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bool:
+def left_while_sending(cluster: Cluster, attempt: int) -> bool:
     """False: the decode worker had all of it already, or the stop came so soon that computing waits for it."""
     # The stop of an earlier attempt may have made the conductor give the decode worker up.
     cluster.wait_for("service", lambda: serves(cluster))
-    accounts.wait_until_all_is_free()
-    handed_off = accounts.counter("prefill-0", "handed_off_requests")
+    cluster.wait_until_all_is_free()
+    handed_off = cluster.counter("prefill-0", "handed_off_requests")
     sending, committing = (
-        accounts.counter("prefill-0", f"cancelled_{phase}") for phase in ("sending", "committing")
+        cluster.counter("prefill-0", f"cancelled_{phase}") for phase in ("sending", "committing")
     )
 
     def is_handed_off() -> bool:
-        return accounts.counter("prefill-0", "handed_off_requests") > handed_off
+        return cluster.counter("prefill-0", "handed_off_requests") > handed_off
 
     def is_cancelled() -> bool:
         return (
-            accounts.counter("prefill-0", "cancelled_sending") > sending
-            or accounts.counter("prefill-0", "cancelled_committing") > committing
+            cluster.counter("prefill-0", "cancelled_sending") > sending
+            or cluster.counter("prefill-0", "cancelled_committing") > committing
         )
 
     with RawClient(cluster) as client:
@@ -146,7 +138,7 @@ def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bo
         client.ask(long_prompt(f"sending {attempt}")[: 8_000 >> attempt // 2], max_tokens=100)
         cluster.wait_for(
             "its landing",
-            lambda: accounts.worker("decode-0").load.leased_blocks > 0 or is_handed_off(),
+            lambda: cluster.status("decode-0").load.leased_blocks > 0 or is_handed_off(),
         )
         with cluster.stopped("decode-0"):
             # All is computed, but what was sent since the stop has not arrived.
@@ -158,8 +150,8 @@ def left_while_sending(cluster: Cluster, accounts: Accounts, attempt: int) -> bo
             assert first["choices"][0]["finish_reason"] is None
             client.leave()
             cluster.wait_for("its end", lambda: is_cancelled() or is_handed_off())
-    accounts.wait_until_all_is_free()
-    return accounts.counter("prefill-0", "cancelled_sending") > sending
+    cluster.wait_until_all_is_free()
+    return cluster.counter("prefill-0", "cancelled_sending") > sending
 
 
 def serves(cluster: Cluster) -> bool:
@@ -168,33 +160,22 @@ def serves(cluster: Cluster) -> bool:
         return client.post("/v1/completions", json=wish).is_success
 
 
-def test_while_its_tokens_come(cluster: Cluster, accounts: Accounts) -> None:
-    dropped = accounts.counter("decode-0", "requests_dropped")
-    with RawClient(cluster) as client:
-        client.ask([5, 6, 7], max_tokens=MAX_MODEL_LEN - 3)
-        read_events(client.reply(), 5)
-        assert accounts.worker("decode-0").load.held_blocks > 0
-    cluster.wait_for(
-        "the end", lambda: accounts.counter("decode-0", "requests_dropped") == dropped + 1
-    )
-
-
-def test_while_a_whole_reply_is_made(cluster: Cluster, accounts: Accounts) -> None:
-    dropped = accounts.counter("decode-0", "requests_dropped")
+def test_while_a_whole_reply_is_made(cluster: Cluster) -> None:
+    dropped = cluster.counter("decode-0", "requests_dropped")
     with RawClient(cluster) as client:
         client.ask([8, 9], max_tokens=MAX_MODEL_LEN - 2, stream=False, n=3)
-        cluster.wait_for("choices", lambda: accounts.worker("decode-0").load.num_running == 3)
+        cluster.wait_for("choices", lambda: cluster.status("decode-0").load.num_running == 3)
     cluster.wait_for(
-        "the end", lambda: accounts.counter("decode-0", "requests_dropped") == dropped + 3
+        "the end", lambda: cluster.counter("decode-0", "requests_dropped") == dropped + 3
     )
 
 
-def test_twenty_at_once_in_any_phase(cluster: Cluster, accounts: Accounts) -> None:
+def test_twenty_at_once_in_any_phase(cluster: Cluster) -> None:
     dice = random.Random(1)
     clients = [RawClient(cluster) for _ in range(20)]
     for index, client in enumerate(clients):
         prompt = long_prompt(f"any {index}")[: dice.choice((3, 40, 500, 3_000))]
         client.ask(prompt, max_tokens=dice.choice((1, 20, 1_000)))
-    cluster.wait_for("tokens", lambda: accounts.worker("decode-0").load.num_running > 0)
+    cluster.wait_for("tokens", lambda: cluster.status("decode-0").load.num_running > 0)
     for client in dice.sample(clients, len(clients)):
         client.leave()

@@ -3,7 +3,6 @@ without one, and its death costs time and nothing else."""
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.accounts import accounts_of
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import GREEDY, Cluster, cached_of, prompt_of, small_cluster
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -36,26 +33,19 @@ ATTEMPTS = 6
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_model("llama", folder, max_position_embeddings=16_384)
-    return folder
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with small_cluster(tmp_path_factory.mktemp("model"), *FLAGS, context=16_384) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(model, tmp_path_factory.mktemp("logs"), *FLAGS) as cluster:
-        yield cluster
-
-
-def tokens_of(name: str, count: int) -> list[int]:
-    return random.Random(name).choices(range(256), k=count)
+def model(cluster: Cluster) -> Path:
+    return cluster.log_dir.parent / "model"
 
 
 def ask(cluster: Cluster, prompt: list[int]) -> tuple[dict[str, Any], str]:
     """The answer, and who prefilled."""
-    wish = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    body = {"prompt": prompt, "return_token_ids": True, **wish}
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "logprobs": 0, **GREEDY}
     with cluster.client() as client:
         response = client.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
@@ -71,7 +61,7 @@ def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
         count = 0
         while not over.is_set():
             count += 1
-            prompt = tokens_of(f"{name} {number} {count}", LONG)
+            prompt = prompt_of(f"{name} {number} {count}", LONG)
             with cluster.client() as client:
                 body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
                 response = client.post("/v1/completions", json=body, headers=APART)
@@ -99,17 +89,12 @@ def expected(model: Path, prompts: list[list[int]]) -> list[Continuation]:
     return continuations(load_reference(model), prompts, NUM_TOKENS)
 
 
-def cached(answer: dict[str, Any]) -> int:
-    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found
-
-
 @pytest.mark.parametrize("length", [1, 32, 100])
 def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(
     cluster: Cluster, model: Path, length: int
 ) -> None:
     """A prompt of another beginning each time, until one is: the queue may have ended just then."""
-    prompts = [tokens_of(f"short {length} {number}", length) for number in range(ATTEMPTS)]
+    prompts = [prompt_of(f"short {length} {number}", length) for number in range(ATTEMPTS)]
     with busy_prefill(cluster, f"short {length}"):
         answers = [read_by_decode(cluster, prompt) for prompt in prompts]
     pairs = [
@@ -126,17 +111,15 @@ def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: 
     stems: list[list[int]] = []  # a new one each time: nobody else has computed the last one
 
     def is_read_there() -> bool:
-        stems.append(tokens_of(f"stem {len(stems)}", 100))
+        stems.append(prompt_of(f"stem {len(stems)}", 100))
         return read_by_decode(cluster, stems[-1]) is not None
 
     with busy_prefill(cluster, "stem"):
         cluster.wait_for("a stem read there", is_read_there)
     stem = stems[-1]
-    with accounts_of(cluster) as accounts:
-        accounts.wait_until_stored([stem], BLOCK_SIZE)
-    epoch = cluster.kill("decode-0")
-    cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epoch)
-    prompts = [[*stem, *tokens_of(f"leaf {number}", 20)] for number in range(ATTEMPTS)]
+    cluster.wait_until_stored([stem], BLOCK_SIZE)
+    cluster.restart("decode-0")
+    prompts = [[*stem, *prompt_of(f"leaf {number}", 20)] for number in range(ATTEMPTS)]
     with busy_prefill(cluster, "leaf"):
         answers = [read_by_decode(cluster, prompt) for prompt in prompts]
     known = [
@@ -144,7 +127,7 @@ def test_a_prefix_from_the_store_gives_the_same_tokens(cluster: Cluster, model: 
     ]
     assert known, cluster.logs()
     assert sum(num_ties(*pair) for pair in known) <= 1
-    assert {cached(answer) for answer, _ in known} == {96}
+    assert {cached_of(answer) for answer, _ in known} == {96}
 
 
 def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(
@@ -155,7 +138,7 @@ def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(
 
 
 def killed_in_the_middle(cluster: Cluster, model: Path, number: int) -> bool:
-    prompt = tokens_of(f"middle {number}", 3_000)
+    prompt = prompt_of(f"middle {number}", 3_000)
 
     def is_read() -> bool:
         return cluster.status("decode-0").load.queued_tokens > 1
@@ -175,12 +158,11 @@ def killed_in_the_middle(cluster: Cluster, model: Path, number: int) -> bool:
 def test_an_explanation_shows_the_decode_worker_that_prefilled(cluster: Cluster) -> None:
     with busy_prefill(cluster, "explained"):
         for number in range(ATTEMPTS):
-            answer = read_by_decode(cluster, tokens_of(f"explained {number}", 50))
+            answer = read_by_decode(cluster, prompt_of(f"explained {number}", 50))
             if answer is not None:
                 break
     assert answer is not None
-    with cluster.client() as client:
-        [decision] = client.get(f"/v1/requests/{answer['id']}/explain").json()["decisions"]
+    [decision] = cluster.decisions(answer["id"])
     assert decision["is_undivided"]
     [row] = decision["undivided_candidates"]
     assert row["instance_id"] == "decode-0"

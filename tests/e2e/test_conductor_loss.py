@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
-import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -26,17 +21,14 @@ from protocol.pb import (
     leadership_pb2_grpc,
 )
 from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
-from tests.e2e.cluster import Cluster, running_cluster
-from tests.e2e.sse import stream_tokens
-from tests.patience import PATIENCE_S
-from tests.random_models import make_model
+from tests.e2e.cluster import Cluster, prompt_of, small_cluster
+from tests.e2e.load import Regulars
 from tests.redis_server import RedisServer
 from tests.stopping import stop
 
 pytestmark = pytest.mark.e2e
 
 NAMES = ("conductor-0", "conductor-1")
-WISH = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 NUM_CLIENTS = 3
 
 
@@ -48,24 +40,19 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("conductors")
-    make_model("llama", folder / "model", max_position_embeddings=4096)
-    flags = ("--conductors", "2", "--registry", redis.url, "--dtype", "float32")
-    # Who leads is not taken for dead where it waits for a processor for as long as the default.
-    flags += ("--leader-ttl-s", "5")
-    limits = ("--ttft-slo", "10000", "--tbt-slo", "10000", "--num-threads", "1")
-    with running_cluster(folder / "model", folder / "logs", *flags, *limits) as cluster:
-        yield cluster
-
-
-def address(cluster: Cluster, name: str) -> str:
-    log = (cluster.log_dir / f"{name}.log").read_text()
-    return re.findall(r"ready rpc=(\S+)", log)[-1]
+    flags = (
+        *("--conductors", "2", "--registry", redis.url, "--dtype", "float32"),
+        # Who leads is not taken for dead where it waits for a processor for as long as the default.
+        *("--kernels", "native", "--num-threads", "1", "--leader-ttl-s", "5"),
+        *("--ttft-slo", "10000", "--tbt-slo", "10000"),
+    )
+    with small_cluster(tmp_path_factory.mktemp("conductors"), *flags, context=4096) as started:
+        yield started
 
 
 def who(cluster: Cluster, name: str) -> leadership_pb2.WhoReply | None:
     """What it says of itself; None where it does not answer."""
-    with grpc.insecure_channel(address(cluster, name)) as channel:
+    with grpc.insecure_channel(cluster.conductor_address(name)) as channel:
         try:
             return leadership_pb2_grpc.LeadershipStub(channel).Who(
                 leadership_pb2.WhoRequest(),
@@ -101,61 +88,25 @@ def leader(cluster: Cluster) -> str:
 def follows(cluster: Cluster, name: str, other: str) -> bool:
     """`name` stands by and tells where `other` is."""
     reply = who(cluster, name)
-    return reply is not None and not reply.leads and reply.leader_address == address(cluster, other)
+    return (
+        reply is not None
+        and not reply.leads
+        and reply.leader_address == cluster.conductor_address(other)
+    )
 
 
-class Clients:
-    """Ask without a pause, each for one short answer after the other, beside one long stream."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._ending = threading.Event()
-        self.begun_and_done: list[tuple[float, float]] = []  # of answers that were complete
-
-    def stream(self) -> list[int]:
-        prompt = random.Random("long").choices(range(256), k=50)
-        with self._cluster.client() as client:
-            return stream_tokens(client, {"prompt": prompt, "max_tokens": 1500, **WISH})
-
-    def ask_on(self, number: int) -> None:
-        rng = random.Random(number)
-        while not self._ending.is_set():
-            prompt = rng.choices(range(256), k=40)
-            begun = time.monotonic()
-            answer = self._cluster.complete(prompt, max_tokens=4, **WISH)
-            assert len(answer["choices"][0]["token_ids"]) == 4
-            self.begun_and_done.append((begun, time.monotonic()))
-
-    def placed_since(self, began: float) -> list[float]:
-        """When answers ended whose requests came after `began`."""
-        return [done for begun, done in self.begun_and_done if begun > began]
-
-    def end(self) -> None:
-        self._ending.set()
+def busy(cluster: Cluster) -> Regulars:
+    """Each client has its answer before the test goes on."""
+    prompts = [prompt_of(f"conductors {number}", 40) for number in range(NUM_CLIENTS)]
+    return Regulars(cluster, prompts, 4, num_streamed=1500)
 
 
-@contextmanager
-def busy(cluster: Cluster) -> Iterator[Clients]:
-    """Fails where any request did."""
-    clients = Clients(cluster)
-    with ThreadPoolExecutor(NUM_CLIENTS + 1) as pool:
-        futures: list[Future[object]] = [pool.submit(clients.stream)]
-        futures += [pool.submit(clients.ask_on, number) for number in range(NUM_CLIENTS)]
-        try:
-            cluster.wait_for("answers", lambda: len(clients.begun_and_done) > NUM_CLIENTS)
-            yield clients
-        finally:
-            clients.end()
-        for future in futures:
-            future.result(timeout=3 * PATIENCE_S)
-
-
-def wait_for_placements(cluster: Cluster, clients: Clients, began: float) -> float:
+def wait_for_placements(cluster: Cluster, clients: Regulars, began: float) -> float:
     """Seconds from `began` to the first answer to a request that came later."""
     cluster.wait_for(
-        "new requests to be placed", lambda: len(clients.placed_since(began)) > NUM_CLIENTS
+        "new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS
     )
-    return min(clients.placed_since(began)) - began
+    return min(clients.answered_since(began)) - began
 
 
 def say(since: str, taken_s: float) -> None:
@@ -190,8 +141,9 @@ def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
     old = leader(cluster)
     [new] = set(NAMES) - {old}
     pid = cluster.pids()[old]
+    clients = busy(cluster)
     handed_off = num_handed_off(cluster)
-    with busy(cluster) as clients:
+    with clients:
         stop(pid)
         began = time.monotonic()
         try:
@@ -201,9 +153,9 @@ def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
         say("from the stop", taken_s)
         refusal = place_at(cluster, old)
         assert isinstance(refusal, NotLeader)
-        assert refusal.ids in ({}, {"leader": address(cluster, new)})
+        assert refusal.ids in ({}, {"leader": cluster.conductor_address(new)})
         cluster.wait_for("the stopped one as standby", lambda: follows(cluster, old, new))
-    num_requests = len(clients.begun_and_done) + 1
+    num_requests = len(clients.begun_and_done) + clients.num_streams
     assert num_handed_off(cluster) == handed_off + num_requests
     assert pid == cluster.pids()[old], "it did not restart"
     assert "Traceback" not in (cluster.log_dir / f"{old}.log").read_text()
@@ -221,33 +173,24 @@ def test_the_policy_that_was_set_outlives_the_leader_it_was_set_at(cluster: Clus
     set_policy(cluster, old, "round-robin")
     pid = cluster.pids()[old]
     os.kill(pid, signal.SIGKILL)
-    answer = cluster.complete([1, 2, 3], max_tokens=2, **WISH)
-    with cluster.client() as client:
-        explained = client.get(f"/v1/requests/{answer['id']}/explain").json()
-    assert {decision["policy"] for decision in explained["decisions"]} == {"round-robin"}
+    answer = cluster.greedy([1, 2, 3], 2)
+    assert {each["policy"] for each in cluster.decisions(answer["id"])} == {"round-robin"}
     cluster.wait_for("the restart", lambda: cluster.pids().get(old, pid) != pid)
     set_policy(cluster, leader(cluster), "global-cache-aware")
 
 
 def set_policy(cluster: Cluster, name: str, policy: str) -> None:
-    with grpc.insecure_channel(address(cluster, name)) as channel:
-        conductor_pb2_grpc.ConductorStub(channel).SetPolicy(
-            conductor_pb2.SetPolicyRequest(name=policy),
-            metadata=((TOKEN_HEADER, cluster.token),),
-            timeout=PATIENCE_S,
-        )
+    request = conductor_pb2.SetPolicyRequest(name=policy)
+    address = cluster.conductor_address(name)
+    cluster.rpc_at(address, conductor_pb2_grpc.ConductorStub, "SetPolicy", request)
 
 
 def place_at(cluster: Cluster, name: str) -> Exception:
     """The failure of a placement asked for right there."""
     request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
-    with (
-        grpc.insecure_channel(address(cluster, name)) as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        conductor_pb2_grpc.ConductorStub(channel).Place(
-            request, metadata=((TOKEN_HEADER, cluster.token),), timeout=PATIENCE_S
-        )
+    address = cluster.conductor_address(name)
+    with pytest.raises(grpc.RpcError) as caught:
+        cluster.rpc_at(address, conductor_pb2_grpc.ConductorStub, "Place", request)
     trailing = dict(caught.value.trailing_metadata())
     return failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))
 

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import UNHURRIED, running_cluster
+from tests.e2e.cluster import UNHURRIED, small_cluster
 from tests.e2e.conformance import CONTEXT, run
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
 
 def test_replies_are_what_the_document_says(tmp_path: Path) -> None:
     """Some requests of each endpoint, allowed and forbidden ones: none ends in a 5xx or in anything undescribed."""
-    make_model("llama", tmp_path / "model", max_position_embeddings=CONTEXT)
-    with running_cluster(tmp_path / "model", tmp_path / "logs", *UNHURRIED) as cluster:
+    with small_cluster(tmp_path, *UNHURRIED, context=CONTEXT) as cluster:
         # One worker: threads that parse Python at once fail each other now and then (python/cpython#106905).
         limits = ("--phases", "fuzzing", "--max-examples", "4", "--workers", "1", "--no-shrink")
         assert run(cluster.url, *limits) == 0

@@ -15,7 +15,7 @@ from tests.e2e.load import BackgroundLoad
 
 pytestmark = pytest.mark.e2e
 
-PAGE = Path(__file__).parents[2] / "gateway" / "dashboard.html"
+PAGE = Path(__file__).parents[2] / "gateway" / "http" / "dashboard.html"
 
 # Elements whose content is wider than they are, or which stick out of the window; and how wide the page would be.
 CUT_OFF = """

@@ -4,9 +4,8 @@ and who is killed leaves its share to the others."""
 from __future__ import annotations
 
 import json
-import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,9 @@ import pytest
 
 from deploy.kvctl.main import main as kvctl
 from engine.elastic.ledger import Ledger
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import GREEDY, Cluster, prompt_of, small_cluster
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
-from tests.e2e.test_worker_loss import STREAM, streamed
-from tests.random_models import make_model
+from tests.e2e.sse import read_choice
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -27,43 +25,34 @@ KIB, MIB = 1 << 10, 1 << 20
 BUDGET = 3 * MIB
 PAGE = 256 * KIB  # of this model: 64 KiB of K and of V in each of 2 layers, 32 blocks
 FLAGS = (
-    *("--dtype", "float32", "--block-size", "16", "--kv-cache-memory", "16MiB"),
-    *("--kv-memory-budget", str(BUDGET), "--ttft-slo", "10000", "--num-threads", "1"),
-    *("--admission", "none", "--store-nodes", "0"),
+    *("--dtype", "float32", "--kernels", "native", "--block-size", "16"),
+    *("--kv-cache-memory", "16MiB", "--kv-memory-budget", str(BUDGET), "--ttft-slo", "10000"),
+    *("--num-threads", "1", "--admission", "none", "--store-nodes", "0"),
 )
 NUM_TOKENS = 40
 NUM_PROMPTS = 16  # of 200 tokens, which with the answer take 15 blocks: two fit into a page, all of them do not
 ATTEMPTS = 8
+ANSWER = 300  # tokens of a long one
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_model("llama", folder, max_position_embeddings=4_096)
-    return folder
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with small_cluster(tmp_path_factory.mktemp("elastic"), *FLAGS, context=4_096) as started:
+        yield started
+        assert started.tracebacks() == [], started.logs()
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(model, tmp_path_factory.mktemp("logs"), *FLAGS) as cluster:
-        yield cluster
-        assert cluster.tracebacks() == [], cluster.logs()
+def model(cluster: Cluster) -> Path:
+    return cluster.log_dir.parent / "model"
 
 
 def prompts_of(name: str) -> list[list[int]]:
-    dice = random.Random(name)
-    return [dice.choices(range(256), k=200) for _ in range(NUM_PROMPTS)]
+    return [prompt_of(f"{name} {number}", 200) for number in range(NUM_PROMPTS)]
 
 
-def ask(cluster: Cluster, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
-    return cluster.complete(
-        list(prompt),
-        max_tokens=num_tokens,
-        temperature=0,
-        ignore_eos=True,
-        logprobs=0,
-        return_token_ids=True,
-    )
+def ask(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    return cluster.greedy(prompt, num_tokens, logprobs=0)
 
 
 def resident(cluster: Cluster, instance_id: str) -> int:
@@ -113,7 +102,7 @@ def test_memory_is_taken_by_blocks_and_a_lower_limit_gives_it_back(
     # The marker's page belongs to the mapping.
     assert max(resident(cluster, name) for name in shown) <= 12 * PAGE
 
-    ask(cluster, random.Random("long").choices(range(256), k=2_000))
+    ask(cluster, prompt_of("long", 2_000))
     blocks = 2_000 // 16 * 8 * KIB
     assert resident(cluster, "prefill-0") >= blocks
     assert resident(cluster, "decode-0") >= blocks
@@ -181,8 +170,8 @@ def test_what_one_worker_caches_makes_room_for_what_another_runs(
 def test_a_killed_workers_share_is_free_and_its_successor_has_a_place(
     cluster: Cluster, model: Path
 ) -> None:
-    prompt = random.Random("killed").choices(range(256), k=200)
-    [expected] = continuations(load_reference(model), [prompt], STREAM["max_tokens"])
+    prompt = prompt_of("killed", 200)
+    [expected] = continuations(load_reference(model), [prompt], ANSWER)
     epochs: list[int] = []
 
     def kill_once(num_tokens: int) -> None:
@@ -191,7 +180,8 @@ def test_a_killed_workers_share_is_free_and_its_successor_has_a_place(
             epochs.append(cluster.kill("decode-0"))
 
     with shares(cluster) as ledger, cluster.client() as client:
-        tokens = streamed(client, prompt, kill_once)
+        wish = {"prompt": prompt, "max_tokens": ANSWER, **GREEDY}
+        tokens = read_choice(client, wish, kill_once).token_ids
         cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > epochs[0])
         assert sorted(row.name for row in ledger.rows()) == ["decode-0", "prefill-0"]
         assert sum(held(ledger).values()) <= BUDGET

@@ -13,42 +13,29 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER, Channels
 from protocol.tls import Certificates, load
 from tests.authority import Authority
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import Cluster, small_cluster
 from tests.e2e.reference import continuations, load_reference, num_ties
 from tests.patience import PATIENCE_S
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("encrypted")
-
-
-@pytest.fixture(scope="module")
-def cluster(folder: Path, authority: Authority) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Cluster]:
     files = authority.sign("cluster", names="IP:127.0.0.1")
-    make_model("llama", folder / "model")
     flags = ("--dtype", "float32", "--transports", "tcp", *files.flags)
-    with running_cluster(folder / "model", folder / "logs", *flags) as cluster:
-        yield cluster
-        assert not cluster.tracebacks(), cluster.logs()
+    with small_cluster(tmp_path_factory.mktemp("encrypted"), *flags) as started:
+        yield started
+        assert not started.tracebacks(), started.logs()
 
 
-def test_a_request_is_served_with_the_right_tokens(cluster: Cluster, folder: Path) -> None:
+def test_a_request_is_served_with_the_right_tokens(cluster: Cluster) -> None:
+    folder = cluster.log_dir.parent
     prompts = [list(range(16, 16 + length)) for length in (150, 40)]
     expected = continuations(load_reference(folder / "model"), prompts, num_tokens=12)
     for prompt, continuation in zip(prompts, expected, strict=True):
         for _ in range(2):  # with the KV of the first, from the store, the second time
-            answer = cluster.complete(
-                prompt,
-                max_tokens=12,
-                temperature=0,
-                ignore_eos=True,
-                logprobs=0,
-                return_token_ids=True,
-            )
+            answer = cluster.greedy(prompt, 12, logprobs=0)
             num_ties(answer, continuation)
 
 

@@ -6,26 +6,24 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from deploy.remote import drain
-from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
-from tests.e2e.sse import read_stream
-from tests.random_models import make_model
+from deploy.remote import workers
+from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of, small_cluster, tokens_of
+from tests.e2e.sse import Said, read_choice
 from tests.stopping import stop
 
 pytestmark = pytest.mark.e2e
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LOGPROB_TOLERANCE = 1e-4  # what is computed again in chunks differs in the last bits
-DECODES = ("decode-0", "decode-1")
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 SOME = 2  # streams that a worker decodes when it is hit
 TRIES = 5  # a busy machine's streams may have ended by then
 NUM_ITEMS = 10
@@ -83,35 +81,18 @@ STREAMS = (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers of each role, so that there is somebody else."""
     folder = tmp_path_factory.mktemp("exact")
-    make_model("llama", folder / "model", max_position_embeddings=16_384)
-    both = ("--decode-workers", "2", "--kv-cache-memory", "32MiB", "--tool-call-parser", "hermes")
-    with running_cluster(folder / "model", folder / "logs", *UNHURRIED, *both) as started:
+    flags = (
+        *("--prefill-workers", "2", "--decode-workers", "2", "--kv-cache-memory", "32MiB"),
+        *("--tool-call-parser", "hermes", "--max-num-batched-tokens", "64"),
+        *("--transfer-timeout-s", "5"),
+    )
+    with small_cluster(folder, *UNHURRIED, *flags, context=16_384) as started:
+        everybody = (*PREFILLS, *DECODES)
+        started.wait_for("all workers", lambda: all(map(started.is_member, everybody)))
         yield started
         assert not started.tracebacks(), started.logs()
-
-
-@dataclass(slots=True)
-class Said:
-    """All that a client saw, in whatever pieces it came."""
-
-    text: str = ""
-    arguments: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: str | None = None
-    request_ids: set[str] = field(default_factory=set)
-
-    def add(self, chunk: dict[str, Any]) -> None:
-        self.request_ids.add(chunk["id"])
-        (choice,) = chunk["choices"]
-        delta = choice.get("delta") or {"content": choice.get("text")}
-        self.text += delta.get("content") or ""
-        for call in delta.get("tool_calls", ()):
-            self.arguments += call["function"]["arguments"]
-        self.token_ids += choice.get("token_ids") or ()
-        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
-        self.reason = choice["finish_reason"] or self.reason
 
 
 Bodies = Mapping[str, tuple[str, dict[str, Any]]]
@@ -125,10 +106,8 @@ def read_all(cluster: Cluster, bodies: Bodies) -> dict[str, Said]:
 
 
 def read_one(cluster: Cluster, path: str, body: dict[str, Any]) -> Said:
-    said = Said()
     with cluster.client() as client:
-        read_stream(client, path, {**body, "return_token_ids": True}, said.add)
-    return said
+        return read_choice(client, body, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +121,7 @@ class Known:
 @pytest.fixture(scope="module")
 def known(cluster: Cluster) -> Known:
     """What is to be stopped stops near the end of what it says."""
-    prompt = random.Random("exact").choices(range(256), k=75)
+    prompt = prompt_of("exact", 75)
     bodies: dict[str, tuple[str, dict[str, Any]]] = {}
     for number, (kind, temperature) in enumerate(STREAMS):
         path, body = KINDS[kind]
@@ -208,10 +187,7 @@ def num_moved(cluster: Cluster, said: Mapping[str, Said]) -> int:
 
 def decisions_of(cluster: Cluster, said: Said) -> list[dict[str, Any]]:
     (request_id,) = said.request_ids
-    with cluster.client() as client:
-        found = client.get(f"/v1/requests/{request_id}/explain").json()
-    decisions: list[dict[str, Any]] = found["decisions"]
-    return decisions
+    return cluster.decisions(request_id)
 
 
 def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(
@@ -267,6 +243,33 @@ def goes_on_without(cluster: Cluster, known: Known) -> bool:
     return num_moved(cluster, disturbed) > 0
 
 
+def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(
+    cluster: Cluster,
+) -> None:
+    """It is stopped, says nothing and closes nothing. When it wakes it is a member again."""
+    prompt = prompt_of("silent", 12_000)
+    undisturbed = cluster.greedy(prompt, 5, cache_salt="undisturbed")
+    busy: list[str] = []
+
+    def is_caught() -> bool:
+        busy.extend(n for n in PREFILLS if cluster.status(n).load.queued_tokens > 500)
+        return bool(busy) or asked.done()
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.greedy, prompt, 5)
+        cluster.wait_for("the prompt at work", is_caught)
+        silent = (busy or PREFILLS)[0]
+        with cluster.stopped(silent):
+            cluster.wait_for("its removal", lambda: not cluster.is_member(silent))
+            disturbed = asked.result()
+            other = cluster.greedy([1, 2, 3], 2)
+    assert tokens_of(disturbed) == tokens_of(undisturbed)
+    assert len(tokens_of(other)) == 2
+    log = (cluster.log_dir / "conductor.log").read_text()
+    assert f"prefill {silent} removed: silent" in log
+    cluster.wait_for("it back", lambda: cluster.is_member(silent))
+
+
 def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(
     cluster: Cluster, known: Known
 ) -> None:
@@ -292,7 +295,7 @@ def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(
 def drained(cluster: Cluster, name: str, *options: str) -> int:
     """What `moonserve drain` exits with."""
     environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
-    return drain.main([name, "--url", cluster.url, *options], environ)
+    return workers.drain([name, "--url", cluster.url, *options], environ)
 
 
 def draining(cluster: Cluster, name: str) -> bool:

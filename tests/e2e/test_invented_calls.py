@@ -6,7 +6,6 @@ the cluster serves the same tokens, and no process has grown.
 
 from __future__ import annotations
 
-import re
 import secrets
 import socket
 from collections.abc import Iterator
@@ -28,17 +27,18 @@ from protocol.pb import (
     conductor_pb2,
     directory_pb2,
     kvstore_pb2,
+    kvstore_pb2_grpc,
     leadership_pb2,
     metrics_pb2,
     registry_pb2,
     worker_pb2,
+    worker_pb2_grpc,
 )
 from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import Cluster, small_cluster
 from tests.e2e.invented import messages
 from tests.patience import PATIENCE_S
 from tests.processes import running
-from tests.random_models import make_model
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.e2e
@@ -113,9 +113,8 @@ class Target:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("invented")
-    make_model("llama", folder / "model")
     flags = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--ttft-slo", "10000")
-    with running_cluster(folder / "model", folder / "logs", *flags) as cluster:
+    with small_cluster(folder, *flags) as cluster:
         yield cluster
         assert not cluster.tracebacks(), cluster.logs()
 
@@ -124,8 +123,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
     """Of gRPC, by process; the directory, which `serve` has none of, beside the cluster."""
     found = {each["instance_id"]: each["rpc_address"] for each in cluster.instances()}
-    log = (cluster.log_dir / "conductor.log").read_text()
-    found["conductor"] = re.findall(r"ready rpc=(\S+)", log)[-1]
+    found["conductor"] = cluster.conductor_address()
     flags = ("--instance-id", "directory")
     with running("kvstore.directory", *flags, token=cluster.token) as (_, facts):
         yield {**found, "directory": facts["rpc"]}
@@ -175,17 +173,12 @@ def _lie_to(target: Target) -> None:
 def _put_right(cluster: Cluster, addresses: dict[str, str]) -> None:
     """A peer with the token may take somebody out of service, and change policies and limits: that is no lie."""
     worker = worker_pb2.SetDrainingRequest(draining=False)
-    for name, method, request in (
-        ("store-0", "KvStore", kvstore_pb2.StoreSetDrainingRequest(draining=False)),
-        ("prefill-0", "Draining", worker),
-        ("decode-0", "Draining", worker),
+    for name, stub, request in (
+        ("store-0", kvstore_pb2_grpc.KvStoreStub, kvstore_pb2.StoreSetDrainingRequest()),
+        ("prefill-0", worker_pb2_grpc.DrainingStub, worker),
+        ("decode-0", worker_pb2_grpc.DrainingStub, worker),
     ):
-        with grpc.insecure_channel(addresses[name]) as channel:
-            set_draining: Any = channel.unary_unary(
-                f"/moonserve.{method}/SetDraining",
-                request_serializer=lambda message: message.SerializeToString(),
-            )
-            set_draining(request, timeout=PATIENCE_S, metadata=((TOKEN_HEADER, cluster.token),))
+        cluster.rpc_at(addresses[name], stub, "SetDraining", request)
 
 
 def _answer(cluster: Cluster) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import MoonserveError
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import Cluster
 from tests.patience import PATIENCE_S, until
 from tests.random_models import make_model
 
@@ -102,14 +102,3 @@ def test_weights_that_do_not_match_are_one_clear_line(tmp_path: Path) -> None:
     assert cluster.process.returncode == 2
     assert name in cluster.output
     assert "Traceback" not in cluster.output
-
-
-def test_a_process_that_dies_later_is_started_again_and_serves(tmp_path: Path) -> None:
-    with running_cluster(small_model(tmp_path), tmp_path / "logs") as cluster:
-        wish = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
-        before = cluster.complete([1, 2, 3], **wish)
-        old = cluster.epoch("prefill-0")
-        os.kill(cluster.pids()["prefill-0"], signal.SIGKILL)
-        cluster.wait_for("its registration", lambda: cluster.epoch("prefill-0") > old)
-        after = cluster.complete([1, 2, 3], **wish)
-        assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]

@@ -1,5 +1,6 @@
 """Every parameter both ways: prefill and decode apart, and one worker that does both. Same tokens, same text, same
-log-probabilities (to the last bits of float32), whole and streamed.
+log-probabilities (to the last bits of float32), whole, streamed and beside other requests: a seed decides the text, not
+the batch and not what is cached.
 
 The first token is sampled by the prefill worker and all others by the decode worker where these are apart, so that
 whatever depends on the history, the index, the text or the seed must be carried over.
@@ -7,14 +8,18 @@ whatever depends on the history, the index, the text or the seed must be carried
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.e2e.both_ways import ask_apart, ask_whole, assert_close, same, streamed
 from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
+from tests.e2e.load import BackgroundLoad
 from tests.random_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -28,6 +33,18 @@ TOGETHER = ("--conditional-disaggregation", "on", "--admission", "none")
 PROMPT = random.Random(5).choices(range(256), k=75)
 OTHER = random.Random(6).choices(range(256), k=20)
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["host", "device", "Gerät"]},
+        "blocks": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "pinned": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "blocks", "pinned"],
+    "additionalProperties": False,
+}
 
 # Parameters on top of BASE. What is random is seeded: then every token is determined.
 BASE: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -82,6 +99,12 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "min_tokens": 3,
     },
     "guided_regex": {**DRAWN, "ignore_eos": False, "guided_regex": "[a-c]{3,5}x?"},
+    "guided_choice": {"ignore_eos": False, "guided_choice": ["Zürich", "Genève"]},
+    "a form beside other parameters": {
+        **{"ignore_eos": False, "max_tokens": 200, "min_tokens": 190, "seed": 7, "logprobs": 2},
+        **{"presence_penalty": 1.5, "n": 2, "stop": ["zz"]},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": PLACE}},
+    },
 }
 # Those of them that streams do not have.
 WHOLE: dict[str, dict[str, Any]] = {
@@ -176,11 +199,25 @@ def check(
     return choices
 
 
-@pytest.mark.parametrize("name", COMPLETIONS)
+EVERY = {
+    **{(COMPLETIONS_PATH, name): {**BASE, **body} for name, body in COMPLETIONS.items()},
+    **{(CHAT_PATH, name): {**CHAT_BASE, **body} for name, body in CHATS.items()},
+}
+
+
+@pytest.mark.parametrize(("path", "name"), EVERY)
 def test_a_parameter_does_the_same_apart_and_together(
-    clusters: tuple[Cluster, Cluster], name: str
+    clusters: tuple[Cluster, Cluster], path: str, name: str
 ) -> None:
-    check(clusters, COMPLETIONS_PATH, {**BASE, "return_token_ids": True, **COMPLETIONS[name]})
+    body = EVERY[path, name]
+    choices = check(clusters, path, {**body, "return_token_ids": True})
+    if body.get("tool_choice"):
+        for choice in choices:
+            [call] = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "place"
+    if form := body.get("response_format", {}).get("json_schema"):
+        for choice in choices:
+            jsonschema.validate(json.loads(text_of(choice)), form["schema"])
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -191,15 +228,32 @@ def test_a_parameter_of_whole_replies_does_the_same_apart_and_together(
     check(clusters, COMPLETIONS_PATH, body, streams=False)
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_a_parameter_of_a_chat_does_the_same_apart_and_together(
-    clusters: tuple[Cluster, Cluster], name: str
+def test_every_parameter_does_the_same_beside_other_requests(
+    clusters: tuple[Cluster, Cluster],
 ) -> None:
-    choices = check(clusters, CHAT_PATH, {**CHAT_BASE, "return_token_ids": True, **CHATS[name]})
-    if CHATS[name].get("tool_choice"):
-        for choice in choices:
-            [call] = choice["message"]["tool_calls"]
-            assert call["function"]["name"] == "place"
+    """All at once, in other company every time."""
+
+    def ask_all(num_threads: int) -> list[Any]:
+        with ThreadPoolExecutor(num_threads) as pool:
+            replies = pool.map(lambda at: ask_apart(clusters[0], at[0], EVERY[at]), EVERY)
+            return [[same(choice) for choice in reply["choices"]] for reply in replies]
+
+    alone = ask_all(1)
+    for streams in (1, 7):
+        with BackgroundLoad(clusters[0], 256, streams=streams, seed=streams):
+            assert_close(ask_all(len(EVERY)), alone)
+
+
+def test_seeds_give_other_texts_and_none_is_another_one_every_time(
+    clusters: tuple[Cluster, Cluster],
+) -> None:
+    for seeds in (range(8), [None] * 4):
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [{**BASE, "temperature": 1.0, "seed": seed, "n": 2} for seed in seeds]
+            said = pool.map(lambda b: ask_apart(clusters[0], COMPLETIONS_PATH, b), bodies)
+        texts = [choice["text"] for reply in said for choice in reply["choices"]]
+        # Choices of a seed are those of the seeds behind it.
+        assert len(set(texts)) == (9 if seeds == range(8) else 8)
 
 
 @pytest.fixture(scope="module")

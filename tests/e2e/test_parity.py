@@ -1,29 +1,32 @@
-"""The whole cluster's greedy tokens and log-probabilities are those of transformers on the same weights, in float32.
+"""The whole cluster's greedy tokens are those of one program that has all of the model: of transformers, with its
+log-probabilities, on the same weights in float32; of one engine where KV is quantised or a device has its own memory.
 
 Prompts of 1 to 3,000 tokens travel from gateway to prefill worker to decode worker in chunks and blocks that divide
-them or do not, computed or re-used, while other requests run.
+them or do not: computed, re-used, from the store, and sent again, while other requests run.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.generate import generate
+from engine.config import load_model_config
+from engine.engine import Engine
 from models import demo_model_path
-from tests.e2e.cluster import Cluster, running_cluster
+from protocol.request import SamplingParams
+from tests.e2e.cluster import Cluster, cached_of, running_cluster, tokens_of
 from tests.e2e.load import BackgroundLoad
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
-from tests.patience import PATIENCE_S
-from tests.random_models import make_model
+from tests.engine.kernels.calls import kernels_folder
+from tests.random_models import VOCAB_SIZE, make_model
 from tests.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -32,7 +35,7 @@ NUM_PROMPTS = 20 if THOROUGH else 14  # at least the lengths around borders
 NUM_TOKENS = 20
 STREAMS = 8 if THOROUGH else 2  # of others, beside four of our own
 LONGEST = 3_000
-PREFILL_WORKERS = ("prefill-0", "prefill-1")
+LONG_ANSWER = 160
 
 # Fields of the transformers configuration. Mistral's window is shorter than most prompts.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -43,151 +46,171 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How a cluster cuts prompts up."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A cluster, and how it cuts prompts up."""
 
+    family: str
     block_size: int
     chunk: int
+    flags: tuple[str, ...]
+    kept: str = (
+        ""  # dtype in which KV is kept, where one engine is the reference; else transformers is
+    )
+    lengths: tuple[int, ...] = ()  # of the prompts; none = around every border
+    num_workers: int = 1  # of each kind
 
     @property
-    def flags(self) -> tuple[str, ...]:
-        cuts = ("--block-size", str(self.block_size), "--max-num-batched-tokens", str(self.chunk))
-        return ("--dtype", "float32", "--num-threads", "1", *cuts)
+    def all_flags(self) -> tuple[str, ...]:
+        workers = str(self.num_workers)
+        return (
+            *("--dtype", "float32", "--num-threads", "1", "--store-reads", "always"),
+            *("--block-size", str(self.block_size), "--max-num-batched-tokens", str(self.chunk)),
+            *("--prefill-workers", workers, "--decode-workers", workers, *self.flags),
+        )
 
-    def lengths(self) -> list[int]:
-        """`NUM_PROMPTS` lengths, those around a border of a block or chunk among them."""
-        block, chunk = self.block_size, self.chunk
+    def names(self, role: str) -> list[str]:
+        return [f"{role}-{number}" for number in range(self.num_workers)]
+
+    def prompts(self) -> list[list[int]]:
+        """Of the lengths, or of `NUM_PROMPTS`, those around a border of a block or chunk among them."""
+        block, chunk, dice = self.block_size, self.chunk, random.Random(0)
         borders = {1, 2, block - 1, block, block + 1, 2 * block, chunk - 1, chunk, chunk + 1}
         borders |= {2 * chunk, 2 * chunk + 1, 5 * block + 7, LONGEST}
-        dice = random.Random(0)
         while len(borders) < NUM_PROMPTS:
             borders.add(dice.randint(3, 1_200))
-        return sorted(borders)
+        lengths = self.lengths or sorted(borders)
+        return [dice.choices(range(VOCAB_SIZE), k=length) for length in lengths]
 
-    def reusable(self, num_tokens: int) -> int:
-        """Tokens of a known prompt that need no computing: full blocks, and never the last token."""
-        return (num_tokens - 1) // self.block_size * self.block_size
+    def reusable(self, prompts: Sequence[list[int]]) -> list[int]:
+        """Tokens of known prompts that need no computing: full blocks, and never the last token."""
+        return [(len(prompt) - 1) // self.block_size * self.block_size for prompt in prompts]
 
 
-DIVIDING = Shape(block_size=16, chunk=256)
-NOT_DIVIDING = Shape(block_size=32, chunk=100)
+CASES = {
+    "llama over shm": Case(family="llama", block_size=16, chunk=256, flags=("--transports", "shm")),
+    "mistral over tcp": Case(
+        family="mistral", block_size=32, chunk=100, flags=("--transports", "tcp")
+    ),
+    "qwen2, two workers of each kind": Case(
+        family="qwen2", block_size=32, chunk=100, flags=("--transports", "shm"), num_workers=2
+    ),
+    "qwen3 over tcp": Case(family="qwen3", block_size=16, chunk=256, flags=("--transports", "tcp")),
+    "int8 in blocks of 512": Case(
+        family="llama",
+        block_size=512,
+        chunk=2_048,
+        flags=("--kv-cache-dtype", "int8"),
+        kept="int8",
+        lengths=(5, 100, 512, 513, 1_100),
+    ),
+    # As on a GPU: nothing is computed from what was not loaded, nothing is sent that was not stored, and decode steps
+    # begin before those before them have ended. Only the device is a stand-in.
+    "staged device": Case(
+        family="llama",
+        block_size=16,
+        chunk=100,
+        flags=("--device", "cpu-staged", "--layered-loads", "always", "--async-scheduling"),
+        kept="auto",
+        lengths=(1, 5, 16, 17, 100, 513),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Exam:
-    """Prompts of one shape and the answers that are expected of a checkpoint."""
+    """Prompts, and the answers that are expected."""
 
-    model: Path
-    shape: Shape
-    vocab_size: int
     prompts: list[list[int]]
-    expected: list[Continuation]
+    expected: Sequence[Continuation] | Sequence[list[int]]
+    num_tokens: int = NUM_TOKENS
 
     def take(self, cluster: Cluster) -> list[int]:
         """Asks everything, several prompts at a time; how many tokens of each prompt were cached."""
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda prompt: ask(cluster, prompt), self.prompts))
-        ties = [num_ties(*pair) for pair in zip(answers, self.expected, strict=True)]
-        assert sum(ties) <= 1, "ties are rare"
-        return [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+        with ThreadPoolExecutor(5) as pool:
+            ask = pool.map(lambda p: cluster.greedy(p, self.num_tokens, logprobs=0), self.prompts)
+            answers = list(ask)
+        ties = 0
+        for answer, expected in zip(answers, self.expected, strict=True):
+            if isinstance(expected, Continuation):
+                ties += num_ties(answer, expected)
+            else:
+                assert tokens_of(answer) == expected
+        assert ties <= 1, "ties are rare"
+        return list(map(cached_of, answers))
 
-    @property
-    def reusable(self) -> list[int]:
-        return [self.shape.reusable(len(prompt)) for prompt in self.prompts]
 
-
-def ask(cluster: Cluster, prompt: Sequence[int]) -> dict[str, Any]:
-    return cluster.complete(
-        prompt,
-        max_tokens=NUM_TOKENS,
-        temperature=0,
-        ignore_eos=True,
-        logprobs=0,
-        return_token_ids=True,
+def one_engines(
+    model: Path, case: Case, prompts: list[list[int]], num_tokens: int = NUM_TOKENS
+) -> list[list[int]]:
+    """What native kernels in one process continue each prompt with."""
+    config = load_model_config(model)
+    engine = Engine.load(
+        model,
+        config=config,
+        layout=config.kv_layout(case.block_size, "float32", case.kept),
+        dtype="float32",
+        num_blocks=8192 // case.block_size,
+        cache_folder=kernels_folder(),
     )
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    return [generation.token_ids for generation in generate(engine, prompts, sampling)]
 
 
-def exam(model: Path, shape: Shape) -> Exam:
-    reference = load_reference(model)
-    vocab_size: int = reference.config.vocab_size
-    dice = random.Random(1)
-    prompts = [dice.choices(range(vocab_size), k=length) for length in shape.lengths()]
-    expected = continuations(reference, prompts, NUM_TOKENS)
-    return Exam(model, shape, vocab_size, prompts, expected)
-
-
-def family_model(family: str, folder: Path) -> Path:
-    make_model(family, folder, seed=1, max_position_embeddings=4_096, **FAMILIES[family])
-    return folder
-
-
-def assert_passes(paper: Exam, log_dir: Path, *flags: str) -> None:
-    with (
-        running_cluster(paper.model, log_dir, *paper.shape.flags, *flags) as cluster,
-        BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS) as load,
-    ):
-        assert paper.take(cluster) == [0] * NUM_PROMPTS
-        assert paper.take(cluster) == paper.reusable
-        assert load.num_finished > 0
-
-
-@pytest.mark.parametrize(
-    ("family", "shape", "transport"),
-    [
-        ("llama", DIVIDING, "shm"),
-        ("mistral", NOT_DIVIDING, "tcp"),
-        ("qwen2", NOT_DIVIDING, "shm"),
-        ("qwen3", DIVIDING, "tcp"),
-    ],
-)
-def test_each_family_computes_what_transformers_computes(
-    family: str, shape: Shape, transport: str, tmp_path: Path
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_computed_cached_stored_and_sent_again_are_the_references(
+    name: str, tmp_path: Path
 ) -> None:
-    paper = exam(family_model(family, tmp_path / "model"), shape)
-    assert_passes(paper, tmp_path / "logs", "--transports", transport)
+    """Prompts that nobody knows, that both workers have, that the store alone has, that prefill workers alone have."""
+    case, model = CASES[name], tmp_path / "model"
+    make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])
+    prompts = case.prompts()
+    if case.kept:
+        exam = Exam(prompts, one_engines(model, case, prompts))
+    else:
+        exam = Exam(prompts, continuations(load_reference(model), prompts, NUM_TOKENS))
+    reusable = case.reusable(prompts)
+    with running_cluster(model, tmp_path / "logs", *case.all_flags) as cluster, ExitStack() as load:
+        if not case.kept:
+            busy = load.enter_context(BackgroundLoad(cluster, VOCAB_SIZE, streams=STREAMS))
+        assert exam.take(cluster) == [0] * len(prompts)
+        cluster.wait_until_stored(prompts, case.block_size)
+        assert exam.take(cluster) == reusable
+        if not case.kept:
+            assert busy.num_finished > 0
+        load.close()
+        cluster.restart(*case.names("prefill"))
+        assert exam.take(cluster) == reusable
+        loaded = [cluster.counter(name, "store_hit_blocks") for name in case.names("prefill")]
+        assert sum(loaded) * case.block_size >= sum(reusable)
+        cluster.restart(*case.names("decode"))
+        assert exam.take(cluster) == reusable
+        assert not cluster.tracebacks()
 
 
-def test_the_demo_model_computes_what_transformers_computes(tmp_path: Path) -> None:
-    """Weights that were trained, over what is chosen where nothing is said; the families have the rest."""
-    model = shutil.copytree(demo_model_path(), tmp_path / "model")
-    assert_passes(exam(model, NOT_DIVIDING), tmp_path / "logs")
-
-
-def test_a_prefix_from_the_store_is_as_good_as_a_computed_one(tmp_path: Path) -> None:
-    """Two workers of each kind share prefixes through the store, and after both prefill workers have died it is the
-    only one that knows them."""
-    paper = exam(family_model("llama", tmp_path / "model"), NOT_DIVIDING)
-    workers = ("--prefill-workers", "2", "--decode-workers", "2")
-    flags = (*paper.shape.flags, *workers, "--store-reads", "always")
-    with running_cluster(paper.model, tmp_path / "logs", *flags) as cluster:
-        with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS):
-            assert paper.take(cluster) == [0] * NUM_PROMPTS
-        num_blocks = sum(len(prompt) // paper.shape.block_size for prompt in paper.prompts)
-        cluster.wait_for("the write-behind", lambda: stored_blocks(cluster) >= num_blocks)
-        with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS, seed=1):
-            assert paper.take(cluster) == paper.reusable
-        kill_prefill_workers(cluster)
-        with BackgroundLoad(cluster, paper.vocab_size, streams=STREAMS, seed=2):
-            assert paper.take(cluster) == paper.reusable
-        loaded = [cluster.counters(name)["store_hit_blocks"] for name in PREFILL_WORKERS]
-        assert sum(loaded) * paper.shape.block_size >= sum(paper.reusable)
-
-
-def stored_blocks(cluster: Cluster) -> int:
-    """How many blocks the conductor knows to be in the store."""
-    stores = [each for each in cluster.instances() if each["role"] == "store"]
-    return sum(store["indexed_blocks"] for store in stores)
-
-
-def kill_prefill_workers(cluster: Cluster) -> None:
-    """Returns when the supervisor's new ones are members."""
-    epochs = {name: cluster.epoch(name) for name in PREFILL_WORKERS}
-    pids = cluster.pids()
-    for name in PREFILL_WORKERS:
-        os.kill(pids[name], signal.SIGKILL)
-    cluster.wait_for(
-        "their successors",
-        lambda: all(cluster.epoch(n) > e for n, e in epochs.items()),
-        2 * PATIENCE_S,
+def test_what_gave_way_to_the_store_goes_on_as_if_it_had_stayed(tmp_path: Path) -> None:
+    """Prompts of a group of two stages, each of which sends codes and scales of its own layers, to a decode worker that
+    has room for two and a half of five answers: others give way, and their codes come back from the store."""
+    model = demo_model_path()
+    lengths = (290, 310, 330, 350, 370)
+    case = Case(family="", block_size=32, chunk=128, kept="fp8", lengths=lengths, flags=())
+    prompts = case.prompts()
+    exam = Exam(prompts, one_engines(model, case, prompts, LONG_ANSWER), LONG_ANSWER)
+    layout = load_model_config(model).kv_layout(case.block_size, "float32", case.kept)
+    flags = (
+        *("--dtype", "float32", "--num-threads", "1", "--kv-cache-dtype", case.kept),
+        *("--block-size", str(case.block_size), "--pipeline-parallel-size", "2"),
+        *("--max-model-len", "640", "--kv-cache-memory", str(40 * layout.block_bytes)),
+        *("--max-num-batched-tokens", str(case.chunk), "--max-num-seqs", "16"),
+        *("--block-allocation", "on-demand"),  # which lets more in than can stay
     )
+    with running_cluster(model, tmp_path / "logs", *flags) as cluster:
+        for _ in range(20):  # until they meet so that what gave way is read again
+            exam.take(cluster)
+            counters = cluster.counters("decode-0")
+            if counters["fetched_blocks"]:
+                break
+        assert counters["preemptions_kept"] > 0, counters
+        assert counters["fetched_blocks"] > 0, counters
+        assert cluster.counters("prefill-0")["handed_off_requests"] >= len(prompts)
+        assert not cluster.tracebacks()

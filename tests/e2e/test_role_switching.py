@@ -6,20 +6,20 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deploy.remote import role
-from tests.e2e.cluster import Cluster, running_cluster
+from deploy.remote import workers
+from tests.background import Background
+from tests.e2e.cluster import GREEDY, Cluster, running_cluster, tokens_of
+from tests.e2e.load import Regulars
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = [3 + i % 90 for i in range(100)]
-WISH = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 LONG = 150  # tokens
 
 
@@ -47,15 +47,7 @@ def num_decode_workers(cluster: Cluster) -> int:
 
 def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
     arguments = [instance_id, to, "--url", cluster.url, "--drain-s", str(drain_s)]
-    return role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": cluster.token})
-
-
-def decisions(cluster: Cluster, request_id: str) -> list[dict[str, Any]]:
-    with cluster.client() as client:
-        found: list[dict[str, Any]] = client.get(f"/v1/requests/{request_id}/explain").json()[
-            "decisions"
-        ]
-        return found
+    return workers.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": cluster.token})
 
 
 class Stream:
@@ -63,7 +55,7 @@ class Stream:
 
     def __init__(self, cluster: Cluster, max_tokens: int) -> None:
         self._client = cluster.client()
-        wish = {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, **WISH}
+        wish = {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, **GREEDY}
         request = self._client.build_request("POST", "/v1/completions", json=wish)
         self._reply = self._client.send(request, stream=True)
         assert self._reply.status_code == 200
@@ -88,10 +80,7 @@ class Stream:
 
 
 def expected(cluster: Cluster, max_tokens: int) -> list[int]:
-    ids: list[int] = cluster.complete(PROMPT, max_tokens=max_tokens, **WISH)["choices"][0][
-        "token_ids"
-    ]
-    return ids
+    return tokens_of(cluster.greedy(PROMPT, max_tokens))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +98,7 @@ def test_a_stream_goes_on_while_its_decode_worker_becomes_a_prefill_worker_and_b
     stream.read(LONG)
     stream.close()
     assert stream.token_ids == wanted
-    attempts = decisions(cluster, stream.request_id)
+    attempts = cluster.decisions(stream.request_id)
     assert 1 <= len(attempts) <= most_attempts
     assert all(later["decode"] != stream.decode for later in attempts[1:])
     after = cluster.instance(stream.decode)
@@ -124,45 +113,20 @@ def test_no_answer_is_lost_or_wrong_while_workers_of_both_roles_change_under_loa
     cluster: Cluster,
 ) -> None:
     prompts = [PROMPT[:20] + [number] * 60 for number in range(10, 16)]
-    wanted = [
-        cluster.complete(prompt, max_tokens=20, **WISH)["choices"][0]["token_ids"]
-        for prompt in prompts
-    ]
-    stopping = threading.Event()
-    with ThreadPoolExecutor(len(prompts)) as clients:
-        asking = [
-            clients.submit(ask_over_and_over, cluster, prompt, right, stopping)
-            for prompt, right in zip(prompts, wanted, strict=True)
-        ]
-        try:
-            for instance_id, to in [
-                ("worker-1", "prefill"),
-                ("worker-0", "decode"),
-                ("worker-0", "prefill"),
-                ("worker-1", "decode"),
-            ]:
-                assert switch(cluster, instance_id, to, 300.0) == 0
-        finally:
-            stopping.set()
-        for each in asking:
-            each.result()
-
-
-def ask_over_and_over(
-    cluster: Cluster, prompt: list[int], wanted: list[int], stopping: threading.Event
-) -> None:
-    """At least once; the answer must come and be right."""
-    while True:
-        answer = cluster.complete(prompt, max_tokens=20, **WISH)
-        assert answer["choices"][0]["token_ids"] == wanted
-        if stopping.is_set():
-            return
+    with Regulars(cluster, prompts, 20):
+        for instance_id, to in [
+            ("worker-1", "prefill"),
+            ("worker-0", "decode"),
+            ("worker-0", "prefill"),
+            ("worker-1", "decode"),
+        ]:
+            assert switch(cluster, instance_id, to, 300.0) == 0
 
 
 def test_a_worker_that_changed_is_placed_upon_in_its_new_role(cluster: Cluster) -> None:
     assert switch(cluster, "worker-2", "prefill", 300.0) == 0
-    answer = cluster.complete(PROMPT, max_tokens=2, **WISH)
-    (decision,) = decisions(cluster, answer["id"])
+    answer = cluster.greedy(PROMPT, 2)
+    (decision,) = cluster.decisions(answer["id"])
     prefills = {c["instance_id"] for c in decision["prefill_candidates"]}
     assert prefills == {"worker-0", "worker-2"}
     assert [c["instance_id"] for c in decision["decode_candidates"]] == ["worker-1"]
@@ -170,7 +134,7 @@ def test_a_worker_that_changed_is_placed_upon_in_its_new_role(cluster: Cluster) 
 
 
 def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
-    cluster.complete(PROMPT, max_tokens=2, **WISH)
+    cluster.greedy(PROMPT, 2)
     num_blocks = len(PROMPT) // 32
     # One of the two decode workers has it; whichever, it becomes the only prefill worker with it.
     cluster.wait_for("a holder", lambda: holders(cluster, num_blocks))
@@ -180,8 +144,8 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
     cluster.wait_for(
         "its blocks in the index", lambda: cluster.instance(holder)["indexed_blocks"] >= held
     )
-    answer = cluster.complete(PROMPT, max_tokens=2, **WISH)
-    (decision,) = decisions(cluster, answer["id"])
+    answer = cluster.greedy(PROMPT, 2)
+    (decision,) = cluster.decisions(answer["id"])
     (found,) = (c for c in decision["prefill_candidates"] if c["instance_id"] == holder)
     assert found["device_blocks"] >= num_blocks
     assert switch(cluster, holder, "decode", 300.0) == 0
@@ -206,7 +170,7 @@ def test_the_command_says_what_is_wrong(
     assert switch(cluster, "worker-0", "decode", 0.0) == 2
     assert "the only prefill worker" in capsys.readouterr().err
     arguments = ["worker-0", "decode", "--url", cluster.url, "--force"]
-    assert role.main(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
+    assert workers.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
     assert "MOONSERVE_CLUSTER_TOKEN" in capsys.readouterr().err
 
 
@@ -218,16 +182,11 @@ def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts
     flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
     flags += ("--ttft-slo", "0.2", "--role-hold-s", "0", "--no-enable-prefix-caching")
     with running_cluster(model, tmp_path, *flags) as cluster:
-        stopping = threading.Event()
-        clients = [threading.Thread(target=flood, args=(cluster, stopping)) for _ in range(24)]
-        for client in clients:
-            client.start()
-        try:
-            cluster.wait_for("a change", lambda: roles(cluster)["prefill"] == 2)
-        finally:
-            stopping.set()
-            for client in clients:
-                client.join()
+        with Background([partial(flood, cluster, over := threading.Event())] * 24):
+            try:
+                cluster.wait_for("a change", lambda: roles(cluster)["prefill"] == 2)
+            finally:
+                over.set()
         assert roles(cluster) == {"prefill": 2, "decode": 1}
         assert not cluster.tracebacks(), cluster.logs()
 
@@ -235,7 +194,7 @@ def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts
 def flood(cluster: Cluster, stopping: threading.Event) -> None:
     with cluster.client() as client:
         while not stopping.is_set():
-            wish = {"prompt": PROMPT * 9, "max_tokens": 1, **WISH}
+            wish = {"prompt": PROMPT * 9, "max_tokens": 1, **GREEDY}
             assert client.post("/v1/completions", json=wish).status_code in (200, 429)
 
 

@@ -5,91 +5,42 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import psutil
 import pytest
 
-from gateway.replies.resuming import parse
-from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
-from tests.e2e.sse import read_completion
+from gateway.openai.resuming import parse
+from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, small_cluster, tokens_of
+from tests.e2e.load import Regulars
 from tests.patience import PATIENCE_S
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
-WISH = {"ignore_eos": True, "return_token_ids": True}
 ANSWER, LONG = 12, 1_500  # tokens
 TRIES = 5
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder: Path = tmp_path_factory.mktemp("rolling")
-    make_model("llama", folder / "model", max_position_embeddings=4_096)
     patience = ("--worker-patience-s", str(PATIENCE_S), "--kv-cache-memory", "32MiB")
-    with running_cluster(folder / "model", folder / "logs", *UNHURRIED, *patience) as started:
+    folder = tmp_path_factory.mktemp("rolling")
+    with small_cluster(folder, *UNHURRIED, *patience, context=4_096) as started:
         yield started
-
-
-class Clients:
-    """Some ask for one short answer after the other, each on a connection of its own; one reads long streams."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._prompts = [random.Random(n).choices(range(256), k=40) for n in range(3)]
-        self._short = [self._answer(prompt) for prompt in self._prompts]
-        self._long = self._stream()
-        self.ending = threading.Event()
-        self.num_answers = 0
-
-    def _answer(self, prompt: list[int]) -> list[int]:
-        wish = {"max_tokens": ANSWER, "temperature": 0, **WISH}
-        found: list[int] = self._cluster.complete(prompt, **wish)["choices"][0]["token_ids"]
-        return found
-
-    def _stream(self) -> list[int]:
-        wish = {"max_tokens": LONG, "temperature": 0.0, **WISH}
-        with self._cluster.client() as client:
-            return read_completion(client, {"prompt": self._prompts[0], **wish})[1]
-
-    def ask(self, number: int) -> None:
-        while not self.ending.is_set():
-            assert self._answer(self._prompts[number]) == self._short[number]
-            self.num_answers += 1
-
-    def read(self) -> None:
-        while not self.ending.is_set():
-            assert self._stream() == self._long
-
-    def run_beside(self, pool: ThreadPoolExecutor) -> list[Any]:
-        return [pool.submit(self.ask, n) for n in range(len(self._prompts))] + [
-            pool.submit(self.read)
-        ]
 
 
 def test_every_process_is_replaced_under_load_and_no_request_fails(cluster: Cluster) -> None:
     before = cluster.pids()
     epochs = {each["instance_id"]: each["epoch"] for each in cluster.instances()}
-    clients = Clients(cluster)
-    with ThreadPoolExecutor(4) as pool:
-        asking = clients.run_beside(pool)
-        try:
-            cluster.process.send_signal(signal.SIGUSR1)
-            cluster.wait_for("the end", lambda: has_ended(cluster), 3 * PATIENCE_S)
-        finally:
-            clients.ending.set()
-        for each in asking:
-            each.result()
+    prompts = [prompt_of(f"rolling {number}", 40) for number in range(3)]
+    with Regulars(cluster, prompts, ANSWER, num_streamed=LONG) as clients:
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for("the end", lambda: has_ended(cluster), 3 * PATIENCE_S)
     assert "every process was restarted" in cluster.output
-    assert clients.num_answers > 0
+    assert clients.begun_and_done
     after = cluster.pids()
     assert before.keys() == after.keys()
     assert not set(before.values()) & set(after.values())
@@ -143,14 +94,14 @@ def test_a_client_of_a_killed_gateway_goes_on_where_it_was(cluster: Cluster) -> 
     """Its connection breaks, which nobody could take for an end; the next one waits for the gateway's successor, which
     draws the same tokens although the client never named a seed. On a busy machine all may have been said, and lie in
     the connection, when the kill comes: then another one is tried."""
-    body = {"prompt": list(range(60)), "max_tokens": LONG, "temperature": 1.0, **WISH}
+    body = {**GREEDY, "prompt": list(range(60)), "max_tokens": LONG, "temperature": 1.0}
     streams = (Stream(cluster, body) for _ in range(TRIES))
     stream = next(each for each in streams if is_broken_off(each))
     assert 20 <= len(stream.token_ids) < LONG
     stream.read()
     assert len(stream.names) == 1
     whole = cluster.complete(**body, seed=parse(stream.last_id).seed)
-    assert stream.token_ids == whole["choices"][0]["token_ids"]
+    assert stream.token_ids == tokens_of(whole)
 
 
 def is_broken_off(stream: Stream) -> bool:

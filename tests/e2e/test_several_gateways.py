@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from deploy.keys import main as keys
-from gateway.keys.file import KeyFile, read
-from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from gateway.access.key_file import KeyFile, read
+from gateway.access.key_record import ApiKey, KeyLimits, digest_of
 from tests.e2e.cluster import UNHURRIED, Cluster, metric, running_cluster
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.gpu_check.cases import dense_attention
 from engine.attention import Attention, Geometry, Span
-from engine.kv_pool import TORCH_DTYPES, KvPool
-from engine.quantised import CODES, dequantise
+from engine.kv_pool import CODES, TORCH_DTYPES, KvPool, dequantise
 from protocol.layout import KvLayout
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

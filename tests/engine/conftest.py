@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.generate import generate
 from engine.config import load_model_config
 from engine.engine import Engine
+from protocol.request import SamplingParams
 from tests.engine.kernels.calls import kernels_folder
+from tests.engine.steps import random_prompt
 from tests.random_models import make_model
 
 LLAMA3_ROPE = {
@@ -64,20 +69,24 @@ class Pair:
         self,
         *,
         dtype: str = "float32",
+        kv_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int = 160,
         kernels: str = "torch",
+        attention: str = "torch",
+        **options: Any,
     ) -> Engine:
-        """`kernels` compute the layers; attention is torch's."""
+        """`kernels` compute the layers; attention is torch's unless that is said, too."""
         config = load_model_config(self.path)
         return Engine.load(
             self.path,
             config=config,
-            layout=config.kv_layout(block_size, dtype),
+            layout=config.kv_layout(block_size, dtype, kv_dtype),
+            dtype=dtype,
             num_blocks=num_blocks,
             kernels=kernels,
-            attention="torch",
-            cache_folder=kernels_folder(),
+            attention=attention,
+            **{"cache_folder": kernels_folder(), **options},
         )
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -93,11 +102,38 @@ class Pair:
         with torch.inference_mode():
             return torch.log_softmax(self.reference(torch.tensor([tokens])).logits[0].float(), -1)
 
+    def check(
+        self, engine: Engine, prompts: Sequence[list[int]], num_top: int = 1, **options: Any
+    ) -> None:
+        """Ten greedy tokens and their log-probabilities are those of transformers."""
+        sampling = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=num_top)
+        results = generate(engine, prompts, sampling, **options)
+        assert [one.token_ids for one in results] == [self.generate(one, 10) for one in prompts]
+        for prompt, result in zip(prompts, results, strict=True):
+            rows = self.logprobs(prompt + result.token_ids)[len(prompt) - 1 : -1]
+            for row, token_id, found in zip(rows, result.token_ids, result.logprobs, strict=True):
+                assert found is not None
+                assert found.sampled == pytest.approx(float(row[token_id]), abs=1e-4)
+                top = row.topk(num_top).values.tolist()
+                assert [value for _, value in found.top] == pytest.approx(top, abs=1e-4)
 
-@pytest.fixture(scope="session")
-def kernels() -> Path:
-    """Where compiled kernels are kept."""
-    return kernels_folder()
+    def off_by(self, engine: Engine) -> torch.Tensor:
+        """How far ten log-probabilities are from those of transformers for the same tokens."""
+        sampling = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=1)
+        prompt = random_prompt(70, seed=3)
+        [result] = generate(engine, [prompt], sampling, chunk_size=32)
+        rows = self.logprobs(prompt + result.token_ids)[len(prompt) - 1 : -1]
+        expected = rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        found = torch.tensor([one.sampled for one in result.logprobs if one is not None])
+        return (found - expected).abs()
+
+
+def tokens_of(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Greedy continuations."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    return [one.token_ids for one in generate(engine, prompts, sampling, **options)]
 
 
 @pytest.fixture(scope="session", autouse=True)

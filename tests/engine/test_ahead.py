@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.generate import generate
+from benchmarks.generate import generate
 from protocol.errors import InvalidRequest
 from protocol.request import SamplingParams
 from tests.engine.ahead import decode_ahead

@@ -1,244 +1,322 @@
-"""BlockPool: every block accounted for, shared by prefix, evicted least recently used and leaf first."""
+"""BlockPool: every block is accounted for, shared by prefix, evicted in order, kept back for urgent requests, cleared;
+and the radix tree gives the answers of a dict of keys (benchmarks.engine.dict_index)."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.engine.dict_index import DictIndex
 from engine.block_pool import BlockPool
+from engine.prefix import EVICTION_NAMES, RadixTree
+from engine.zeroing import BlockMemory, runs_of
+from protocol.errors import ConfigError
+from protocol.ids import BlockId
 from protocol.keys import NO_PARENT, BlockKey
+from protocol.layout import KvLayout
 from tests.thoroughness import examples
 
-
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "big"))
-
-
-class Journal:
-    """What a pool reported as findable."""
-
-    def __init__(self) -> None:
-        self.parents: dict[BlockKey, BlockKey] = {}
-        self.removed: list[BlockKey] = []
-
-    def added(self, added: BlockKey, parent: BlockKey) -> None:
-        assert added not in self.parents
-        self.parents[added] = parent
-
-    def remove(self, removed: BlockKey) -> None:
-        del self.parents[removed]
-        self.removed.append(removed)
+NUM_BLOCKS = 24
+LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
 
 
-def make_pool(num_blocks: int, *, caching: bool = True) -> tuple[BlockPool, Journal]:
-    journal = Journal()
-    pool = BlockPool(
-        num_blocks,
-        on_added=journal.added,
-        on_removed=journal.remove,
-        enable_prefix_caching=caching,
+def chain(path: str) -> list[BlockKey]:
+    """The keys of a prompt; one letter is a block."""
+    return [BlockKey(path[:end].rjust(16, "-").encode()) for end in range(1, len(path) + 1)]
+
+
+class Told:
+    """A pool, and what it told its owner."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, **options: Any) -> None:
+        self.said: list[tuple[BlockKey, BlockKey | None]] = []
+        self.zeroed: list[BlockId] = []
+        options.setdefault("zero", self.zeroed.extend)
+        self.options = options
+        self.num_blocks = num_blocks
+        self.held: list[list[BlockId]] = []
+        self.pool = self.make_pool()
+
+    def make_pool(self) -> BlockPool:
+        return BlockPool(
+            self.num_blocks,
+            on_added=lambda key, parent: self.said.append((key, parent)),
+            on_removed=lambda key: self.said.append((key, None)),
+            **self.options,
+        )
+
+    def allocate(self, count: int, *, leave_reserve: bool = False) -> list[BlockId] | None:
+        """What the pool gives, checked against what it said was free, reserved and cached."""
+        pool = self.pool
+        free, cached, refused, evicted = (
+            pool.num_free,
+            pool.num_cached,
+            pool.num_refused,
+            pool.num_evicted,
+        )
+        share = self.options.get("reserved_share", 0.0)
+        kept = math.ceil(share * self.num_blocks) if leave_reserve else 0
+        self.zeroed.clear()
+        blocks = pool.allocate(count, leave_reserve=leave_reserve)
+        assert (blocks is None) == (count + kept > free)
+        assert pool.num_refused - refused == (blocks is None)
+        if blocks is None:
+            assert (pool.num_cached, self.zeroed) == (cached, []), "a refusal changes nothing"
+            return None
+        assert pool.num_evicted - evicted == max(0, count - (free - cached))
+        assert len(set(blocks)) == count
+        assert self.zeroed == blocks, "each is cleared before it is handed out"
+        assert all(pool.key_of(b) is None and pool.references_of(b) == 1 for b in blocks)
+        return blocks
+
+    def publish(self, blocks: list[BlockId], path: str) -> list[BlockKey]:
+        keys = chain(path)
+        for block, key, parent in zip(blocks, keys, [NO_PARENT, *keys], strict=False):
+            self.pool.publish(block, key, parent, int.from_bytes(key[-12:], "big"))
+        return keys
+
+    def come(self, path: str, order: list[int]) -> int | None:
+        """How many blocks of the prompt were found; None: there is no room for it. `order`: in which the others are
+        published, if they are."""
+        pool, keys = self.pool, chain(path)
+        found = pool.match_prefix(keys)
+        pool.retain(found)
+        fresh = self.allocate(len(keys) - len(found))
+        if fresh is None:
+            pool.release(found)
+            return None
+        pool.reused(found)
+        blocks = found + fresh
+        for index in order:
+            if index < len(keys):
+                key, parent = keys[index], keys[index - 1] if index else NO_PARENT
+                pool.publish(blocks[index], key, parent, int.from_bytes(key[-12:], "big"))
+        self.held.append(blocks)
+        return len(found)
+
+    def findable(self) -> dict[BlockKey, tuple[BlockKey, int, int | None, int]]:
+        """Parent, references, checksum and hits of every key."""
+        pool, found = self.pool, {}
+        listed = pool.keys()
+        for key, parent in listed:
+            (block,) = pool.match_prefix([key])
+            assert pool.key_of(block) == key
+            found[key] = (
+                parent,
+                pool.references_of(block),
+                pool.checksum_of(block),
+                pool.hits_of(block),
+            )
+        return found
+
+
+class Twins(RuleBasedStateMachine):
+    """Prompts of which many begin alike come, publish, let go of all or of some, and are forgotten."""
+
+    @initialize(eviction=st.sampled_from(EVICTION_NAMES), share=st.sampled_from([0.0, 0.2, 0.9]))
+    def begin(self, eviction: str, share: float) -> None:
+        self.tree, self.plain = (
+            Told(make_index=make_index, eviction=eviction, reserved_share=share)
+            for make_index in (partial(RadixTree, slack=0), DictIndex)
+        )
+        self.twins = self.tree, self.plain
+
+    def same(self, ask: Callable[[Told], object]) -> None:
+        mine, others = map(ask, self.twins)
+        assert mine == others
+
+    @rule(path=st.text("ab", min_size=1, max_size=10))
+    def come(self, path: str) -> None:
+        self.same(lambda twin: twin.come(path, list(range(len(path)))))
+
+    @rule(
+        path=st.text("ab", min_size=1, max_size=6),
+        order=st.permutations(range(6)),
+        end=st.integers(1, 6),
     )
-    return pool, journal
+    def come_in_disorder(self, path: str, order: list[int], end: int) -> None:
+        self.same(lambda twin: twin.come(path, order[:end]))
+
+    @precondition(lambda self: self.tree.held)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.tree.held) - 1))
+        for twin in self.twins:
+            twin.pool.release(twin.held.pop(index))
+
+    @precondition(lambda self: self.tree.held)
+    @rule(data=st.data())
+    def let_the_beginning_go(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.tree.held) - 1))
+        count = data.draw(st.integers(0, len(self.tree.held[index])))
+        for twin in self.twins:
+            blocks = twin.held[index]
+            twin.pool.release(blocks[:count])
+            del blocks[:count]
+
+    @rule(path=st.text("ab", min_size=1, max_size=10))
+    def forget(self, path: str) -> None:
+        for twin in self.twins:
+            for block in twin.pool.match_prefix(chain(path)[-1:]):
+                twin.pool.forget(block)
+
+    @rule(count=st.integers(0, NUM_BLOCKS), leave_reserve=st.booleans())
+    def make_room(self, count: int, leave_reserve: bool) -> None:
+        for twin in self.twins:
+            twin.pool.release(twin.allocate(count, leave_reserve=leave_reserve) or [])
+
+    @rule()
+    def another_takes_over(self) -> None:
+        for twin in self.twins:
+            for blocks in twin.held:
+                twin.pool.release(blocks)
+            twin.held.clear()
+            earlier, twin.pool = twin.pool, twin.make_pool()
+            findable = set(earlier.keys())
+            twin.said.clear()
+            twin.pool.take_over(earlier)
+            assert set(twin.said) == findable, "every block is announced"
+            assert twin.pool.num_free == NUM_BLOCKS
+
+    @rule(path=st.text("abc", max_size=12))
+    def look(self, path: str) -> None:
+        self.same(lambda twin: len(twin.pool.match_prefix(chain(path))))
+
+    @invariant()
+    def parents_are_listed_first(self) -> None:
+        listed = self.tree.pool.keys()
+        keys = [key for key, _ in listed]
+        assert not any(parent in keys[at:] for at, (_, parent) in enumerate(listed))
+
+    @invariant()
+    def both_say_the_same(self) -> None:
+        self.same(Told.findable)
+        self.same(lambda twin: sorted(twin.said, key=repr))
+        self.same(lambda twin: twin.pool.num_cached)
+        for twin in self.twins:
+            twin.said.clear()
+            twin.pool.validate()
+            assert twin.pool.num_held == len({b for blocks in twin.held for b in blocks})
 
 
-def publish_chain(pool: BlockPool, blocks: list[int], first: int = 1) -> list[BlockKey]:
-    keys = [key(first + i) for i in range(len(blocks))]
-    for block, own, parent in zip(blocks, keys, [NO_PARENT, *keys], strict=False):
-        pool.publish(block, own, parent, checksum=int.from_bytes(own, "big"))
-    return keys
+Twins.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestTwins = Twins.TestCase
 
 
-def test_allocate_gives_distinct_blocks_until_the_pool_is_empty() -> None:
-    pool, _ = make_pool(4)
-    blocks = pool.allocate(3)
-    assert blocks is not None
-    assert len(set(blocks)) == 3
-    assert pool.allocate(2) is None
-    assert pool.num_free == 1
-    pool.release(blocks)
-    assert pool.num_free == 4
-    pool.validate()
+def test_a_parent_outlives_its_cached_children_and_the_oldest_leaf_goes_first() -> None:
+    one = Told(4)
+    old, new = one.allocate(2) or [], one.allocate(2) or []
+    old_keys, new_keys = one.publish(old, "ab"), one.publish(new, "xy")
+    one.said.clear()
+    one.pool.release(old[:1])  # the parent first
+    one.pool.release(old[1:])
+    one.pool.release(new)
+    one.allocate(3)
+    assert [key for key, _ in one.said] == [old_keys[1], old_keys[0], new_keys[1]]
+    assert one.pool.match_prefix(new_keys) == [new[0]]
 
 
-def test_released_blocks_stay_findable_and_are_shared_by_retain() -> None:
-    pool, journal = make_pool(4)
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    keys = publish_chain(pool, blocks)
-    pool.release(blocks)
-    assert pool.num_cached == 2
-    found = pool.match_prefix([*keys, key(99)])
-    assert found == blocks
-    pool.retain(found)
-    assert pool.num_held == 2
-    assert pool.checksum_of(blocks[1]) == 2
-    assert journal.parents == {keys[0]: NO_PARENT, keys[1]: keys[0]}
-    pool.validate()
-
-
-def test_the_leaf_of_the_least_recently_used_chain_is_evicted_first() -> None:
-    pool, journal = make_pool(4)
-    old, new = pool.allocate(2), pool.allocate(2)
-    assert old is not None
-    assert new is not None
-    old_keys = publish_chain(pool, old, first=1)
-    new_keys = publish_chain(pool, new, first=11)
-    pool.release(old)
-    pool.release(new)
-    pool.allocate(3)
-    assert journal.removed == [old_keys[1], old_keys[0], new_keys[1]]
-    assert pool.match_prefix(new_keys) == [new[0]]
-    pool.validate()
-
-
-def test_using_a_cached_chain_again_makes_it_young() -> None:
-    pool, journal = make_pool(2)
-    first, second = pool.allocate(1), pool.allocate(1)
-    assert first is not None
-    assert second is not None
-    publish_chain(pool, first, first=1)
-    publish_chain(pool, second, first=2)
-    pool.release(first)
-    pool.release(second)
-    pool.retain(first)
-    pool.release(first)
-    pool.allocate(1)
-    assert journal.removed == [key(2)]
-    pool.validate()
-
-
-def test_a_parent_outlives_its_cached_children_even_when_it_was_released_earlier() -> None:
-    pool, journal = make_pool(3)
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    keys = publish_chain(pool, blocks)
-    pool.release(blocks[:1])
-    pool.release(blocks[1:])
-    pool.allocate(2)
-    assert journal.removed == [keys[1]]
-    pool.validate()
+def test_what_is_held_stays_where_its_continuation_goes() -> None:
+    one = Told(4)
+    held, other = one.allocate(3) or [], one.allocate(1) or []
+    keys, others = one.publish(held, "abc"), one.publish(other, "x")
+    one.said.clear()
+    one.pool.release(held[2:])
+    one.pool.release(other)
+    one.allocate(2)
+    assert [key for key, _ in one.said] == [keys[2], *others]
+    assert one.pool.match_prefix(keys) == held[:2]
 
 
 def test_a_beginning_that_is_needed_takes_its_held_continuation_out_of_the_cache() -> None:
-    pool, journal = make_pool(2)
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    keys = publish_chain(pool, blocks)
-    pool.release(blocks[:1])
-    assert pool.allocate(1) == blocks[:1]
-    assert journal.removed == [keys[1], keys[0]]
-    assert pool.key_of(blocks[1]) is None
-    pool.validate()
-
-
-def test_publishing_a_key_that_is_cached_already_changes_nothing() -> None:
-    pool, journal = make_pool(2)
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    pool.publish(blocks[0], key(1), NO_PARENT, checksum=5)
-    pool.publish(blocks[1], key(1), NO_PARENT, checksum=6)
-    assert pool.key_of(blocks[1]) is None
-    assert pool.checksum_of(blocks[0]) == 5
-    assert len(journal.parents) == 1
-    pool.validate()
-
-
-def test_forgetting_a_block_takes_what_was_computed_from_it_along() -> None:
-    pool, journal = make_pool(3)
-    blocks = pool.allocate(3)
-    assert blocks is not None
-    keys = publish_chain(pool, blocks)
-    pool.release(blocks[2:])
-    pool.forget(blocks[1])
-    assert journal.removed == [keys[2], keys[1]]
-    assert pool.match_prefix(keys) == blocks[:1]
-    assert pool.num_held == 2
-    pool.validate()
+    one = Told(2)
+    blocks = one.allocate(2) or []
+    keys = one.publish(blocks, "ab")
+    one.said.clear()
+    one.pool.release(blocks[:1])
+    assert one.allocate(1) == blocks[:1]
+    assert [key for key, _ in one.said] == [keys[1], keys[0]]
+    assert one.pool.key_of(blocks[1]) is None
+    one.pool.validate()
 
 
 def test_without_prefix_caching_nothing_is_ever_findable() -> None:
-    pool, journal = make_pool(2, caching=False)
-    blocks = pool.allocate(2)
-    assert blocks is not None
-    keys = publish_chain(pool, blocks)
-    assert pool.match_prefix(keys) == []
-    assert journal.parents == {}
-    pool.release(blocks)
-    assert pool.num_cached == 0
-    pool.validate()
+    one = Told(2, enable_prefix_caching=False)
+    blocks = one.allocate(2) or []
+    keys = one.publish(blocks, "ab")
+    assert (one.pool.match_prefix(keys), one.said) == ([], [])
+    one.pool.release(blocks)
+    assert one.pool.num_cached == 0
+    later = Told(2, enable_prefix_caching=False)
+    later.pool.take_over(one.pool)
+    later.pool.validate()
 
 
-def test_releasing_or_retaining_what_is_not_held_is_refused() -> None:
-    pool, _ = make_pool(2)
+def test_what_a_pool_is_not_to_do_is_refused_and_changes_nothing() -> None:
+    one = Told(2)
+    held = one.allocate(1) or []
+    for wrong in (one.pool.release, one.pool.retain):
+        with pytest.raises(ValueError, match=r"not held|blank"):
+            wrong([1 - held[0]])
     with pytest.raises(ValueError, match="not held"):
-        pool.release([0])
-    with pytest.raises(ValueError, match="blank"):
-        pool.retain([1])
-    pool.validate()
+        one.publish([1 - held[0]], "a")
+    with pytest.raises(ValueError, match="before anything"):
+        one.pool.take_over(Told(2).pool)
+    with pytest.raises(ValueError, match="one of its size"):
+        Told(3).pool.take_over(one.pool)
+    for share in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="reserved share"):
+            Told(2, reserved_share=share)
+    with pytest.raises(ConfigError, match="lru, lfu"):
+        Told(2, eviction="fifo")
+    one.pool.validate()
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """Sequences come with prompts from a small tree of prefixes, share what is cached, grow, and leave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool, self.journal = make_pool(12)
-        self.sequences: list[list[int]] = []
-
-    @staticmethod
-    def chain(path: list[int]) -> list[BlockKey]:
-        return [key(int("1" + "".join(map(str, path[: i + 1])))) for i in range(len(path))]
-
-    @rule(path=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def start(self, path: list[int]) -> None:
-        keys = self.chain(path)
-        cached = self.pool.match_prefix(keys)
-        self.pool.retain(cached)
-        fresh = self.pool.allocate(len(keys) - len(cached))
-        if fresh is None:
-            self.pool.release(cached)
-            return
-        blocks = cached + fresh
-        for block, own, parent in zip(blocks, keys, [NO_PARENT, *keys], strict=False):
-            self.pool.publish(block, own, parent, checksum=0)
-        self.sequences.append(blocks)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.sequences) - 1))
-        self.pool.release(self.sequences.pop(index))
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def let_the_beginning_go(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.sequences))
-        if blocks:
-            self.pool.release([blocks.pop(0)])
-
-    @rule(block=st.integers(0, 11))
-    def corrupt(self, block: int) -> None:
-        self.pool.forget(block)
-
-    @rule(count=st.integers(0, 12))
-    def allocate(self, count: int) -> None:
-        free = self.pool.num_free
-        blocks = self.pool.allocate(count)
-        assert (blocks is not None) == (count <= free)
-        if blocks is not None:
-            self.sequences.append(blocks)
-
-    @invariant()
-    def every_block_is_accounted_for(self) -> None:
-        self.pool.validate()
-        held = {block for blocks in self.sequences for block in blocks}
-        assert self.pool.num_held == len(held)
-        assert dict(self.pool.keys()) == self.journal.parents
+def test_a_pool_takes_over_what_is_findable_whoever_still_seems_to_hold_it() -> None:
+    earlier, later = Told(4), Told(4)
+    blocks = earlier.allocate(3) or []
+    keys = earlier.publish(blocks, "ab")
+    later.pool.take_over(earlier.pool)
+    assert later.pool.match_prefix(keys) == blocks[:2]
+    assert (later.pool.num_free, later.pool.num_held) == (4, 0)
+    later.said.clear()
+    assert later.allocate(4) is not None, "all can go"
+    assert {key for key, _ in later.said} == set(keys)
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=examples(30), stateful_step_count=40, deadline=None
-)
-TestPoolMachine = PoolMachine.TestCase
+def test_what_was_taken_over_goes_in_the_order_in_which_it_was_let_go() -> None:
+    earlier, later = Told(2), Told(2)
+    first, second = earlier.allocate(1) or [], earlier.allocate(1) or []
+    earlier.publish(first, "a")
+    oldest = earlier.publish(second, "b")
+    earlier.pool.release(second)
+    earlier.pool.release(first)
+    earlier.pool.reused(first)
+    later.pool.take_over(earlier.pool)
+    assert later.pool.hits_of(first[0]) == 1
+    later.said.clear()
+    assert later.allocate(1) == second
+    assert later.said == [(oldest[0], None)]
+
+
+def test_memory_is_cleared_piece_by_piece_and_what_others_hold_is_left() -> None:
+    memory = memoryview(bytearray(b"\xff" * LAYOUT.pool_bytes(6)))
+    one = Told(6, zero=BlockMemory(memory, LAYOUT, 6))
+    blocks = one.pool.allocate(3) or []
+    for piece in range(LAYOUT.pieces_per_block):
+        for block in range(6):
+            first = LAYOUT.pool_offset(6, piece, block)
+            own = bytes(memory[first : first + LAYOUT.piece_bytes])
+            assert own == (b"\0" if block in blocks else b"\xff") * LAYOUT.piece_bytes
+    assert list(runs_of([3, 4, 5, 7, 1, 2])) == [(3, 6), (7, 8), (1, 3)]
+    needed = LAYOUT.pool_bytes(6)
+    for wrong in (memoryview(bytearray(needed - 1)), memoryview(bytes(needed))):
+        with pytest.raises(ValueError, match=f"need {needed} writable bytes"):
+            BlockMemory(wrong, LAYOUT, 6)

@@ -13,7 +13,6 @@ from engine.engine import Engine
 from protocol.request import SamplingParams
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
-from tests.engine.test_kv_dtypes import load
 
 PROMPT, ALL = 37, 340  # tokens
 DECODED = [0, *range(PROMPT, ALL + 1)]
@@ -30,7 +29,7 @@ def computed(engine: Engine, tokens: Sequence[int], ends: Sequence[int]) -> tupl
     return bytes(engine.memory), sampled
 
 
-@pytest.mark.parametrize("kept", ["auto", "int8"])
+@pytest.mark.parametrize("kept", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_output_has_the_same_bits_when_it_is_computed_again(
@@ -38,7 +37,9 @@ def test_output_has_the_same_bits_when_it_is_computed_again(
 ) -> None:
     """In one step, and in chunks of which some end with the prompt, before its last token and within the output."""
     monkeypatch.setattr(native, "_SINGLES_AT_ONCE", 100)
-    engine = load(pairs[name], kept, dtype=dtype, kernels="native", attention="native")
+    engine = pairs[name].engine(
+        dtype=dtype, kv_dtype=kept, kernels="native", attention="native", num_blocks=24
+    )
     tokens = random_prompt(ALL, seed=1)
     decoded = computed(engine, tokens, DECODED)
     for again in ([0, ALL], [0, 20, 36, 37, 200, ALL], [0, 36, 38, 39, 339, ALL]):

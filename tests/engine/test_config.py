@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from engine.config import load_model_config
+from engine.config import load_model_config, resolve_model
 from protocol.errors import ConfigError
 
 BASE: dict[str, Any] = {
@@ -41,14 +41,11 @@ def test_a_llama_config_is_read(tmp_path: Path) -> None:
     assert (layout.dtype, layout.head_dim, layout.num_kv_heads) == ("bfloat16", 16, 2)
 
 
-def test_end_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
-    write(tmp_path)
+def test_end_tokens_are_those_of_both_files_that_a_step_can_sample(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=[-1, 7, 100])
+    assert load_model_config(tmp_path).eos_token_ids == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     assert load_model_config(tmp_path).eos_token_ids == (9, 7)
-
-
-def test_an_end_token_that_no_step_can_sample_is_none(tmp_path: Path) -> None:
-    assert load_model_config(write(tmp_path, eos_token_id=[-1, 7, 100])).eos_token_ids == (7,)
 
 
 def test_rope_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> None:
@@ -155,22 +152,43 @@ def test_a_bad_config_is_refused_with_its_reason(
     assert "config.json" in str(caught.value)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load_model_config(tmp_path / "nowhere")
-
-
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load_model_config(tmp_path)
-
-
-def test_broken_json_is_located(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{\n  "vocab_size": 3,,\n}')
     with pytest.raises(ConfigError, match="line 2, column"):
         load_model_config(tmp_path)
-
-
-def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="float64"):
         load_model_config(write(tmp_path)).kv_layout(16, "float64")
+
+
+# -- a model's name
+
+
+@pytest.mark.parametrize("name", ["./missing/model", "missing", "a/b/c", "/nowhere/at/all"])
+def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="neither a folder nor a hub name"):
+        resolve_model(name)
+
+
+def test_a_folder_is_itself_and_a_hub_name_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+    answers = iter([str(tmp_path), OSError("no route to host")])
+
+    def download(_name: str, *, allow_patterns: list[str]) -> str:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("someone/model") == tmp_path
+    with pytest.raises(ConfigError, match=r"someone/model .*OSError: no route to host"):
+        resolve_model("someone/model")

@@ -1,4 +1,4 @@
-"""Which device a replica computes on, and what it says where that cannot be had."""
+"""Which device a replica computes on, what of a GPU's memory is left for KV, and what is said where that cannot be."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from decode_worker.config import DecodeConfig
+from engine.config import load_model_config
 from engine.cuda import requirements
+from engine.cuda.room import RESERVE_BYTES, room_on_gpu, step_bytes, weight_bytes
 from engine.device import count_gpus, resolve_device, visible_gpus
+from engine.pool_plan import plan_pool
 from engine.replica_config import ReplicaConfig
 from prefill_worker.config import PrefillConfig
 from protocol.errors import ConfigError
+from tests.random_models import FAMILIES, make_model
+
+GIB = 1 << 30
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
@@ -27,32 +34,39 @@ def test_auto_takes_the_gpu_that_kernels_run_on(monkeypatch: pytest.MonkeyPatch)
     gpu(monkeypatch, (9, 0))
     assert resolve_device("auto") == resolve_device("cuda") == "cuda"
     assert resolve_device("cpu") == "cpu"
-
-
-def test_auto_is_the_cpu_where_no_driver_shows_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.device.count_gpus", lambda: 0)
-    assert resolve_device("auto") == "cpu"
+    assert resolve_device("auto") == "cpu", "no driver shows one"
 
 
 @pytest.mark.parametrize(
-    ("capability", "words"),
-    [(None, "torch sees no GPU"), ((7, 5), "compute capability 7.5, and 8.0 is the least")],
+    ("capability", "has_triton", "words"),
+    [
+        (None, True, "torch sees no GPU"),
+        ((7, 5), True, "compute capability 7.5, and 8.0 is the least"),
+        ((9, 0), False, r"pip install 'moonserve\[gpu\]'"),
+    ],
 )
 def test_a_gpu_that_cannot_be_used_is_left_or_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    has_triton: bool,
+    words: str,
 ) -> None:
     gpu(monkeypatch, capability)
+    monkeypatch.setattr(requirements, "find_spec", lambda _name: object() if has_triton else None)
     assert resolve_device("auto") == "cpu"
     with pytest.raises(ConfigError, match=f"--device cuda: .*{words}.*--device cpu"):
         resolve_device("cuda")
 
 
-def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(requirements, "find_spec", lambda _name: None)
-    assert resolve_device("auto") == "cpu"
-    with pytest.raises(ConfigError, match=r"pip install 'moonserve\[gpu\]'"):
-        resolve_device("cuda")
+def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "is_interpreted", lambda: False)
+    monkeypatch.setattr(requirements, "find_spec", lambda _name: object())
+    requirements.require_triton(torch.device("cuda"))
+    with pytest.raises(ConfigError, match="CUDA"):
+        requirements.require_triton(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="abacus"):
+        requirements.find_device("abacus")
 
 
 def test_gpus_are_counted_where_drivers_show_them(tmp_path: Path) -> None:
@@ -72,27 +86,26 @@ def test_gpus_that_were_chosen_are_the_visible_ones(monkeypatch: pytest.MonkeyPa
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu-staged"])
+SHARED: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_parallel_size": 2, "num_threads": 2}, "--tensor-parallel-size"),
+    ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+    ({"elastic_kv_memory": True}, "elastic KV memory"),
+]
+COMPUTED: list[tuple[dict[str, Any], str]] = [
+    ({"kernels": "native"}, "--kernels native"),
+    ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tensor_parallel_size": 2, "num_threads": 2}, "--tensor-parallel-size"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"elastic_kv_memory": True}, "elastic KV memory"),
-    ],
+    ("device", "options", "words"),
+    [("cuda", *each) for each in (*SHARED, *COMPUTED)] + [("cpu-staged", *each) for each in SHARED],
 )
-def test_what_shares_memory_on_processors_is_refused(
+def test_what_only_processors_do_is_refused(
     device: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{words}.* with --device cpu only, not {device}"):
         PrefillConfig(instance_id="w", model="m", device=device, **options)
-
-
-@pytest.mark.parametrize("options", [{"kernels": "native"}, {"kv_cache_dtype": "fp8"}])
-def test_what_only_processors_compute_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="with --device cpu only, not cuda"):
-        ReplicaConfig(instance_id="w", model="m", device="cuda", **options)
-    ReplicaConfig(instance_id="w", model="m", device="cpu-staged", **options)
 
 
 def test_decode_steps_run_ahead_on_gpus_unless_told_otherwise() -> None:
@@ -111,3 +124,47 @@ def test_decode_steps_run_ahead_on_gpus_unless_told_otherwise() -> None:
 def test_a_share_of_memory_is_a_share(share: float) -> None:
     with pytest.raises(ConfigError, match="--gpu-memory-utilization is a share"):
         ReplicaConfig(instance_id="w", model="m", gpu_memory_utilization=share)
+
+
+# -- memory for KV
+
+HALF = ReplicaConfig(instance_id="w", model="m", dtype="bfloat16", gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_weights_are_reckoned_as_what_a_checkpoint_holds(family: str, tmp_path: Path) -> None:
+    """At most a tenth above it: biases and norms are counted for families that have none."""
+    make_model(family, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        held = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    found = weight_bytes(load_model_config(tmp_path), 1)
+    assert held <= found <= 1.1 * held
+
+
+def test_kv_gets_the_share_without_weights_steps_and_reserve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_model("llama", tmp_path)
+    model, config = load_model_config(tmp_path), HALF
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (75 * GIB, 80 * GIB))
+    room = room_on_gpu(config, model)
+    taken = weight_bytes(model, 2) + step_bytes(config, model, 2)
+    assert room.nbytes == 40 * GIB - taken - RESERVE_BYTES
+    plan = plan_pool(config, model, room=room)
+    assert plan.num_blocks == room.nbytes // plan.layout.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "words"),
+    [
+        (30 * GIB, 80 * GIB, "0.5 of the GPU's .* more than the .* free: lower it"),
+        (2 * GIB, 2 * GIB, "weights and steps take .*: raise it, lower --max-num-batched-tokens"),
+    ],
+)
+def test_too_little_memory_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, total: int, words: str
+) -> None:
+    make_model("llama", tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, total))
+    with pytest.raises(ConfigError, match=words):
+        room_on_gpu(HALF, load_model_config(tmp_path))

@@ -1,21 +1,26 @@
-"""Engine.execute: what it writes where, what it refuses, what it reports."""
+"""Engine.execute: what it writes where, what it refuses, what it computes in any company; and the loop that others are
+compared with."""
 
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.generate import generate
+from engine.attention import Attention
+from engine.batch import Sampled
 from engine.config import load_model_config
 from engine.engine import Engine
 from protocol.errors import ConfigError, InvalidRequest
+from protocol.request import FinishReason, SamplingParams
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
 
-
-def test_no_slices_are_no_work(llama: Pair) -> None:
-    assert llama.engine().execute([]) == []
+LAST = 1  # of two layers
+WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
 
 
 def test_kv_lies_where_the_layout_says(llama: Pair) -> None:
@@ -51,67 +56,148 @@ def test_on_layer_is_called_when_that_layer_is_in_the_pool(llama: Pair) -> None:
     assert seen == [(0, [True, False]), (1, [True, True])]
 
 
-def test_the_pool_is_the_memory_it_was_given(llama: Pair) -> None:
-    config = load_model_config(llama.path)
-    layout = config.kv_layout(16, "float32")
+def test_the_pool_is_the_memory_it_was_given_if_that_is_enough(llama: Pair) -> None:
+    layout = load_model_config(llama.path).kv_layout(16, "float32")
     memory = memoryview(mmap.mmap(-1, layout.pool_bytes(4)))
-    engine = Engine.load(
-        llama.path, config=config, layout=layout, num_blocks=4, memory=memory, num_threads=1
-    )
+    engine = llama.engine(num_blocks=4, memory=memory)
     assert engine.memory is memory
     engine.execute([make_slice(random_prompt(5), 0, 5, [3])])
     offset = layout.pool_offset(4, 0, 3)
     assert any(memory[offset : offset + layout.token_bytes])
-
-
-def test_memory_that_is_too_small_is_refused(llama: Pair) -> None:
-    config = load_model_config(llama.path)
-    layout = config.kv_layout(16, "float32")
     with pytest.raises(ConfigError, match="writable bytes"):
-        Engine.load(
-            llama.path,
-            config=config,
-            layout=layout,
-            num_blocks=4,
-            memory=memoryview(bytearray(100)),
-        )
+        llama.engine(num_blocks=4, memory=memory[:-1])
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "blocks"), [(0, 11, [0]), (5, 5, [0]), (3, 2, [0]), (0, 10, []), (-1, 5, [0])]
+    ("tokens", "start", "end", "blocks", "complaint"),
+    [
+        (random_prompt(10), 0, 11, [0], "slice"),
+        (random_prompt(10), 5, 5, [0], "slice"),
+        (random_prompt(10), 3, 2, [0], "slice"),
+        (random_prompt(10), 0, 10, [], "slice"),
+        (random_prompt(10), -1, 5, [0], "slice"),
+        ([1, 2, 99_999], 0, 3, [0], "vocabulary"),
+    ],
 )
-def test_a_slice_that_does_not_fit_is_refused(
-    start: int, end: int, blocks: list[int], llama: Pair
+def test_a_slice_that_cannot_be_computed_is_refused(
+    tokens: list[int], start: int, end: int, blocks: list[int], complaint: str, llama: Pair
 ) -> None:
-    with pytest.raises(InvalidRequest, match="slice"):
-        llama.engine(num_blocks=2).execute([make_slice(random_prompt(10), start, end, blocks)])
-
-
-def test_a_token_outside_the_vocabulary_is_refused(llama: Pair) -> None:
-    with pytest.raises(InvalidRequest, match="vocabulary"):
-        llama.engine(num_blocks=2).execute([make_slice([1, 2, 99_999], 0, 3, [0])])
+    with pytest.raises(InvalidRequest, match=complaint):
+        llama.engine(num_blocks=2).execute([make_slice(tokens, start, end, blocks)])
 
 
 def test_fingerprints_differ_by_weights_dtype_and_block_size(pairs: dict[str, Pair]) -> None:
-    llama, other = pairs["llama"], pairs["llama-biases-llama3"]
+    llama = pairs["llama"]
     engines = [
         llama.engine(num_blocks=2),
         llama.engine(num_blocks=2, dtype="bfloat16"),
         llama.engine(num_blocks=2, block_size=8),
-        other.engine(num_blocks=2),
+        pairs["llama-biases-llama3"].engine(num_blocks=2),
     ]
     assert len({engine.fingerprint for engine in engines}) == 4
     assert llama.engine(num_blocks=4).fingerprint == engines[0].fingerprint
 
 
-def test_dummy_weights_need_no_files_and_are_always_the_same(llama: Pair) -> None:
-    config = load_model_config(llama.path)
-    layout = config.kv_layout(16, "float32")
-    results = []
-    for _ in range(2):
-        engine = Engine.load(
-            llama.path / "absent", config=config, layout=layout, num_blocks=2, load_format="dummy"
-        )
-        [sampled] = engine.execute([make_slice(random_prompt(9), 0, 9, [0])])
-        results.append((engine.fingerprint, sampled))
-    assert results[0] == results[1]
+# -- what a step computes
+
+
+@pytest.fixture(params=["torch", "native"])
+def engine(request: pytest.FixtureRequest, llama: Pair) -> Engine:
+    return llama.engine(num_blocks=16, kernels=request.param, attention=request.param)
+
+
+class Asked:
+    """An `Attention` that notes which layers it was asked for."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, *arguments: Any) -> torch.Tensor:
+        self.layers.append(layer)
+        return self._attention.attend(layer, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+
+def test_a_chunk_without_a_token_to_sample_ends_with_the_last_keys_and_values(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = engine._model
+    asked = Asked(model._attention)
+    monkeypatch.setattr(model, "_attention", asked)
+    told: list[int] = []
+    assert engine.execute([make_slice(random_prompt(60), 0, 40, range(4))], told.append) == [None]
+    assert asked.layers == [0]
+    assert told == [0, LAST]  # its K and V are in the pool, and go on from there
+    assert engine.execute([]) == []
+
+
+def test_rows_that_are_sampled_are_what_they_are_in_any_company(engine: Engine) -> None:
+    """One prompt ends in the step, one does not, one decodes: each alone gives the same token, and about the same
+    logarithms (torch's products depend on the number of rows)."""
+    ends, goes_on, decodes = (random_prompt(50, seed) for seed in (1, 2, 3))
+    engine.execute([make_slice(decodes, 0, 49, range(8, 12))])
+    slices = [
+        make_slice(goes_on, 0, 33, range(4, 8)),
+        make_slice(ends, 0, 50, range(4), sampling=WITH_LOGPROBS),
+        make_slice(decodes, 49, 50, range(8, 12), sampling=WITH_LOGPROBS),
+    ]
+    together = engine.execute(slices)
+    assert together[0] is None
+    alone = [engine.execute([one])[0] for one in slices[1:]]
+    for found, expected in zip(together[1:], alone, strict=True):
+        assert_same(found, expected)
+    [rest] = engine.execute([make_slice(goes_on, 33, 50, range(4, 8), sampling=WITH_LOGPROBS)])
+    [whole] = engine.execute([make_slice(goes_on, 0, 50, range(12, 16), sampling=WITH_LOGPROBS)])
+    assert_same(rest, whole)
+
+
+def assert_same(found: Sampled | None, expected: Sampled | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.token_id == expected.token_id
+    assert found.logprobs is not None
+    assert expected.logprobs is not None
+    own, others = ([log for _, log in each.top] for each in (found.logprobs, expected.logprobs))
+    assert own == pytest.approx(others, abs=1e-4)
+
+
+# -- the loop
+
+
+def test_more_sequences_than_fit_wait_for_their_turn(llama: Pair) -> None:
+    llama.check(llama.engine(num_blocks=7), [random_prompt(30, seed=seed) for seed in range(6)])
+
+
+def test_a_stop_token_ends_a_sequence_and_min_tokens_delays_it(llama: Pair) -> None:
+    prompt = random_prompt(30, seed=1)
+    plain = llama.generate(prompt, 8)
+    ends: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": frozenset({plain[2]})}
+    [stopped] = generate(llama.engine(), [prompt], SamplingParams(max_tokens=8, **ends))
+    assert stopped.token_ids == plain[: plain.index(plain[2]) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    [late] = generate(llama.engine(), [prompt], SamplingParams(max_tokens=8, min_tokens=8, **ends))
+    assert (len(late.token_ids), late.finish_reason) == (8, FinishReason.LENGTH)
+    assert plain[2] not in late.token_ids
+
+
+def test_a_seeded_stream_depends_neither_on_its_company_nor_on_where_it_began(llama: Pair) -> None:
+    """Prompt plus tokens already sent, with the same seed, goes on with the same tokens."""
+    engine = llama.engine()
+    prompts = [random_prompt(20 + seed, seed=seed) for seed in range(4)]
+    wishes = [SamplingParams(max_tokens=12, temperature=0.9, seed=seed) for seed in range(4)]
+    together = generate(engine, prompts, wishes, chunk_size=16)
+    for prompt, wish, result in zip(prompts, wishes, together, strict=True):
+        [alone] = generate(engine, [prompt], wish)
+        assert alone.token_ids == result.token_ids
+        [rest] = generate(engine, [prompt + alone.token_ids[:5]], wish)
+        assert rest.token_ids[:7] == alone.token_ids[5:]
+
+
+def test_prompts_that_cannot_run_are_refused(llama: Pair) -> None:
+    sampling = SamplingParams(max_tokens=5)
+    for prompt, complaint in ((random_prompt(40), "do not fit"), ([], "at least one token")):
+        with pytest.raises(InvalidRequest, match=complaint):
+            generate(llama.engine(num_blocks=2), [prompt], sampling)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.generate import generate
 from engine.batch import Slice
-from engine.generate import generate
 from engine.grammar_masks import Allowed, GrammarMasks
 from engine.runtime import EngineThread
 from protocol.errors import InvalidRequest
@@ -144,36 +144,25 @@ def test_a_mask_is_a_function_of_the_tokens_alone(llama: Pair, data: st.DataObje
 
 
 def test_the_end_is_allowed_when_the_answer_is_complete_and_then_alone(llama: Pair) -> None:
-    masks = masks_of(llama)
-    grammar = 'start: "ab" "c"?'
-    allowed = [np.flatnonzero(only(masks.of([piece(list(text), grammar)]))) for text in WRITTEN]
+    masks, grammar = masks_of(llama), 'start: "ab" "c"?'
+    written = (b"", b"a", b"ab", b"abc")
+    allowed = [np.flatnonzero(only(masks.of([piece(list(text), grammar)]))) for text in written]
     assert [ids.tolist() for ids in allowed] == [[ord("a")], [ord("b")], [ord("c"), EOS], [EOS]]
 
 
-WRITTEN = (b"", b"a", b"ab", b"abc")
-
-
-def test_a_grammar_that_cannot_be_followed_fails_its_own_request_only(llama: Pair) -> None:
-    masks = masks_of(llama)
-    good, bad, none = masks.of([piece([ord("{")]), piece([ord("x")]), piece([], grammar="")])
-    assert good is not None
-    assert good.mask is not None
-    assert bad is not None
-    assert bad.mask is None
-    assert bad.failure is not None
-    assert "cannot be followed" in bad.failure
-    assert none is None
+def test_a_grammar_that_cannot_be_followed_or_ended_fails_its_own_request_only(llama: Pair) -> None:
+    endless = piece(list(b"abc"), 'start: "abc"', "endless")
+    endless.sampling = replace(endless.sampling, stop_token_ids=frozenset())
+    asked = [piece([ord("{")]), piece([ord("x")]), piece([], grammar=""), endless]
+    good, *others = masks_of(llama).of(asked)
+    assert only([good]) is not None
+    assert others[1] is None
+    failures = [each.failure for each in (others[0], others[2]) if each is not None]
+    assert "cannot be followed" in str(failures[0])
+    assert failures[1] == "the answer is complete, and no stop token may end it"
     broken = replace(DEFAULTS, grammar="start: nothing")
     with pytest.raises(InvalidRequest, match="unknown name"):
         generate(llama.engine(), [random_prompt(20)], broken)
-
-
-def test_an_end_that_ends_nothing_is_no_choice(llama: Pair) -> None:
-    endless = piece(list(b"abc"), 'start: "abc"')
-    endless.sampling = replace(endless.sampling, stop_token_ids=frozenset())
-    [allowed] = masks_of(llama).of([endless])
-    assert allowed is not None
-    assert allowed.failure == "the answer is complete, and no stop token may end it"
 
 
 def test_matchers_of_those_who_have_left_are_forgotten(llama: Pair) -> None:

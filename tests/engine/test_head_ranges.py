@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,12 +14,10 @@ from tests.engine.attention_cases import Case
 from tests.engine.kernels.calls import kernels_folder
 from tests.thoroughness import examples
 
-FOLDER: Path = kernels_folder()
-
 
 def backend(name: str, case: Case, pool: KvPool, num_kv_heads: int) -> Attention:
     geometry = Geometry(num_kv_heads * case.group, num_kv_heads, case.head_dim)
-    return make_attention(name, geometry, pool, FOLDER)
+    return make_attention(name, geometry, pool, kernels_folder())
 
 
 @st.composite

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_pool import TORCH_DTYPES, KvPool
-from engine.quantised import CODES, dequantise, quantise
+from engine.kv_pool import CODES, TORCH_DTYPES, KvPool, dequantise, quantise
 from protocol.layout import KvLayout
 
 # Half a step of the highest magnitude in int8; half of 3 bits' last one, or half of the least denormal, in fp8.

@@ -34,13 +34,10 @@ def config_of(**changes: Any) -> ReplicaConfig:
     return ReplicaConfig(**{"instance_id": "w", "model": "m", "dtype": "float32", **changes})
 
 
-def test_a_pool_plan_fits_the_memory(model: ModelConfig) -> None:
+def test_a_pool_plan_fits_the_memory_and_takes_what_the_model_takes(model: ModelConfig) -> None:
     plan = plan_pool(config_of(kv_cache_memory=100_000, block_size=8), model)
     assert plan.num_blocks == 100_000 // plan.layout.block_bytes
     assert plan.max_model_len == plan.num_blocks * 8
-
-
-def test_a_large_pool_takes_what_the_model_takes(model: ModelConfig) -> None:
     assert plan_pool(config_of(), model).max_model_len == model.max_position_embeddings
     assert plan_pool(config_of(max_model_len=100), model).max_model_len == 100
 
@@ -51,10 +48,16 @@ def test_a_large_pool_takes_what_the_model_takes(model: ModelConfig) -> None:
         ({"kv_cache_memory": 100}, "--kv-cache-memory 100 holds no block"),
         ({"max_model_len": 5000}, "--max-model-len 5000 exceeds the model's 1024 positions"),
         ({"max_model_len": 1000, "kv_cache_memory": 65536}, "tokens that --kv-cache-memory 65536"),
+        ({"block_size": 0}, "--block-size must be at least 1"),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
+        ({"num_threads": 0}, "--num-threads must be at least 1"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1"),
+        ({"num_threads": 1, "tensor_parallel_size": 2}, "needs as many --num-threads"),
+        ({"reserved_kv_share": 1.0}, "--reserved-kv-share is a share from 0 to below 1"),
     ],
 )
 def test_what_does_not_fit_is_told_with_its_flag(
-    model: ModelConfig, changes: dict[str, int], words: str
+    model: ModelConfig, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_pool(config_of(**changes), model)
@@ -69,20 +72,9 @@ async def test_memory_that_cannot_be_had_is_told_with_its_flag(model_path: Path)
         await load_replica(config, allocate, Lifecycle(None))  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize(
-    "name", ["block_size", "max_num_seqs", "num_threads", "tensor_parallel_size"]
-)
-def test_nothing_is_less_than_one(name: str) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    with pytest.raises(ConfigError, match=f"{flag} must be at least 1"):
-        config_of(**{name: 0})
-
-
 def test_ranks_share_the_workers_threads() -> None:
     """A worker takes the cores that it is given and never more."""
     assert config_of(num_threads=4, tensor_parallel_size=2).threads_per_rank == 2
-    with pytest.raises(ConfigError, match="needs as many --num-threads"):
-        config_of(num_threads=1, tensor_parallel_size=2)
 
 
 def test_workers_read_their_options_without_torch() -> None:

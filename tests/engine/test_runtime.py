@@ -14,7 +14,7 @@ from tests.engine.steps import make_slice, random_prompt
 from tests.patience import PATIENCE_S
 
 
-async def test_steps_run_in_the_engines_own_thread(llama: Pair) -> None:
+async def test_steps_run_in_the_engines_own_thread_and_errors_reach_the_caller(llama: Pair) -> None:
     runtime = EngineThread(llama.engine(num_blocks=4))
     threads: set[str] = set()
     prompt = random_prompt(10)
@@ -24,11 +24,6 @@ async def test_steps_run_in_the_engines_own_thread(llama: Pair) -> None:
     assert first == second
     assert len(threads) == 1
     assert threading.current_thread().name not in threads
-    runtime.close()
-
-
-async def test_errors_of_a_step_reach_its_caller(llama: Pair) -> None:
-    runtime = EngineThread(llama.engine(num_blocks=4))
     with pytest.raises(InvalidRequest):
         await runtime.execute([make_slice([1], 0, 2, [0])])
     runtime.close()

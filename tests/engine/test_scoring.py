@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.batch import PromptScores
 from engine.engine import Engine
-from engine.prompt_scores import PromptScores
 from protocol.prompt_logprobs import PromptLogprobs
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.config import ModelConfig, load_model_config
 from engine.shard import shards
 from protocol.errors import ConfigError
-from tests.random_models import make_model
+from tests.engine.conftest import Pair
 from tests.thoroughness import examples
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    path: Path = tmp_path_factory.mktemp("model")
-    make_model("llama", path)
-    return load_model_config(path)
+@pytest.fixture
+def config(llama: Pair) -> ModelConfig:
+    return load_model_config(llama.path)
 
 
 @given(
@@ -30,7 +27,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     inner_each=st.integers(1, 100),
     vocab_size=st.integers(1, 300),
 )
-@settings(max_examples=examples(60), deadline=None)
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_ranks_share_everything_once(
     config: ModelConfig,
     size: int,
@@ -64,14 +65,10 @@ def test_ranks_share_everything_once(
         assert len(part.vocabulary) <= -(-vocab_size // size)
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [({"num_kv_heads": 2}, "num_key_value_heads of 2"), ({"intermediate_size": 98}, "of 98")],
-)
-def test_a_model_that_cannot_be_cut_evenly_is_refused(
-    config: ModelConfig, changed: dict[str, int], named: str
-) -> None:
+def test_a_model_that_cannot_be_cut_evenly_is_refused(config: ModelConfig) -> None:
     """A KV head has one writer, so there are at most as many ranks as KV heads."""
     whole = replace(config, num_heads=8, num_kv_heads=4)
-    with pytest.raises(ConfigError, match=named):
-        shards(replace(whole, **changed), 4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_key_value_heads of 2"):
+        shards(replace(whole, num_kv_heads=2), 4)
+    with pytest.raises(ConfigError, match="of 98"):
+        shards(replace(whole, intermediate_size=98), 4)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +18,8 @@ from engine.kv_pool import allocate
 from engine.stage import Stage, cut, split
 from engine.weights import load_weights
 from protocol.errors import ConfigError
-from protocol.machine import cache_folder
 from protocol.request import SamplingParams
-from tests.engine.conftest import VARIANTS
+from tests.engine.conftest import VARIANTS, Pair
 from tests.engine.steps import make_slice, random_prompt
 from tests.random_models import make_model
 from tests.thoroughness import examples
@@ -32,42 +29,22 @@ WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2-window", "qwen3-biases"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp(request.param)
     family, overrides = VARIANTS[request.param]
     fields = {key: value for key, value in overrides.items() if value is not None}
-    make_model(family, path, num_hidden_layers=LAYERS, **fields)
-    return path
+    return Pair(path, make_model(family, path, num_hidden_layers=LAYERS, **fields))
 
 
-def load(
-    folder: Path,
-    kernels: str,
-    stage: Stage | None = None,
-    dtype: str = "float32",
-    kv_dtype: str = "auto",
-) -> Engine:
-    config = load_model_config(folder)
-    return Engine.load(
-        folder,
-        config=config,
-        layout=config.kv_layout(16, dtype, kv_dtype),
-        dtype=dtype,
-        num_blocks=24,
-        stage=stage,
-        kernels=kernels,
-        attention=kernels,
-        cache_folder=cache_folder(os.environ, Path.home()),
-    )
+def load(pair: Pair, kernels: str, stage: Stage | None = None, **dtypes: str) -> Engine:
+    return pair.engine(num_blocks=24, kernels=kernels, attention=kernels, stage=stage, **dtypes)
 
 
 class Pipeline:
     """Stages one after another, each with its own pool."""
 
-    def __init__(
-        self, folder: Path, kernels: str, counts: Sequence[int], dtype: str, kv_dtype: str = "auto"
-    ) -> None:
-        self.engines = [load(folder, kernels, stage, dtype, kv_dtype) for stage in cut(counts)]
+    def __init__(self, pair: Pair, kernels: str, counts: Sequence[int], **dtypes: str) -> None:
+        self.engines = [load(pair, kernels, stage, **dtypes) for stage in cut(counts)]
         config = self.engines[0].config
         nbytes = 256 * config.hidden_size * 4
         self._rooms = [allocate(nbytes) for _ in counts]
@@ -106,70 +83,67 @@ def steps() -> list[list[Slice]]:
     return [*chunks, decode]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("counts", [(2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)])
-def test_any_cut_gives_the_same_bits(folder: Path, kernels: str, counts: tuple[int, ...]) -> None:
-    """Tokens, log-probabilities and every byte of KV, whatever is chunked and mixed, with either kernels."""
-    whole, pipeline = load(folder, kernels), Pipeline(folder, kernels, counts, "float32")
+@pytest.mark.parametrize(
+    ("kernels", "counts", "dtypes"),
+    [
+        ("torch", (1, 2, 1), {}),
+        ("torch", (3, 1), {}),
+        ("native", (2, 2), {}),
+        ("native", (1, 1, 1, 1), {}),
+        ("native", (1, 3), {"dtype": "bfloat16"}),
+        ("native", (1, 3), {"dtype": "bfloat16", "kv_dtype": "int8"}),
+    ],
+)
+def test_any_cut_gives_the_same_bits(
+    pair: Pair, kernels: str, counts: tuple[int, ...], dtypes: dict[str, str]
+) -> None:
+    """Tokens, log-probabilities and every byte of KV, whatever is chunked and mixed, with either kernels. In bfloat16
+    nothing is rounded between stages that is not rounded within one engine."""
+    whole, pipeline = load(pair, kernels, **dtypes), Pipeline(pair, kernels, counts, **dtypes)
     for step in steps():
         assert pipeline.execute(step) == whole.execute(step)
     assert pipeline.pool() == bytes(whole.memory)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_hidden_states_pass_in_the_compute_dtype(folder: Path, kv_dtype: str) -> None:
-    """In bfloat16 nothing is rounded between stages that is not rounded within one engine."""
-    whole, pipeline = (
-        load(folder, "native", dtype="bfloat16", kv_dtype=kv_dtype),
-        Pipeline(folder, "native", (1, 3), "bfloat16", kv_dtype),
-    )
-    for step in steps():
-        assert pipeline.execute(step) == whole.execute(step)
-    assert pipeline.pool() == bytes(whole.memory)
-
-
-def test_a_stage_has_the_models_fingerprint_and_only_its_own_weights(folder: Path) -> None:
+def test_a_stage_has_the_models_fingerprint_and_only_its_own_weights(pair: Pair) -> None:
     """Workers pair by the whole model; memory is for the share alone, and neither vocabulary matrix lies twice."""
-    config = load_model_config(folder)
-    whole = load_weights(folder, config, torch.float32)
-    parts = [load_weights(folder, config, torch.float32, stage=stage) for stage in split(LAYERS, 3)]
+    config = load_model_config(pair.path)
+    whole, *parts = (
+        load_weights(pair.path, config, torch.float32, stage=stage)
+        for stage in (None, *split(LAYERS, 3))
+    )
     assert {part.digest for part in parts} == {whole.digest}
     assert [len(part.layers) for part in parts] == [2, 1, 1]
     assert [len(part.embedding) > 0 for part in parts] == [True, False, False]
     assert [len(part.lm_head) > 0 for part in parts] == [False, False, True]
     assert torch.equal(parts[1].layers[0].qkv, whole.layers[2].qkv)
     assert torch.equal(parts[2].lm_head, whole.lm_head)
-    fingerprints = {load(folder, "torch", stage).fingerprint for stage in split(LAYERS, 2)}
-    assert fingerprints == {load(folder, "torch").fingerprint}
+    fingerprints = {load(pair, "torch", stage).fingerprint for stage in split(LAYERS, 2)}
+    assert fingerprints == {load(pair, "torch").fingerprint}
 
 
-def test_random_weights_are_the_same_in_stages(folder: Path) -> None:
+def test_random_weights_need_no_files_and_are_the_same_in_stages(pair: Pair) -> None:
     """`--load-format dummy` gives a group the weights that it gives one worker."""
-    config = load_model_config(folder)
-    whole = load_weights(folder, config, torch.float32, load_format="dummy")
-    last = load_weights(
-        folder, config, torch.float32, load_format="dummy", stage=split(LAYERS, 2)[1]
+    config = load_model_config(pair.path)
+    whole, last = (
+        load_weights(pair.path / "absent", config, torch.float32, load_format="dummy", stage=stage)
+        for stage in (None, split(LAYERS, 2)[1])
     )
     assert last.digest == whole.digest
     assert torch.equal(last.layers[1].down, whole.layers[3].down)
 
 
-def test_what_was_given_is_not_changed(folder: Path) -> None:
-    """Hidden states may lie where a peer wrote them."""
-    first, last = (load(folder, "native", stage) for stage in split(LAYERS, 2))
+def test_hidden_states_are_needed_and_not_changed(pair: Pair) -> None:
+    """A later stage has no embedding to begin with; they may lie where a peer wrote them."""
+    first, last = (load(pair, "native", stage) for stage in split(LAYERS, 2))
     room = allocate(64 * first.config.hidden_size * 4)
     step = [make_slice(random_prompt(40), 0, 40, range(3))]
     first.execute(step, hidden=HiddenStates(passed_on=room))
     before = np.frombuffer(room, np.uint8).copy()
     last.execute(step, hidden=HiddenStates(fetch=lambda: room))
     assert np.array_equal(before, np.frombuffer(room, np.uint8))
-
-
-def test_a_later_stage_needs_hidden_states(folder: Path) -> None:
-    """It has no embedding to begin with."""
-    last = load(folder, "torch", split(LAYERS, 2)[1])
     with pytest.raises(ValueError, match="hidden states"):
-        last.execute([make_slice(random_prompt(4), 0, 4, range(1))])
+        last.execute(step)
 
 
 @given(num_layers=st.integers(1, 130), size=st.integers(1, 130))

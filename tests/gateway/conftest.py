@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from gateway.config import GatewayConfig
-from gateway.events import Started
+from gateway.generation.events import Started
+from gateway.generation.state import RequestState
 from gateway.server import serve
-from gateway.state import RequestState
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from protocol.process import Lifecycle
 from tests.gateway.requests import arrived, new_state, placed
@@ -58,6 +60,48 @@ async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncI
     finally:
         lifecycle.stopping.set()
         await serving
+
+
+@contextlib.asynccontextmanager
+async def clients_of(
+    cluster: ScriptedCluster, **options: object
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session with a gateway of these options."""
+    async with running_gateway(cluster, **options) as url, aiohttp.ClientSession(url) as session:
+        yield session
+
+
+async def post(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str
+) -> dict[str, Any]:
+    """A reply that is not streamed; fails on any status but 200."""
+    async with http.post(path, json=body, headers=headers) as reply:
+        assert reply.status == 200, await reply.text()
+        answer: dict[str, Any] = await reply.json()
+        return answer
+
+
+async def raw_events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[str]:
+    """The data of every event of a stream."""
+    async with http.post(path, json={**body, "stream": True}) as reply:
+        assert reply.status == 200, await reply.text()
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = (await reply.read()).decode()
+    assert text.endswith("\n\n")
+    parts = text[:-2].split("\n\n")
+    assert all(part.startswith("data: ") for part in parts)
+    return [part.removeprefix("data: ") for part in parts]
+
+
+async def events(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The chunks of a stream that ends well."""
+    *chunks, done = await raw_events(http, path, body)
+    assert done == "[DONE]"
+    parsed = [json.loads(chunk) for chunk in chunks]
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in parsed}) == 1
+    return parsed
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.events import (
+from gateway.generation.events import (
     Placed,
     TokensArrived,
 )
-from gateway.state import RequestState
+from gateway.generation.state import RequestState
 from protocol.ids import RequestId
 from protocol.request import (
     Endpoint,

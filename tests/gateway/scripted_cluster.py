@@ -49,6 +49,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.streams = GatewayStreams(self.lost_gateways.append, grace_s=60.0)
         self.server = RpcServer(CLUSTER_TOKEN)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
+        self.server.add_lean("Worker", self)
         self.rpc_address = ""
         self.epoch = 1
 
@@ -190,6 +191,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         self._tasks: set[asyncio.Task[None]] = set()
         self.server = RpcServer(CLUSTER_TOKEN)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self.server.grpc)
+        self.server.add_lean("Conductor", self)
         self.address = await self.server.start("127.0.0.1", 0)
         for number in range(num_prefill):
             await self.add(f"prefill-{number}", common_pb2.ROLE_PREFILL)

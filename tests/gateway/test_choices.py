@@ -10,21 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.choices import best
-from gateway.replies.feed import Piece
+from gateway.generation.events import Piece
+from gateway.openai.sampling import best
 from gateway.text.tokenizer import Tokenizer
 from protocol.ids import RequestId
 from protocol.request import FinishReason, Logprobs, Token
 from protocol.wire import sampling_from_wire
+from tests.gateway.conftest import post
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
+PATH = "/v1/completions"
 ASK: dict[str, Any] = {"prompt": "to be", "max_tokens": 2, "seed": 7}
-
-
-async def post(http: aiohttp.ClientSession, body: dict) -> dict:
-    async with http.post("/v1/completions", json=body) as reply:
-        assert reply.status == 200, await reply.text()
-        return await reply.json()
 
 
 def answer(index: int, logprobs: list[float]) -> list[Piece]:
@@ -86,7 +82,7 @@ async def test_best_of_draws_more_than_it_gives(
             run.prefill.streams.send(run.gateway_id, tokens=[token])
 
     cluster.scripts += [play] * 4
-    body = await post(http, {**ASK, "best_of": 4, "n": 2})
+    body = await post(http, PATH, {**ASK, "best_of": 4, "n": 2})
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     texts = [choice["text"] for choice in body["choices"]]
     assert texts[0] == tokenizer.decode([109, 109])
@@ -98,7 +94,7 @@ async def test_best_of_draws_more_than_it_gives(
 async def test_best_of_without_more_than_n_changes_nothing(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    body = await post(http, {**ASK, "best_of": 2, "n": 2})
+    body = await post(http, PATH, {**ASK, "best_of": 2, "n": 2})
     assert len(body["choices"]) == len(cluster.submissions) == 2
     assert not cluster.submissions[0].sampling.HasField("num_logprobs")
 
@@ -107,14 +103,14 @@ async def test_best_of_without_more_than_n_changes_nothing(
 async def test_no_bad_words_are_none(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, words: list[str] | None
 ) -> None:
-    await post(http, {**ASK, "bad_words": words})
+    await post(http, PATH, {**ASK, "bad_words": words})
     assert not cluster.submissions[0].sampling.bad_words
 
 
 async def test_bad_words_reach_the_workers_alone_and_behind_a_space(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    await post(http, {**ASK, "bad_words": ["Romeo", " Romeo", "z"]})
+    await post(http, PATH, {**ASK, "bad_words": ["Romeo", " Romeo", "z"]})
     expected = dict.fromkeys(
         tuple(tokenizer.encode(text, add_special_tokens=False))
         for text in ("Romeo", " Romeo", "z", " z")

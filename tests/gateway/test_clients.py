@@ -47,21 +47,6 @@ async def test_the_official_client_chats_streamed_and_not(
         assert (await client.models.retrieve("demo")).id == "demo"
 
 
-async def test_the_official_synchronous_client_completes(
-    url: str, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    def use() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-            whole = client.completions.create(model="demo", prompt="hello", max_tokens=6)
-            stream = client.completions.create(
-                model="demo", prompt="hello", max_tokens=6, stream=True
-            )
-            return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
-
-    expected = tokenizer.decode(cluster.tokens[:6])
-    assert await asyncio.to_thread(use) == (expected, expected)
-
-
 async def test_the_official_client_understands_our_errors(
     url: str, cluster: ScriptedCluster
 ) -> None:

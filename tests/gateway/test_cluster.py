@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gateway.cluster.stream
 import gateway.cluster.view
+from gateway.cluster.stream import Heard
 from gateway.cluster.view import Cluster
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, PeerLost
 from protocol.ids import GatewayId
@@ -37,8 +41,52 @@ class RecordingChannels(Channels):
         self.forgotten.put_nowait(address)
 
 
-async def ignored(instance_id: str, batch: worker_pb2.EventBatch) -> None:
-    """Nobody sends any."""
+Lost = asyncio.Queue[tuple[str, MoonserveError]]
+
+
+class Scene(NamedTuple):
+    cluster: Cluster
+    channels: RecordingChannels
+    lost: Lost
+    server: RpcServer
+    port: int
+
+
+@contextlib.asynccontextmanager
+async def following(
+    conductor: OneView | None = None, worker: Hasty | None = None
+) -> AsyncIterator[Scene]:
+    """A gateway's view of a cluster of this conductor and this worker, which are one server; and what it lost."""
+    server, channels, lost = RpcServer("token"), RecordingChannels(), Lost()
+    if conductor is not None:
+        conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
+    if worker is not None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
+
+    async def ignored(instance_id: str, batch: worker_pb2.EventBatch) -> None:
+        """Nobody sends any."""
+
+    address = await server.start("127.0.0.1", 0)
+    cluster = Cluster(
+        channels,
+        address,
+        GatewayId("g"),
+        on_batch=ignored,
+        on_lost=lambda instance_id, error: lost.put_nowait((instance_id, error)),
+        on_view=lambda view: None,
+        about=conductor_pb2.GatewayView,
+    )
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield Scene(cluster, channels, lost, server, int(address.rpartition(":")[2]))
+    finally:
+        await cluster.close()
+        await channels.close()
+        await server.stop(0)
+
+
+def names(lost: Lost) -> list[str]:
+    return [lost.get_nowait()[0] for _ in range(lost.qsize())]
 
 
 def endpoint(name: str, epoch: int, port: int) -> Endpoint:
@@ -52,33 +100,20 @@ def endpoint(name: str, epoch: int, port: int) -> Endpoint:
 
 
 async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed() -> None:
-    channels, lost = RecordingChannels(), list[str]()
-    cluster = Cluster(
-        channels,
-        "127.0.0.1:1",
-        GatewayId("g"),
-        on_batch=ignored,
-        on_lost=lambda instance_id, error: lost.append(instance_id),
-        on_view=lambda view: None,
-        about=conductor_pb2.GatewayView,
-    )
-    assert cluster.listen(endpoint("d0", 1, 2))
-    assert cluster.listen(endpoint("d1", 1, 3))
-    assert cluster.listen(endpoint("d0", 1, 2))
-    assert lost == []
-    assert cluster.listen(endpoint("d0", 2, 4))
-    assert lost == ["d0"]
-    assert not cluster.listen(endpoint("d0", 1, 2))  # nothing that it still says counts
-    async with asyncio.timeout(PATIENCE_S):
+    async with following() as (cluster, channels, lost, *_):
+        assert cluster.listen(endpoint("d0", 1, 2))
+        assert cluster.listen(endpoint("d1", 1, 3))
+        assert cluster.listen(endpoint("d0", 1, 2))
+        assert names(lost) == []
+        assert cluster.listen(endpoint("d0", 2, 4))
+        assert names(lost) == ["d0"]
+        assert not cluster.listen(endpoint("d0", 1, 2))  # nothing that it still says counts
         assert await channels.forgotten.get() == "127.0.0.1:2"
-    cluster.listen(endpoint("d1", 2, 3))  # at the same address, so that the channel stays
-    cluster.listen(endpoint("d0", 3, 5))
-    async with asyncio.timeout(PATIENCE_S):
+        cluster.listen(endpoint("d1", 2, 3))  # at the same address, so that the channel stays
+        cluster.listen(endpoint("d0", 3, 5))
         assert await channels.forgotten.get() == "127.0.0.1:4"
-    assert lost == ["d0", "d1", "d0"]
-    assert channels.forgotten.empty()
-    await cluster.close()
-    await channels.close()
+        assert names(lost) == ["d1", "d0"]
+        assert channels.forgotten.empty()
 
 
 class Hasty(worker_pb2_grpc.WorkerServicer):
@@ -102,40 +137,20 @@ async def test_what_begins_while_a_stream_is_broken_waits_until_it_is_open_again
     """Or it would be lost with what was missed before."""
     monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)  # unless somebody waits
     monkeypatch.setattr(gateway.cluster.stream, "_SETTLED_WITHIN_S", NEVER_S)
-    server, channels = RpcServer("token"), Channels("token")
-    worker_pb2_grpc.add_WorkerServicer_to_server(Hasty(), server.grpc)
-    _, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
-    worker = endpoint("d0", 1, int(port))
-    lost: asyncio.Queue[tuple[float, MoonserveError]] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    cluster = Cluster(
-        channels,
-        "127.0.0.1:1",
-        GatewayId("g"),
-        on_batch=ignored,
-        on_lost=lambda instance_id, error: lost.put_nowait((loop.time(), error)),
-        on_view=lambda view: None,
-        about=conductor_pb2.GatewayView,
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await cluster.until_heard([worker])  # it is not known yet
-            cluster.listen(worker)
-            broke_at, broke = await lost.get()
-            assert isinstance(broke, PeerLost)
-            assert cluster.open_since() == {}
-            await cluster.until_heard([worker])
-            _, missed = lost.get_nowait()
-            assert isinstance(missed, IntegrityError)
-            assert cluster.open_since()["d0", 1] > broke_at
-            await server.stop(0)
-            await lost.get()
-            await cluster.until_heard([worker])  # that it cannot be opened is known, too
-            assert cluster.open_since() == {}
-    finally:
-        await cluster.close()
-        await channels.close()
+    async with following(worker=Hasty()) as (cluster, _, lost, server, port):
+        worker = endpoint("d0", 1, port)
+        await cluster.until_heard([worker])  # it is not known yet
+        cluster.listen(worker)
+        assert isinstance((await lost.get())[1], PeerLost)
+        broke_at = asyncio.get_running_loop().time()
+        assert cluster.open_since() == {}
+        await cluster.until_heard([worker])
+        assert isinstance(lost.get_nowait()[1], IntegrityError)  # what was missed
+        assert cluster.open_since()["d0", 1] > broke_at
         await server.stop(0)
+        await lost.get()
+        await cluster.until_heard([worker])  # that it cannot be opened is known, too
+        assert cluster.open_since() == {}
 
 
 class OneView(conductor_pb2_grpc.ConductorServicer):
@@ -154,59 +169,24 @@ class OneView(conductor_pb2_grpc.ConductorServicer):
 
 async def test_who_leaves_while_its_stream_is_broken_is_lost_once_more() -> None:
     """For requests that were placed with it after its stream had broken."""
-    server, channels = RpcServer(""), Channels("")
-    conductor_pb2_grpc.add_ConductorServicer_to_server(OneView(), server.grpc)
-    lost: list[str] = []
-    cluster = Cluster(
-        channels,
-        await server.start("127.0.0.1", 0),
-        GatewayId("g"),
-        on_batch=ignored,
-        on_lost=lambda instance_id, error: lost.append(error.message),
-        on_view=lambda view: None,
-        about=conductor_pb2.GatewayView,
-    )
-    try:
+    async with following(OneView()) as (cluster, _, lost, *_):
         cluster.listen(endpoint("d0", 1, 1))
         await cluster.refresh()
-        assert lost[-1] == "d0 left the cluster"
-    finally:
-        await cluster.close()
-        await channels.close()
-        await server.stop(0)
+        told = [await lost.get() for _ in range(lost.qsize())]
+        assert told[-1][1].message == "d0 left the cluster"
 
 
 async def test_who_leaves_takes_nobodys_channel_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another worker, which has its address now."""
     monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)
-    server, channels = RpcServer("token"), RecordingChannels()
-    conductor_pb2_grpc.add_ConductorServicer_to_server(OneView(), server.grpc)
-    worker_pb2_grpc.add_WorkerServicer_to_server(Hasty(), server.grpc)
-    address = await server.start("127.0.0.1", 0)
-    port = int(address.rpartition(":")[2])
-    lost: asyncio.Queue[str] = asyncio.Queue()
-    cluster = Cluster(
-        channels,
-        address,
-        GatewayId("g"),
-        on_batch=ignored,
-        on_lost=lambda instance_id, error: lost.put_nowait(instance_id),
-        on_view=lambda view: None,
-        about=conductor_pb2.GatewayView,
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            cluster.listen(endpoint("d0", 1, port))
-            assert await lost.get() == "d0"  # its stream broke
-            cluster.listen(endpoint("d1", 1, port))
-            assert await lost.get() == "d1"  # which speaks, and says what it has missed
-            await cluster.refresh()
-            assert await lost.get() == "d0"  # it is in no view
+    async with following(OneView(), Hasty()) as (cluster, channels, lost, _, port):
+        cluster.listen(endpoint("d0", 1, port))
+        assert (await lost.get())[0] == "d0"  # its stream broke
+        cluster.listen(endpoint("d1", 1, port))
+        assert (await lost.get())[0] == "d1"  # which speaks, and says what it has missed
+        await cluster.refresh()
+        assert (await lost.get())[0] == "d0"  # it is in no view
         assert channels.forgotten.empty()
-    finally:
-        await cluster.close()
-        await channels.close()
-        await server.stop(0)
 
 
 async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_facts_are_not(
@@ -214,18 +194,8 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
 ) -> None:
     """So requests are taken, and wait, while no conductor leads, and those under way go on when it is back and knows
     nobody yet."""
-    server, channels, conductor = RpcServer(""), Channels(""), OneView()
-    conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
-    cluster = Cluster(
-        channels,
-        await server.start("127.0.0.1", 0),
-        GatewayId("g"),
-        on_batch=ignored,
-        on_lost=lambda instance_id, error: None,
-        on_view=lambda view: None,
-        about=conductor_pb2.GatewayView,
-    )
-    try:
+    conductor = OneView()
+    async with following(conductor) as (cluster, *_):
         with pytest.raises(NoWorker):
             cluster.facts()
         await cluster.refresh()
@@ -236,7 +206,26 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
         conductor.is_restarted = True
         await cluster.refresh()
         assert cluster.facts().max_model_len == 99
-    finally:
-        await cluster.close()
-        await channels.close()
-        await server.stop(0)
+
+
+@given(
+    streams=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), min_size=1, max_size=10
+    )
+)
+def test_a_stream_begins_well_exactly_where_nothing_was_missed(
+    streams: list[tuple[int, int, bool]],
+) -> None:
+    """Each stream brings some batches, loses some, and may be followed by the worker giving this gateway up."""
+    heard, given_up, taken, is_whole = Heard(), 0, 0, True
+    for num_brought, num_lost, gives_up in [*streams, (0, 0, False)]:
+        standing = worker_pb2.Standing(times_given_up=given_up, num_batches=taken)
+        assert heard.begins(standing) == is_whole
+        for _ in range(num_brought):
+            heard.came()
+        taken += num_brought + num_lost
+        is_whole = not num_lost
+        if gives_up:
+            given_up, taken, is_whole = given_up + 1, 0, False
+    for standing in (worker_pb2.Standing(times_given_up=1), worker_pb2.Standing(num_batches=1)):
+        assert not Heard().begins(standing), "missed before the first stream"

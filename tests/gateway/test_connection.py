@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from gateway.connection import drop
+from gateway.http.connection import drop
 from tests.patience import PATIENCE_S
 
 

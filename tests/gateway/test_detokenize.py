@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.detokenize import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
+from gateway.generation.detokenize import (
+    REPLACEMENT,
+    ByteDecoder,
+    StopMatcher,
+    TextOutput,
+    WindowDecoder,
+)
 from gateway.text.tokenizer import load_tokenizer
 from tests.gateway.conftest import MODEL
 

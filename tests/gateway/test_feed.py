@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.replies.feed import Feed, Piece
+from gateway.generation.answer import Feed
+from gateway.generation.events import Piece
 from protocol.ids import RequestId
 from protocol.request import FinishReason, Token
 

@@ -1,9 +1,20 @@
-"""The last minute, as a gateway remembers it."""
+"""The last minute as a gateway remembers it, and what its metrics say about the decode workers."""
 
 from __future__ import annotations
 
-from gateway.cluster.figures import _MAX_PREFIXES, _NUM_LATEST, WINDOW_S, Ended, Figures
+from prometheus_client import CollectorRegistry
+
+from gateway.cluster.figures import (
+    _MAX_PREFIXES,
+    _NUM_LATEST,
+    WINDOW_S,
+    DecodeFigures,
+    Ended,
+    Figures,
+)
 from protocol.keys import BlockKey
+from protocol.metrics import request_metrics
+from protocol.pb import common_pb2, conductor_pb2
 
 
 def key(number: int) -> BlockKey:
@@ -46,18 +57,55 @@ def test_the_memory_of_prefixes_is_bounded() -> None:
 def test_the_latest_requests_come_first_and_the_others_are_forgotten() -> None:
     figures = Figures()
     for number in range(_NUM_LATEST + 3):
-        figures.ended(
-            Ended(
-                request_id=f"req-{number}",
-                outcome="stop",
-                prompt_tokens=1,
-                cached_tokens=0,
-                output_tokens=1,
-                ttft_s=0.1,
-                e2e_s=0.2,
-            )
-        )
+        counts = {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
+        times = {"ttft_s": 0.1, "e2e_s": 0.2}
+        figures.ended(Ended(request_id=f"req-{number}", outcome="stop", **counts, **times))
     shown = figures.latest_requests()
     assert len(shown) == _NUM_LATEST
     assert shown[0]["request_id"] == f"req-{_NUM_LATEST + 2}"
     assert shown[-1]["request_id"] == "req-3"
+
+
+def worker(
+    name: str, *, preemptions: int, held: int = 0, epoch: int = 1
+) -> conductor_pb2.InstanceView:
+    return conductor_pb2.InstanceView(
+        endpoint=common_pb2.Endpoint(instance_id=name, epoch=epoch),
+        role=common_pb2.ROLE_DECODE,
+        num_blocks=10,
+        load=conductor_pb2.Load(held_blocks=held, leased_blocks=1, num_preemptions=preemptions),
+    )
+
+
+class Seen:
+    """Figures fed with views, and the metric values they lead to."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._figures = DecodeFigures(request_metrics(self._registry, "model", "gateway-0", ()))
+
+    def take(self, *workers: conductor_pb2.InstanceView) -> None:
+        self._figures.take(conductor_pb2.ClusterView(instances=workers))
+
+    def value(self, name: str) -> float | None:
+        labels = {"model_name": "model", "engine": "gateway-0"}
+        return self._registry.get_sample_value(name, labels)
+
+
+def test_usage_is_the_share_of_all_decode_blocks() -> None:
+    seen = Seen()
+    prefill = conductor_pb2.InstanceView(role=common_pb2.ROLE_PREFILL, num_blocks=100)
+    seen.take(worker("a", preemptions=0, held=3), worker("b", preemptions=0, held=5), prefill)
+    assert seen.value("vllm:kv_cache_usage_perc") == 0.5
+    seen.take(prefill)
+    assert seen.value("vllm:kv_cache_usage_perc") == 0.0
+
+
+def test_preemptions_are_counted_once_and_across_restarts() -> None:
+    seen = Seen()
+    seen.take(worker("a", preemptions=2), worker("b", preemptions=1))
+    seen.take(worker("a", preemptions=2), worker("b", preemptions=4))
+    assert seen.value("vllm:num_preemptions_total") == 6
+    seen.take(worker("b", preemptions=4))  # a is not heard of for a while
+    seen.take(worker("a", preemptions=3, epoch=2), worker("b", preemptions=4))
+    assert seen.value("vllm:num_preemptions_total") == 9

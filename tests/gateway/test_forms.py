@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError
+from gateway.http.errors import ApiError
+from gateway.openai.forms import Form, form_of
+from gateway.openai.schema import BodyParser, CompletionBody
 from gateway.text.tokenizer import Tokenizer
-from gateway.wishes.forms import Form, form_of
-from gateway.wishes.schema import BodyParser, CompletionBody
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammars
 from tests.gateway.conftest import MODEL

@@ -11,20 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError
-from gateway.replies.chunks import CompletionChunks, Heading, Wants
-from gateway.replies.feed import Piece
-from gateway.responses.schema import ResponsesBody
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import load_tokenizer
-from gateway.wishes.schema import (
+from gateway.generation.events import Piece
+from gateway.http.errors import ApiError
+from gateway.openai.chunks import CompletionChunks, Heading, Wants
+from gateway.openai.models import DetokenizeBody, TokenizeBody
+from gateway.openai.responses.schema import ResponsesBody
+from gateway.openai.schema import (
     BodyParser,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
     validated,
 )
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
 
 TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "models" / "demo")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import pytest
 
 from protocol.pb import conductor_pb2
 from tests.gateway.scripted_cluster import ScriptedCluster
@@ -39,39 +38,33 @@ def as_it_comes(cluster: ScriptedCluster) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "script", "status"),
-    [
-        ("/v1/completions", TEXT, as_it_comes, 200),
-        ("/v1/completions", TEXT | {"stream": True}, as_it_comes, 200),
-        ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}, as_it_comes, 200),
-        ("/v1/completions", TEXT, rejected, 429),
-        ("/v1/completions", TEXT | {"stream": True}, rejected, 429),
-        ("/v1/completions", TEXT | {"max_tokens": 0}, as_it_comes, 400),
-    ],
-)
-async def test_nothing_is_left_in_cycles(
-    http: aiohttp.ClientSession,
-    cluster: ScriptedCluster,
-    path: str,
-    body: dict[str, Any],
-    script: Callable[[ScriptedCluster], None],
-    status: int,
-) -> None:
-    async def ask() -> None:
-        script(cluster)
-        async with http.post(path, json=body) as reply:
-            await reply.read()
-            assert reply.status == status
+SCENARIOS: list[tuple[str, dict[str, Any], Callable[[ScriptedCluster], None], int]] = [
+    ("/v1/completions", TEXT, as_it_comes, 200),
+    ("/v1/completions", TEXT | {"stream": True}, as_it_comes, 200),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}, as_it_comes, 200),
+    ("/v1/completions", TEXT, rejected, 429),
+    ("/v1/completions", TEXT | {"stream": True}, rejected, 429),
+    ("/v1/completions", TEXT | {"max_tokens": 0}, as_it_comes, 400),
+]
 
-    await ask()
-    await asyncio.sleep(0.05)  # what only the first request makes
+
+async def test_nothing_is_left_in_cycles(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    async def ask_all() -> None:
+        for path, body, script, status in SCENARIOS:
+            script(cluster)
+            async with http.post(path, json=body) as reply:
+                await reply.read()
+                assert reply.status == status
+        await asyncio.sleep(0.05)  # their ends
+
+    await ask_all()  # what only the first request makes
     gc.collect()
     gc.disable()
     try:
         for _ in range(NUM_REQUESTS):
-            await ask()
-        await asyncio.sleep(0.05)
+            await ask_all()
         found = garbage()
     finally:
         gc.enable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,8 +15,8 @@ import aiohttp
 import pytest
 import uvloop
 
-import gateway.http_protocol
-from gateway.http_protocol import MOST_REFUSED
+import gateway.http.protocol
+from gateway.http.protocol import MOST_REFUSED
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
@@ -159,7 +160,15 @@ async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(
 
 
 async def test_what_is_no_http_gets_an_error_in_the_usual_form(cluster: ScriptedCluster) -> None:
-    for rubbish in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+    post = b"POST /v1/completions HTTP/1.1\r\nContent-Length: "
+    for rubbish in (
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        post + b"-5\r\n\r\n",
+        post + b"5\r\nContent-Length: 6\r\n\r\nhello!",
+        b"BREW /v1/completions HTTP/1.1\r\n\r\n",
+        random.Random(0).randbytes(10_000),
+    ):
         async with connected(cluster, **NEVER) as (reader, writer):
             writer.write(rubbish)
             status, error = await reply_of(reader)
@@ -231,7 +240,7 @@ def test_a_gateway_that_stops_answers_what_is_on_its_way(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the event loop of the process; asyncio's own forgets connections that it has taken when its server closes."""
-    monkeypatch.setattr(gateway.http_protocol, "LINGER_S", NEVER_S)
+    monkeypatch.setattr(gateway.http.protocol, "LINGER_S", NEVER_S)
     uvloop.run(_stopped_with_requests_on_their_way(tokenizer))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.wishes.isolation import salt_of, visible_to
+from gateway.access.isolation import salt_of, visible_to
 from protocol.keys import block_keys, root_key
 
 names = st.none() | st.text(max_size=8)

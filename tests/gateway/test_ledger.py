@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.ledger import PHASES, Instants, Ledger, ledger
+from gateway.generation.timings import PHASES, Instants, Ledger, ledger
 from protocol.ids import RequestId
 from protocol.request import DecodeReport, PrefillReport
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.keys.file import KeyFile
-from gateway.keys.record import ApiKey, KeyLimits, digest_of
+from gateway.access.key_file import KeyFile
+from gateway.access.key_record import ApiKey, KeyLimits, digest_of
 from protocol.errors import ConfigError
-from tests.gateway.conftest import running_gateway
+from tests.gateway.conftest import clients_of, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import answered
 
@@ -30,10 +30,7 @@ async def gateway(
     file = KeyFile(folder / "keys.json")
     for key in keys.values():
         await file.add(key)
-    async with (
-        running_gateway(cluster, api_key_file=str(folder / "keys.json")) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, api_key_file=str(folder / "keys.json")) as http:
         yield http, file
 
 
@@ -161,10 +158,7 @@ async def test_a_keys_priority_is_a_bound(cluster: ScriptedCluster, tmp_path: Pa
 
 
 async def test_without_keys_limits_are_of_all_clients_together(cluster: ScriptedCluster) -> None:
-    async with (
-        running_gateway(cluster, requests_per_minute=2) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, requests_per_minute=2) as http:
         assert [(await ask(http, name)).status for name in "abc"] == [200, 200, 429]
         async with http.get("/health") as reply:
             assert reply.status == 200

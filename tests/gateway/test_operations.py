@@ -17,9 +17,10 @@ import pytest
 from gateway.__main__ import main
 from gateway.server import bind
 from protocol.errors import ConfigError, PeerLost
-from tests.gateway.conftest import MODEL, running_gateway
+from tests.gateway.conftest import MODEL, clients_of, post, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
+PATH = "/v1/completions"
 TEXT = {"prompt": "hello", "max_tokens": 6}
 
 
@@ -34,8 +35,7 @@ async def test_metrics_follow_the_requests(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     cluster.cached_tokens = 1
-    async with http.post("/v1/completions", json=TEXT) as reply:
-        usage = (await reply.json())["usage"]
+    usage = (await post(http, PATH, TEXT))["usage"]
     text = await get(http, "/metrics")
 
     def value(name: str, more: str = "") -> float:
@@ -58,12 +58,8 @@ async def test_the_cluster_is_shown_as_json_and_as_a_page(
 ) -> None:
     view = json.loads(await get(http, "/v1/cluster"))
     assert view["ready"] is True
-    assert [i["instance_id"] for i in view["instances"]] == [
-        "prefill-0",
-        "prefill-1",
-        "decode-0",
-        "decode-1",
-    ]
+    names = [i["instance_id"] for i in view["instances"]]
+    assert names == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     assert set(view["instances"][0]) >= {"role", "rpc_address", "load", "num_blocks"}
     page = await get(http, "/dashboard")
     assert "v1/cluster" in page
@@ -83,7 +79,7 @@ async def test_small_endpoints_answer(
 @pytest.mark.parametrize(
     ("path", "prompt", "prefix"),
     [
-        ("/v1/completions", {"prompt": "hello"}, "cmpl-"),
+        (PATH, {"prompt": "hello"}, "cmpl-"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chatcmpl-"),
     ],
 )
@@ -106,10 +102,7 @@ async def test_a_name_that_is_used_again_means_its_latest_request(
     http: aiohttp.ClientSession,
 ) -> None:
     for _ in range(2):
-        async with http.post(
-            "/v1/completions", json=TEXT, headers={"X-Request-Id": "abc"}
-        ) as reply:
-            request_id = (await reply.json())["id"]
+        request_id = (await post(http, PATH, TEXT, **{"X-Request-Id": "abc"}))["id"]
     explained = json.loads(await get(http, "/v1/requests/abc/explain"))
     assert f"cmpl-{explained['request_id']}" == request_id
 
@@ -121,8 +114,7 @@ async def test_all_choices_and_attempts_are_explained(
         run.fail(PeerLost("gone"), by=run.prefill)
 
     cluster.scripts = [dies]
-    async with http.post("/v1/completions", json=TEXT | {"n": 2}) as reply:
-        request_id = (await reply.json())["id"].removeprefix("cmpl-")
+    request_id = (await post(http, PATH, TEXT | {"n": 2}))["id"].removeprefix("cmpl-")
     explained = json.loads(await get(http, f"/v1/requests/{request_id}/explain"))
     ids = {decision["request_id"] for decision in explained["decisions"]}
     assert len(explained["decisions"]) == 3
@@ -145,27 +137,26 @@ async def test_the_client_says_which_conversation_a_request_belongs_to(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     for headers in ({"x-session-id": "tuesday"}, {}):
-        async with http.post("/v1/completions", json=TEXT, headers=headers) as reply:
-            assert reply.status == 200
+        await post(http, PATH, TEXT, **headers)
     assert [place.session_id for place in cluster.places] == ["tuesday", ""]
     long = {"x-session-id": "x" * 300}
-    async with http.post("/v1/completions", json=TEXT, headers=long) as reply:
+    async with http.post(PATH, json=TEXT, headers=long) as reply:
         assert reply.status == 400
         assert (await reply.json())["error"]["param"] == "x-session-id"
 
 
 async def test_a_gateway_without_workers_is_alive_but_not_ready(cluster: ScriptedCluster) -> None:
     cluster.dead |= {"decode-0", "decode-1"}
-    async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
+    async with clients_of(cluster) as http:
         await get(http, "/health")
         await get(http, "/ready", 503)
 
 
 async def test_a_gateway_without_conductor_starts_and_answers_503(cluster: ScriptedCluster) -> None:
     await cluster.server.stop(0)
-    async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
+    async with clients_of(cluster) as http:
         await get(http, "/ready", 503)
-        async with http.post("/v1/completions", json=TEXT) as reply:
+        async with http.post(PATH, json=TEXT) as reply:
             assert reply.status == 503
 
 

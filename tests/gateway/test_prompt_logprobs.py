@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -10,29 +9,18 @@ import aiohttp
 import numpy as np
 import pytest
 
-from gateway.replies.logprobs import completion_logprobs, echoed_logprobs
+from gateway.openai.logprobs import completion_logprobs, echoed_logprobs
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import PeerLost
+from protocol.errors import IntegrityError, PeerLost
 from protocol.ids import RequestId
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 from protocol.request import Logprobs, Token
+from tests.gateway.conftest import events, post
 from tests.gateway.scripted_cluster import BLOCK_SIZE, Run, ScriptedCluster
 
+PATH = "/v1/completions"
 PROMPT = "to be or not to be"
 ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
-
-
-async def post(http: aiohttp.ClientSession, body: dict, path: str = "/v1/completions") -> dict:
-    async with http.post(path, json=body) as reply:
-        assert reply.status == 200, await reply.text()
-        return await reply.json()
-
-
-async def stream(http: aiohttp.ClientSession, body: dict) -> list[dict]:
-    async with http.post("/v1/completions", json={**body, "stream": True}) as reply:
-        assert reply.status == 200, await reply.text()
-        lines = (await reply.text()).split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 def columns_of(chunks: list[dict], index: int) -> dict[str, list]:
@@ -50,13 +38,8 @@ async def test_a_completion_has_them_as_vllm_does(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
     """The first token's are null; the token's own are there, whether or not it is among the likeliest."""
-    prompt = [
-        70,
-        1,
-        80,
-        0,
-    ]  # of which the scripted worker finds tokens 0 and 1 likeliest everywhere
-    body = await post(http, {**ASK, "prompt": prompt, "prompt_logprobs": 2})
+    prompt = [70, 1, 80, 0]  # the scripted worker finds tokens 0 and 1 likeliest everywhere
+    body = await post(http, PATH, {**ASK, "prompt": prompt, "prompt_logprobs": 2})
     first, *others = body["choices"][0]["prompt_logprobs"]
     assert first is None
     assert [list(entry) for entry in others] == [["1", "0"], ["80", "0", "1"], ["0", "1"]]
@@ -70,27 +53,17 @@ async def test_a_completion_has_them_as_vllm_does(
 
 
 async def test_a_chat_has_them_beside_its_choices(http: aiohttp.ClientSession) -> None:
-    body = await post(
-        http,
-        {
-            "messages": [{"role": "user", "content": "hello"}],
-            "max_tokens": 2,
-            "n": 2,
-            "prompt_logprobs": 0,
-        },
-        "/v1/chat/completions",
-    )
-    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
-    assert body["prompt_logprobs"][0] is None
-    assert [len(entry) for entry in body["prompt_logprobs"][1:]] == [1] * (
-        body["usage"]["prompt_tokens"] - 1
-    )
+    wish = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "n": 2}
+    body = await post(http, "/v1/chat/completions", {**wish, "prompt_logprobs": 0})
+    first, *others = body["prompt_logprobs"]
+    assert first is None
+    assert [len(entry) for entry in others] == [1] * (body["usage"]["prompt_tokens"] - 1)
 
 
 async def test_an_echoed_prompt_has_them_before_the_answers_own(
     http: aiohttp.ClientSession, tokenizer: Tokenizer
 ) -> None:
-    body = await post(http, {**ASK, "echo": True, "logprobs": 2})
+    body = await post(http, PATH, {**ASK, "echo": True, "logprobs": 2})
     [choice] = body["choices"]
     ids = tokenizer.encode(PROMPT)
     logprobs = choice["logprobs"]
@@ -157,16 +130,10 @@ def test_offsets_are_places_in_the_echoed_text(
 
 async def test_a_stream_says_the_same_as_a_whole_reply(http: aiohttp.ClientSession) -> None:
     """Of two prompts, twice each, with token ids."""
-    ask = {
-        **ASK,
-        "prompt": [PROMPT, "that is"],
-        "n": 2,
-        "echo": True,
-        "logprobs": 1,
-        "return_token_ids": True,
-    }
-    whole = (await post(http, ask))["choices"]
-    chunks = await stream(http, ask)
+    ask = {**ASK, "prompt": [PROMPT, "that is"], "n": 2, "echo": True, "logprobs": 1}
+    ask["return_token_ids"] = True
+    whole = (await post(http, PATH, ask))["choices"]
+    chunks = await events(http, PATH, ask)
     for index, choice in enumerate(whole):
         own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert "".join(each["text"] for each in own) == choice["text"]
@@ -185,7 +152,7 @@ async def test_a_prompt_is_scored_once_for_all_its_choices_and_placed_as_new(
         cluster.submissions.clear()
         cluster.places.clear()
         prompt = list(range(20, 20 + length))
-        body = await post(http, {**ASK, "prompt": prompt, "n": 3, "prompt_logprobs": 1})
+        body = await post(http, PATH, {**ASK, "prompt": prompt, "n": 3, "prompt_logprobs": 1})
         wanted = [m.sampling.HasField("num_prompt_logprobs") for m in cluster.submissions]
         assert wanted == [True, False, False]
         keys = [len(place.block_keys) > 0 for place in cluster.places]
@@ -199,7 +166,7 @@ async def test_a_loss_before_the_first_token_scores_again_and_one_after_it_does_
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     async def lost(run: Run) -> None:
-        run.fail(PeerLost("gone"), run.prefill)
+        run.fail(IntegrityError("bad block"), run.prefill)  # no reason to wait for its return
 
     async def lost_later(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
@@ -207,7 +174,7 @@ async def test_a_loss_before_the_first_token_scores_again_and_one_after_it_does_
 
     cluster.scripts += [lost, lost_later]
     prompt = [5] * (BLOCK_SIZE + 8)
-    body = await post(http, {**ASK, "prompt": prompt, "prompt_logprobs": 1})
+    body = await post(http, PATH, {**ASK, "prompt": prompt, "prompt_logprobs": 1})
     told = body["choices"][0]["prompt_logprobs"]
     assert told[0] is None
     assert len(told) == body["usage"]["prompt_tokens"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
+from gateway.openai.prompts import cut_behind
+from gateway.openai.schema import ChatMessage
 from gateway.text.tokenizer import Tokenizer
-from gateway.wishes.params import cut_behind
-from gateway.wishes.schema import ChatMessage
 from protocol.keys import unpack_tokens
+from tests.gateway.conftest import post
 from tests.gateway.scripted_cluster import MAX_MODEL_LEN, ScriptedCluster
 
 PROMPT = list(range(100, 160))
@@ -22,9 +23,7 @@ async def placed(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, path: str, body: dict
 ) -> list[int]:
     """The prompt that workers got."""
-    async with http.post(path, json={"max_tokens": 2, **body}) as reply:
-        assert reply.status == 200, await reply.text()
-        answer = await reply.json()
+    answer = await post(http, path, {"max_tokens": 2, **body})
     sent = cluster.submissions[-1]
     ids = unpack_tokens(sent.token_ids)[: sent.num_prompt_tokens]
     assert answer["usage"]["prompt_tokens"] == len(ids)
@@ -77,8 +76,7 @@ async def test_a_stop_string_is_part_of_the_text_where_it_shall_be(
     wish = {"prompt": PROMPT, "max_tokens": 9, "stop": " or"}
     texts = []
     for change in ({}, {"include_stop_str_in_output": True}):
-        async with http.post("/v1/completions", json=wish | change) as reply:
-            [choice] = (await reply.json())["choices"]
+        [choice] = (await post(http, "/v1/completions", wish | change))["choices"]
         assert choice["finish_reason"] == "stop"
         texts.append(choice["text"])
     assert texts == [" to be", " to be or"]

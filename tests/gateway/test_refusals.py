@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -10,11 +12,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
-from tests.gateway.conftest import running_gateway
+from tests.gateway.conftest import clients_of, running_gateway
 from tests.gateway.scripted_cluster import MAX_MODEL_LEN, Run, ScriptedCluster
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
@@ -23,6 +26,8 @@ CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
 
 async def refused(http: aiohttp.ClientSession, path: str, status: int, **request: Any) -> dict:
+    if "json" in request:  # aiohttp minds what is large and no file
+        request["data"] = io.BytesIO(json.dumps(request.pop("json")).encode())
     async with http.post(path, **request) as reply:
         text = await reply.text()
         assert reply.status == status, text
@@ -34,61 +39,57 @@ async def refused(http: aiohttp.ClientSession, path: str, status: int, **request
     return error
 
 
-MALFORMED = [
-    b"",
-    b"{",
-    b"[]",
-    b"null",
-    b'"x"',
-    b'{"prompt": "\xff"}',
-    b'{"prompt": "\\ud800"}',
-    b"[" * 9999,
-]
+BODIES = (CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize")
+MALFORMED = {
+    "nothing": b"",
+    "not JSON": b"{prompt: hello}",
+    "cut off": b'{"prompt": "hel',
+    "two documents": b'{"prompt": "a"} {"prompt": "b"}',
+    "a list": b"[1, 2, 3]",
+    "a string": b'"hello"',
+    "null": b"null",
+    "a number": b"1e999",
+    "invalid UTF-8": b'{"prompt": "\xff\xfe\x80"}',
+    "UTF-16": '{"prompt": "hello"}'.encode("utf-16"),
+    "a lone surrogate": rb'{"prompt": "\ud800"}',
+    "an integer of 10,000 digits": b'{"prompt": "a", "max_tokens": ' + b"9" * 10_000 + b"}",
+    "lists 100,000 deep": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "objects 100,000 deep": b'{"prompt": "a", "x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    "zeros": bytes(1_000),
+}
 
 
 async def test_malformed_bodies_are_400(http: aiohttp.ClientSession) -> None:
-    for raw in MALFORMED:
-        error = await refused(http, TEXT_PATH, 400, data=raw)
-        assert error["type"] == "invalid_request_error"
+    for path, (name, raw) in itertools.product(BODIES, MALFORMED.items()):
+        error = await refused(http, path, 400, data=raw)
+        assert error["type"] == "invalid_request_error", name
+        assert len(error["message"]) < 1_000
 
 
-BAD_PARAMETERS = [
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -5}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
-    ({"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
-    ({"min_tokens": 7}, "min_tokens"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": 1e9}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 2}, "min_p"),
-    ({"n": 0}, "n"),
-    ({"n": 10_000}, "n"),
-    ({"seed": 2**65}, "seed"),
-    ({"stop": ""}, "stop"),
-    ({"stop": [1]}, "stop"),
-    ({"stop": ["x"] * 100}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-    ({"stop_token_ids": [4096]}, "stop_token_ids"),
-    ({"presence_penalty": 3}, "presence_penalty"),
-    ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"logit_bias": {"5": 1e4}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"priority": 2**40}, "priority"),
-    ({"cache_salt": ""}, "cache_salt"),
-    ({"response_format": {"type": "yaml"}}, "response_format.type"),
-]
+BAD_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, -1, 1.5, "8", True, [], 2**31, 2**64, 10**30, MAX_MODEL_LEN),
+    "min_tokens": (-1, 1.5, "8", 2**31, 7),
+    "temperature": (-0.1, -1e308, 1e308, "1", [], True),
+    "top_p": (0, -1, 1.0001, 1e308, "1"),
+    "top_k": (-2, 1.5, 2**31, 2**100, "1"),
+    "min_p": (-0.1, 1.1, "0"),
+    "n": (0, -1, 129, 2**31, 2**100, 1.5, "1"),
+    "seed": (-(2**63) - 1, 2**64, 1.5, "1"),
+    "stop": ("", [""], [1], 7, ["x"] * 33, "x" * 1_001),
+    "stop_token_ids": ([-1], [4096], [2**32], ["1"], "1", [1.5]),
+    "presence_penalty": (-2.1, 2.1, "0"),
+    "frequency_penalty": (-2.1, 2.1, 1e308),
+    "repetition_penalty": (0, -1, 101, "1"),
+    "logit_bias": ({"x": 1}, {"1": 101}, {"4096": 1}, {"-1": 1}, {"1": "a"}, [1], "1"),
+    "logprobs": (-1, 21, 1.5, "1", 2**100),
+    "stream": (1, "true", []),
+    "stream_options": (1, "x", [], {"include_usage": 1}),
+    "priority": (2**31, 1.5, "high"),
+    "cache_salt": ("", 1, "x" * 1_025),
+    "user": (1, []),
+    "model": (1, []),
+    "response_format": ({"type": "yaml"},),
+}
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
@@ -96,26 +97,34 @@ async def test_bad_parameters_are_400_and_named(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, path: str
 ) -> None:
     body = CHAT if path == CHAT_PATH else TEXT
-    for change, param in BAD_PARAMETERS:
-        error = await refused(http, path, 400, json=body | change)
-        assert error["param"].startswith(param), (change, error)
+    for name, values in BAD_PARAMETERS.items():
+        for value in values if path == TEXT_PATH else values[:1]:
+            error = await refused(http, path, 400, json=body | {name: value})
+            assert error["type"] == "invalid_request_error"
+            assert error["param"].startswith(name), (value, error)
+            assert len(error["message"]) < 2_000
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        messages = '"prompt": "a", "messages": [{"role": "user", "content": "a"}]'
+        raw = f'{{{messages}, "temperature": {number}}}'
+        assert (await refused(http, path, 400, data=raw))["param"] == "temperature"
     assert cluster.places == []
 
 
-async def test_numbers_that_are_none_are_400(http: aiohttp.ClientSession) -> None:
-    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
-        raw = f'{{"prompt": "x", "temperature": {number}}}'
-        await refused(http, TEXT_PATH, 400, data=raw)
+def said(content: Any, role: Any = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
 
 
-BAD_CHATS = [
-    ({"messages": []}, "messages"),
-    ({"messages": "hello"}, "messages"),
+NO_CONVERSATIONS = (
+    *(None, [], {}, "hello", ["hello"], [{}], [{"content": "no role"}], [{"role": "user"}]),
+    *(said(content)["messages"] for content in (7, "x" * 1_000_000, [{"type": "image_url"}])),
+    *(said("x", role)["messages"] for role in ("", 7, "martian")),
+    said([{"type": "text", "text": 7}])["messages"],
+    said("x")["messages"] * 10_000,
+)
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    *(({"messages": messages}, "messages") for messages in NO_CONVERSATIONS),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "martian", "content": "x"}]}, "messages"),
-    ({"messages": [{"role": "user"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (said(5), "messages[0].content"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -123,35 +132,19 @@ BAD_CHATS = [
     ({"max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
     ({"functions": [{}]}, "functions"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    (
-        {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
-        "continue_final_message",
-    ),
+    ({"continue_final_message": True, **said(" ")}, "continue_final_message"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"chat_template": "{{ messages[0].content }}"}, "chat_template"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
-    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
 ]
-
-
-async def test_bad_chats_are_400_and_named(http: aiohttp.ClientSession) -> None:
-    for change, param in BAD_CHATS:
-        error = await refused(http, CHAT_PATH, 400, json=CHAT | change)
-        assert error["param"] == param, (change, error)
-
-
-BAD_COMPLETIONS = [
-    ({"prompt": None}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [4096]}, "prompt"),
-    ({"prompt": [2**80]}, "prompt"),
-    ({"prompt": ["x"] * 200}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"),
-    ({"logprobs": 21}, "logprobs"),
+NO_PROMPTS: tuple[Any, ...] = (
+    *(None, 7, True, {}, [], [[]], ["a", 1], [1, "a"], [[1], []], [1.5], [True]),
+    *([-1], [4096], [2**31], [2**32], [2**64], [10**30], [[1], [4096]], {"a": 1}),
+    *([1] * MAX_MODEL_LEN, [1] * 1_000_000, "x" * 1_000_000, ["x"] * 200),
+)
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    *(({"prompt": prompt}, "prompt") for prompt in NO_PROMPTS),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 3, "stream": True}, "best_of"),
@@ -167,10 +160,17 @@ BAD_COMPLETIONS = [
 ]
 
 
-async def test_bad_completions_are_400_and_named(http: aiohttp.ClientSession) -> None:
-    for change, param in BAD_COMPLETIONS:
-        error = await refused(http, TEXT_PATH, 400, json=TEXT | change)
-        assert error["param"] == param, (change, error)
+@pytest.mark.parametrize(
+    ("path", "body", "bad"),
+    [(CHAT_PATH, CHAT, BAD_CHATS), (TEXT_PATH, TEXT, BAD_COMPLETIONS)],
+    ids=["chats", "completions"],
+)
+async def test_what_no_chat_and_no_completion_can_be_is_400_and_named(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any], bad: list[tuple[dict, str]]
+) -> None:
+    for change, param in bad:
+        error = await refused(http, path, 400, json=body | change)
+        assert error["param"].startswith(param), (str(change)[:200], error)
 
 
 async def test_too_many_prompts_are_refused_before_any_is_read(
@@ -202,32 +202,60 @@ async def test_a_missing_prompt_is_named(http: aiohttp.ClientSession) -> None:
 
 
 async def test_prompts_over_the_context_are_400(http: aiohttp.ClientSession) -> None:
-    for prompt in ([5] * MAX_MODEL_LEN, "to be " * 100_000, "a b " * 500):
+    for prompt in ([5] * MAX_MODEL_LEN, "to be " * 100_000, "a b " * 500, "x" * 8_000_000):
         error = await refused(http, TEXT_PATH, 400, json={"prompt": prompt})
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        assert str(MAX_MODEL_LEN) in error["message"]
 
 
 async def test_an_unknown_model_is_404(http: aiohttp.ClientSession) -> None:
-    error = await refused(http, TEXT_PATH, 404, json=TEXT | {"model": "gpt-4"})
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    for model in ("", "gpt-4", "x" * 10_000, "../../etc/passwd"):
+        error = await refused(http, TEXT_PATH, 404, json=TEXT | {"model": model})
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 async def test_unknown_parameters_are_ignored_with_one_warning(
     http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="gateway.wishes.schema"):
+    with caplog.at_level(logging.WARNING, logger="gateway.openai.schema"):
         for _ in range(3):
             async with http.post(TEXT_PATH, json=TEXT | {"frobnicate": 1}) as reply:
                 assert reply.status == 200
     assert sum("frobnicate" in record.message for record in caplog.records) == 1
 
 
-async def test_unknown_paths_are_404_and_wrong_methods_405(http: aiohttp.ClientSession) -> None:
-    assert (await refused(http, "/v1/nothing", 404))["code"] == "not_found"
-    async with http.get(TEXT_PATH) as reply:
-        assert reply.status == 405
-        assert reply.headers["allow"] == "POST"
-        assert (await reply.json())["error"]["code"] == "method_not_allowed"
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", TEXT_PATH, 405),
+        ("DELETE", CHAT_PATH, 405),
+        ("PUT", "/tokenize", 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/metrics", 405),
+        ("POST", "/v1/completion", 404),
+        ("GET", "/", 404),
+        ("GET", "/..%2f..%2fetc/passwd", 404),
+        ("GET", "/v1/explain/nothing", 404),
+        ("GET", "/v1/models/nothing", 404),
+    ],
+)
+async def test_unknown_paths_are_404_and_wrong_methods_405(
+    http: aiohttp.ClientSession, method: str, path: str, status: int
+) -> None:
+    async with http.request(method, URL(path, encoded=True)) as reply:
+        error = (await reply.json())["error"]
+    assert (reply.status, reply.content_type) == (status, "application/json")
+    assert set(error) >= {"message", "type", "param", "code"}
+    if status == 405:
+        assert reply.headers["allow"]
+        assert error["code"] == "method_not_allowed"
+
+
+async def test_no_content_type_or_another_one_is_read_as_json(http: aiohttp.ClientSession) -> None:
+    raw = json.dumps(TEXT).encode()
+    for content_type in ("", "text/plain", "application/json; charset=latin-1", "x" * 1_000):
+        async with http.post(TEXT_PATH, data=raw, headers={"Content-Type": content_type}) as reply:
+            assert reply.status == 200
 
 
 async def test_embeddings_are_400(http: aiohttp.ClientSession) -> None:
@@ -241,10 +269,7 @@ async def test_bodies_over_the_limit_are_413_however_they_are_sent(
         for _ in range(20):
             yield b"x" * 1000
 
-    async with (
-        running_gateway(cluster, max_body_bytes=5_000) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, max_body_bytes=5_000) as http:
         for data in (b"x" * 20_000, pieces()):
             error = await refused(http, TEXT_PATH, 413, data=data)
             assert error["code"] == "request_too_large"
@@ -257,19 +282,13 @@ async def test_a_body_that_does_not_come_is_408(cluster: ScriptedCluster) -> Non
         yield b"{"
         await never.wait()
 
-    async with (
-        running_gateway(cluster, body_timeout_s=0.1) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, body_timeout_s=0.1) as http:
         error = await refused(http, TEXT_PATH, 408, data=stalls())
         assert error["code"] == "request_timeout"
 
 
 async def test_api_keys_guard_what_costs(cluster: ScriptedCluster) -> None:
-    async with (
-        running_gateway(cluster, api_key=("one", "two")) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, api_key=("one", "two")) as http:
         for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}):
             error = await refused(http, TEXT_PATH, 401, json=TEXT, headers=headers)
             assert error["code"] == "invalid_api_key"
@@ -358,10 +377,7 @@ async def test_the_time_limit_of_a_request_is_504(cluster: ScriptedCluster) -> N
         await asyncio.Event().wait()
 
     cluster.scripts = [stalls]
-    async with (
-        running_gateway(cluster, request_timeout_s=2.0) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, request_timeout_s=2.0) as http:
         error = await refused(http, TEXT_PATH, 504, json=TEXT)
     assert error["code"] == "deadline_exceeded"
     await cluster.until(lambda: len(cluster.cancels) == 2)
@@ -383,7 +399,7 @@ async def test_three_losses_are_503(http: aiohttp.ClientSession, cluster: Script
 
 
 async def test_bad_targets_in_headers_are_400(http: aiohttp.ClientSession) -> None:
-    for value in ("x", "-5", "0", "nan", "inf"):
+    for value in ("x", "-5", "0", "nan", "inf", "1e400", " "):
         error = await refused(http, TEXT_PATH, 400, json=TEXT, headers={"x-slo-ttft-ms": value})
         assert error["param"] == "x-slo-ttft-ms"
 
@@ -391,5 +407,19 @@ async def test_bad_targets_in_headers_are_400(http: aiohttp.ClientSession) -> No
 async def test_request_ids_that_are_not_printable_words_are_replaced(
     http: aiohttp.ClientSession,
 ) -> None:
-    async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": "a b"}) as reply:
-        assert reply.headers["x-request-id"].startswith("req-")
+    for given in ("x" * 8_000, "a b", "<script>", "a\tb"):
+        async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": given}) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_same_id_many_times_at_once_is_as_many_requests(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    async def ask() -> int:
+        async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": "same"}) as reply:
+            assert reply.headers["x-request-id"] == "same"
+            return (await reply.json())["usage"]["completion_tokens"]
+
+    assert await asyncio.gather(*(ask() for _ in range(8))) == [6] * 8
+    assert len({message.request_id for message in cluster.submissions}) == 8

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from gateway import request_log
-from gateway.ledger import Ledger
-from gateway.state import RequestState
-from protocol.errors import Cancelled, MoonserveError, NoWorker, Overloaded, PeerLost
+from gateway.generation import request_log
+from gateway.generation.state import RequestState
+from gateway.generation.timings import Ledger
+from protocol.errors import Cancelled, MoonserveError, NoWorker, Overloaded
 from protocol.ids import RequestId
 from protocol.request import FinishReason, SamplingParams
 
@@ -74,10 +74,3 @@ def test_only_our_failures_are_warnings(
     [record] = caplog.records
     assert record.levelno == level
     assert record.getMessage() == f"failed: {error.message} ({error.code}) after 1 tokens"
-
-
-def test_a_new_beginning_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    request_log.begun_again(a_state(attempt=2, setback=PeerLost("lost the stream from decode-0")))
-    [record] = caplog.records
-    assert "attempt 2: lost the stream from decode-0" in record.getMessage()

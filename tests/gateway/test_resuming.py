@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError
-from gateway.replies.resuming import EventId, digest_of, parse, without_known
+from gateway.generation.events import Choice
+from gateway.http.errors import ApiError
+from gateway.openai.resuming import EventId, digest_of, parse, without_known
 from gateway.text.tokenizer import Tokenizer
-from gateway.wishes.wish import Choice
 from protocol.request import SamplingParams
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
@@ -188,7 +188,7 @@ async def check_every_break(
     return whole
 
 
-@pytest.mark.parametrize("extra", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
 async def test_a_chat_goes_on_from_any_event(
     cluster: ScriptedCluster, extra: dict[str, Any]
 ) -> None:
@@ -197,12 +197,7 @@ async def test_a_chat_goes_on_from_any_event(
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        {"echo": True},
-        {"logprobs": 1},
-        {"echo": True, "logprobs": 1},
-        {"stop": "or no", "n": 2},
-    ],
+    [{"echo": True}, {"echo": True, "logprobs": 1}, {"stop": "or no", "n": 2, "logprobs": 1}],
 )
 async def test_a_completion_goes_on_from_any_event(
     cluster: ScriptedCluster, extra: dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.events import (
+from gateway.generation.events import (
     Aborted,
     CancelAt,
     Emit,
@@ -19,7 +19,7 @@ from gateway.events import (
     SubmitFailed,
     WorkerFailed,
 )
-from gateway.state import MAX_ATTEMPTS, Phase, RequestState
+from gateway.generation.state import MAX_ATTEMPTS, Phase, RequestState
 from protocol.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -82,6 +82,12 @@ def test_tokens_of_decode_may_overtake_the_first_one(state: RequestState) -> Non
     assert emit.text == "abcd"
 
 
+def test_one_that_is_missing_behind_the_first_is_a_loss(state: RequestState) -> None:
+    placed(state)
+    assert arrived(state, 2) == []
+    assert of(Place, arrived(state, 0))
+
+
 def test_a_gap_is_a_loss_and_goes_on_elsewhere_from_what_was_emitted(
     decoding: RequestState,
 ) -> None:
@@ -101,30 +107,26 @@ def test_an_abandoned_attempt_is_not_heard_any_more(decoding: RequestState) -> N
     assert emit.text == "c"
 
 
-def test_a_lost_decode_worker_is_excluded(decoding: RequestState) -> None:
-    (place,) = of(
-        Place, decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
-    )
-    assert place.excluded == {("d0", 1)}
-
-
-def test_a_lost_prefill_worker_does_not_matter_after_the_handoff(decoding: RequestState) -> None:
-    event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
-    assert decoding.handle(event, 3.0) == []
-
-
-def test_a_prefill_worker_lost_before_the_handoff_is_replaced(state: RequestState) -> None:
+@pytest.mark.parametrize(
+    ("lost", "num_arrived", "token_ids"),
+    [
+        ("d0", 2, (7, 8, 9, 0, 1)),
+        ("p0", 1, (7, 8, 9, 0)),
+        ("p0", 2, None),  # the handoff is over
+        ("d7", 1, None),  # it has no part in it
+    ],
+)
+def test_a_lost_worker_that_is_needed_is_replaced(
+    state: RequestState, lost: str, num_arrived: int, token_ids: tuple[int, ...] | None
+) -> None:
     placed(state)
-    arrived(state, 0)
-    event = InstanceLost(instance_id="p0", error=PeerLost("gone"))
-    (place,) = of(Place, state.handle(event, 3.0))
-    assert place.excluded == {("p0", 1)}
-    assert place.token_ids == (7, 8, 9, 0)
-
-
-def test_the_loss_of_an_instance_that_has_no_part_in_it_is_nothing(decoding: RequestState) -> None:
-    event = InstanceLost(instance_id="d7", error=PeerLost("gone"))
-    assert decoding.handle(event, 3.0) == []
+    arrived(state, *range(num_arrived))
+    actions = state.handle(InstanceLost(instance_id=lost, error=PeerLost("gone")), 3.0)
+    if token_ids is None:
+        assert actions == []
+    else:
+        (place,) = of(Place, actions)
+        assert (place.excluded, place.token_ids) == ({(lost, 1)}, token_ids)
 
 
 @pytest.mark.parametrize(

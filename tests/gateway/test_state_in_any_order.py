@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.events import (
+from gateway.generation.events import (
     Aborted,
     Emit,
     Fail,
@@ -18,7 +18,7 @@ from gateway.events import (
     SubmitFailed,
     WorkerFailed,
 )
-from gateway.state import Phase
+from gateway.generation.state import Phase
 from protocol.errors import (
     Cancelled,
     IntegrityError,
@@ -41,37 +41,31 @@ def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once
     state = new_state(max_tokens=7)
     actions = state.handle(Started(), 0.0)
     for kind, *rest in steps:
+        attempt, lost = state.attempt, PeerLost("x")
         match kind:
             case "tokens":
                 actions += arrived(state, *rest[0])
-            case "placed":
-                actions += placed(state)
-            case "restarted":
-                actions += placed(state, epoch=2)
-            case "lost p0" | "lost d0":
-                lost = InstanceLost(instance_id=kind[-2:], error=PeerLost("x"))
-                actions += state.handle(lost, 2.0)
-            case "submit failed":
-                actions += state.handle(
-                    SubmitFailed(attempt=state.attempt, error=PeerLost("x")), 2.0
-                )
-            case "no worker":
-                actions += state.handle(
-                    PlaceFailed(attempt=state.attempt, error=NoWorker("x")), 2.0
-                )
-            case "retry":
-                actions += state.handle(RetryDue(attempt=state.attempt), 2.0)
-            case "abort":
-                actions += state.handle(Aborted(error=Cancelled("x")), 2.0)
-            case "worker failed":
-                failed = WorkerFailed(
-                    attempt=state.attempt, instance_id="d0", error=IntegrityError("x")
-                )
-                actions += state.handle(failed, 2.0)
             case "late":
-                actions += arrived(state, 0, 1, 2, attempt=state.attempt + 1)
+                actions += arrived(state, 0, 1, 2, attempt=attempt + 1)
+            case "placed" | "restarted":
+                actions += placed(state, epoch=1 + (kind == "restarted"))
+            case _:
+                event = {
+                    "lost p0": InstanceLost(instance_id="p0", error=lost),
+                    "lost d0": InstanceLost(instance_id="d0", error=lost),
+                    "submit failed": SubmitFailed(attempt=attempt, error=lost),
+                    "no worker": PlaceFailed(attempt=attempt, error=NoWorker("x")),
+                    "retry": RetryDue(attempt=attempt),
+                    "abort": Aborted(error=Cancelled("x")),
+                    "worker failed": WorkerFailed(
+                        attempt=attempt, instance_id="d0", error=IntegrityError("x")
+                    ),
+                }[kind]
+                actions += state.handle(event, 2.0)
         state.validate()
-    indexes = [token.index for emit in of(Emit, actions) for token in emit.tokens]
+    emitted = of(Emit, actions)
+    indexes = [token.index for emit in emitted for token in emit.tokens]
     assert indexes == list(range(len(indexes)))
+    assert "".join(emit.text for emit in emitted) == "abcdefg"[: len(indexes)]
     ends = len(of(Fail, actions)) + sum(e.finish_reason is not None for e in of(Emit, actions))
     assert ends == (state.phase in (Phase.FINISHED, Phase.FAILED))

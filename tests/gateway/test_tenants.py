@@ -5,9 +5,9 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from gateway.client_config import parse_tenant_keys
+from gateway.config import parse_tenant_keys
 from protocol.errors import ConfigError
-from tests.gateway.conftest import running_gateway
+from tests.gateway.conftest import clients_of
 from tests.gateway.scripted_cluster import ScriptedCluster
 
 PATH, BODY = "/v1/completions", {"prompt": "hello", "max_tokens": 6, "user": "bob"}
@@ -23,12 +23,9 @@ async def ask(http: aiohttp.ClientSession, key: str | None) -> int:
 
 async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: ScriptedCluster) -> None:
     """A key of nobody in particular is the tenant without a name."""
-    async with (
-        running_gateway(
-            cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")
-        ) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(
+        cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")
+    ) as http:
         for wrong in (None, "alice", "alice=one", "wo=="):
             assert await ask(http, wrong) == 401
         for key, tenant in (("one", "alice"), ("t=wo==", "bob"), ("three", "")):
@@ -39,10 +36,7 @@ async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: Scrip
 async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(
     cluster: ScriptedCluster,
 ) -> None:
-    async with (
-        running_gateway(cluster, api_key=("three",), tenant_keys=("alice=one",)) as url,
-        aiohttp.ClientSession(url) as http,
-    ):
+    async with clients_of(cluster, api_key=("three",), tenant_keys=("alice=one",)) as http:
         assert await ask(http, "one") == 200
         told = {}
         for key in ("one", "three"):
@@ -60,10 +54,7 @@ async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(
     cluster: ScriptedCluster,
 ) -> None:
     for options, key in (({}, None), ({"api_key": ("three",)}, "three")):
-        async with (
-            running_gateway(cluster, **options) as url,
-            aiohttp.ClientSession(url) as http,
-        ):
+        async with clients_of(cluster, **options) as http:
             assert await ask(http, key) == 200
             assert cluster.places[-1].tenant == "bob"
 
@@ -72,7 +63,7 @@ async def test_a_tenant_of_a_very_long_name_is_known_by_a_short_one(
     cluster: ScriptedCluster,
 ) -> None:
     """The conductor keeps names: thousands of them, each as long as a body may be, would be all of its memory."""
-    async with running_gateway(cluster) as url, aiohttp.ClientSession(url) as http:
+    async with clients_of(cluster) as http:
         for name in ("ü" * 100_000, "ü" * 100_000, "ü" * 99_999):
             async with http.post(PATH, json={**BODY, "user": name}) as reply:
                 assert reply.status == 200

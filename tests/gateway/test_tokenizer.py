@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer, _slow_codec, load_tokenizer
+from gateway.text.tokenizer import Tokenizer, _converted, load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
 from tests.gateway.conftest import MODEL
 
@@ -122,12 +122,12 @@ def test_a_folder_without_a_readable_tokenizer_is_a_configuration_error(
         load_tokenizer(tmp_path / "absent")
 
 
-def test_the_transformers_fallback_gives_the_same_text() -> None:
-    slow = Tokenizer(_slow_codec(MODEL), None, frozenset())
+def test_what_transformers_converts_gives_the_same_text() -> None:
+    converted = Tokenizer(_converted(MODEL), None, frozenset())
     text = "naïve 日本 text"
-    ids = slow.encode(text)
+    ids = converted.encode(text)
     assert ids == OURS.encode(text)
-    decoder = slow.decoder()
+    decoder = converted.decoder()
     assert "".join(map(decoder.push, ids)) + decoder.finish() == text
 
 

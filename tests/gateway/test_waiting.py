@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cluster.avoidance import DOUBT_S
-from gateway.events import (
+from gateway.generation.avoidance import DOUBT_S
+from gateway.generation.events import (
     InstanceLost,
     Pause,
     Place,
@@ -17,7 +17,7 @@ from gateway.events import (
     SubmitFailed,
     WorkerFailed,
 )
-from gateway.state import RequestState
+from gateway.generation.state import RequestState
 from protocol.errors import (
     IntegrityError,
     MoonserveError,

@@ -7,18 +7,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.access.isolation import salt_of
 from gateway.text.tokenizer import Tokenizer
-from gateway.wishes.isolation import salt_of
 from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
+from tests.gateway.conftest import post
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, ScriptedCluster
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
-
-
-async def post(http: aiohttp.ClientSession, path: str, body: dict) -> dict:
-    async with http.post(path, json=body) as reply:
-        assert reply.status == 200, await reply.text()
-        return await reply.json()
 
 
 async def test_a_chat_completion_has_openais_form(
@@ -64,34 +59,18 @@ async def test_all_four_shapes_of_prompts_work(
 async def test_parameters_reach_the_workers(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    await post(
-        http,
-        "/v1/completions",
-        {
-            "prompt": "hi",
-            "max_tokens": 9,
-            "min_tokens": 2,
-            "temperature": 0.5,
-            "top_p": 0.75,
-            "top_k": 7,
-            "min_p": 0.25,
-            "seed": 11,
-            "stop_token_ids": [77],
-            "presence_penalty": 0.5,
-            "frequency_penalty": -0.5,
-            "repetition_penalty": 1.25,
-            "logit_bias": {"5": -100},
-            "logprobs": 3,
-            "priority": -4,
-        },
-    )
+    counts = {"max_tokens": 9, "min_tokens": 2, "top_k": 7, "seed": 11, "logprobs": 3}
+    shares = {"temperature": 0.5, "top_p": 0.75, "min_p": 0.25}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25}
+    tokens = {"stop_token_ids": [77], "logit_bias": {"5": -100}}
+    wish = {"prompt": "hi", **counts, **shares, **penalties, **tokens, "priority": -4}
+    await post(http, "/v1/completions", wish)
     message = cluster.submissions[0]
     sampling = message.sampling
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (9, 2, 0.5)
-    assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.75, 7, 0.25, 11)
+    counts["num_logprobs"] = counts.pop("logprobs")
+    for name, value in {**counts, **shares, **penalties}.items():
+        assert getattr(sampling, name) == value, name
     assert list(sampling.stop_token_ids) == [1, 4, 77]
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
-    assert (sampling.repetition_penalty, sampling.num_logprobs) == (1.25, 3)
     assert dict(sampling.logit_bias) == {5: -100.0}
     assert message.priority == -4
     assert cluster.places[0].priority == -4
@@ -135,33 +114,6 @@ async def test_an_end_token_stops_without_text(
     assert choice["message"]["content"] == tokenizer.decode(cluster.tokens[:3])
     assert choice["token_ids"] == cluster.tokens[:4]
     assert body["prompt_token_ids"]
-
-
-async def test_logprobs_have_both_forms(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    chat = await post(http, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1})
-    first = chat["choices"][0]["logprobs"]["content"][0]
-    assert first["logprob"] == -0.25
-    assert bytes(first["bytes"]) == tokenizer.token_bytes(cluster.tokens[0])
-    assert len(first["top_logprobs"]) == 1
-    body = {"prompt": "hi", "max_tokens": 3, "logprobs": 1}
-    columns = (await post(http, "/v1/completions", body))["choices"][0]["logprobs"]
-    assert columns["tokens"] == [tokenizer.token_name(t) for t in cluster.tokens[:3]]
-    assert columns["token_logprobs"] == [-0.25] * 3
-    assert columns["text_offset"][0] == 0
-
-
-async def test_progress_is_reported_to_the_conductor(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
-    await post(http, "/v1/chat/completions", CHAT)
-    await cluster.until(lambda: len(cluster.reports) == 2)
-    first, finished = cluster.reports
-    assert first.phase == first.PHASE_FIRST_TOKEN
-    assert finished.phase == finished.PHASE_FINISHED
-    assert finished.output_tokens == 6
-    assert 0.0 < first.elapsed_s <= finished.elapsed_s
 
 
 async def test_tokenize_and_detokenize_are_inverse(

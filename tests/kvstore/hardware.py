@@ -53,6 +53,9 @@ class Disk:
     def space(self, length: int) -> int:
         return padded(length) + ALIGNMENT
 
+    def takes(self, length: int) -> bool:
+        return self.space(length) <= self.live_limit
+
     def write(self, written: DiskObject) -> Place:
         self.num_given += 1
         place = Place(self.num_given)

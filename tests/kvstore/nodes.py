@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.objects import PutObject
-from protocol.checksum import checksum
+from kvstore.client.blocks import BlockStores
+from kvstore.client.objects import PutObject
+from kvstore.client.spots import Spots
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from tests.kvstore.plain_client import StoreClient
 from tests.patience import PATIENCE_S, answered
 from tests.processes import running, stop
 from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
@@ -71,14 +71,18 @@ def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
 
 @contextlib.asynccontextmanager
 async def connected(
-    rpc_address: str, transport: str = "shm", *, faults: FaultPlan | None = None
-) -> AsyncIterator[tuple[StoreClient, TransferEngine, Endpoint]]:
+    rpc_address: str,
+    transport: str = "shm",
+    *,
+    faults: FaultPlan | None = None,
+    attaches: bool = True,
+) -> AsyncIterator[tuple[BlockStores, TransferEngine, Endpoint]]:
     """A client of a node over one transport."""
     channels = Channels(TOKEN)
     with TransferEngine(
         cluster_token=TOKEN, options=TransferOptions(transports=(transport,)), faults=faults
     ) as transfer:
-        client = StoreClient(channels, transfer)
+        client = BlockStores(channels, transfer, attaches=attaches)
         try:
             yield client, transfer, await client.locate(rpc_address, timeout_s=PATIENCE_S)
         finally:
@@ -87,7 +91,7 @@ async def connected(
 
 
 async def until_stats(
-    client: StoreClient, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
+    client: BlockStores, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
 ) -> kvstore_pb2.StoreStatsReply:
     """The first statistics for which `holds`."""
 
@@ -107,16 +111,22 @@ def key(number: int) -> BlockKey:
     return BlockKey((number + 1).to_bytes(16, "little"))  # zeros are no key
 
 
-def chain_of(local: Segment, numbers: range, length: int, *, pieces: int = 1) -> list[PutObject]:
+def chain_of(
+    local: Segment, numbers: range, length: int, *, pieces: int = 1
+) -> tuple[list[PutObject], Spots]:
     """A chain of objects whose bytes lie back to back in `local`, each in `pieces` pieces in reverse order."""
     size = length // pieces
-    objects = []
-    for index, number in enumerate(numbers):
-        base = index * length
-        places = [(base + n * size, size) for n in reversed(range(pieces))]
-        memory = [local.buffer[offset : offset + n] for offset, n in places]
-        parent = key(number - 1) if index else None
-        objects.append(
-            PutObject(key=key(number), parent=parent, checksum=checksum(memory), pieces=places)
+    offsets = [
+        [index * length + n * size for n in reversed(range(pieces))]
+        for index in range(len(numbers))
+    ]
+    spots = Spots.scattered(local, offsets, size)
+    objects = [
+        PutObject(
+            key=key(number),
+            parent=key(number - 1) if index else None,
+            checksum=spots.checksum(index),
         )
-    return objects
+        for index, number in enumerate(numbers)
+    ]
+    return objects, spots

@@ -48,6 +48,9 @@ class CountedDisk:
     def space(self, length: int) -> int:
         return padded(length) + ALIGNMENT
 
+    def takes(self, length: int) -> bool:
+        return self.space(length) <= self.live_limit
+
     def put(self, key: BlockKey) -> Place:
         self.num_given += 1
         place = Place(self.num_given)

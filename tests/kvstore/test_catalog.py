@@ -60,26 +60,6 @@ def put(catalog: Catalog, number: int, parent: int | None = None) -> StoredObjec
     return stored
 
 
-def test_readers_do_not_find_an_object_whose_space_is_free() -> None:
-    catalog, heard = make()
-    catalog.remove(put(catalog, 1))
-    assert heard.seen == [(key(1), None)]
-    assert catalog.usage().free == catalog.usage().capacity
-
-
-def test_an_object_that_left_memory_is_still_found_without_a_place_there() -> None:
-    catalog, heard = make()
-    stored = put(catalog, 1)
-    assert catalog.disk is not None
-    assert isinstance(catalog.disk, CountedDisk)
-    catalog.set_place(stored, catalog.disk.put(stored.key))
-    catalog.leave_memory(stored)
-    assert heard.seen == [(key(1), None)]
-    found = catalog.find(key(1))
-    assert found is not None
-    assert (found.tier, found.generation, found.checksum) == (Tier.DISK, stored.generation, 1)
-
-
 def test_the_index_changes_before_space_is_given_to_others() -> None:
     """A reader that copied in between finds another entry than before, and discards what it copied."""
     catalog, _ = make(units=1)
@@ -126,31 +106,6 @@ def test_an_object_that_would_follow_itself_is_refused() -> None:
     assert node.tiers() == {}
 
 
-def test_space_of_a_key_that_is_hidden_twice_comes_back_twice() -> None:
-    node = Tiered.make(memory=3)
-    leases = []
-    for _ in range(2):
-        node.put(chain(1))
-        leases.append(node.lease(1)[0])
-        node.state.remove(keys(1), corrupt=False)
-    assert node.state.usage().leased == 2 * ALIGNMENT
-    for lease_id, free in zip(leases, (2, 3), strict=True):
-        node.state.readers.release(lease_id, 0.0)
-        assert node.state.usage().free == free * ALIGNMENT
-        node.state.validate()
-
-
-def test_a_removed_object_that_was_only_on_disk_frees_no_memory() -> None:
-    node = Tiered.make()
-    node.put(chain(1))
-    node.sink(1)
-    lease_id, [load] = node.lease(1)
-    node.state.loaded(load, False)
-    node.state.readers.release(lease_id, 0.0)
-    assert node.state.usage().free == 4 * ALIGNMENT
-    assert node.tiers() == {}
-
-
 def test_looking_for_a_victim_is_bounded_and_forgets_nobody() -> None:
     units = MAX_PASSED_OVER + 8
     node = Tiered.make(memory=units, disk=2 * units)
@@ -165,16 +120,6 @@ def test_looking_for_a_victim_is_bounded_and_forgets_nobody() -> None:
     node.copy(1)
     assert node.put(chain(leaf + 1)) == [Outcome.GRANTED]
     assert node.tiers()[1] is Tier.DISK
-
-
-def test_recovered_objects_are_evicted_from_the_end_of_their_chain() -> None:
-    node = Tiered.make(memory=8, disk=3)
-    for number in (2, 1, 3):
-        node.recover(number, number, parent=number - 1 or None)
-    for number, left in ((11, [1, 2]), (12, [1]), (13, [])):
-        node.put(chain(number))
-        node.copy(number)
-        assert node.on_disk_only() == left
 
 
 def test_metadata_of_an_object_is_small() -> None:

@@ -11,8 +11,8 @@ import pytest
 from kvstore import catching_up
 from kvstore.catching_up import STORE_ROLE, CatchingUp
 from kvstore.disk.base import DiskObject
-from kvstore.presence import FILE_NAME
 from kvstore.remembering import Remembering
+from kvstore.removal_file import PRESENCE_FILE_NAME
 from kvstore.removals import Removals
 from protocol.keys import BlockKey
 from protocol.process import running
@@ -115,7 +115,11 @@ async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forg
         node.put(1)
         await node.mover.flush(10.0)
     async with life_in(tmp_path) as life:
-        registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), tmp_path / FILE_NAME
+        registry, channels, noted = (
+            EmbeddedRegistry(),
+            Channels(TOKEN),
+            tmp_path / PRESENCE_FILE_NAME,
+        )
         again = Counting("store-0", registry, life.remembering, life.node.state, channels)
         endpoint = Endpoint(
             instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host=""

@@ -6,9 +6,8 @@ import pytest
 
 from kvstore.__main__ import main
 from kvstore.config import StoreConfig
-from protocol.config import load
+from protocol.config import EXIT_CONFIG, load
 from protocol.errors import ConfigError
-from protocol.process import EXIT_CONFIG
 
 
 def test_sizes_are_written_with_their_unit() -> None:

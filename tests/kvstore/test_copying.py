@@ -63,7 +63,7 @@ async def target_beside(source: Node) -> AsyncIterator[Target]:
     options = TransferOptions(transports=("shm",))
     async with connected(source.rpc_address) as (client, transfer, store):
         local = transfer.allocate(SIZE)
-        await client.put(store, chain_of(local, range(1), SIZE), local)
+        await client.put(store, *chain_of(local, range(1), SIZE))
         with TransferEngine(cluster_token=TOKEN, name="target", options=options) as engine:
             state = make_state(2**20, Heard())
             service = StoreService(
@@ -115,7 +115,7 @@ async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_h
             waiting.append(asyncio.create_task(target.reserve()))
             await asyncio.sleep(0)  # it has been told that it has to wait
 
-        after(monkeypatch, target, "read", another_writes)
+        after(monkeypatch, target, "read_leased", another_writes)
         assert (await target.copy()).copied == 1
         [slot] = (await within(PATIENCE_S, waiting[0])).slots
         assert slot.outcome == kvstore_pb2.StoreReserveReply.Slot.OUTCOME_PRESENT

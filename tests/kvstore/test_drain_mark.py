@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.drain_mark import DrainMark
-
-
-async def test_the_mark_says_what_was_asked_for_last(tmp_path: Path) -> None:
-    mark = DrainMark(tmp_path)
-    for draining in (True, True, False, False, True):
-        await mark.keep(draining)
-        assert DrainMark(tmp_path).is_set() == draining
+from kvstore.lasting import DrainMark
 
 
 async def test_what_is_asked_for_while_the_disk_takes_its_time_comes_behind_it(
@@ -41,14 +34,10 @@ async def test_what_is_asked_for_while_the_disk_takes_its_time_comes_behind_it(
     assert not mark.is_set()
 
 
-async def test_a_node_without_a_folder_remembers_nothing(tmp_path: Path) -> None:
-    mark = DrainMark(None)
-    await mark.keep(True)
-    assert not mark.is_set()
-
-
 async def test_a_disk_that_refuses_is_told_of_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await DrainMark(tmp_path / "gone").keep(True)
     assert "will not know" in caplog.text
+    await DrainMark(None).keep(True)
+    assert not DrainMark(None).is_set()

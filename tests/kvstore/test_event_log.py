@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.event_log import KEPT_EVENTS, Event, EventLog
+from kvstore.event_log import KEPT_EVENTS, Event, EventLog, follow
 from kvstore.stored import Tier
-from kvstore.subscription import follow
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey, pack_keys
 from protocol.pb import kvstore_pb2
 from tests.kvstore.states import make_state
@@ -37,28 +36,11 @@ def test_each_follower_gets_all_events_after_its_place_in_order() -> None:
     assert log.take(first, 9) == []
 
 
-def test_a_follower_may_come_back_to_where_it_was_while_another_keeps_the_log_alive() -> None:
-    log = EventLog()
-    log.follow(1)
-    note(log, 1, 2, 3)
-    late = log.follow(2)
-    assert not log.missed(late)
-    assert names(log.take(late, 9)) == [2, 3]
-
-
 def test_what_nobody_followed_is_missed() -> None:
     log = EventLog()
     note(log, 1)
     assert log.missed(log.follow(1))
     assert not log.missed(log.follow(2))
-
-
-def test_the_log_is_forgotten_with_its_last_follower() -> None:
-    log = EventLog()
-    follower = log.follow(1)
-    note(log, 1)
-    log.leave(follower)
-    assert log.missed(log.follow(1))
 
 
 @pytest.mark.parametrize("next_seq", [0, 3])
@@ -130,12 +112,6 @@ async def test_a_new_follower_gets_an_inventory_and_then_the_log() -> None:
     assert (snapshot.snapshot, snapshot.more, snapshot.next_seq) == (True, False, 4)
     assert snapshot.added_keys == b"".join(keys(1, 2, 3))
     assert snapshot.added_parents == b"".join([NO_PARENT, *keys(1, 2)])
-    assert (changes.snapshot, changes.first_seq, changes.next_seq) == (False, 4, 4)
-
-
-async def test_a_follower_that_is_up_to_date_gets_no_inventory() -> None:
-    log = EventLog()
-    [changes] = await messages(log, 3, 4, 1)
     assert (changes.snapshot, changes.first_seq, changes.next_seq) == (False, 4, 4)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.host_memory import available_bytes
+from kvstore.node import available_bytes
 from tests.patience import PATIENCE_S
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.directory import Directory
 from protocol.ids import InstanceId
-from protocol.keys import unpack_keys
+from protocol.keys import pack_keys, unpack_keys
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import RpcServer
 from tests.kvstore.nodes import TOKEN, chain_of, connected, key, running_node, within
@@ -72,26 +72,26 @@ async def test_a_node_announces_its_blocks_and_a_restart_announces_none(end: str
     address = await server.start("127.0.0.1", 0)
     flags = ("--dram", "1MiB", "--conductor", address)
     keys = [key(n) for n in range(4)]
+
+    def num_held() -> int:
+        return conductor.directory.match(pack_keys(keys)).get(STORE, (0, 0))[0]
+
     try:
         with running_node(*flags) as node:
             async with connected(node.rpc_address) as (client, transfer, store):
                 local = transfer.allocate(4 * BLOCK)
-                await client.put(store, chain_of(local, range(4), BLOCK), local)
-                await conductor.until(
-                    lambda: conductor.directory.prefix_lengths(keys) == {STORE: 4}
-                )
+                await client.put(store, *chain_of(local, range(4), BLOCK))
+                await conductor.until(lambda: num_held() == 4)
                 await client.remove(store, [keys[2]])
-                await conductor.until(
-                    lambda: conductor.directory.prefix_lengths(keys) == {STORE: 2}
-                )
+                await conductor.until(lambda: num_held() == 2)
                 await conductor.until(lambda: conductor.loads[-1].held_blocks == 3)
             if end == "killed":
                 node.kill()
             else:
                 await asyncio.to_thread(node.stop)
-                assert conductor.directory.prefix_lengths(keys) == {}
+                assert num_held() == 0
         with running_node(*flags):
-            await conductor.until(lambda: conductor.directory.prefix_lengths(keys) == {})
+            await conductor.until(lambda: num_held() == 0)
             await conductor.until(lambda: len(conductor.registrations) == 2)
     finally:
         await server.stop(0)

@@ -10,13 +10,14 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from kvstore.disk.recovery import Found
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.remembering import Remembering
 from kvstore.removal_file import FILE_NAME, RemovalFile
@@ -106,6 +107,25 @@ async def test_a_life_that_ends_before_the_disk_knows_leaves_the_removal_to_the_
         assert await next_life.remove(1) == 1
     assert await present_after(left) == [0, 2, 3]
     assert kept(left) == {REMOVAL}
+
+
+async def test_a_removal_just_before_its_object_is_found_takes_it(folder: Path) -> None:
+    async with life_in(folder) as life:
+        removals: list[asyncio.Task[int]] = []
+        recover = life.disk.recover
+
+        async def found(progress: Callable[[float], None]) -> AsyncIterator[Found]:
+            async for batch in recover(progress):
+                removals.append(asyncio.create_task(life.remove(1)))
+                await asyncio.sleep(0)  # executed, while the object is not known yet
+                yield batch
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(life.disk, "recover", found)
+            await life.recover()
+        await asyncio.gather(*removals)
+        assert life.node.present(range(4)) == [0, 2, 3]
+    assert await present_after(folder) == [0, 2, 3]
 
 
 async def test_another_attempt_waits_for_the_first_and_does_nothing_again(folder: Path) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvstore.presence import Presence, Stamp
-from kvstore.removal_file import RECORD_BYTES, RemovalFile
+from kvstore.generations import COARSE_S, FINE_S, Reserving
+from kvstore.removal_file import RECORD_BYTES, Presence, RemovalFile, Stamp
 from kvstore.removals import Heard, Removals
-from kvstore.reserving import COARSE_S, FINE_S, Reserving
 from protocol.keys import BlockKey
 from tests.thoroughness import examples
 
@@ -93,67 +92,6 @@ def test_another_ones_knowledge_is_inherited_and_bounded() -> None:
     assert removals.covered_s(9000.0) == KEPT_S
     removals.restrict(5.0, 1010.0)
     assert removals.covered_s(1010.0) == 5.0
-
-
-class Gossip(RuleBasedStateMachine):
-    """Three nodes with clocks of their own; one may be away for long, and none forgets in this time."""
-
-    nodes = st.integers(0, 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.offsets = (0.0, 1e6, -1e6)
-        self.removals = [make(n + 1, self.offsets[n]) for n in range(3)]
-        self.cursors: dict[tuple[int, int], int] = {}
-        self.happened: dict[tuple[BlockKey, int], float] = {}
-        self.next_id = 0
-
-    def clock(self, node: int) -> float:
-        return self.now + self.offsets[node]
-
-    @rule(seconds=st.floats(0.0, 1.0))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(number=st.integers(1, 4), reached=st.sets(nodes, min_size=1))
-    def a_key_is_removed(self, number: int, reached: set[int]) -> None:
-        self.next_id += 1
-        self.happened[key(number), self.next_id] = self.now
-        for node in reached:
-            assert self.removals[node].execute([key(number)], self.next_id, self.clock(node))
-
-    @rule(asks=nodes, told_by=nodes, delay_s=st.floats(0.0, 0.5))
-    def one_asks_another(self, asks: int, told_by: int, delay_s: float) -> None:
-        begin = self.cursors.get((asks, told_by), 1)
-        page = self.removals[told_by].tell(begin, 2, self.clock(told_by))
-        self.now += delay_s
-        self.cursors[asks, told_by] = page.next_seq
-        for fresh in self.removals[asks].learn(page.heard, self.clock(asks)):
-            happened_at = self.happened[fresh.key, fresh.removal_id]
-            assert fresh.at >= happened_at + self.offsets[asks] - 1e-6, "older than it is"
-
-    @invariant()
-    def the_books_agree(self) -> None:
-        for removals in self.removals:
-            removals.validate()
-
-    def teardown(self) -> None:
-        for _ in range(2):
-            for asks in range(3):
-                for told_by in range(3):
-                    heard = told(self.removals[told_by], self.clock(told_by))
-                    self.removals[asks].learn(heard, self.clock(asks))
-        known = [
-            {(h.key, h.removal_id) for h in told(removals, self.clock(node))}
-            for node, removals in enumerate(self.removals)
-        ]
-        young = {each for each, at in self.happened.items() if self.now - at < KEPT_S / 2}
-        assert all(young <= each for each in known)
-
-
-TestGossip = Gossip.TestCase
-TestGossip.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 
 
 class Generations(RuleBasedStateMachine):

@@ -10,7 +10,6 @@ from kvstore.eviction import LeastRecentlyUsed
 from kvstore.promises import Outcome
 from kvstore.shares import MAX_TENANTS, Shares
 from kvstore.stored import Tier
-from tests.kvstore.states import CountedDisk
 from tests.kvstore.tiered import UNIT, Tiered, chain, keys
 
 GRANTED, FULL = Outcome.GRANTED, Outcome.FULL
@@ -23,12 +22,6 @@ def test_a_tenant_over_its_quota_evicts_its_own_coldest_only() -> None:
         assert node.put(chain(number, tenant="alice")) == [GRANTED]
     assert node.in_memory() == [1, 3, 4]
     assert node.state.usage().tenants == {"alice": 2 * ALIGNMENT}
-
-
-def test_one_reservation_gets_no_more_than_the_quota() -> None:
-    node = Tiered.make(memory=8, quotas={"alice": 2})
-    assert node.put(chain(1, 2, 3, tenant="alice")) == [GRANTED, GRANTED, FULL]
-    assert node.state.counters["quota_refusals"] == 1
 
 
 def test_what_is_being_written_counts_and_counts_no_more_when_it_was_given_up() -> None:
@@ -149,13 +142,3 @@ def test_hard_pinned_objects_never_go_until_they_are_let_loose() -> None:
     assert node.state.pin(keys(2, 9), Pin.NONE) == 1
     assert node.put(chain(3)) == [GRANTED]
     assert node.in_memory() == [1, 3]
-
-
-def test_a_tenants_objects_may_be_smaller_on_disk_than_their_share() -> None:
-    """Quotas count the space in memory, in whichever tier an object is."""
-    disk = CountedDisk(16 * UNIT)
-    node = Tiered.make(memory=8, quotas={"alice": 2})
-    node.put(chain(1, length=1, tenant="alice"))
-    node.copy(1)
-    assert node.state.usage().tenants == {"alice": ALIGNMENT}
-    assert node.state.usage().disk_live == disk.space(1)

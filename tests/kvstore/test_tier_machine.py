@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -61,13 +62,18 @@ class TwoTiers(TwoTiersInTruth):
             for depth in range(first, DEPTH)
         ]
         before = self.state.usage().tenants["limited"]
-        reservation = self.state.writers.reserve(name, wishes, None, self.now)
+        expires = not at_once and self.count % 2 == 0
+        ttl_s = TTL_S if expires else None
+        reservation = self.state.writers.reserve(name, wishes, ttl_s, self.now)
         after = self.state.usage().tenants["limited"]
         assert after <= max(before, QUOTA_UNITS * ALIGNMENT)
         for wish, slot in zip(wishes, reservation.slots, strict=True):
             assert (slot.outcome is Outcome.PRESENT) <= (wish.key in self.truth)
         if not reservation.objects:
             return
+        assert self.state.writers.reserve(name, wishes, ttl_s, self.now) is reservation
+        if expires:
+            self.expiring[name] = self.now + TTL_S
         self.writing[name] = {}
         for stored in reservation.objects.values():
             assert stored.offset is not None
@@ -80,7 +86,14 @@ class TwoTiers(TwoTiersInTruth):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.writing)))
+        if self.is_over(name):
+            with pytest.raises(StaleLease):
+                self.state.writers.commit(name, self.writing[name], self.now)
+            return
         self.finish(name, [b for b in self.writing[name] if data.draw(st.integers(0, 3)) == 0])
+
+    def is_over(self, name: str) -> bool:
+        return self.expiring.get(name, math.inf) <= self.now
 
     def finish(self, name: str, corrupt: Sequence[BlockKey]) -> None:
         contents = self.writing.pop(name)
@@ -88,6 +101,7 @@ class TwoTiers(TwoTiersInTruth):
         for item in self.state.writers.landed(name)[1]:
             assert self.memory.read(item.offset, item.length) == item.checksum
         self.state.writers.verified(name, corrupt, self.now)
+        assert self.state.writers.commit(name, {}, self.now) == tuple(corrupt)
         for block in contents.keys() - set(corrupt):
             found = self.state.find(block)
             assert found is not None
@@ -98,8 +112,14 @@ class TwoTiers(TwoTiersInTruth):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.writing)))
-        del self.writing[name]
+        self.closing[name] = self.writing.pop(name)
         assert self.state.writers.abort(name, self.now) is not None
+        assert self.state.writers.abort(name, self.now) is None
+
+    @precondition(lambda self: self.closing)
+    @rule()
+    def window_is_closed(self) -> None:
+        name, _ = self.closing.popitem()
         self.state.writers.closed(name, self.now)
 
     # Readers
@@ -145,14 +165,34 @@ class TwoTiers(TwoTiersInTruth):
         self.waiting.pop(name, None)
         self.protect()
         self.state.readers.release(name, self.now)
+        self.state.readers.release(name, self.now)
 
-    @rule(seconds=st.sampled_from([TTL_S / 2, TTL_S]))
-    def time_passes(self, seconds: float) -> None:
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.leases)))
+        self.state.readers.renew(name, TTL_S, self.now)
+        self.leases[name] = (self.now + TTL_S, self.leases[name][1])
+
+    @rule(seconds=st.sampled_from([TTL_S / 2, TTL_S]), timer_fires=st.booleans())
+    def time_passes(self, seconds: float, timer_fires: bool) -> None:
         self.now += seconds
+        for name in [n for n, (expires_at, _) in self.leases.items() if expires_at <= self.now]:
+            with pytest.raises(StaleLease):
+                self.state.readers.renew(name, TTL_S, self.now)
         self.leases = {n: lease for n, lease in self.leases.items() if lease[0] > self.now}
         self.waiting = {n: one for n, one in self.waiting.items() if one.expires_at > self.now}
         self.protect()
-        assert self.state.expire(self.now) == []
+        if timer_fires:
+            self.expire()
+
+    def expire(self) -> None:
+        given_up = {reservation.reservation_id for reservation in self.state.expire(self.now)}
+        assert given_up == {name for name in self.writing if self.is_over(name)}
+        for name in given_up:
+            self.closing[name] = self.writing.pop(name)
+        next_deadline = self.state.next_deadline()
+        assert next_deadline is None or next_deadline > self.now
 
     @rule(chain=chains)
     def prefetch(self, chain: int) -> None:
@@ -317,13 +357,14 @@ class TwoTiers(TwoTiersInTruth):
         return not self.disk_is_lost and self.disk.space(found.length) <= room
 
     def is_being_written(self, block: BlockKey) -> bool:
-        return any(block in contents for contents in self.writing.values())
+        writers = (*self.writing.values(), *self.closing.values())
+        return any(block in contents for contents in writers)
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_two_tiers_keep_every_promise_under_every_policy(name: str) -> None:
     machine = type("TwoTiersUnderPolicy", (TwoTiers,), {"policy_name": name})
-    num_examples = examples(50 if name == DEFAULT_POLICY else 8)
+    num_examples = examples(80 if name == DEFAULT_POLICY else 10)
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=num_examples, stateful_step_count=60, deadline=None),

@@ -11,10 +11,6 @@ from kvstore.stored import Tier, Watermarks
 from tests.kvstore.tiered import Tiered, chain, full, key, keys
 
 
-def test_below_the_high_watermark_nothing_is_demoted() -> None:
-    assert full().demotions() == []
-
-
 def test_above_the_high_watermark_the_coldest_are_demoted_down_to_the_low_one() -> None:
     node = full()
     node.put(chain(91))
@@ -141,17 +137,6 @@ def test_an_object_asked_for_by_a_writer_while_it_is_written_stays_in_memory() -
     assert node.on_disk_only() == [2, 3, 4, 5, 6]
 
 
-def test_memory_that_will_not_be_free_after_all_is_demoted_elsewhere() -> None:
-    node = full()
-    node.put(chain(91))
-    stores = node.demotions()
-    node.use(1, 2, 3, 4, 5, 6)
-    assert node.state.moves.leaving_bytes == 0
-    assert [store.object.key for store in node.demotions()] == keys(7, 8, 9, 10, 11, 12)
-    node.written(stores)
-    assert len(node.in_memory()) == 91
-
-
 def test_a_block_whose_follower_came_while_it_was_written_stays_in_memory() -> None:
     node = Tiered.make(4, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
     node.put(chain(1))
@@ -159,15 +144,6 @@ def test_a_block_whose_follower_came_while_it_was_written_stays_in_memory() -> N
     node.state.writers.reserve("r", chain(1, 2)[1:], 10.0, 0.0)
     node.written(stores)
     assert node.in_memory() == [1]
-
-
-def test_a_failed_write_leaves_the_object_in_memory_and_the_disk_room_free() -> None:
-    node = Tiered.make(4, 1, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
-    node.put(chain(1))
-    [store] = node.demotions()
-    node.state.moves.stored(store, None)
-    assert node.in_memory() == [1]
-    assert len(node.demotions()) == 1
 
 
 def test_a_chain_is_demoted_from_its_end_without_waiting_for_each_write() -> None:
@@ -178,15 +154,6 @@ def test_a_chain_is_demoted_from_its_end_without_waiting_for_each_write() -> Non
     assert [store.object.key for store in stores] == keys(3, 2)
     node.written(reversed(stores))
     assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK, 3: Tier.DISK}
-
-
-def test_a_block_whose_follower_could_not_be_written_may_have_left_before_it() -> None:
-    node = Tiered.make(4, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
-    node.put(chain(1, 2))
-    leaf, head = node.demotions()
-    node.written([head])
-    node.state.moves.stored(leaf, None)
-    assert node.tiers() == {1: Tier.DISK, 2: Tier.MEMORY}
 
 
 def test_a_block_whose_follower_is_on_disk_is_not_evicted_from_memory() -> None:
@@ -200,9 +167,15 @@ def test_a_block_whose_follower_is_on_disk_is_not_evicted_from_memory() -> None:
     assert node.put(chain(10)) == [Outcome.FULL]
 
 
-def test_a_block_whose_follower_is_on_disk_leaves_memory_once_it_has_a_copy_there() -> None:
-    node = Tiered.make(memory=2)
-    node.put(chain(1, 2))
-    node.sink(1, 2)
-    assert node.put(chain(8, 9)) == [Outcome.GRANTED, Outcome.GRANTED]
-    assert node.on_disk_only() == [1, 2]
+def test_an_object_too_large_for_the_disk_stays_in_memory_until_its_space_is_needed() -> None:
+    node = Tiered.make(8, 2, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
+    node.put(chain(1, length=5 * ALIGNMENT))
+    node.put(chain(2))
+    node.copy(1)
+    stores = node.demotions()
+    assert [store.object.key for store in stores] == keys(2)
+    node.written(stores)
+    assert node.demotions() == []
+    assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK}
+    assert node.put(chain(3, length=5 * ALIGNMENT)) == [Outcome.GRANTED]
+    assert node.tiers() == {2: Tier.DISK, 3: Tier.MEMORY}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.allocator import ALIGNMENT
-from kvstore.disk.base import Pin, Place
+from kvstore.disk.base import Pin
 from kvstore.promises import Outcome
 from kvstore.stored import Tier, Watermarks
 from tests.kvstore.tiered import Tiered, chain, key, keys
@@ -22,19 +21,6 @@ def test_a_full_disk_drops_its_coldest_leaf() -> None:
         node.use(1)
     assert node.on_disk_only() == [1]
     assert node.in_memory() == [4, 5]
-
-
-def test_a_disk_full_of_what_is_in_use_refuses_and_loses_nothing() -> None:
-    node = Tiered.make(memory=4, disk=1)
-    node.put(chain(1))
-    node.sink(1)
-    _, [load] = node.lease(1)
-    node.put(chain(2))
-    found = node.state.find(key(2))
-    assert found is not None
-    assert node.state.moves.copies(2**30, [found]) == []
-    node.state.loaded(load, True)
-    assert node.in_memory() == [1, 2]
 
 
 def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() -> None:
@@ -68,17 +54,6 @@ def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> Non
     assert node.tiers().keys() == {1, 2}
 
 
-def test_writes_under_way_count_as_space_on_disk() -> None:
-    node = Tiered.make(memory=4, disk=1)
-    node.put(chain(1))
-    node.put(chain(2))
-    both = [stored for n in (1, 2) if (stored := node.state.find(key(n))) is not None]
-    [store] = node.state.moves.copies(2**30, both)
-    assert not node.recover(3, 50)
-    node.written([store])
-    assert node.state.usage().disk_live == node.state.usage().disk_limit
-
-
 def test_soft_pinned_objects_are_demoted_and_evicted_last_and_hard_pinned_ones_never() -> None:
     node = Tiered.make(memory=3, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
     node.put(chain(1, pin=Pin.HARD))
@@ -102,43 +77,6 @@ def test_pins_hold_on_disk_too() -> None:
     assert node.in_memory() == [4, 5, 6]
 
 
-def test_losing_the_disk_keeps_what_is_in_memory() -> None:
-    node = Tiered.make()
-    node.put(chain(1, 2, 3))
-    node.sink(2, 3)
-    node.copy(1)
-    node.state.forget_disk()
-    assert node.tiers() == {1: Tier.MEMORY}
-    assert node.disk.places == {}
-    assert node.state.counters["objects_lost_with_disk"] == 2
-    assert node.state.usage().disk_limit == node.state.usage().disk_live == 0
-
-
-def test_losing_the_disk_ends_moves_under_way_without_loss_of_memory() -> None:
-    node = Tiered.make(memory=4, watermarks=Watermarks(evict_above=0.5, evict_share=0.0))
-    node.put(chain(1))
-    node.sink(1)
-    node.put(chain(2))
-    node.put(chain(3))
-    lease_id, [load] = node.lease(1)
-    stores = node.demotions()
-    assert stores
-    node.state.forget_disk()
-    for store in stores:
-        node.state.moves.stored(store, Place(7))
-    node.state.loaded(load, False)
-    assert node.state.readers.settle(lease_id).objects == ()
-    assert node.in_memory() == [2, 3]
-    assert node.state.usage().free == 2 * ALIGNMENT
-
-
-def test_what_a_lost_disk_still_finds_is_not_wanted() -> None:
-    node = Tiered.make()
-    node.state.forget_disk()
-    assert not node.recover(1, 5)
-    assert node.tiers() == {}
-
-
 def test_of_generations_found_at_a_restart_the_latest_counts_in_any_order() -> None:
     node = Tiered.make(disk=2)
     assert node.recover(1, 5)
@@ -151,13 +89,6 @@ def test_of_generations_found_at_a_restart_the_latest_counts_in_any_order() -> N
     assert sorted(node.disk.places.values()) == keys(1, 2)
 
 
-def test_a_later_generation_takes_the_space_of_the_one_before_on_a_full_disk() -> None:
-    node = Tiered.make(disk=1)
-    assert node.recover(1, 5)
-    assert node.recover(1, 6)
-    assert node.on_disk_only() == [1]
-
-
 def test_generations_go_on_above_those_found_at_a_restart() -> None:
     node = Tiered.make()
     node.recover(1, 500)
@@ -165,14 +96,6 @@ def test_generations_go_on_above_those_found_at_a_restart() -> None:
     found = node.state.find(key(2))
     assert found is not None
     assert found.generation > 500
-
-
-def test_an_object_written_since_the_restart_outlives_the_one_found_later() -> None:
-    node = Tiered.make()
-    node.recover(9, 500)
-    node.put(chain(1))
-    assert not node.recover(1, 400)
-    assert node.in_memory() == [1]
 
 
 def test_what_is_found_while_its_key_is_being_written_is_not_wanted() -> None:
@@ -197,40 +120,6 @@ def test_a_pin_found_at_a_restart_holds() -> None:
     node.put(chain(9))
     node.copy(9)
     assert node.on_disk_only() == [1]
-
-
-def test_an_object_that_the_disk_moved_is_released_where_it_is() -> None:
-    node = Tiered.make()
-    node.put(chain(1))
-    node.sink(1)
-    found = node.state.find(key(1))
-    assert found is not None
-    assert found.place is not None
-    del node.disk.places[found.place]
-    elsewhere = node.disk.put(key(1))
-    moved = node.state.moves.relocated
-    assert moved(key(1), found.generation, found.place, elsewhere)
-    assert not moved(key(1), found.generation + 1, elsewhere, Place(99))
-    node.state.remove(keys(1), corrupt=False)
-    assert node.disk.places == {}
-    assert not moved(key(1), found.generation, found.place, elsewhere)
-
-
-def test_an_object_whose_copy_was_dropped_or_made_anew_while_it_moved_has_at_most_one() -> None:
-    node = Tiered.make()
-    node.put(chain(1))
-    for copied_again in (False, True):
-        node.copy(1)
-        found = node.state.find(key(1))
-        assert found is not None
-        assert found.place is not None
-        assert node.state._catalog.drop_a_copy()
-        if copied_again:
-            node.copy(1)
-        elsewhere = node.disk.put(key(1))
-        assert node.state.moves.relocated(key(1), found.generation, found.place, elsewhere)
-        assert len(node.disk.places) == copied_again
-        assert node.tiers() == {1: Tier.MEMORY}
 
 
 def test_an_object_being_checked_stays_where_it_is() -> None:

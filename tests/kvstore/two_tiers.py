@@ -66,6 +66,8 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         self.unknown = self.disk.recover()  # found by and by
         self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content
         self.writing: dict[str, dict[BlockKey, int]] = {}  # contents by reservation
+        self.expiring: dict[str, float] = {}  # reservations: when
+        self.closing: dict[str, dict[BlockKey, int]] = {}  # given up, while their windows are open
         self.stores: list[Store] = []
         self.loads: list[Load] = []
         self.checks: list[StoredObject] = []

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models import corpus, demo_model_path, samples
-from models.schedule import Interval, Schedule
+from models.schedule import Schedule
 from models.train_tokenizer import (
     BOS,
     EOS,
@@ -79,7 +79,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# --- tokenizer ---------------------------------------------------------------------------------
+# -- tokenizer
 
 
 @pytest.mark.parametrize("text", AWKWARD_TEXTS)
@@ -88,24 +88,23 @@ def test_decoding_an_encoding_gives_the_text_back(tokenizer: Tokenizer, text: st
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_vocabulary_has_exactly_the_configured_size(tokenizer: Tokenizer) -> None:
+def test_the_vocabulary_has_the_configured_size_and_a_prompt_begins_with_bos(
+    tokenizer: Tokenizer,
+) -> None:
     assert tokenizer.get_vocab_size() == VOCABULARY_SIZE == read_json("config.json")["vocab_size"]
-
-
-def test_encoding_a_prompt_puts_bos_in_front(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("import os").ids[0] == SPECIAL_IDS[BOS]
+    assert tokenizer.decode(list(SPECIAL_IDS.values()), skip_special_tokens=True) == ""
 
 
-def test_a_line_break_with_its_indentation_is_one_token(tokenizer: Tokenizer) -> None:
-    for indentation in range(0, 17, 4):
-        text = "\n" + " " * indentation
-        assert len(tokenizer.encode(text, add_special_tokens=False).ids) == 1
+def test_python_costs_at_most_one_token_per_3_3_bytes_and_one_per_line_break(
+    tokenizer: Tokenizer,
+) -> None:
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
-
-def test_python_costs_at_most_one_token_per_3_3_bytes(tokenizer: Tokenizer) -> None:
     text = Path(argparse.__file__).read_text(encoding="utf-8")
-    num_tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
-    assert len(text.encode()) / num_tokens >= 3.3
+    assert len(text.encode()) / count(text) >= 3.3
+    assert [count("\n" + " " * indentation) for indentation in range(0, 17, 4)] == [1] * 5
 
 
 def test_training_a_tokenizer_twice_gives_the_same_vocabulary() -> None:
@@ -113,7 +112,7 @@ def test_training_a_tokenizer_twice_gives_the_same_vocabulary() -> None:
     assert train_tokenizer(texts).to_str() == train_tokenizer(texts).to_str()
 
 
-# --- special tokens, configuration, weights ----------------------------------------------------
+# -- special tokens, configuration, weights
 
 
 def test_special_ids_agree_in_all_files(tokenizer: Tokenizer) -> None:
@@ -124,10 +123,6 @@ def test_special_ids_agree_in_all_files(tokenizer: Tokenizer) -> None:
     assert config["eos_token_id"] == ids[EOS]
     assert config["pad_token_id"] == generation["pad_token_id"] == ids[PAD]
     assert generation["eos_token_id"] == [ids[EOS], ids[IM_END]]
-
-
-def test_special_tokens_are_skipped_when_decoding(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode(list(SPECIAL_IDS.values()), skip_special_tokens=True) == ""
 
 
 def test_the_weights_have_the_shapes_that_the_configuration_says() -> None:
@@ -154,16 +149,13 @@ def test_the_weights_have_the_shapes_that_the_configuration_says() -> None:
                 "mlp.down_proj": (hidden, intermediate),
             }.items()
         }
-    tensors = read_tensor_shapes(demo_model_path() / "model.safetensors")
-    assert tensors == {name: ("BF16", shape) for name, shape in expected.items()}
-
-
-def test_the_model_is_small_enough_to_ship() -> None:
     path = demo_model_path() / "model.safetensors"
+    tensors = read_tensor_shapes(path)
+    assert tensors == {name: ("BF16", shape) for name, shape in expected.items()}
     assert 5_000_000 <= path.stat().st_size / 2 <= 5_500_000  # two bytes per parameter
 
 
-# --- chat template -----------------------------------------------------------------------------
+# -- chat template
 
 
 def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
@@ -183,7 +175,7 @@ def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
     assert ids.count(SPECIAL_IDS[IM_START]) == len(messages) + 1
 
 
-# --- corpus ------------------------------------------------------------------------------------
+# -- corpus
 
 
 def test_the_corpus_leaves_out_tests_tables_and_build_records(library: Path) -> None:
@@ -191,21 +183,14 @@ def test_the_corpus_leaves_out_tests_tables_and_build_records(library: Path) -> 
     assert paths == ["alpha.py", "package/__init__.py", "package/module.py", "zlast.py"]
 
 
-def test_reading_the_corpus_twice_gives_the_same_record(library: Path) -> None:
-    first, second = (corpus.describe(corpus.load_corpus(library)) for _ in range(2))
-    assert first == second
-
-
 def test_the_split_is_by_path_and_loses_nothing(library: Path) -> None:
-    split = corpus.load_corpus(library)
+    split, again = (corpus.load_corpus(library) for _ in range(2))
+    assert corpus.describe(split) == corpus.describe(again)
     assert all(corpus.is_validation(file.path) for file in split.validation)
     files = sorted(split.training + split.validation, key=lambda file: file.path)
     assert files == list(corpus.read_files(library))
-
-
-def test_about_two_percent_of_paths_are_held_out() -> None:
     held_out = sum(corpus.is_validation(f"module_{number}.py") for number in range(10_000))
-    assert 150 <= held_out <= 250
+    assert 150 <= held_out <= 250  # 2 %
 
 
 def test_the_digest_sees_where_a_path_ends_and_the_text_begins() -> None:
@@ -220,7 +205,7 @@ def test_the_shipped_record_names_the_rules_in_force() -> None:
     assert record["rules"] == empty["rules"]
 
 
-# --- samples -----------------------------------------------------------------------------------
+# -- samples
 
 SOURCE = corpus.SourceFile(
     path="module.py",
@@ -254,25 +239,21 @@ def test_functions_are_cut_out_dedented_and_whole() -> None:
     )
 
 
-def test_samples_depend_on_the_random_state_alone() -> None:
+def test_samples_depend_on_the_random_state_alone_and_snippets_are_cuts() -> None:
     (function,) = samples.find_functions([SOURCE])
     first, second = (
         [samples.make_chat(function, rng) for _ in range(20)]
         for rng in (random.Random(7), random.Random(7))
     )
     assert first == second
-
-
-def test_a_snippet_is_a_cut_of_the_source() -> None:
-    (function,) = samples.find_functions([SOURCE])
     rng = random.Random(7)
     for _ in range(50):
-        snippet = samples.make_snippet(function, rng)
-        assert snippet.prompt
-        assert snippet.prompt + snippet.continuation == function.source
+        prompt, continuation = samples.make_snippet(function, rng)
+        assert prompt
+        assert prompt + continuation == function.source
 
 
-# --- schedule ----------------------------------------------------------------------------------
+# -- schedule
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor() -> None:
@@ -290,14 +271,3 @@ def test_only_the_end_of_the_run_is_long_and_every_step_has_as_many_tokens() -> 
     assert schedule.sequence_length(0.91) == schedule.sequence_length(1.0) == 2048
     for share in (0.0, 1.0):
         assert schedule.batch_size(share) * schedule.sequence_length(share) == 4096
-
-
-def test_an_interval_is_due_once_per_period() -> None:
-    interval = Interval(interval_s=10.0, last_at=0.0)
-    assert [interval.take(now) for now in (9.9, 10.0, 10.1, 19.9, 25.0)] == [
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.batch import Sampled
+from engine.block_pool import BlockPool
 from prefill_worker import actions as act
 from prefill_worker import events as ev
 from prefill_worker.ledger import Limits
@@ -101,11 +102,16 @@ def make_state(
     layered_loads: str = "auto",
     num_stages: int = 1,
 ) -> PrefillState:
-    return PrefillState(
+    pool = BlockPool(
+        num_blocks,
+        on_added=lambda key, parent: None,
+        on_removed=lambda key: state.evicted(key),
+    )
+    state = PrefillState(
+        pool,
         Limits(
             block_size=BLOCK_SIZE,
             block_bytes=BLOCK_BYTES,
-            num_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_batched_tokens=budget,
             max_num_seqs=8,
@@ -122,9 +128,8 @@ def make_state(
         lease_prefix="lease",
         profile=profile,
         home_store=home,
-        on_added=lambda key, parent: None,
-        on_removed=lambda key: None,
     )
+    return state
 
 
 def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGranted:

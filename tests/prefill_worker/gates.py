@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from engine.batch import HiddenStates, Sampled, Slice
 from engine.runtime import EngineThread
-from kvstore.block_client import BlockClient
-from kvstore.objects import ReadLease
+from kvstore.client.blocks import BlockStores
+from kvstore.client.objects import ReadLease
+from kvstore.client.spots import Spots
 from prefill_worker.actions import CommitHandoff
 from prefill_worker.landing_client import LandingClient
 from protocol.ids import LeaseId
@@ -20,7 +21,7 @@ from protocol.rpc import Channels
 from tests.channels import PatientChannels
 from tests.patience import PATIENCE_S
 from transfer import ScatterTransfer, TransferEngine
-from transfer.rows import LOCAL
+from transfer.scatter import LOCAL
 
 
 class Gate:
@@ -65,7 +66,7 @@ class GatedEngine:
         )
 
 
-class GatedStores(BlockClient):
+class GatedStores(BlockStores):
     """A store client whose reads a test can hold or slow down, and which waits for a store for long: what a worker
     reads is not to hang on how busy the machine is."""
 
@@ -88,6 +89,13 @@ class GatedStores(BlockClient):
         await super().transfer(lease, transfer, deadline_s=PATIENCE_S)
         if turn in self.damaged_turns:
             transfer.local.buffer[transfer.rows[-1, LOCAL]] ^= 0xFF
+
+    async def read(
+        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float
+    ) -> list[int]:
+        await self.gate.pass_through()
+        await asyncio.sleep(self.delay_s)
+        return await super().read(store, keys, spots, deadline_s=PATIENCE_S)
 
     async def lease(
         self,

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from protocol.status import until_ready
-from tests.prefill_worker.cluster import TOKEN
 from tests.processes import ROOT
+from tests.worker.parts import TOKEN
 
 
 @asynccontextmanager

@@ -338,7 +338,7 @@ class PrefillWorkers(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(1, self.num_requests))
-        self.post(ev.CancelRequested(request_id=RequestId(f"r{number}")))
+        self.post(ev.RequestCancelled(request_id=RequestId(f"r{number}")))
 
     @rule(gateway=st.sampled_from(GATEWAYS))
     def lose_gateway(self, gateway: str) -> None:
@@ -352,7 +352,7 @@ class PrefillWorkers(RuleBasedStateMachine):
 
     @rule(epoch=st.integers(1, 2))
     def find_home(self, epoch: int) -> None:
-        self.post(ev.HomeStoreFound(store=endpoint("store-0", epoch=epoch)))
+        self.post(ev.StoreFound(store=endpoint("store-0", epoch=epoch)))
 
     @invariant()
     def books_are_kept(self) -> None:

@@ -12,12 +12,13 @@ from engine.batch import Slice
 from prefill_worker import landing as landing_module
 from prefill_worker.actions import SlicePlan
 from prefill_worker.events import Landing
-from prefill_worker.landing import KvMemory, StepWriter, block_runs, token_runs
+from prefill_worker.landing import StepWriter, block_runs, token_runs
 from protocol.checksum import checksum
 from protocol.ids import LeaseId, RequestId
 from protocol.layout import KvLayout
 from protocol.request import SamplingParams
 from transfer import Batch, ScatterTransfer, TransferEngine, TransferOptions
+from worker.memory import KvMemory
 
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
 OWN_BLOCKS, TARGET_BLOCKS = 10, 16
@@ -135,7 +136,8 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
         def block_checksum(block: int, num_tokens: int) -> int:
             length = num_tokens * LAYOUT.token_bytes
             return checksum(
-                segment.buffer[start : start + length] for start, _ in memory.pieces_of(block)
+                segment.buffer[start : start + length]
+                for start in memory.spots_of([block]).offsets[0].tolist()
             )
 
         [sums] = writer.checksums()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from prefill_worker.layer_gate import BoundedWait, LayerGate, PrefixLate
+from prefill_worker.layered_load import BoundedWait, LayerGate, PrefixLate
 from tests.patience import PATIENCE_S
 
 

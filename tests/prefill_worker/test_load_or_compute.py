@@ -10,49 +10,48 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvstore.store_speed import FORGET_AFTER_S
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from prefill_worker.load_or_compute import Layers, PrefixLoads, choose
-from prefill_worker.metrics import PrefixLoadCollector
-from prefill_worker.state import PrefillState
-from protocol.errors import PeerLost
+from prefill_worker.load_or_compute import Layers, LoadChoice, PrefixLoads, choose
+from prefill_worker.worker import PrefixLoadCollector
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
-from tests.prefill_worker.builders import (
-    BLOCK_BYTES,
-    HOME,
-    PROFILE,
-    endpoint,
-    make_request,
-    make_state,
-    step_done,
-    submitted,
-)
+from tests.prefill_worker.builders import BLOCK_BYTES, HOME, endpoint
+from tests.prefill_worker.walks import Walk, all_of, only
 
 FAR = endpoint("store-1")
 NUM_TOKENS = 9  # two blocks of four can be read
 
 
-def test_a_cheaper_read_is_chosen_and_a_dearer_one_is_not() -> None:
-    assert choose([0.1], [1.0, 0.2], busy_s=0.0).num_parts == 1
-    assert choose([2.0], [1.0, 0.2], busy_s=0.0).num_parts == 0
+@pytest.mark.parametrize(
+    ("part_s", "compute_s", "busy_s", "gains_s", "num_parts"),
+    [
+        pytest.param([0.1], [1.0, 0.2], 0.0, None, 1, id="reading is cheaper"),
+        pytest.param([2.0], [1.0, 0.2], 0.0, None, 0, id="reading is dearer"),
+        pytest.param([0.9], [1.0, 0.2], 0.0, None, 1, id="dearer, but within the margin"),
+        pytest.param([1.1], [1.0, 0.2], 0.0, None, 0, id="beyond the margin"),
+        pytest.param([0.04], [0.01, 0.001], 0.0, None, 1, id="nobody would notice"),
+        pytest.param([0.1, 5.0], [2.0, 1.0, 0.5], 0.0, None, 1, id="only the first part"),
+        pytest.param([1.1, 0.1], [9.0, 8.0, 0.5], 0.0, None, 2, id="worth a slow first part"),
+        pytest.param([2.0], [1.0, 0.2], 2.0, None, 1, id="hidden behind earlier work"),
+        pytest.param([2.0], [2.1, 1.0], 0.0, None, 0, id="slow, and read first"),
+        pytest.param([2.0], [2.1, 1.0], 0.0, [0.0, 0.95], 1, id="slow, hidden by computing"),
+    ],
+)
+def test_the_leading_parts_are_read_that_make_the_prompt_ready_soonest(
+    part_s: list[float],
+    compute_s: list[float],
+    busy_s: float,
+    gains_s: list[float] | None,
+    num_parts: int,
+) -> None:
+    choice = choose(part_s, compute_s, busy_s, gains_s)
+    assert (choice.num_parts, choice.num_skipped) == (num_parts, len(part_s) - num_parts)
 
 
-def test_computing_must_be_better_by_a_margin() -> None:
-    assert choose([0.9], [1.0, 0.2], busy_s=0.0).num_parts == 1
-    assert choose([1.1], [1.0, 0.2], busy_s=0.0).num_parts == 0
-    assert choose([0.04], [0.01, 0.001], busy_s=0.0).num_parts == 1, "nobody would notice"
-
-
-def test_a_slow_part_takes_those_behind_it_along_unless_they_are_worth_it() -> None:
-    only_first = choose([0.1, 5.0], [2.0, 1.0, 0.5], busy_s=0.0)
-    assert (only_first.num_parts, only_first.num_skipped) == (1, 1)
-    assert only_first.totals_s == pytest.approx((2.0, 1.1, 5.6))
-    assert choose([1.1, 0.1], [9.0, 8.0, 0.5], busy_s=0.0).num_parts == 2
-
-
-def test_reading_that_hides_behind_earlier_work_costs_nothing() -> None:
-    assert choose([2.0], [1.0, 0.2], busy_s=0.0).num_parts == 0
-    assert choose([2.0], [1.0, 0.2], busy_s=2.0).num_parts == 1
+def test_a_choice_says_what_was_predicted() -> None:
+    assert choose([0.1, 5.0], [2.0, 1.0, 0.5], 0.0).totals_s == pytest.approx((2.0, 1.1, 5.6))
+    layered = choose([2.0], [2.1, 1.0], 0.0, gains_s=[0.0, 0.95])
+    assert layered.totals_s == pytest.approx((2.1, 2.05))
 
 
 @given(
@@ -78,108 +77,106 @@ def test_reading_a_part_of_a_part_is_never_better_than_all_or_nothing(
     assert min(total(0), total(num_blocks)) <= best * (1 + 1e-9)
 
 
-def loads_of(profile: PrefillProfile) -> PrefixLoads:
-    return PrefixLoads(profile, Layers(1), block_bytes=BLOCK_BYTES, block_size=4, chunk_tokens=1000)
+def loads_of(layers: Layers, reads: str = "auto") -> PrefixLoads:
+    return PrefixLoads(
+        PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
+        layers,
+        reads=reads,
+        block_bytes=1 << 20,
+        block_size=4,
+        chunk_tokens=64,
+    )
+
+
+def chosen(loads: PrefixLoads, num_blocks: int = 200, busy_s: float = 0.0) -> LoadChoice:
+    """Of a prefix at HOME that takes 0.2 ms a block to read at first, and fifty tokens behind it."""
+    return loads.choose(
+        [(HOME, num_blocks)],
+        reader_host=HOME.host,
+        num_tokens=4 * num_blocks + 50,
+        num_cached=0,
+        busy_s=busy_s,
+        now=0.0,
+    )
 
 
 def test_what_is_not_there_and_what_fails_at_once_say_nothing_about_speed() -> None:
-    loads = loads_of(PROFILE)
-    choice = loads.choose(
-        [(HOME, 2)], reader_host="here", num_tokens=9, num_cached=0, busy_s=0.0, now=0.0
-    )
-    absent = ev.PartRead(store=HOME, num_bytes=0, seconds=5.0)
-    refused = ev.PartRead(store=HOME, num_bytes=2000, seconds=1e-5, failed=True)
-    for read in (absent, refused):
-        loads.ended([read], choice, "here", 0.0)
+    loads = loads_of(Layers(1))
+    choice = chosen(loads)
+    for seconds, num_bytes, failed in ((5.0, 0, False), (1e-5, 2000, True)):
+        read = ev.PartRead(store=HOME, num_bytes=num_bytes, seconds=seconds, failed=failed)
+        loads.ended([read], choice, HOME.host, 0.0)
     assert not loads.speeds()
     stalled = ev.PartRead(store=HOME, num_bytes=2000, seconds=5.0, failed=True)
-    loads.ended([stalled], choice, "here", 0.0)
+    loads.ended([stalled], choice, HOME.host, 0.0)
     assert loads.speeds()[HOME.instance_id].seconds(2000) > 0.01
+    figures = loads.figures()[HOME.instance_id]
+    assert (figures.reads, figures.failures, figures.num_bytes) == (3, 2, 0)
+    assert figures.seconds == 10.00001
 
 
 class Requests:
     """Sends requests for a stored prefix one after another to an idle worker that caches nothing itself."""
 
-    def __init__(self, state: PrefillState) -> None:
-        self.state = state
+    def __init__(self, **options: int) -> None:
+        self.walk = Walk(home=None, **options)
         self.num_sent = 0
 
     def send(self, now: float, *, read_s: float, store: Endpoint = HOME) -> bool:
         """Whether the prefix was read, which takes `read_s`."""
         self.num_sent += 1
-        name = f"r{self.num_sent}"
-        tokens = range(1000 * self.num_sent, 1000 * self.num_sent + NUM_TOKENS)
-        request = make_request(name, tokens, max_tokens=1)
-        actions = self.state.handle(submitted(request, sources=[(store, 0, 2)]), now)
-        [first] = [a for a in actions if isinstance(a, act.LoadPrefix | act.SkipPrefix)]
-        if isinstance(first, act.LoadPrefix):
+        name, sources = f"r{self.num_sent}", [(store, 0, 2)]
+        actions = self.walk.submit(
+            name, NUM_TOKENS, first=1000 * self.num_sent, sources=sources, max_tokens=1, at=now
+        )
+        was_read = bool(all_of(actions, act.LoadPrefix))
+        if was_read:
             read = ev.PartRead(store=store, num_bytes=2 * BLOCK_BYTES, seconds=read_s)
             loaded = ev.PrefixLoaded(request_id=RequestId(name), checksums=(1, 2), reads=(read,))
-            actions = self.state.handle(loaded, now)
-        [step] = [a for a in actions if isinstance(a, act.RunStep)]
-        while step is not None:
-            steps = [
-                a for a in self.state.handle(step_done(step), now) if isinstance(a, act.RunStep)
-            ]
-            step = steps[0] if steps else None
-        self.state.validate()
-        return isinstance(first, act.LoadPrefix)
+            actions = self.walk.handle(loaded)
+        else:
+            only(actions, act.SkipPrefix)
+        while steps := all_of(actions, act.RunStep):
+            actions = self.walk.done(steps[0])
+        return was_read
 
 
 def test_a_slow_store_is_avoided_and_tried_again_later() -> None:
-    state = make_state(home=None)
-    requests = Requests(state)
+    requests = Requests()
     was_read = [requests.send(1.0, read_s=10.0) for _ in range(6)]
     num_tried = was_read.index(False)
     assert 1 <= num_tried <= 3
     assert not any(was_read[num_tried:])
-    assert state.counters["loads_skipped"] == 6 - num_tried
+    assert requests.walk.state.counters["loads_skipped"] == 6 - num_tried
     assert requests.send(1.0, read_s=0.001, store=FAR), "another store is not to blame"
 
     assert not requests.send(1.0 + FORGET_AFTER_S, read_s=0.001)
     assert requests.send(1.1 + FORGET_AFTER_S, read_s=0.001)
     assert requests.send(1.2 + FORGET_AFTER_S, read_s=0.001)
-    assert state.is_idle
+    assert requests.walk.state.is_idle
 
 
 def test_a_store_that_keeps_its_promise_is_always_read() -> None:
-    requests = Requests(make_state(home=None))
+    requests = Requests()
     assert all(requests.send(float(n), read_s=0.002) for n in range(20))
 
 
 def test_a_request_behind_others_reads_what_it_would_compute_on_an_idle_engine() -> None:
-    state = make_state(home=None, num_blocks=64, budget=64)
-    requests = Requests(state)
+    requests = Requests(num_blocks=64, budget=64)
     while requests.send(1.0, read_s=0.3):
         pass
-    state.handle(submitted(make_request("long", range(40), max_tokens=1)), 2.0)
-    behind = make_request("behind", range(50, 59), max_tokens=1)
-    actions = state.handle(submitted(behind, sources=[(HOME, 0, 2)]), 2.0)
-    [load] = [a for a in actions if isinstance(a, act.LoadPrefix)]
-    assert load.choice.totals_s[1] < load.choice.totals_s[0]
-    state.validate()
-
-
-def test_a_failed_load_counts_with_the_time_that_it_took() -> None:
-    state = make_state(home=None)
-    request = make_request("r", range(NUM_TOKENS), max_tokens=1)
-    state.handle(submitted(request, sources=[(HOME, 0, 2)]), 0.0)
-    read = ev.PartRead(store=HOME, num_bytes=2 * BLOCK_BYTES, seconds=5.0, failed=True)
-    failed = ev.PrefixLoadFailed(request_id=RequestId("r"), error=PeerLost("gone"), reads=(read,))
-    state.handle(failed, 5.0)
-    figures = state.prefix_loads.figures()["store-0"]
-    assert (figures.reads, figures.failures, figures.num_bytes) == (1, 1, 0)
-    assert figures.seconds == 5.0
-    state.validate()
+    requests.walk.submit("long", 40, max_tokens=1, at=2.0)
+    behind = requests.walk.submit("behind", 9, first=50, max_tokens=1, sources=[(HOME, 0, 2)])
+    choice = only(behind, act.LoadPrefix).choice
+    assert choice.totals_s[1] < choice.totals_s[0]
 
 
 def test_prometheus_sees_reads_predictions_and_skips_by_store() -> None:
-    state = make_state(home=None)
-    requests = Requests(state)
+    requests = Requests()
     while requests.send(1.0, read_s=10.0):
         pass
     registry = CollectorRegistry()
-    registry.register(PrefixLoadCollector(state.prefix_loads))
+    registry.register(PrefixLoadCollector(requests.walk.state.prefix_loads))
     text = generate_latest(registry).decode()
     num_read = requests.num_sent - 1
     assert f'moonserve_prefix_load_reads_total{{store="store-0"}} {num_read}.0' in text
@@ -231,17 +228,6 @@ def test_small_prefixes_are_read_in_few_turns_or_at_once() -> None:
     assert Layers(12, "always").at_once(1) == 1
 
 
-def _loads(layers: Layers, reads: str = "auto") -> PrefixLoads:
-    return PrefixLoads(
-        PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
-        layers,
-        reads=reads,
-        block_bytes=1 << 20,
-        block_size=4,
-        chunk_tokens=64,
-    )
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "busy_s", "expected"),
     [(200, 0.0, 1), (200, 10.0, None), (2, 0.0, None)],
@@ -249,15 +235,7 @@ def _loads(layers: Layers, reads: str = "auto") -> PrefixLoads:
 def test_what_gains_nothing_is_read_at_once(
     num_blocks: int, busy_s: float, expected: int | None
 ) -> None:
-    """200 blocks of a MiB take 42 ms to read from a store on the same host."""
-    choice = _loads(Layers(8)).choose(
-        [(HOME, num_blocks)],
-        reader_host=HOME.host,
-        num_tokens=4 * num_blocks + 50,
-        num_cached=0,
-        busy_s=busy_s,
-        now=0.0,
-    )
+    choice = chosen(loads_of(Layers(8)), num_blocks, busy_s)
     assert (choice.num_parts, choice.layers_at_once) == (1, expected)
 
 
@@ -268,18 +246,8 @@ def test_what_gains_nothing_is_read_at_once(
 def test_what_is_slow_to_read_is_computed_unless_told_otherwise(
     reads: str, seconds: float, num_parts: int
 ) -> None:
-    loads = _loads(Layers(1), reads)
-    wish = {"reader_host": HOME.host, "num_tokens": 850, "num_cached": 0, "busy_s": 0.0, "now": 0.0}
+    loads = loads_of(Layers(1), reads)
     for _ in range(20):
-        first = loads.choose([(HOME, 200)], **wish)
         read = ev.PartRead(store=HOME, num_bytes=200 << 20, seconds=seconds)
-        loads.ended([read], first, HOME.host, 0.0)
-    assert loads.choose([(HOME, 200)], **wish).num_parts == num_parts
-
-
-def test_a_slower_store_is_read_from_where_computing_hides_it() -> None:
-    """Reading takes 2 s, computing all 2.1 and the rest 1: read first, that would not pay."""
-    assert choose([2.0], [2.1, 1.0], busy_s=0.0).num_parts == 0
-    layered = choose([2.0], [2.1, 1.0], busy_s=0.0, gains_s=[0.0, 0.95])
-    assert layered.num_parts == 1
-    assert layered.totals_s == pytest.approx((2.1, 2.05))
+        loads.ended([read], chosen(loads), HOME.host, 0.0)
+    assert chosen(loads).num_parts == num_parts

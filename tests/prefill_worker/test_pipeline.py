@@ -13,27 +13,26 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.generate import generate
 from decode_worker.service import DecodeService
 from engine.config import load_model_config
 from engine.engine import Engine
-from engine.generate import generate
-from prefill_worker.__main__ import main
-from prefill_worker.pipeline.hidden import HiddenInbox, HiddenOutbox
+from prefill_worker.pipeline.stage import HiddenInbox, HiddenOutbox
 from protocol.errors import IntegrityError, PeerLost, error_classes
+from protocol.machine import host_identity
 from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.process import host_identity
 from protocol.request import Endpoint, Placement, SamplingParams
 from protocol.rpc import Channels
 from protocol.wire import submission_to_wire
 from tests.engine.steps import random_prompt
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
-from tests.prefill_worker.cluster import BLOCK_SIZE, TOKEN, Ears, decoding, listening
 from tests.prefill_worker.processes import process_of
 from tests.random_models import make_model
 from tests.stopping import stop
+from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, listening
 from transfer import TransferEngine
-from transfer.patience import Patience
+from transfer.config import Patience
 
 CHUNK = 24
 MAX_TOKENS = 6
@@ -250,14 +249,3 @@ async def test_a_lost_stage_fails_what_is_under_way_and_ends_the_group(model_pat
         failure = await made.ears.failure("r")
         assert error_classes()[failure.code].retryable
         assert await asyncio.wait_for(made.leader.wait(), PATIENCE_S) == 1
-
-
-def test_what_a_group_cannot_do_is_refused(
-    capsys: pytest.CaptureFixture[str], model_path: Path
-) -> None:
-    """Before anything is started."""
-    common = ["--instance-id", "p", "--model", str(model_path), "--pipeline-parallel-size"]
-    assert main([*common, "2", "--home-store", "s", "--conductor", "c:1"]) == 2
-    assert "--home-store does not go with --pipeline-parallel-size" in capsys.readouterr().err
-    assert main([*common, "0"]) == 2
-    assert "--pipeline-parallel-size must be at least 1" in capsys.readouterr().err

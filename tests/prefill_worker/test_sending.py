@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from prefill_worker import sending
-from prefill_worker.sending import Sender
+from prefill_worker import landing as sending
+from prefill_worker.landing import Sender
 from protocol.errors import InvalidRequest
 from protocol.request import Endpoint
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, scatter
-from transfer.patience import Patience
+from transfer.config import Patience
 
 
 @dataclass

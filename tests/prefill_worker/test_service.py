@@ -1,33 +1,26 @@
-"""The prefill worker with real sockets, real memory, a real (tiny) model and a real decode worker."""
+"""The prefill worker with real sockets, real memory, a real (tiny) model, a real decode worker and a real store."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore.config import StoreConfig
-from kvstore.node import serve as serve_store
+from kvstore.store_speed import FORGET_AFTER_S
 from protocol.errors import InvalidRequest
 from protocol.pb import worker_pb2_grpc
-from protocol.request import Endpoint, PrefixSource
+from protocol.profile import PrefillProfile
+from protocol.request import Endpoint
 from protocol.wire import submission_to_wire
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_placement
-from tests.prefill_worker.cluster import (
-    BLOCK_SIZE,
-    TOKEN,
-    Cluster,
-    cluster,
-)
+from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
 from tests.prefill_worker.gates import Gate
+from tests.prefill_worker.stored import NUM_STORED, PROMPT, put_into, source_of, store_node
 from tests.random_models import make_model
-from tests.services import serving
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +30,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@asynccontextmanager
-async def store_node(c: Cluster) -> AsyncIterator[Endpoint]:
-    """The product's store node."""
-    config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
-    async with serving(serve_store, config) as facts:
-        yield await c.stores.locate(facts["rpc"])
-
-
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [(seed * 37 + 11 * i * i + 5 * i) % 250 for i in range(length)]
+
+
+def gone(c: Cluster) -> Endpoint:
+    """A place where nobody is."""
+    return dataclasses.replace(c.decode, instance_id="store-0", rpc_address="127.0.0.1:1")
 
 
 async def at(gate: Gate) -> None:
@@ -76,43 +66,14 @@ async def test_a_shared_prefix_is_computed_once_and_sent_once(model_path: Path) 
         assert await c.ears.all_tokens("second") == c.expected([*shared, 3, 4, 5], 4)
         assert c.engine.num_tokens == 3
         assert c.ears.reports["second"].cached_tokens == 4 * BLOCK_SIZE
-        assert c.decoder.state.counters.as_dict()["shared_blocks"] == 4
+        assert c.decoder.state.counters.shared_blocks == 4
         await c.assert_drained()
 
 
 async def test_a_request_for_one_token_ends_here(model_path: Path) -> None:
     async with cluster(model_path) as c:
-        gone = dataclasses.replace(c.decode, rpc_address="127.0.0.1:1")
-        await c.submit("r", prompt_of(30), max_tokens=1, decode=gone)
+        await c.submit("r", prompt_of(30), max_tokens=1, decode=gone(c))
         assert await c.ears.all_tokens("r") == c.expected(prompt_of(30), 1)
-        await c.assert_drained()
-
-
-async def test_prefixes_go_to_the_store_and_come_back_from_it(model_path: Path) -> None:
-    async with cluster(model_path, home_store="store-0") as writer, store_node(writer) as store:
-        writer.service.home_found(store)
-        prompt = prompt_of(5 * BLOCK_SIZE + 3)
-        await writer.submit("w", prompt, max_tokens=1)
-        await writer.ears.all_tokens("w")
-        keys = writer.request("w", prompt).block_keys
-        await writer.until_stored(store, keys)
-        async with cluster(model_path) as reader:
-            source = PrefixSource(store=store, first_block=0, num_blocks=5)
-            await reader.submit("r", prompt, sources=[source], max_tokens=5)
-            assert await reader.ears.all_tokens("r") == reader.expected(prompt, 5)
-            assert reader.engine.num_tokens == 3
-            assert (await reader.status()).counters["store_hit_blocks"] == 5
-            await reader.assert_drained()
-        await writer.assert_drained()
-
-
-async def test_a_store_that_is_gone_means_computing(model_path: Path) -> None:
-    async with cluster(model_path) as c:
-        gone = dataclasses.replace(c.decode, instance_id="store-0", rpc_address="127.0.0.1:1")
-        source = PrefixSource(store=gone, first_block=0, num_blocks=3)
-        await c.submit("r", prompt_of(30), sources=[source], max_tokens=4)
-        assert await c.ears.all_tokens("r") == c.expected(prompt_of(30), 4)
-        assert (await c.status()).counters["prefix_load_failures"] == 1
         await c.assert_drained()
 
 
@@ -124,16 +85,6 @@ async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(model_path:
         counters = (await c.status()).counters
         assert counters["integrity_failures"] >= 1
         assert counters["recomputed_blocks"] >= 1
-        await c.assert_drained()
-
-
-async def test_a_path_that_always_corrupts_fails_the_request_for_another_placement(
-    model_path: Path,
-) -> None:
-    async with cluster(model_path) as c:
-        c.faults.corrupt_writes = 10_000
-        await c.submit("r", prompt_of(45), max_tokens=6)
-        assert (await c.ears.failure("r")).code == "integrity"
         await c.assert_drained()
 
 
@@ -154,11 +105,26 @@ async def test_a_block_that_went_bad_in_the_device_cache_is_not_blessed(model_pa
         await c.assert_drained()
 
 
-async def test_a_decode_worker_that_cannot_be_reached_fails_the_request(model_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("corrupt", "dropped", "timeout_s", "reachable", "code"),
+    [
+        pytest.param(10_000, 0, 600.0, True, "integrity", id="a path that always corrupts"),
+        pytest.param(0, 1, 600.0, True, "peer_lost", id="a lost connection"),
+        pytest.param(0, 0, 0.1, True, "deadline", id="no time"),
+        pytest.param(0, 0, 600.0, False, "peer_lost", id="nobody there"),
+    ],
+)
+async def test_what_cannot_be_handed_off_fails_and_frees_its_blocks(
+    model_path: Path, corrupt: int, dropped: int, timeout_s: float, reachable: bool, code: str
+) -> None:
     async with cluster(model_path) as c:
-        gone = dataclasses.replace(c.decode, rpc_address="127.0.0.1:1")
-        await c.submit("r", prompt_of(20), decode=gone)
-        assert (await c.ears.failure("r")).code == "peer_lost"
+        c.faults.corrupt_writes, c.faults.drop_connections = corrupt, dropped
+        if code == "deadline":
+            c.engine.gate.close()
+        decode = c.decode if reachable else gone(c)
+        await c.submit("r", prompt_of(20), timeout_s=timeout_s, decode=decode)
+        assert (await c.ears.failure("r")).code == code
+        c.engine.gate.open()
         await c.assert_drained()
 
 
@@ -171,14 +137,6 @@ async def test_a_decode_worker_with_other_weights_fails_the_request_for_another_
         assert (await c.ears.failure("r")).code == "peer"
         await c.assert_drained()
         await other.assert_drained()
-
-
-async def test_a_lost_connection_fails_the_request_and_frees_its_blocks(model_path: Path) -> None:
-    async with cluster(model_path) as c:
-        c.faults.drop_connections = 1
-        await c.submit("r", prompt_of(20))
-        assert (await c.ears.failure("r")).code == "peer_lost"
-        await c.assert_drained()
 
 
 async def test_a_lease_is_renewed_again_and_again_while_a_request_waits(model_path: Path) -> None:
@@ -195,15 +153,6 @@ async def test_a_lease_is_renewed_again_and_again_while_a_request_waits(model_pa
         await c.assert_drained()
 
 
-async def test_a_request_over_its_time_limit_fails(model_path: Path) -> None:
-    async with cluster(model_path) as c:
-        c.engine.gate.close()
-        await c.submit("r", prompt_of(20), timeout_s=0.1)
-        assert (await c.ears.failure("r")).code == "deadline"
-        c.engine.gate.open()
-        await c.assert_drained()
-
-
 async def test_malformed_submissions_are_refused_before_they_become_requests(
     model_path: Path,
 ) -> None:
@@ -211,16 +160,15 @@ async def test_malformed_submissions_are_refused_before_they_become_requests(
         stub = worker_pb2_grpc.WorkerStub(c.channels.to(c.prefill.rpc_address))
         request = c.request("r", prompt_of(20))
         message = submission_to_wire(request, make_placement(request))
-        for change in (
-            {"token_ids": b"abc"},
-            {"token_ids": (999).to_bytes(4, "little") * 20},
-            {"num_prompt_tokens": 21},
-            {"block_keys": b""},
+        for name, value in (
+            ("token_ids", b"abc"),
+            ("token_ids", (999).to_bytes(4, "little") * 20),
+            ("num_prompt_tokens", 21),
+            ("block_keys", b""),
         ):
             wrong = type(message)()
             wrong.CopyFrom(message)
-            for name, value in change.items():
-                setattr(wrong, name, value)
+            setattr(wrong, name, value)
             with pytest.raises(InvalidRequest):
                 await c.channels.call(stub.Submit, wrong, timeout_s=PATIENCE_S)
         for rank in (math.nan, math.inf, -math.inf):
@@ -230,60 +178,33 @@ async def test_malformed_submissions_are_refused_before_they_become_requests(
         await c.assert_drained()
 
 
-async def test_cancel_while_queued(model_path: Path) -> None:
-    async with cluster(model_path, num_blocks=4) as c:
-        c.engine.gate.close()
-        await c.submit("big", prompt_of(30), max_tokens=1)
-        await at(c.engine.gate)
-        await c.submit("r", prompt_of(20))
+@pytest.mark.parametrize("phase", ["queued", "reserving", "loading", "running", "committing"])
+async def test_a_request_is_cancelled_wherever_it_is_held(model_path: Path, phase: str) -> None:
+    """Waiting for blocks, for a landing that a full decode worker does not grant, for a store, a step or a commit."""
+    full = {"queued": {"num_blocks": 4}, "reserving": {"decode_blocks": 4}}.get(phase, {})
+    async with cluster(model_path, **full) as c:
+        gates = {"loading": c.stores.gate, "committing": c.landings.gate}
+        gate = gates.get(phase, c.engine.gate)
+        gate.close()
+        if full:
+            await c.submit("big", prompt_of(30), max_tokens=2)
+            await at(gate)
+        sources = [source_of(gone(c))] if phase == "loading" else []
+        # Without a landing, whose grant might be on its way, where the load is to be the only thing that is waited for.
+        max_tokens = 1 if phase == "loading" else 8
+        length = 20 if full else 60
+        await c.submit("r", prompt_of(length), sources=sources, max_tokens=max_tokens)
+        await at(gate)
         await c.cancel("r")
-        assert (await c.ears.failure("r")).code == "cancelled"
-        c.engine.gate.open()
-        await c.ears.all_tokens("big")
-        assert (await c.status()).counters["cancelled_queued"] == 1
+        if phase != "committing":  # the decode worker may have it
+            assert (await c.ears.failure("r")).code == "cancelled"
+        assert (await c.status()).counters[f"cancelled_{phase}"] == 1
+        gate.open()
+        if full:
+            await c.ears.all_tokens("big")
         await c.assert_drained()
-
-
-async def test_cancel_while_reserving(model_path: Path) -> None:
-    """The decode worker is full: the landing is waited for."""
-    async with cluster(model_path, decode_blocks=4) as c:
-        c.engine.gate.close()
-        await c.submit("big", prompt_of(30), max_tokens=2)
-        await at(c.engine.gate)
-        await c.submit("r", prompt_of(20))
-        await c.cancel("r")
-        assert (await c.ears.failure("r")).code == "cancelled"
-        assert (await c.status()).counters["cancelled_reserving"] == 1
-        c.engine.gate.open()
-        await c.ears.all_tokens("big")
-        await c.assert_drained()
-
-
-async def test_cancel_while_loading(model_path: Path) -> None:
-    async with cluster(model_path) as c:
-        c.stores.gate.close()
-        gone = dataclasses.replace(c.decode, instance_id="store-0", rpc_address="127.0.0.1:1")
-        source = PrefixSource(store=gone, first_block=0, num_blocks=2)
-        await c.submit("r", prompt_of(20), sources=[source], max_tokens=1)
-        await at(c.stores.gate)
-        await c.cancel("r")
-        assert (await c.ears.failure("r")).code == "cancelled"
-        assert (await c.status()).counters["cancelled_loading"] == 1
-        c.stores.gate.open()
-        await c.assert_drained()
-
-
-async def test_cancel_while_running(model_path: Path) -> None:
-    async with cluster(model_path) as c:
-        c.engine.gate.close()
-        await c.submit("r", prompt_of(60))
-        await at(c.engine.gate)
-        await c.cancel("r")
-        assert (await c.ears.failure("r")).code == "cancelled"
-        c.engine.gate.open()
-        await c.assert_drained()
-        assert (await c.status()).counters["cancelled_running"] == 1
-        assert c.engine.num_tokens == 20  # the step under way, and no other
+        if phase == "running":
+            assert c.engine.num_tokens == 20, "the step under way, and no other"
 
 
 async def test_cancel_while_sending(model_path: Path) -> None:
@@ -297,12 +218,79 @@ async def test_cancel_while_sending(model_path: Path) -> None:
         await c.assert_drained()
 
 
-async def test_cancel_while_committing(model_path: Path) -> None:
+# -- stores
+
+
+async def test_a_store_that_is_gone_means_computing(model_path: Path) -> None:
     async with cluster(model_path) as c:
-        c.landings.gate.close()
-        await c.submit("r", prompt_of(16))
-        await at(c.landings.gate)
-        await c.cancel("r")
-        assert (await c.status()).counters["cancelled_committing"] == 1
-        c.landings.gate.open()
+        await c.submit("r", prompt_of(30), sources=[source_of(gone(c), 3)], max_tokens=4)
+        assert await c.ears.all_tokens("r") == c.expected(prompt_of(30), 4)
+        assert (await c.status()).counters["prefix_load_failures"] == 1
         await c.assert_drained()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
+    model_path: Path, tmp_path: Path, waits: bool
+) -> None:
+    """From a store that was restarted. A request that waits for an earlier one's step finds its prefix in memory."""
+    async with cluster(model_path, home_store="store-0") as writer:
+        disk = f"{tmp_path}:64MiB"
+        async with store_node(writer, disk) as store:
+            await put_into(writer, store, [PROMPT])
+        async with (
+            store_node(writer, disk) as store,
+            cluster(model_path, num_blocks=8 if waits else 48) as reader,
+        ):
+
+            async def until_on_disk_only(count: int) -> None:
+                async def on_disk() -> bool:
+                    stats = await reader.stores.stats(store)
+                    return stats.recovered == 1 and stats.num_on_disk == count
+
+                await answered(on_disk)
+
+            await until_on_disk_only(NUM_STORED)
+            if waits:
+                reader.engine.gate.close()
+                await reader.submit("big", [(7 * i) % 250 for i in range(40)], max_tokens=1)
+                await at(reader.engine.gate)
+            await reader.submit("r", PROMPT, sources=[source_of(store)], max_tokens=5)
+            if waits:
+                await until_on_disk_only(0)
+                reader.engine.gate.open()
+            assert await reader.ears.all_tokens("r") == reader.expected(PROMPT, 5)
+            counters = (await reader.status()).counters
+            assert counters["store_hit_blocks"] == NUM_STORED
+            assert counters["prefetched_blocks"] == (NUM_STORED if waits else 0)
+            await reader.assert_drained()
+
+
+async def test_a_slow_store_is_computed_around_until_it_is_tried_again(model_path: Path) -> None:
+    prompts = [prompt_of(20, n) for n in range(7)]
+    # 20 ms to compute a prompt, 300 ms to read it.
+    profile = PrefillProfile(c0=0.0, c1=0.001, c2=0.0)
+    async with (
+        cluster(model_path, home_store="store-0") as writer,
+        store_node(writer) as store,
+        cluster(model_path, profile=profile) as reader,
+    ):
+        await put_into(writer, store, prompts)
+
+        async def num_read(number: int) -> int:
+            before = (await reader.status()).counters["store_hit_blocks"]
+            await reader.submit(
+                f"r{number}", prompts[number], sources=[source_of(store, 2)], max_tokens=1
+            )
+            expected = reader.expected(prompts[number], 1)
+            assert await reader.ears.all_tokens(f"r{number}") == expected
+            return (await reader.status()).counters["store_hit_blocks"] - before
+
+        reader.stores.delay_s = 0.3
+        slow = [await num_read(n) for n in range(5)]
+        assert (slow[0], slow[-1]) == (2, 0)
+        reader.stores.delay_s = 0.0
+        assert await num_read(5) == 0
+        reader.clock.ahead_s = FORGET_AFTER_S + 1
+        assert await num_read(6) == 2
+        await reader.assert_drained()

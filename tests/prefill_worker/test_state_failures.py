@@ -1,6 +1,8 @@
-"""Events in, actions out: the prefill worker's automaton when something fails, is corrupt or is lost."""
+"""Events in, actions out: requests that fail, are corrupt, lost, cancelled or come twice, in each phase."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
@@ -8,171 +10,265 @@ from prefill_worker import actions as act
 from prefill_worker import events as ev
 from protocol.errors import Cancelled, Incompatible, MoonserveError, PeerLost, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
-from tests.prefill_worker.builders import (
-    granted,
-    make_request,
-    make_state,
-    step_done,
-    submitted,
-)
-from tests.prefill_worker.walks import (
-    assert_drained,
-    kinds,
-    only,
-    run_to_commit,
-    run_to_first_step,
-)
+from tests.prefill_worker.builders import HOME
+from tests.prefill_worker.walks import Walk, kinds, only, spans
+from worker.events import Action, Event
+
+R = RequestId("r")
+LOST = PeerLost("gone")
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(Incompatible("other weights"), "peer"), (PeerLost("gone"), "peer_lost")]
+    ("error", "code"), [(Incompatible("other weights"), "peer"), (LOST, "peer_lost")]
 )
 def test_a_refused_landing_fails_the_request_for_another_placement(
     error: MoonserveError, code: str
 ) -> None:
-    state = make_state()
-    reserve = only(state.handle(submitted(make_request("r", range(6))), 0.0), act.ReserveLanding)
-    actions = state.handle(ev.LandingRefused(request_id=RequestId("r"), error=error), 1.0)
-    fail = only(actions, act.Fail)
-    assert (fail.error.code, fail.error.retryable) == (code, True)
-    assert only(actions, act.ReleaseLanding).lease_id == reserve.lease_id
-    assert_drained(state)
+    walk = Walk()
+    walk.submit()
+    actions = walk.handle(ev.LandingRefused(request_id=R, error=error))
+    failed = only(actions, act.Fail).error
+    assert (failed.code, failed.retryable) == (code, True)
+    assert only(actions, act.ReleaseLanding).lease_id == "lease-1"
+    walk.assert_drained()
 
 
 def test_a_cancellation_that_the_decode_worker_heard_first_is_one_here_too() -> None:
     """Its reservation is refused then; that nobody wants it any more is no failure."""
-    state = make_state()
-    state.handle(submitted(make_request("r", range(6))), 0.0)
-    gone = ev.LandingRefused(request_id=RequestId("r"), error=Cancelled("the client left"))
-    actions = state.handle(gone, 1.0)
-    assert act.Fail not in kinds(actions)
-    assert state.counters["cancelled_reserving"] == 1
-    state.handle(ev.CancelRequested(request_id=RequestId("r")), 2.0)
-    assert_drained(state)
+    walk = Walk()
+    walk.submit()
+    gone = ev.LandingRefused(request_id=R, error=Cancelled("the client left"))
+    assert act.Fail not in kinds(walk.handle(gone))
+    assert walk.state.counters["cancelled_reserving"] == 1
+    walk.cancel()
+    walk.assert_drained()
 
 
 def test_a_failed_write_fails_the_request_and_keeps_its_blocks_until_the_others_end() -> None:
-    state = make_state(budget=6)
-    step = run_to_first_step(state, num_tokens=10)
-    step = only(state.handle(step_done(step), 2.0), act.RunStep)
-    failed = ev.WritesFailed(request_id=RequestId("r"), error=PeerLost("gone"))
-    assert only(state.handle(failed, 3.0), act.Fail).error.retryable
-    assert state.num_held_blocks == 3
-    state.handle(step_done(step), 4.0)
-    assert state.num_held_blocks == 3
-    actions = state.handle(ev.WritesDone(request_id=RequestId("r")), 5.0)
-    assert kinds(actions) == [act.ReleaseLanding]
-    assert_drained(state)
+    walk = Walk(budget=6)
+    step = only(walk.done(walk.start(num_tokens=10)), act.RunStep)
+    failed = walk.handle(ev.WritesFailed(request_id=R, error=LOST))
+    assert only(failed, act.Fail).error.retryable
+    walk.done(step)
+    assert walk.state.num_held_blocks == 3
+    assert kinds(walk.written()) == [act.ReleaseLanding]
+    walk.assert_drained()
 
 
 def test_a_lost_lease_fails_the_request() -> None:
-    state = make_state()
-    step = run_to_first_step(state)
-    lost = ev.LandingLost(
-        request_id=RequestId("r"), lease_id=LeaseId("lease-1"), error=StaleLease("expired")
-    )
-    assert only(state.handle(lost, 1.5), act.Fail).error.retryable
-    state.handle(step_done(step), 2.0)
-    state.handle(ev.WritesDone(request_id=RequestId("r")), 3.0)
-    assert_drained(state)
+    walk = Walk()
+    step = walk.start()
+    lost = ev.LandingLost(request_id=R, lease_id=LeaseId("lease-1"), error=StaleLease("expired"))
+    assert only(walk.handle(lost), act.Fail).error.retryable
+    walk.done(step)
+    walk.written()
+    walk.assert_drained()
 
 
 def test_corrupt_blocks_are_dropped_recomputed_and_sent_again_without_a_second_first_token() -> (
     None
 ):
-    state = make_state(budget=16, home=None)
-    run_to_commit(state, num_tokens=10)
-    actions = state.handle(ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(1,)), 4.0)
-    plan = only(actions, act.RunStep).plans[0]
+    walk = Walk(budget=16, home=None)
+    walk.commit(num_tokens=10)
+    step = only(walk.corrupt(1), act.RunStep)
+    [plan] = step.plans
     assert (plan.slice.start, plan.slice.end, plan.send_from) == (4, 10, 4)
     assert not plan.slice.samples
-    assert state.counters["integrity_failures"] == 1
-    assert state.counters["recomputed_blocks"] == 2
-
-    actions = state.handle(step_done(only(actions, act.RunStep)), 5.0)
-    assert actions == []
-    commit = only(state.handle(ev.WritesDone(request_id=RequestId("r")), 6.0), act.CommitHandoff)
-    assert commit.checksums == (1000, 1001, 1002)
-    state.handle(ev.HandoffAccepted(request_id=RequestId("r")), 7.0)
-    assert_drained(state)
+    assert walk.state.counters["integrity_failures"] == 1
+    assert walk.state.counters["recomputed_blocks"] == 2
+    assert walk.done(step) == []
+    assert only(walk.written(), act.CommitHandoff).checksums == (1000, 1001, 1002)
+    walk.accept()
+    walk.assert_drained()
 
 
 def test_a_corrupt_cached_block_is_never_found_again() -> None:
-    state = make_state(budget=16, home=None)
-    run_to_commit(state, "a", num_tokens=10)
-    state.handle(ev.HandoffAccepted(request_id=RequestId("a")), 4.0)
-    reserve = only(state.handle(submitted(make_request("b", range(10))), 5.0), act.ReserveLanding)
-    step = only(state.handle(granted(reserve), 5.0), act.RunStep)
-    state.handle(step_done(step), 6.0)
-    state.handle(ev.WritesDone(request_id=RequestId("b")), 6.0)
-    state.handle(ev.WritesDone(request_id=RequestId("b")), 6.0)
-    actions = state.handle(ev.HandoffCorrupt(request_id=RequestId("b"), indexes=(0,)), 7.0)
-    assert only(actions, act.RunStep).plans[0].slice.start == 0
-    assert state.num_cached_blocks == 0
-    state.validate()
+    walk = Walk(budget=16, home=None)
+    walk.commit("a", 10)
+    walk.accept("a")
+    walk.done(walk.start("b", 10))
+    walk.written("b")
+    walk.written("b")
+    assert spans(walk.corrupt(0, name="b")) == [("b", 0, 10)]
+    assert walk.state.pool.num_cached == 0
 
 
 def test_three_corrupt_handoffs_fail_the_request() -> None:
-    state = make_state(home=None)
-    run_to_commit(state)
-    corrupt = ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,))
+    walk = Walk(home=None)
+    walk.commit()
     for _ in range(2):
-        step = only(state.handle(corrupt, 4.0), act.RunStep)
-        state.handle(step_done(step), 5.0)
-        state.handle(ev.WritesDone(request_id=RequestId("r")), 6.0)
-    actions = state.handle(corrupt, 7.0)
+        walk.done(only(walk.corrupt(0), act.RunStep))
+        walk.written()
+    actions = walk.corrupt(0)
     assert only(actions, act.Fail).error.code == "integrity"
     assert kinds(actions) == [act.Fail, act.ReleaseLanding]
-    assert_drained(state)
-
-
-def test_a_corrupt_handoff_after_the_time_limit_fails_the_request() -> None:
-    """A Tick leaves a commit under way alone; its answer looks at the time."""
-    state = make_state(home=None)
-    run_to_commit(state)
-    assert state.handle(ev.Tick(), 600.0) == []
-    corrupt = ev.HandoffCorrupt(request_id=RequestId("r"), indexes=(0,))
-    actions = state.handle(corrupt, 601.0)
-    assert only(actions, act.Fail).error.code == "deadline"
-    assert_drained(state)
+    walk.assert_drained()
 
 
 def test_a_failed_commit_fails_the_request_for_another_placement() -> None:
-    state = make_state(home=None)
-    run_to_commit(state)
-    failed = ev.HandoffFailed(request_id=RequestId("r"), error=StaleLease("expired"))
-    assert only(state.handle(failed, 4.0), act.Fail).error.retryable
-    assert_drained(state)
+    walk = Walk(home=None)
+    walk.commit()
+    failed = ev.HandoffFailed(request_id=R, error=StaleLease("expired"))
+    assert only(walk.handle(failed), act.Fail).error.retryable
+    walk.assert_drained()
 
 
-def test_a_request_over_its_time_limit_fails() -> None:
-    state = make_state()
-    step = run_to_first_step(state)
-    assert state.next_deadline() == 600.0
-    assert state.handle(ev.Tick(), 599.0) == []
-    assert only(state.handle(ev.Tick(), 600.0), act.Fail).error.code == "deadline"
-    state.handle(step_done(step), 601.0)
-    state.handle(ev.WritesDone(request_id=RequestId("r")), 601.0)
-    assert state.next_deadline() is None
-    assert_drained(state)
+def test_a_request_over_its_time_limit_fails_but_for_a_commit_under_way() -> None:
+    """Whose answer looks at the time."""
+    walk = Walk()
+    step = walk.start()
+    assert walk.state.wake_at == 600.0
+    assert walk.handle(ev.Tick(), 599.0) == []
+    assert only(walk.handle(ev.Tick(), 600.0), act.Fail).error.code == "deadline"
+    walk.done(step)
+    walk.written()
+    assert walk.state.wake_at is None
+    walk.assert_drained()
+    walk = Walk()
+    walk.commit()
+    assert walk.handle(ev.Tick(), 600.0) == []
+    assert only(walk.corrupt(0, at=601.0), act.Fail).error.code == "deadline"
 
 
 def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
-    state = make_state()
-    step = run_to_first_step(state, "mine")
-    state.handle(submitted(make_request("other", range(8), gateway="gateway-1")), 1.0)
-    assert state.handle(ev.GatewayLost(gateway_id=GatewayId("gateway-0")), 2.0) == []
-    state.handle(step_done(step), 3.0)
-    state.handle(ev.WritesDone(request_id=RequestId("mine")), 3.0)
-    assert (state.num_waiting, state.num_running) == (1, 0)
-    state.validate()
+    walk = Walk()
+    step = walk.start("mine")
+    walk.submit("other", 8, gateway="gateway-1")
+    assert walk.handle(ev.GatewayLost(gateway_id=GatewayId("gateway-0"))) == []
+    walk.done(step)
+    walk.written("mine")
+    assert (walk.state.num_waiting, walk.state.num_running) == (1, 0)
 
 
 def test_a_failed_step_fails_its_members_and_the_next_one_runs() -> None:
-    state = make_state()
-    run_to_first_step(state, "a", num_tokens=8)
-    reserve = only(state.handle(submitted(make_request("b", range(8))), 1.0), act.ReserveLanding)
-    state.handle(granted(reserve), 1.0)
-    actions = state.handle(ev.StepFailed(error=MoonserveError("boom")), 2.0)
-    assert kinds(actions) == [act.Fail, act.RunStep]
-    state.validate()
+    walk = Walk()
+    walk.start("a", 8)
+    walk.grant(walk.submit("b", 8))
+    failed = ev.StepFailed(error=MoonserveError("boom"))
+    assert kinds(walk.handle(failed)) == [act.Fail, act.RunStep]
+
+
+# -- cancellation
+
+
+def queued(walk: Walk) -> list[Event]:
+    walk.start("a", 64)
+    walk.submit()
+    return []
+
+
+def reserving(walk: Walk) -> list[Event]:
+    reserve = only(walk.submit(), act.ReserveLanding)
+    return [ev.LandingRefused(request_id=reserve.request_id, error=LOST)]
+
+
+def loading(walk: Walk) -> list[Event]:
+    walk.grant(walk.submit("r", 8, sources=[(HOME, 0, 1)]))
+    return [ev.PrefixLoaded(request_id=R, checksums=(5,))]
+
+
+def running(walk: Walk) -> list[Event]:
+    walk.start(num_tokens=10)
+    failed = ev.StepFailed(error=LOST)
+    return [failed, ev.WritesDone(request_id=R)]
+
+
+def sending(walk: Walk) -> list[Event]:
+    walk.done(walk.start())
+    return [ev.WritesFailed(request_id=R, error=LOST)]
+
+
+def committing(answer: Event) -> Callable[[Walk], list[Event]]:
+    def commit(walk: Walk) -> list[Event]:
+        walk.commit()
+        return [answer]
+
+    return commit
+
+
+@pytest.mark.parametrize(
+    ("phase", "reach", "told", "released"),
+    [
+        ("queued", queued, [act.Fail], []),
+        ("reserving", reserving, [act.Fail, act.WithdrawReservation], [act.ReleaseLanding]),
+        ("loading", loading, [act.Fail], [act.ReleaseLanding]),
+        ("running", running, [act.Fail], [act.ReleaseLanding]),
+        ("sending", sending, [act.Fail], [act.ReleaseLanding]),
+        ("committing", committing(ev.HandoffAccepted(request_id=R)), [act.Fail], []),
+        *(
+            ("committing", committing(answer), [act.Fail], [act.ReleaseLanding])
+            for answer in (
+                ev.HandoffCorrupt(request_id=R, indexes=(0,)),
+                ev.HandoffFailed(request_id=R, error=LOST),
+            )
+        ),
+    ],
+)
+def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
+    phase: str,
+    reach: Callable[[Walk], list[Event]],
+    told: list[type[Action]],
+    released: list[type[Action]],
+) -> None:
+    """No further step runs, whatever the answers."""
+    walk = Walk(home=None, num_blocks=16, budget=16)
+    ends = reach(walk)
+    assert kinds(walk.cancel()) == told
+    assert walk.state.counters[f"cancelled_{phase}"] == 1
+    for event in ends:
+        assert walk.state.num_held_blocks >= 2
+        actions = walk.handle(event)
+    if ends:
+        assert kinds(actions) == released
+        walk.assert_drained()
+
+
+def test_a_landing_that_is_granted_after_all_is_given_back() -> None:
+    walk = Walk()
+    submission = walk.submit()
+    walk.cancel()
+    assert kinds(walk.grant(submission)) == [act.ReleaseLanding]
+    walk.assert_drained()
+
+
+def test_a_cancelled_prompt_takes_no_further_step() -> None:
+    walk = Walk(home=None, budget=4)
+    step = walk.start(num_tokens=10)
+    walk.cancel()
+    assert walk.done(step) == []
+    assert kinds(walk.written()) == [act.ReleaseLanding]
+    walk.assert_drained()
+
+
+def test_a_cancellation_that_overtakes_its_request_stops_it_within_a_minute() -> None:
+    walk = Walk()
+    walk.cancel("r", at=0.0)
+    assert only(walk.submit("r", at=59.0), act.Fail).error.code == "cancelled"
+    walk.cancel("s", at=100.0)
+    assert kinds(walk.submit("s", at=161.0)) == [act.ReserveLanding]
+
+
+def test_a_late_cancellation_of_an_ended_request_does_not_stop_its_next_attempt() -> None:
+    walk = Walk(home=None)
+    walk.commit()
+    walk.accept()
+    walk.cancel()
+    assert kinds(walk.submit("r", 8)) == [act.ReserveLanding]
+
+
+def test_a_request_that_comes_back_before_its_earlier_attempt_closed_waits_for_that() -> None:
+    walk = Walk(home=None)
+    step = walk.start()
+    walk.cancel()
+    assert walk.submit("r", 8) == []
+    walk.done(step)
+    actions = walk.written()
+    assert kinds(actions) == [act.ReleaseLanding, act.ReserveLanding]
+    assert only(actions, act.ReserveLanding).lease_id == "lease-2"
+
+
+def test_a_repeated_submission_changes_nothing() -> None:
+    walk = Walk()
+    walk.submit()
+    assert walk.submit() == []
+    assert walk.state.num_waiting == 1

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.request import PrefixSource
 from tests.engine.steps import random_prompt
 from tests.prefill_worker.cluster import BLOCK_SIZE, cluster
-from tests.prefill_worker.test_stored_prefix import put_into, store_process
+from tests.prefill_worker.stored import put_into, source_of, store_node
 from tests.random_models import make_model
 
 MAX_TOKENS = 8
@@ -52,13 +51,12 @@ async def test_a_store_does_not_know_how_many_ranks_made_a_block(
     """Put by a worker of one size, read and computed on by one of another."""
     async with (
         cluster(model_path, home_store="store-0", prefill_ranks=writing) as writer,
-        store_process(writer) as store,
+        store_node(writer) as store,
         cluster(model_path, layered_loads="never", prefill_ranks=reading) as reader,
     ):
         await put_into(writer, store, [PROMPTS["first"]])
-        source = PrefixSource(store=store, first_block=0, num_blocks=5)
         prompt = PROMPTS["its-prefix-is-cached"]
-        await reader.submit("r", prompt, sources=[source], max_tokens=MAX_TOKENS)
+        await reader.submit("r", prompt, sources=[source_of(store, 5)], max_tokens=MAX_TOKENS)
         assert await reader.ears.all_tokens("r") == reader.expected(prompt, MAX_TOKENS)
         assert (await reader.status()).counters["store_hit_blocks"] == 5
         await reader.assert_drained()

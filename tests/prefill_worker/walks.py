@@ -1,52 +1,113 @@
-"""Requests taken by the hand as far as a test wants them, and what came of it."""
+"""A prefill worker's state whose requests a test takes by the hand as far as it wants, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from prefill_worker.state import PrefillState
 from protocol.ids import RequestId
-from tests.prefill_worker.builders import (
-    granted,
-    make_request,
-    step_done,
-    submitted,
-)
+from protocol.request import Endpoint, Request
+from tests.prefill_worker.builders import granted, make_request, make_state, step_done, submitted
+from worker.events import Action, Event
 
 A = TypeVar("A")
 
 
-def only(actions: Iterable[act.Action], kind: type[A]) -> A:
+def all_of(actions: Iterable[Action], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def only(actions: Iterable[Action], kind: type[A]) -> A:
     """The one action of a kind."""
-    found = [action for action in actions if isinstance(action, kind)]
+    found = all_of(actions, kind)
     assert len(found) == 1, f"expected one {kind.__name__} in {list(actions)}"
     return found[0]
 
 
-def kinds(actions: Iterable[act.Action]) -> list[type]:
+def kinds(actions: Iterable[Action]) -> list[type]:
     return [type(action) for action in actions]
 
 
-def run_to_first_step(
-    state: PrefillState, name: str = "r", num_tokens: int = 6, **options: int
-) -> act.RunStep:
-    """Submits a request and grants its landing; gives its first step."""
-    request = make_request(name, range(num_tokens))
-    reserve = only(state.handle(submitted(request), 0.0), act.ReserveLanding)
-    return only(state.handle(granted(reserve, **options), 1.0), act.RunStep)
+def spans(actions: Iterable[Action]) -> list[tuple[str, int, int]]:
+    """What the steps among them compute."""
+    slices = [plan.slice for step in all_of(actions, act.RunStep) for plan in step.plans]
+    return [(piece.request_id, piece.start, piece.end) for piece in slices]
 
 
-def run_to_commit(state: PrefillState, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
-    """… and computes and sends everything in one step."""
-    step = run_to_first_step(state, name, num_tokens)
-    state.handle(step_done(step), 2.0)
-    return only(state.handle(ev.WritesDone(request_id=RequestId(name)), 3.0), act.CommitHandoff)
+class Walk:
+    """Time is what the test says it is; the books are proven after every event."""
 
+    def __init__(self, **options: Any) -> None:
+        self.state = make_state(**options)
+        self.now = 0.0
 
-def assert_drained(state: PrefillState) -> None:
-    state.validate()
-    assert state.is_idle
-    assert state.num_held_blocks == 0
+    def handle(self, event: Event, at: float | None = None) -> Sequence[Action]:
+        self.now = self.now if at is None else at
+        actions = self.state.handle(event, self.now)
+        self.state.validate()
+        return actions
+
+    def submit(
+        self,
+        name: str = "r",
+        num_tokens: int = 6,
+        *,
+        first: int = 0,
+        sources: Sequence[tuple[Endpoint, int, int]] = (),
+        rank: float = 0.0,
+        at: float | None = None,
+        **options: Any,
+    ) -> Sequence[Action]:
+        request = make_request(name, range(first, first + num_tokens), **options)
+        return self.request(request, sources=sources, rank=rank, at=at)
+
+    def request(
+        self,
+        request: Request,
+        *,
+        sources: Sequence[tuple[Endpoint, int, int]] = (),
+        rank: float = 0.0,
+        at: float | None = None,
+    ) -> Sequence[Action]:
+        return self.handle(submitted(request, sources=sources, rank=rank), at)
+
+    def grant(
+        self, actions: Iterable[Action], *, num_cached: int = 0, at: float | None = None
+    ) -> Sequence[Action]:
+        """The decode worker's answer to the reservation among these."""
+        return self.handle(granted(only(actions, act.ReserveLanding), num_cached=num_cached), at)
+
+    def start(
+        self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any
+    ) -> act.RunStep:
+        """Submits a request and grants its landing; gives its first step."""
+        submission = self.submit(name, num_tokens, **options)
+        return only(self.grant(submission, num_cached=num_cached), act.RunStep)
+
+    def done(
+        self, step: act.RunStep, at: float | None = None, *, token_id: int = 42
+    ) -> Sequence[Action]:
+        return self.handle(step_done(step, token_id=token_id), at)
+
+    def written(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.WritesDone(request_id=RequestId(name)), at)
+
+    def commit(self, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
+        """From a submission to the commit, in one step."""
+        self.done(self.start(name, num_tokens))
+        return only(self.written(name), act.CommitHandoff)
+
+    def accept(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.HandoffAccepted(request_id=RequestId(name)), at)
+
+    def corrupt(self, *indexes: int, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.HandoffCorrupt(request_id=RequestId(name), indexes=indexes), at)
+
+    def cancel(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.RequestCancelled(request_id=RequestId(name)), at)
+
+    def assert_drained(self) -> None:
+        assert self.state.is_idle
+        assert self.state.num_held_blocks == 0

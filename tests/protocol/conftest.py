@@ -17,5 +17,5 @@ def tls(authority: Authority) -> Certificates:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever shakes hands slowly is on a busy machine."""
-    for name in ("channel._DIAL_S", "served.HANDSHAKE_S", "server.HANDSHAKE_S"):
+    for name in ("served.HANDSHAKE_S", "server.HANDSHAKE_S"):
         monkeypatch.setattr(f"protocol.lean.{name}", PATIENCE_S)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.conductors import PATIENCE_S, Conductors, parse_addresses
 from protocol.errors import ConfigError, NotLeader, Overloaded, PeerLost
 from protocol.pb import (
@@ -20,7 +21,6 @@ from protocol.pb import (
 from protocol.rpc import Channels, RpcServer
 from tests.patience import PATIENCE_S as LONG_ENOUGH_S
 from tests.patience import answered
-from tests.ports import free_port
 
 TOKEN = "secret"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,12 @@ from protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inner:
+class Base:
     depth: float = option(1.5, help="how deep")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
+class Example(Base):
     name: str = option(help="required")
     max_model_len: int | None = option(None, help="length")
     enable_cache: bool = option(True, help="cache")
@@ -25,7 +25,6 @@ class Example:
     dram: int = option(1024, help="memory", unit="bytes")
     mode: str = option("a", help="mode", choices=("a", "b"))
     password: str = option("", help="secret", secret=True)
-    inner: Inner = field(default_factory=Inner)
 
 
 def parse(*argv: str, environ: dict[str, str] | None = None) -> Example:
@@ -39,7 +38,7 @@ def test_every_kind_of_value_is_read_from_flags() -> None:
     )  # fmt: skip
     assert config == Example(
         name="x", max_model_len=77, enable_cache=False, names=("p", "q"), dram=2048, mode="b",
-        inner=Inner(depth=2.0),
+        depth=2.0,
     )  # fmt: skip
 
 

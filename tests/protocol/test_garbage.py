@@ -5,7 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+
+from protocol import garbage
 from protocol.garbage import seldom_collected
+
+
+@pytest.fixture(autouse=True)
+def _really(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' services leave the heap alone (tests/conftest.py)."""
+    monkeypatch.setattr(garbage, "gc", gc)
 
 
 class Cycle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from protocol.errors import (
     error_classes,
 )
 from protocol.ids import GatewayId, RequestId
+from protocol.lean.routed import RoutedChannel
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Token
 from protocol.rpc import Channels, RpcServer, failure_from_wire, failure_to_wire
@@ -33,11 +34,13 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.error: Exception | None = None
         self.hangs = False
         self.called = asyncio.Event()
+        self.remaining_s = 0.0
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.streams = GatewayStreams(self.lost.put_nowait, grace_s=NEVER_S)
 
     async def Cancel(self, request: Any, context: Any) -> worker_pb2.CancelReply:
         self.called.set()
+        self.remaining_s = context.time_remaining()
         if self.hangs:
             await asyncio.Event().wait()
         if self.error:
@@ -49,15 +52,29 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             yield batch
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[tuple[Worker, Channels, str]]:
+@pytest.fixture(params=["grpc", "lean"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Worker, Channels, str]]:
+    """A worker that is called by `host:port`, over either transport."""
     server, worker, channels = RpcServer("secret"), Worker(), Channels("secret")
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
+    if request.param == "lean":
+        server.add_lean("Worker", worker)
     address = await server.start("127.0.0.1", 0)
+    if request.param == "lean":
+        await until_lean(channels, address)
+        worker.called.clear()
     yield worker, channels, address
     await channels.close()
     await server.stop(0)
     worker.streams.close()
+
+
+async def until_lean(channels: Channels, address: str) -> None:
+    """Calls until calls to this address go over lean."""
+    channel = cast(RoutedChannel, channels.to(address))
+    async with asyncio.timeout(PATIENCE_S):
+        while channel.connection_for("/moonserve.Worker/Cancel") is None:
+            await cancel(channels, address)
 
 
 async def cancel(channels: Channels, address: str) -> None:
@@ -119,6 +136,41 @@ async def test_who_is_cancelled_while_it_calls_ends(cluster: tuple[Worker, Chann
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
+
+
+async def test_a_call_that_is_not_answered_in_time_is_peer_lost(
+    cluster: tuple[Worker, Channels, str],
+) -> None:
+    worker, channels, address = cluster
+    worker.hangs = True
+    stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+    with pytest.raises(PeerLost, match="deadline_exceeded"):
+        await channels.call(stub.Cancel, worker_pb2.CancelRequest(), timeout_s=0.02)
+
+
+async def test_a_handler_is_told_how_much_time_is_left(
+    cluster: tuple[Worker, Channels, str],
+) -> None:
+    worker, channels, address = cluster
+    await cancel(channels, address)
+    assert 0 < worker.remaining_s <= PATIENCE_S + 0.01
+
+
+async def test_calls_reach_a_restarted_server_over_lean_again() -> None:
+    """Its lean addresses are new ones; its first reply over gRPC names them."""
+    channels, address, port = Channels("secret"), "", 0
+    for _ in range(2):
+        server, worker = RpcServer("secret"), Worker()
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
+        server.add_lean("Worker", worker)
+        address = await server.start("127.0.0.1", port)
+        port = int(address.rpartition(":")[2])
+        stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+        request = worker_pb2.CancelRequest()
+        await channels.call(stub.Cancel, request, timeout_s=PATIENCE_S, wait_for_ready=True)
+        await until_lean(channels, address)
+        await server.stop(0)
+    await channels.close()
 
 
 async def test_a_taken_port_is_told_with_its_flag(cluster: tuple[Worker, Channels, str]) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from protocol.tally import Count, Durations
+from protocol.metrics import Count, Durations
 
 BOUNDS = (0.001, 0.0025, 0.5, 5.0)
 LABELS = {"model_name": "demo", "engine": 'a"b'}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from gateway.wishes.wish import Choice, Wish
+from gateway.generation.events import Choice, Wish
 from protocol.errors import Cancelled, MoonserveError
 from protocol.request import SamplingParams
 from tests.simulation.loop import VirtualLoop

@@ -21,6 +21,7 @@ class Cluster(Protocol):
     loop: VirtualLoop
     network: Network
     names: list[str]
+    is_pool: bool
 
     def crash(self, name: str) -> None: ...
     def start(self, name: str) -> None: ...
@@ -28,6 +29,7 @@ class Cluster(Protocol):
     def go_on(self, name: str) -> None: ...
     def succeed(self, name: str) -> None: ...
     def drain(self, name: str) -> None: ...
+    def lose_disk(self, name: str) -> None: ...
     def note(self, what: str) -> None: ...
 
 
@@ -52,7 +54,7 @@ class Faults:
             weather.corruption = rng.choice((0.01, 0.1))
         if rng.random() < 0.3:
             weather.engine_failures = rng.choice((0.002, 0.02))
-        for _ in range(rng.choice((0, 1, 1, 2, 3, 5))):
+        for _ in range(rng.choice((2, 4, 6, 8) if cluster.is_pool else (0, 1, 1, 2, 3, 5))):
             cluster.loop.call_later(rng.uniform(FIRST_S, LAST_S), self._strike, context=OUTSIDE)
 
     def calm(self) -> None:
@@ -70,7 +72,8 @@ class Faults:
             return
         kinds = (
             *(self._crash, self._crash, self._stop, self._stop, self._drain),
-            *(self._cut, self._cut_one_way, self._succeed),
+            *(self._cut, self._cut_one_way),
+            self._lose_disk if self._cluster.is_pool else self._succeed,
         )
         self._rng.choice(kinds)()
 
@@ -112,6 +115,12 @@ class Faults:
         self._cluster.stop(name)
         self._cluster.succeed(name)
         self._until(self._lasting_s, lambda: self._cluster.go_on(name))
+
+    def _lose_disk(self) -> None:
+        name = self._victim()
+        if self._rng.random() < 0.3:
+            self._cluster.note(f"lose the disk of {name}")
+            self._cluster.lose_disk(name)
 
     def _cut(self) -> None:
         one, other = self._rng.sample(self._cluster.names, 2)

@@ -13,6 +13,7 @@ import contextvars
 import heapq
 import inspect
 import itertools
+import logging
 import random
 import warnings
 from collections import deque
@@ -190,12 +191,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
         asyncio._set_running_loop(self)
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what they begin in their last moment
                 for task in self._tasks:
                     _end(task)
         finally:
+            logging.disable(disabled)
             asyncio._set_running_loop(None)
         self._tasks.clear()
 

@@ -15,6 +15,8 @@ class Terms:
     num_decode: int
     num_gateways: int
     has_store: bool
+    is_pool: bool
+    """Store nodes with disks, a directory and their clients, in place of a serving cluster."""
     prefill_blocks: int
     decode_blocks: int
     store_blocks: int
@@ -35,6 +37,7 @@ class Terms:
             num_decode=rng.choice((1, 2, 2)),
             num_gateways=rng.choice((1, 1, 2)),
             has_store=rng.random() < 0.7,
+            is_pool=rng.random() < 0.2,
             prefill_blocks=rng.randint(12, 24),
             decode_blocks=rng.randint(13, 24),
             store_blocks=rng.randint(6, 40),

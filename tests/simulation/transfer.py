@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
+import numpy as np
+
+from protocol.errors import MoonserveError, PeerLost
 from tests.simulation.loop import Life, VirtualLoop
 from tests.simulation.network import Network
-from transfer import Batch, Op, ScatterTransfer
+from transfer import Batch, Op, ScatterTransfer, Segment
+from transfer.segments import SegmentTable
+from transfer.windows import WindowTable
 
 PATIENT_POLL_S = 0.05
-
-
-@dataclass(eq=False)
-class SimulatedSegment:
-    """Memory that peers can name."""
-
-    segment_id: int
-    buffer: memoryview
-    nbytes: int
 
 
 class SimulatedTransfer:
@@ -35,38 +29,42 @@ class SimulatedTransfer:
     def __init__(self, network: Network, life: Life, engines: dict[str, SimulatedTransfer]) -> None:
         self.address = f"kv:{life!r}"
         self.life = life
-        self.windows: dict[int, list[tuple[int, int]]] = {}  # open ones
+        self.windows: set[int] = set()  # open ones
         self.num_damaged = 0
         self._network = network
         self._loop: VirtualLoop = network.loop
         self._rng: random.Random = network.rng
         self._engines = engines
-        self._segments: list[SimulatedSegment] = []
+        self._segments = SegmentTable()
+        self._window_table = WindowTable()
         self._under_way: dict[_Moving, None] = {}
-        self._num_windows = 0
         engines[self.address] = self
 
-    def allocate(self, nbytes: int) -> SimulatedSegment:
-        segment = SimulatedSegment(len(self._segments), memoryview(bytearray(nbytes)), nbytes)
-        self._segments.append(segment)
-        return segment
+    def allocate(self, nbytes: int, *, readable: bool = True, name: str = "") -> Segment:
+        return self._segments.register(bytearray(nbytes), "cpu:0", readable=readable)
+
+    def deregister(self, segment: Segment) -> None:
+        self._segments.deregister(segment)
 
     # -- windows
 
-    def open_window(self, segment: SimulatedSegment, ranges: Sequence[tuple[int, int]]) -> int:
-        assert segment in self._segments
-        self._num_windows += 1
-        self.windows[self._num_windows] = list(ranges)
-        return self._num_windows
+    def open_window(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
+        assert self._segments.is_registered(segment)
+        window_id = self._window_table.open(segment, ranges)
+        self.windows.add(window_id)
+        return window_id
 
     def close_window(self, window_id: int) -> None:
-        self.windows.pop(window_id, None)
+        self._window_table.close(window_id)
+        self.windows.discard(window_id)
 
     def close_window_if_idle(self, window_id: int) -> bool:
         """Now and then somebody is writing."""
         if self._rng.random() < 0.1:
             return False
-        return self.windows.pop(window_id, None) is not None
+        was_open = window_id in self.windows
+        self.close_window(window_id)
+        return was_open
 
     # -- batches
 
@@ -99,18 +97,16 @@ class SimulatedTransfer:
 
     def store(self, write: ScatterTransfer, rows: Rows, data: Sequence[bytes]) -> None:
         """Raises StaleLease or InvalidRequest."""
-        ranges = self.windows.get(write.window_id or 0)
-        if ranges is None:
-            raise StaleLease("the window is closed")
-        memory = self._segments[write.remote.segment_id].buffer
-        for (offset, _, length), content in zip(rows, data, strict=True):
-            if not any(first <= offset and offset + length <= first + n for first, n in ranges):
-                raise InvalidRequest("outside of the window")
-            memory[offset : offset + length] = content
+        window = self._window_table.find(write.window_id or 0, write.remote.segment_id)
+        window.require_inside(np.array(rows, np.int64).reshape(-1, 3))
+        memory = window.segment.buffer
+        with window:
+            for (offset, _, length), content in zip(rows, data, strict=True):
+                memory[offset : offset + length] = content
         self._damage(memory, rows, 0)
 
     def read(self, segment_id: int, offset: int, length: int) -> bytes:
-        return bytes(self._segments[segment_id].buffer[offset : offset + length])
+        return bytes(self._segments.find(segment_id).buffer[offset : offset + length])
 
     def damage_local(self, memory: memoryview, rows: Rows) -> None:
         self._damage(memory, rows, 1)
@@ -141,10 +137,12 @@ class _Moving:
         rows: Rows = [tuple(row) for row in transfer.rows.tolist()]  # type: ignore[misc]
         cut = engine.network.rng.randint(0, len(rows))
         self._parts = [rows[:cut], rows[cut:]]
+        self._breaks_off = False  # and then it is never done
 
     def begin(self) -> None:
         network = self._engine.network
         if network.loses():
+            self._breaks_off = True
             later = network.latency()
             self._engine.loop.call_later(later, self.settle, PeerLost("connection reset"))
             if network.rng.random() < 0.5:
@@ -169,7 +167,7 @@ class _Moving:
             engine.loop.call_later(PATIENT_POLL_S, self._step)
         elif self._parts:
             self._carry(self._parts.pop(0))
-        else:
+        elif not self._breaks_off:
             self.settle(None)
 
     def _carry(self, rows: Rows) -> None:

@@ -126,7 +126,7 @@ class Call:
         outcome: bytes | Exception
         try:
             request = handler.request_deserializer(self._data)
-            reply = await _guard_unary(handler.unary_unary, True)(request, context)
+            reply = await _guard_unary(handler.unary_unary, True, None)(request, context)
             outcome = handler.response_serializer(reply)
         except grpc.aio.AbortError:
             assert context.failure is not None

@@ -9,30 +9,43 @@ import hashlib
 import logging
 import random
 import secrets
+import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kvstore.allocator import ALIGNMENT
+from kvstore.removal_file import Stamp
 from protocol.errors import StaleLease
 from tests.simulation.clients import FINISHED, Asked
+from tests.simulation.disk import Medium
 from tests.simulation.faults import Faults
 from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
 from tests.simulation.network import Network
+from tests.simulation.pool_clients import PoolClient
 from tests.simulation.processes import (
     CONDUCTOR,
+    DIRECTORY,
     Conductor,
     Decode,
     Front,
+    PoolDirectory,
+    PoolNode,
     Prefill,
     Process,
     Store,
 )
+from tests.simulation.processes.pool import DISK_UNITS
 from tests.simulation.terms import Terms
 from tests.simulation.transfer import SimulatedTransfer
+from tests.simulation.truth import Truth
 
 NUM_REQUESTS = 7
+NUM_NODES, NUM_CLIENTS = 3, 4  # of a pool
 FIRST_ARRIVAL_S = 0.5
 SHORT_S, LONG_S = 8.0, 35.0
 """Until all is calm. In some worlds cuts and stops outlast keepalive."""
@@ -46,6 +59,8 @@ SETTLE_S = 40.0  # leases, graces of streams and keepalive: whoever holds someth
 BOOT_S = 0.2
 LOOK_S = 0.2
 RESPAWN_S = 0.3  # by the launcher, of a process that ended itself
+
+_WELL_KNOWN = {"conductor": CONDUCTOR, "directory": DIRECTORY}
 
 log = logging.getLogger()
 
@@ -67,20 +82,30 @@ class World:
         self._zombies: dict[str, list[Life]] = {}
         self._epochs: Counter[str] = Counter()
         self.asked: list[Asked] = []
+        self.folder = Path()  # of a pool, while it runs
+        self.truth = Truth(self.loop.time)
+        self.is_pool, self.is_calm = self.terms.is_pool, False
+        self.num_requests = 0 if self.is_pool else NUM_REQUESTS
         self.kinds = self._kinds()
         self.names = list(self.kinds)
+        self.media = {name: Medium(DISK_UNITS * ALIGNMENT) for name in self.names}
         for name in self.names:
             self.start(name)
         is_long = not is_calm and self.rng.random() < LONG_SHARE
         self.calm_at = LONG_S if is_long else SHORT_S
         self.faults = None if is_calm else Faults(self, self.rng, is_long=is_long)
-        for number in range(NUM_REQUESTS):
+        clients = range(NUM_CLIENTS if self.is_pool else 0)
+        self.clients = [PoolClient(self, f"client-{number}") for number in clients]
+        for number in range(self.num_requests):
             at = self.rng.uniform(FIRST_ARRIVAL_S, 0.7 * self.calm_at)
             asked = Asked.draw(number, self.rng, self.terms.max_model_len)
             self.loop.call_later(at, self.ask, asked, context=OUTSIDE)
 
     def _kinds(self) -> dict[str, type[Process]]:
         terms = self.terms
+        if self.is_pool:
+            nodes = {f"pool-{number}": PoolNode for number in range(NUM_NODES)}
+            return {"directory": PoolDirectory, **nodes}
         kinds: dict[str, type[Process]] = {"conductor": Conductor}
         if terms.has_store:
             kinds["store-0"] = Store
@@ -101,7 +126,7 @@ class World:
         # while one that is stopped holds its port, or will take it.
         is_again = self.rng.random() < 0.5 and not self._zombies.get(name)
         port = 1 if is_again else life.epoch + 1
-        address = CONDUCTOR if name == "conductor" else f"{name}:{port}"
+        address = _WELL_KNOWN.get(name, f"{name}:{port}")
         process = self.processes[name] = self.kinds[name](self, life, address)
         self.note(f"start {life!r} at {address}")
         self.loop.call_later(
@@ -150,6 +175,11 @@ class World:
         self.network.died(process.life)
         self.start(process.life.name)
 
+    def lose_disk(self, name: str) -> None:
+        process = self.processes[name]
+        if isinstance(process, PoolNode) and process.is_up and process.life.is_alive:
+            process.life.soon(process.disk.fail)
+
     def stop(self, name: str) -> None:
         self.processes[name].life.stop()
 
@@ -181,10 +211,15 @@ class World:
         front.life.ends.append(lambda: asked.gateway_died(self.loop))
         front.life.spawn(asked.run(front, self.loop))
 
+    def pool_nodes(self) -> list[PoolNode]:
+        """Those that have begun to serve, dead or alive."""
+        return [p for p in self.processes.values() if isinstance(p, PoolNode) and p.is_up]
+
     # -- from beginning to end
 
     def run(self) -> None:
-        with self._watched():
+        with self._watched(), tempfile.TemporaryDirectory(prefix="moonserve-world-") as folder:
+            self.folder = Path(folder)
             self.loop.run_until(self.calm_at)
             self._calm()
             self._wait(HUNG_AFTER_S, self._all_ended)
@@ -192,10 +227,11 @@ class World:
             self.loop.run_until(self.loop.time() + LATE_S)
             self._wait(SETTLE_S, self._is_quiet)
             self._judge()
-            self.loop.close()
+        self.loop.close()
 
     def _calm(self) -> None:
         self.note("calm")
+        self.is_calm = True
         if self.faults is not None:
             self.faults.calm()
         for name in self.names:
@@ -208,12 +244,23 @@ class World:
             self.loop.run_until(self.loop.time() + LOOK_S)
 
     def _all_ended(self) -> bool:
-        return len(self.asked) >= NUM_REQUESTS and all(asked.outcome for asked in self.asked)
+        have_asked = len(self.asked) >= self.num_requests
+        return have_asked and all(asked.outcome for asked in self.asked) and self._clients_ended()
+
+    def _clients_ended(self) -> bool:
+        return all(client.task.done() for client in self.clients)
 
     def _probe(self) -> None:
         """The cluster serves as if nothing had been."""
-        probes = []
         self._wait(REJOIN_S, self._is_complete)
+        if self.is_pool:
+            for client in self.clients:
+                if not client.task.done():
+                    self.problem(f"{client.task!r} hangs")
+                client.probe()
+            self._wait(PROBE_S, self._clients_ended)
+            return
+        probes = []
         for number in range(2):
             probe = Asked.draw(1000 + number, self.rng, self.terms.max_model_len)
             probe.leaves_after = None
@@ -226,10 +273,12 @@ class World:
 
     def _is_complete(self) -> bool:
         """All are up, and members."""
-        conductor = self.processes["conductor"]
-        assert isinstance(conductor, Conductor)
         if not all(process.serves for process in self.processes.values()):
             return False
+        if self.is_pool:
+            return self._directory().knows(self.pool_nodes())
+        conductor = self.processes["conductor"]
+        assert isinstance(conductor, Conductor)
         view = conductor.state.cluster(conductor.life.clock())
         present = {each.endpoint.instance_id: each.endpoint.epoch for each in view.instances}
         members = [p.life for p in self.processes.values() if p.role is not None]
@@ -239,7 +288,23 @@ class World:
         )
 
     def _is_quiet(self) -> bool:
-        return all(p.is_up and not p.unrest() for p in self.processes.values())
+        is_quiet = all(p.is_up and not p.unrest() for p in self.processes.values())
+        return is_quiet and not (self.is_pool and self._pool_problems())
+
+    def _directory(self) -> PoolDirectory:
+        directory = self.processes["directory"]
+        assert isinstance(directory, PoolDirectory)
+        return directory
+
+    def _pool_problems(self) -> list[str]:
+        """What the directory does not know, and what is still there though it was removed everywhere."""
+        nodes = self.pool_nodes()
+        known = {(r.key, r.removal_id) for node in nodes for r in node.removals()}
+        left = [f"{n.life!r}: {each}" for n in nodes for each in n.leftovers(known)]
+        if not self._directory().knows(nodes):
+            return [*left, "the directory does not follow all nodes"]
+        difference = self._directory().differs_from(nodes)
+        return [*left, difference] if difference else left
 
     def _judge(self) -> None:
         for asked in self.asked:
@@ -261,6 +326,8 @@ class World:
                 self.problem(f"{process.life!r}: {error!r}")
             if unrest := process.unrest():
                 self.problem(f"{process.life!r} is not quiet: {unrest}")
+        for problem in self._pool_problems() if self.is_pool else ():
+            self.problem(problem)
 
     # -- what is told
 
@@ -277,14 +344,21 @@ class World:
         """Of all that was noted and of every client's tokens: equal for equal worlds."""
         for asked in self.asked:
             self._digest.update(repr((asked.request_id, asked.outcome, asked.ended_at)).encode())
+        self._digest.update(repr(sorted(self.outcomes().items())).encode())
         return self._digest.hexdigest()
 
     def outcomes(self) -> Counter[str]:
-        return Counter(asked.outcome or "hangs" for asked in self.asked)
+        outcomes = Counter(asked.outcome or "hangs" for asked in self.asked)
+        return sum((client.outcomes for client in self.clients), outcomes)
 
     def _loop_problem(self, message: str, error: BaseException | None) -> None:
         if not isinstance(error, StaleLease):  # told by `_ended`
             self.problem(f"{message}: {error!r}")
+
+    def _stamp(self) -> Stamp:
+        """All processes of a world are on one machine that never boots again."""
+        now = self.loop.time()
+        return Stamp(boot="simulated", boot_s=now, wall_s=now)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -297,6 +371,7 @@ class World:
                     secrets, "token_hex", lambda n: f"{self.rng.getrandbits(8 * n):0{2 * n}x}"
                 ),
                 mock.patch.object(secrets, "randbits", self.rng.getrandbits),
+                mock.patch.object(Stamp, "now", self._stamp),
             ):
                 yield
         finally:
@@ -313,4 +388,6 @@ class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and "fell off the bus" not in str(error):
+            if isinstance(error, AssertionError):
+                self._world.note("".join(traceback.format_exception(error)[-4:]))
             self._world.problem(f"{record.name}: {record.getMessage()}: {error!r}")

@@ -172,13 +172,14 @@ def test_what_cannot_be_replayed_is_one_clear_error(
 async def test_a_report_that_cannot_be_written_is_told_below_its_table(
     serve: Serve, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "absent" / "report.json"
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file" / "report.json"
     options = ["--scale-lengths", "0.03125", "--scale-outputs", "0.125", "--output", str(output)]
     url = await serve(endpoint([]))
     assert await asyncio.to_thread(main, [str(trace), "--url", url, *options]) == 2
     said = capsys.readouterr()
     assert "completed 4" in said.out
-    assert f"cannot write {output}: No such file" in said.err
+    assert f"cannot write {output}: " in said.err
 
 
 def hosting(files: dict[str, bytes], *, damaged: bool = False) -> web.Application:
@@ -228,7 +229,7 @@ async def test_a_damaged_download_is_refused_and_leaves_nothing(
 
 def test_a_folder_that_cannot_be_is_told_before_anything_is_fetched(trace: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot write to --into {trace}: File exists"):
-        run(["--into", str(trace)])
+        run(FetchConfig(into=str(trace)))
 
 
 def test_object_ids_are_those_of_git() -> None:

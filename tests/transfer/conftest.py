@@ -1,4 +1,4 @@
-"""Engines in pairs, and engines in processes that can be stopped and killed."""
+"""Engines in pairs over every transport, and engines in processes that can be stopped and killed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,37 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.authority import Authority, Files
 from tests.patience import PATIENCE_S
-from tests.transfer.bench import Bench, Orders
-from tests.transfer.fake_transport import FakeNetwork
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
+from tests.transfer.fake_fabric import FakeFabric, Wire
+from tests.transfer.fates import Fates
+from transfer import (
+    FaultPlan,
+    Op,
+    RemoteSegment,
+    Segment,
+    Transfer,
+    TransferEngine,
+    TransferOptions,
+    registry,
+)
 from transfer.rdma.device import discover
+from transfer.rdma.transport import RdmaTransport
 
 TOKEN = "token of the test cluster"
 ROOT = Path(__file__).parents[2]
+RAILS = ("127.0.0.1", "127.0.0.2")
+ALL = ("shm", "tcp", "tls", "rdma")
+"""tls is tcp inside TLS; rdma runs on devices in this process's memory where no port is usable (the guest has some)."""
+HAS_RDMA = find_spec("pyverbs") is not None and any(port.usable for port in discover())
+Make = Callable[..., TransferEngine]
 
 
 @dataclass
@@ -47,17 +64,22 @@ class Pair:
         return Transfer(Op.WRITE, self.local, start, self.remote, to, length, window_id)
 
     def run(self, *transfers: Transfer, deadline_s: float = PATIENCE_S) -> None:
-        self.near.submit(transfers, deadline_s=deadline_s).wait(deadline_s + PATIENCE_S)
+        run(self.near, *transfers, deadline_s=deadline_s)
+
+
+def run(engine: TransferEngine, *transfers: Any, deadline_s: float = PATIENCE_S) -> None:
+    """In another thread than the caller's."""
+    engine.submit(transfers, deadline_s=deadline_s).wait(deadline_s + PATIENCE_S)
 
 
 class PeerInProcess:
     """Drives tests/transfer/peer_process.py."""
 
     def __init__(
-        self, transports: str, *tls_files: str, within: Sequence[str] = (), rails: str = ""
+        self, transport: str, *tls_files: str, within: Sequence[str] = (), rails: str = ""
     ) -> None:
         """`within` is a command that runs another, as in another network namespace."""
-        peer = [sys.executable, "-m", "tests.transfer.peer_process", TOKEN, transports, rails]
+        peer = [sys.executable, "-m", "tests.transfer.peer_process", TOKEN, transport, rails]
         self.process = subprocess.Popen(
             [*within, *peer, *tls_files],
             stdin=subprocess.PIPE,
@@ -79,6 +101,15 @@ class PeerInProcess:
         self.tell(*command)
         return self.answer()
 
+    def lend(self, nbytes: int, fill: int = 0) -> tuple[RemoteSegment, int]:
+        """A readable segment of the peer's, and a window over all of it."""
+        segment_id = self.ask("allocate", nbytes, fill, True)
+        window_id = self.ask("open_window", segment_id, [(0, nbytes)])
+        return RemoteSegment(self.ask("address"), segment_id), window_id
+
+    def content(self, segment: RemoteSegment) -> bytes:
+        return bytes.fromhex(self.ask("content", segment.segment_id))
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
@@ -91,37 +122,54 @@ class PeerInProcess:
         self.process.communicate()
 
 
-def _transports() -> list[str]:
-    """What this machine has: rdma only where a device port is usable, as in the guest (tests/rdma)."""
-    has_rdma = find_spec("pyverbs") is not None and any(port.usable for port in discover())
-    return ["shm", "tcp", *(["rdma"] if has_rdma else [])]
-
-
-LINKS = [name for name in _transports() if name != "shm"]
-"""Those that carry bytes over a link, on which they can be damaged: over shm the target copies."""
-
-
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever shakes hands slowly is on a busy machine."""
-    monkeypatch.setattr("transfer.wire.acceptor._HANDSHAKE_S", PATIENCE_S)
+    """A peer that shakes hands slowly is on a busy machine."""
+    monkeypatch.setattr("transfer.tcp.acceptor._HANDSHAKE_S", PATIENCE_S)
 
 
-@pytest.fixture(params=_transports())
+@pytest.fixture(params=["shm", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def make_engine(transport: str) -> Iterator[Callable[..., TransferEngine]]:
-    engines: list[TransferEngine] = []
+@pytest.fixture(scope="session")
+def files(authority: Authority) -> Files:
+    return authority.sign("engine", names="IP:127.0.0.1,DNS:anything")
 
-    def make(token: str = TOKEN, **options: Any) -> TransferEngine:
-        engine = TransferEngine(
-            cluster_token=token,
-            faults=options.pop("faults", None),
-            options=TransferOptions(transports=(transport,), **options),
-        )
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """Every rdma engine of the test runs on devices in memory; nothing of it is left behind."""
+    wire = Wire()
+    make = partial(RdmaTransport, lambda: FakeFabric(wire))
+    monkeypatch.setitem(registry._TRANSPORTS, "rdma", make)
+    yield wire
+    assert not wire.regions
+    assert not wire.pairs
+    assert all(device.is_closed for device in wire.devices)
+
+
+@pytest.fixture
+def make_engine(transport: str, request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Started engines. `files=` gives one other TLS files than the usual ones, None: no TLS."""
+    engines: list[TransferEngine] = []
+    usual: Files | None = None
+    if transport == "tls":
+        usual = request.getfixturevalue("files")
+    if transport == "rdma" and not HAS_RDMA:
+        request.getfixturevalue("wire")
+
+    def make(
+        token: str = TOKEN,
+        *,
+        faults: FaultPlan | None = None,
+        files: Files | None = usual,
+        **options: Any,
+    ) -> TransferEngine:
+        options = {"transports": ("tcp" if transport == "tls" else transport,), **options}
+        chosen = TransferOptions(**options, **(files.options if files else {}))
+        engine = TransferEngine(cluster_token=token, faults=faults, options=chosen)
         engine.start()
         engines.append(engine)
         return engine
@@ -132,39 +180,57 @@ def make_engine(transport: str) -> Iterator[Callable[..., TransferEngine]]:
 
 
 @pytest.fixture
-def pair(make_engine: Callable[..., TransferEngine]) -> Pair:
-    near, far = make_engine(), make_engine()
-    nbytes = 1 << 20
-    memory = far.allocate(nbytes, readable=True)
-    memory.buffer[:] = bytes(i * 7 % 256 for i in range(256)) * (nbytes // 256)
-    return Pair(near, far, near.allocate(nbytes), memory, far.open_window(memory, [(0, nbytes)]))
+def make_pair(make_engine: Make) -> Callable[..., Pair]:
+    """Two engines; memory that the engines allocated, or that the test brought and registered."""
+
+    def make(nbytes: int = 1 << 20, *, registered: bool = False, **options: Any) -> Pair:
+        near, far = make_engine(**options), make_engine(**options)
+
+        def memory_of(engine: TransferEngine) -> Segment:
+            if registered:
+                return engine.register(bytearray(nbytes), readable=True)
+            return engine.allocate(nbytes, readable=True)
+
+        local, memory = memory_of(near), memory_of(far)
+        memory.buffer[:] = (bytes(i * 7 % 256 for i in range(256)) * (nbytes // 256 + 1))[:nbytes]
+        return Pair(near, far, local, memory, far.open_window(memory, [(0, nbytes)]))
+
+    return make
 
 
 @pytest.fixture
-def peer(transport: str) -> Iterator[PeerInProcess]:
-    process = PeerInProcess(transport)
+def pair(make_pair: Callable[..., Pair]) -> Pair:
+    return make_pair()
+
+
+@pytest.fixture
+def peer(transport: str, request: pytest.FixtureRequest) -> Iterator[PeerInProcess]:
+    tls: tuple[str, ...] = ()
+    if transport == "tls":
+        tls = tuple(map(str, request.getfixturevalue("files").options.values()))
+    process = PeerInProcess("tcp" if tls else transport, *tls)
     yield process
     process.end()
 
 
 @pytest.fixture
-def orders() -> Orders:
-    return Orders()
+def fates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fates]:
+    """Of all slices, connections and fences of the test's engines over shm and tcp."""
+    fates = Fates()
+    fates.install(monkeypatch, "shm", "tcp")
+    yield fates
+    assert not fates.open_sessions
 
 
 @pytest.fixture
-def make_bench(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+def make_bench(fates: Fates, make_engine: Make) -> Callable[..., Pair]:
+    """A pair over tcp, with up to two rails at each end, whose slices meet fates."""
 
-    def make(num_rails: int = 1, **options: int) -> Bench:
-        network = FakeNetwork(orders)
-        monkeypatch.setitem(
-            registry._TRANSPORTS, "fake", lambda: network.transport(num_rails=num_rails)
-        )
-        made.append(Bench(network, **options))
-        return made[-1]
+    def make(num_rails: int = 1, **options: Any) -> Pair:
+        options |= {"transports": ("tcp",), "rails": RAILS[:num_rails]}
+        near, far = make_engine(**options), make_engine(**options)
+        local, memory = near.allocate(1 << 16), far.allocate(1 << 16, readable=True)
+        local.buffer[:] = bytes(range(256)) * 256
+        return Pair(near, far, local, memory, far.open_window(memory, [(0, 1 << 16)]))
 
-    yield make
-    for bench in made:
-        bench.close()
-        assert not bench.network.open_sessions
+    return make

@@ -15,16 +15,15 @@ from tests.transfer.conftest import PeerInProcess
 from tests.transfer.proxy import Towards, Trouble
 from tests.transfer.stage import (
     NBYTES,
-    Guarded,
     Stage,
     code_of_answer,
     fault,
     request_of,
 )
-from transfer import FaultPlan, Op, RemoteSegment, Transfer
+from transfer import Op, RemoteSegment, Transfer
 from transfer.stats import Incident
-from transfer.wire import handshake
-from transfer.wire.frames import HEADER_BYTES, Code, Kind
+from transfer.tcp import handshake
+from transfer.tcp.frames import HEADER_BYTES, Code, Kind
 
 _HANDSHAKE_TO_TARGET = handshake._HELLO.size + handshake._PROOF.size
 _HANDSHAKE_TO_INITIATOR = handshake._CHALLENGE.size + handshake._WELCOME.size
@@ -250,13 +249,3 @@ def always_flipped(stage: Stage) -> str:
     stage.run(stage.read(address, 65536), error=IntegrityError)
     assert stage.count(Incident.CORRUPT) == 3
     return "IntegrityError after three attempts"
-
-
-@fault("a WRITE is damaged by order of the fault plan", "tcp", "shm")
-def planned_damage(stage: Stage) -> str:
-    stage.near = stage.engine(faults=FaultPlan(corrupt_slices=1))
-    stage.local = Guarded(stage.near, NBYTES)
-    stage.run(stage.write())
-    assert stage.memory.buffer == stage.content
-    assert stage.count(Incident.CORRUPT) == 1
-    return "noticed, counted, sent again; right bytes"

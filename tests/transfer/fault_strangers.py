@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 
 from protocol.errors import (
     Incompatible,
     InvalidRequest,
+    MoonserveError,
     PeerLost,
     StaleLease,
     Unauthenticated,
@@ -27,9 +29,9 @@ from tests.transfer.stage import (
     while_running,
 )
 from transfer import Op
-from transfer.address import Address, parse
-from transfer.wire import handshake
-from transfer.wire.frames import Code, Header, Kind, encode
+from transfer.address import parse
+from transfer.tcp import handshake
+from transfer.tcp.frames import Code, Header, Kind, encode
 
 # Those who are not what they claim.
 
@@ -43,23 +45,41 @@ def wrong_token(stage: Stage) -> str:
     return "Unauthenticated, on both sides; not tried again"
 
 
+def _answered(stage: Stage, answer: Callable[[bytes], bytes], error: type[MoonserveError]) -> None:
+    """A READ from the address at which somebody else answers what is sent there."""
+    address = parse(stage.far.address)
+    (rail,) = address.rails["tcp"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(ConnectionError):
+                while data := sock.recv(1024):
+                    sock.sendall(answer(data))
+
+        there = replace(rail, endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
+        with while_running(serve):
+            stage.run(stage.read(str(replace(address, rails={"tcp": (there,)}))), error=error)
+
+
 @fault("a target that speaks another version", "tcp")
 def wrong_version(stage: Stage) -> str:
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def impostor() -> None:
-        sock, _ = listener.accept()
-        sock.recv(1024)
-        sock.sendall(handshake._CHALLENGE.pack(b"MOONXFER", 0, 99, 0, bytes(32)))
-        sock.recv(1024)
-        sock.close()
-
-    with while_running(impostor):
-        stage.run(
-            stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=Incompatible
-        )
-    listener.close()
+    challenge = handshake._CHALLENGE.pack(b"MOONXFER", 0, 99, 0, bytes(32))
+    _answered(stage, lambda _: challenge, Incompatible)
     return "Incompatible, with both versions named; not tried again"
+
+
+@fault("something else answers on the target's port", "tcp")
+def no_engine(stage: Stage) -> str:
+    page = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" + bytes(100)
+    _answered(stage, lambda _: page, PeerLost)
+    return "PeerLost"
+
+
+@fault("what answers on the target's port sends back what it gets", "tcp", deadline_s=NEVER_S)
+def echo(stage: Stage) -> str:
+    _answered(stage, bytes, PeerLost)
+    return "PeerLost, long before the deadline"
 
 
 @fault("an initiator that speaks another version", "tcp", "shm")
@@ -71,38 +91,6 @@ def wrong_version_of_initiator(stage: Stage) -> str:
     until_closed(connection)
     stage.require_served()
     return "told so, and closed; others are served"
-
-
-@fault("something else answers on the target's port", "tcp")
-def no_engine(stage: Stage) -> str:
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def web_server() -> None:
-        sock, _ = listener.accept()
-        sock.recv(1024)
-        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" + bytes(100))
-        sock.close()
-
-    with while_running(web_server):
-        stage.run(stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=PeerLost)
-    listener.close()
-    return "PeerLost"
-
-
-@fault("what answers on the target's port sends back what it gets", "tcp", deadline_s=NEVER_S)
-def echo(stage: Stage) -> str:
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer() -> None:
-        sock, _ = listener.accept()
-        with sock, contextlib.suppress(ConnectionError):
-            while data := sock.recv(1024):
-                sock.sendall(data)
-
-    with while_running(answer):
-        stage.run(stage.read(_at(stage, f"127.0.0.1:{listener.getsockname()[1]}")), error=PeerLost)
-    listener.close()
-    return "PeerLost, long before the deadline"
 
 
 @fault("the address of an earlier incarnation, its port taken over", "tcp", "shm")
@@ -142,7 +130,7 @@ def stale_window(stage: Stage) -> str:
 def lies(stage: Stage) -> str:
     before = bytes(stage.memory.buffer)
     big = 1 << 62
-    for kind, rows, nbytes in (
+    refused = (
         (Kind.READ, [(NBYTES, 0, 1)], 0),
         (Kind.READ, [(-1, 0, 1)], 0),
         (Kind.READ, [(0, 0, -1)], 0),
@@ -152,23 +140,25 @@ def lies(stage: Stage) -> str:
         (Kind.WRITE, [(-GUARD, 0, GUARD)], GUARD),
         (Kind.WRITE, [(0, 0, 10), (NBYTES, 0, 10)], 20),
         (Kind.WRITE, [(big, 0, 10)], 10),
-    ):
-        connection = stage.stranger()
-        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
-        assert code_of_answer(connection) is Code.INVALID_REQUEST
-    for kind, rows, nbytes in (
+    )
+    unbelievable = (
         (Kind.WRITE, [(0, 0, 10)], 20),
         (Kind.WRITE, [(0, 0, -10), (0, 0, 20)], 10),
         (Kind.WRITE, [(0, 0, 1 << 63 - 1), (0, 0, 1 << 63 - 1)], 10),
-    ):
-        connection = stage.stranger()
-        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
-        until_closed(connection)
-    for header in (
+    )
+    headers = (
         Header(kind=Kind.READ, entries=4097, segment_id=1),
         Header(kind=Kind.WRITE, entries=1, segment_id=1, nbytes=1 << 63),
         Header(kind=Kind.REPLY, entries=1 << 20),
-    ):
+    )
+    for kind, rows, nbytes in (*refused, *unbelievable):
+        connection = stage.stranger()
+        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
+        if (kind, rows, nbytes) in refused:
+            assert code_of_answer(connection) is Code.INVALID_REQUEST
+        else:
+            until_closed(connection)
+    for header in headers:
         connection = stage.stranger()
         connection.send(encode(header))
         until_closed(connection)
@@ -180,22 +170,9 @@ def lies(stage: Stage) -> str:
 @fault("peers that hang up at once", "tcp", "shm")
 def hang_up(stage: Stage) -> str:
     for _ in range(50):
-        _reset(dial_socket(stage.far.address))
+        sock = dial(stage.far.address)._sock
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        sock.close()
     stage.require_served()
     return "others are served"
-
-
-def dial_socket(address: str) -> socket.socket:
-    return dial(address)._sock
-
-
-def _reset(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    sock.close()
-
-
-def _at(stage: Stage, endpoint: str) -> str:
-    address: Address = parse(stage.far.address)
-    (rail,) = address.rails["tcp"]
-    return str(replace(address, rails={"tcp": (replace(rail, endpoint=endpoint),)}))

@@ -14,7 +14,7 @@ from typing import Any
 from protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
-from transfer.wire import acceptor
+from transfer.tcp import acceptor
 
 
 class PeerProcess:

@@ -56,6 +56,8 @@ class Proxy:
         self.num_connections = 0
         self.num_bytes = 0
         """Taken in, from either end."""
+        self.seen: bytearray | None = None
+        """What the initiator sends, where it is to be kept."""
         host_port = endpoint.rpartition(":")
         self._upstream = (host_port[0], int(host_port[2]))
         self._listener = socket.create_server((host, 0))
@@ -119,6 +121,8 @@ class Proxy:
             done = 0
             for data in self._chunks(source):
                 self.num_bytes += len(data)
+                if self.seen is not None and towards is Towards.TARGET:
+                    self.seen += data
                 self._harm(data, towards, done)
                 done += len(data)
                 self._send(to, data)

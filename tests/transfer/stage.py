@@ -21,13 +21,13 @@ from protocol.errors import (
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from tests.transfer.proxy import Proxy
-from transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
 from transfer.base import Credentials
 from transfer.stats import Incident
-from transfer.wire import handshake
-from transfer.wire.connection import Connection
-from transfer.wire.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
+from transfer.tcp import handshake
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
 
 NBYTES = 4 << 20
 GUARD = 4096
@@ -106,9 +106,9 @@ class Stage:
             self.local.require_untouched()
             self.memory.require_untouched()
 
-    def engine(self, token: str = TOKEN, faults: FaultPlan | None = None) -> TransferEngine:
+    def engine(self, token: str = TOKEN) -> TransferEngine:
         options = TransferOptions(transports=(self.transport,), slice_bytes=256 << 10)
-        engine = TransferEngine(cluster_token=token, options=options, faults=faults)
+        engine = TransferEngine(cluster_token=token, options=options)
         engine.start()
         self._closing.callback(engine.close)
         return engine

@@ -74,20 +74,6 @@ async def test_cancelling_a_waiter_leaves_the_batch_and_other_waiters_alone() ->
     assert await asyncio.wait_for(patient, PATIENCE_S) == "done"
 
 
-async def test_a_cancelled_task_may_be_followed_by_others_on_the_same_memory(pair: Pair) -> None:
-    async def move() -> None:
-        await pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=PATIENCE_S)
-
-    for _ in range(20):
-        task = asyncio.create_task(move())
-        await asyncio.sleep(0)
-        was_under_way = task.cancel()  # a batch may be faster
-        await asyncio.wait({task})
-        assert task.cancelled() == was_under_way
-    await move()
-    assert pair.local.buffer == pair.memory.buffer
-
-
 def test_a_loop_that_was_closed_is_not_told() -> None:
     batch = Batch(1, 1, lambda: None)
     loop = asyncio.new_event_loop()

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -16,18 +16,16 @@ import pytest
 
 from protocol.errors import PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import TOKEN, PeerInProcess
+from tests.transfer.conftest import RAILS, TOKEN, PeerInProcess
 from tests.transfer.proxy import Proxy, Towards, Trouble
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
 from transfer.base import Dial
-from transfer.rails.health import RailHealth, RestRule
-from transfer.rails.paths import PathTerms
+from transfer.paths.health import RailHealth, RestRule, _Trouble
 from transfer.stats import Incident
-from transfer.tcp import TcpSession, TcpTransport
+from transfer.tcp.transport import TcpSession, TcpTransport
 from transfer.windows import Window
 
-RAILS = ("127.0.0.1", "127.0.0.2")
 NBYTES = 16 << 20
 FAILOVER_S = 24.0
 """For a batch that waits half of it for a silent rail and needs little for the rest."""
@@ -89,29 +87,21 @@ class TwoRails:
     def count(self, incident: Incident) -> int:
         return sum(stats.incidents[incident] for stats in self.near.stats)
 
-    def terms(self) -> list[PathTerms]:
-        """How the next path is chosen."""
-        (peer,) = self.near._peers.met.values()
-        return peer._chooser.explain("cpu:0", time.monotonic())
+    def rested(self) -> list[Proxy]:
+        """Where the paths lead that rest, or have and were not used since; one from each local rail to each proxy."""
+        by_endpoint = {proxy.endpoint: proxy for proxy in self.proxies}
+        return [by_endpoint[rails[2]] for rails in resting(self.near)]  # type: ignore[index]
 
-    def proxy_of(self, terms: PathTerms) -> Proxy:
-        return next(p for p in self.proxies if p.endpoint == terms.path.remote.endpoint)
 
-    def all_rest(self, proxy: Proxy) -> bool:
-        """Every path that leads over it: one from each local rail."""
-        paths = [each for each in self.terms() if self.proxy_of(each) is proxy]
-        return all(each.rest_ends_at is not None for each in paths)
-
-    def rested(self) -> set[Proxy]:
-        """Those that rest, or have and were not used since."""
-        return {self.proxy_of(each) for each in self.terms() if each.rest_ends_at is not None}
+def resting(engine: TransferEngine) -> dict[Hashable, _Trouble]:
+    (peer,) = engine._peers.met.values()
+    troubles = peer._chooser._health._troubles.items()
+    return {rails: trouble for rails, trouble in troubles if trouble.rest_ends_at is not None}
 
 
 def end_rests(engine: TransferEngine) -> None:
-    (peer,) = engine._peers.met.values()
-    for trouble in peer._health._troubles.values():
-        if trouble.rest_ends_at is not None:
-            trouble.rest_ends_at = time.monotonic()
+    for trouble in resting(engine).values():
+        trouble.rest_ends_at = time.monotonic()
 
 
 @pytest.fixture
@@ -169,7 +159,7 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     rails: TwoRails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails at once, however busy the machine is, so that the good one has all the time of the batch."""
-    for patience in ("job._CONNECT_S", "wire.stream._SILENCE_S"):  # the good one may be slow
+    for patience in ("waiting._CONNECT_S", "tcp.session._SILENCE_S"):  # the good one may be slow
         monkeypatch.setattr(f"transfer.{patience}", NEVER_S)
     dialled = endpoints_dialled(monkeypatch)
     rails.run(Op.WRITE)
@@ -178,11 +168,10 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     bad.cut()
     for _ in range(100):
         rails.run(Op.WRITE)
-        if rails.all_rest(bad):
+        if rails.rested().count(bad) == 2:
             break
     assert rails.count(Incident.REST) > 0
-    assert rails.all_rest(bad)
-    assert rails.rested() == {bad}
+    assert rails.rested() == [bad, bad]
     dialled.clear()
     for _ in range(5):
         rails.run(Op.WRITE)  # what rests is not even tried
@@ -226,7 +215,7 @@ def test_a_write_is_tried_again_only_when_its_first_copy_can_no_longer_be_stored
     rails: TwoRails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.lane._FENCE_S", NEVER_S)
-    monkeypatch.setattr("transfer.wire.target._FENCE_S", NEVER_S)
+    monkeypatch.setattr("transfer.tcp.target._FENCE_S", NEVER_S)
     held = HeldStore(monkeypatch)
     batch = rails.near.submit([rails.transfer(Op.WRITE, 100_000)], deadline_s=PATIENCE_S)
     assert held.entered.wait(PATIENCE_S)
@@ -247,7 +236,7 @@ def test_a_write_is_tried_again_only_when_its_first_copy_can_no_longer_be_stored
 def test_a_write_whose_first_copy_cannot_be_ended_fails_instead_of_being_sent_again(
     rails: TwoRails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transfer.wire.target._FENCE_S", 0.2)
+    monkeypatch.setattr("transfer.tcp.target._FENCE_S", 0.2)
     held = HeldStore(monkeypatch)
     batch = rails.near.submit([rails.transfer(Op.WRITE, 100_000)], deadline_s=NEVER_S)
     assert held.entered.wait(PATIENCE_S)
@@ -343,18 +332,3 @@ def test_a_link_that_goes_down_and_comes_up_again(far_host: PeerInProcess) -> No
                 break
             threading.Event().wait(0.1)
         assert bytes_over("mstest0") > before
-
-
-def test_a_host_that_vanishes_without_a_word_is_lost_within_the_deadline(
-    far_host: PeerInProcess,
-) -> None:
-    options = TransferOptions(transports=("tcp",), rails=("10.97.0.1", "10.97.1.1"))
-    with TransferEngine(cluster_token=TOKEN, options=options) as near:
-        address, segment_id = far_host.ask("address"), far_host.ask("allocate", 4096, 9, True)
-        local = near.allocate(4096)
-        read = Transfer(Op.READ, local, 0, RemoteSegment(address, segment_id), 0, 4096)
-        near.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)
-        for rail in range(2):
-            ip(f"link set mstest{rail} down")
-        with pytest.raises(PeerLost):
-            near.submit([read], deadline_s=1).wait(PATIENCE_S)

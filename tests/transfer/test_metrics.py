@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from protocol.errors import Cancelled, InvalidRequest, MoonserveError, PeerLost
-from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import LINKS, Pair, PeerInProcess
-from transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from protocol.errors import InvalidRequest
+from tests.patience import PATIENCE_S
+from tests.transfer.conftest import Pair
+from tests.transfer.fates import Fate, Fates
+from transfer import Op, TransferEngine, TransferOptions
 from transfer.metrics import TransferCollector
 from transfer.stats import Incident, PathStats
-
-Make = Callable[..., TransferEngine]
 
 
 class Readings:
@@ -73,91 +71,23 @@ def test_what_an_engine_holds_is_shown(pair: Pair) -> None:
     assert far.of("open_windows") == 0
 
 
-@pytest.mark.parametrize("transport", LINKS, indirect=True)
-def test_a_damaged_slice_is_counted_and_sent_again(make_engine: Make, transport: str) -> None:
-    near, far = make_engine(faults=FaultPlan(corrupt_slices=1)), make_engine()
-    memory, local = far.allocate(4096), near.allocate(4096)
-    window_id = far.open_window(memory, [(0, 4096)])
-    remote = RemoteSegment(far.address, memory.segment_id)
-    near.submit(
-        [Transfer(Op.WRITE, local, 0, remote, 0, 4096, window_id)], deadline_s=PATIENCE_S
-    ).wait()
-    readings = Readings(near)
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_damaged_slice_is_counted_and_sent_again(fates: Fates, pair: Pair) -> None:
+    fates.orders["slice"] = [Fate.CORRUPT]
+    readings = Readings(pair.near)
+    pair.run(pair.write(0, 0, 4096))
     assert readings.of("integrity_failures_total") == readings.of("retries_total") == 1
     assert readings.of("bytes_total", op="write") == 4096
     assert readings.of("failures_total") == 0
     readings.require_quiet()
 
 
-def test_refusals_are_failures_and_cancelled_slices_are_not(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
-    """The plan makes sure that the batch has not begun when it is cancelled."""
-    faults = FaultPlan()
-    engine = make_engine(faults=faults)
-    local, readings = engine.allocate(4096), Readings(engine)
-    address, segment_id = peer.ask("address"), peer.ask("allocate", 4096, 0, True)
-    window_id = peer.ask("open_window", segment_id, [(0, 4096)])
-    absent = Transfer(Op.READ, local, 0, RemoteSegment(address, 999), 0, 10)
-    with pytest.raises(InvalidRequest):
-        engine.submit([absent], deadline_s=PATIENCE_S).wait()
-    assert readings.of("failures_total") == 1
-    write = Transfer(Op.WRITE, local, 0, RemoteSegment(address, segment_id), 0, 10, window_id)
-    faults.held = True
-    batch = engine.submit([write], deadline_s=PATIENCE_S)
-    assert readings.of("bytes_in_flight") == 10
-    batch.cancel()
-    faults.held = False
-    with pytest.raises(Cancelled):
-        batch.wait(PATIENCE_S)
-    assert readings.of("failures_total") == 1
-    readings.require_quiet()
-
-
-def test_a_lost_peer_leaves_nothing_in_flight(make_engine: Make, peer: PeerInProcess) -> None:
-    engine = make_engine()
-    local, readings = engine.allocate(1 << 20), Readings(engine)
-    address, segment_id = peer.ask("address"), peer.ask("allocate", 1 << 20, 0, True)
-    window_id = peer.ask("open_window", segment_id, [(0, 1 << 20)])
-    remote = RemoteSegment(address, segment_id)
-    write = Transfer(Op.WRITE, local, 0, remote, 0, 1 << 20, window_id)
-    engine.submit([write], deadline_s=PATIENCE_S).wait()
-    peer.stop()
-    batches = [engine.submit([write], deadline_s=NEVER_S) for _ in range(5)]
-    peer.process.kill()
-    for batch in batches:
-        with pytest.raises(PeerLost):
-            batch.wait(PATIENCE_S)
-    assert readings.of("breaks_total") >= 1
-    assert readings.of("failures_total") == 5
-    assert readings.of("bytes_total", op="write") == 1 << 20
-    readings.require_quiet()
-
-
 @pytest.mark.parametrize("transport", ["tcp"])
-def test_many_threads_on_several_streams_lose_no_count(make_engine: Make) -> None:
-    near, far = make_engine(streams=3, slice_bytes=4096), make_engine()
-    memory = far.allocate(1 << 16, readable=True)
-    remote, errors = RemoteSegment(far.address, memory.segment_id), list[MoonserveError]()
-
-    def work() -> None:
-        local = near.allocate(1 << 16)
-        for _ in range(20):
-            try:
-                read = Transfer(Op.READ, local, 0, remote, 0, 1 << 16)
-                near.submit([read], deadline_s=PATIENCE_S).wait()
-            except MoonserveError as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    readings = Readings(near)
-    assert not errors
-    assert readings.of("bytes_total", op="read") == 6 * 20 << 16
-    assert readings.of("slices_total") == 6 * 20 * 16
+def test_a_refusal_is_a_failure(pair: Pair) -> None:
+    readings = Readings(pair.near)
+    with pytest.raises(InvalidRequest):
+        pair.run(pair.write(0, 0, 10, 999))
+    assert readings.of("failures_total") == 1
     readings.require_quiet()
 
 
@@ -179,7 +109,7 @@ def test_counting_is_exact_under_contention() -> None:
     for thread in threads:
         thread.join()
     assert stats.written_bytes == 8 * 2000 * 7
-    assert stats.num_slices == stats.incidents[Incident.RETRY] == 8 * 2000
+    assert sum(stats.latency_counts) == stats.incidents[Incident.RETRY] == 8 * 2000
     assert stats.bytes_in_flight == stats.num_in_flight == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.errors import ConfigError
 from transfer import TransferOptions
-from transfer.config import TransferConfig
+from transfer.config import Patience, TransferConfig
 
 TLS = {name: Path(f"{name}.pem") for name in ("tls_certificate", "tls_key", "tls_authority")}
 
@@ -50,3 +50,15 @@ def test_kv_has_the_processes_tls_unless_it_is_told_otherwise() -> None:
         TransferConfig(**own, transfer_tls=False).transfer_tls_files()
     with pytest.raises(ConfigError, match="--no-transfer-tls"):
         TransferConfig(**ours, transports=("rdma",)).transfer_options("127.0.0.1")
+
+
+def test_time_grows_with_bytes_over_a_base() -> None:
+    patience = Patience(base_s=2.0, slowest_bytes_s=1e6)
+    assert patience.deadline_s(0) == 2.0
+    assert patience.deadline_s(3_000_000) == 5.0
+
+
+@pytest.mark.parametrize("wrong", [{"base_s": 0.0}, {"slowest_bytes_s": 0}])
+def test_there_is_always_some_time_and_some_end(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Patience(**wrong)

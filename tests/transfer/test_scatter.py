@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
 from transfer import scatter
-from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
 
 Runs = list[tuple[int, int, int]]
 runs = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(1, 50)), max_size=20)
@@ -57,7 +57,23 @@ def test_groups_are_the_same_bytes_and_no_larger_than_allowed(
         assert flat == positions(rows, side)
 
 
-@given(st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=5))
+int64 = st.integers(-(2**63), 2**63 - 1)
+near_an_edge = st.sampled_from([-1, 0, 1, 50, 99, 100, 101, 2**62, 2**63 - 1, -(2**63)]) | int64
+fitting = st.integers(0, 100).flatmap(
+    lambda start: st.tuples(st.just(start), int64, st.integers(0, 100 - start))
+)
+
+
+@given(st.lists(st.tuples(near_an_edge, int64, near_an_edge) | fitting, max_size=3))
+@example([(-1, 0, 1)])
+@example([(-1, 0, 1), (0, 0, 1)])
+@example([(0, 0, -1)])
+@example([(0, 0, -1), (0, 0, 1)])
+@example([(99, 0, 2)])
+@example([(99, 0, 2), (0, 0, 1)])
+@example([(0, 0, 100)])
+@example([(100, 0, 0), (99, 0, 1)])
+@example([(2**63 - 1, 0, 2**63 - 1), (0, 0, 1)])
 def test_bounds_hold_for_any_numbers_a_peer_may_send(made: Runs) -> None:
     inside = all(start >= 0 and length >= 0 and start + length <= 100 for start, _, length in made)
     received = scatter.unpack(scatter.pack(scatter.rows(*made)))

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer.base import Op
-from transfer.seen import MEASURED_FROM, PeerMeter, Seen
-from transfer.told import local_bytes_per_s
+from transfer.metrics import local_bytes_per_s
+from transfer.stats import MEASURED_FROM, PeerMeter, Seen
 
 MUCH = MEASURED_FROM
 
@@ -26,36 +26,29 @@ def moved(meter: PeerMeter, clock: Clock, op: Op, nbytes: int, seconds: float) -
     meter.withdrawn(nbytes)
 
 
-def test_pauses_between_transfers_do_not_count() -> None:
+def together(*moves: tuple[Op, int], seconds: float = 0.5) -> Seen:
+    """What is under way at the same time."""
+    clock = Clock()
+    meter = PeerMeter(clock)
+    for _, nbytes in moves:
+        meter.submitted(nbytes)
+    clock.now += seconds
+    for op, nbytes in moves:
+        meter.arrived(op, nbytes, seconds)
+        meter.withdrawn(nbytes)
+    return meter.seen()
+
+
+def test_what_is_under_way_together_counts_its_time_once_and_pauses_do_not_count() -> None:
+    write = (Op.WRITE, MUCH)
+    assert together(write, write) == Seen(written_bytes=2 * MUCH, written_s=0.5)
+    assert together((Op.READ, MUCH - 1)) == together(write, (Op.READ, MUCH)) == Seen()
     clock = Clock()
     meter = PeerMeter(clock)
     for _ in range(3):
         moved(meter, clock, Op.READ, MUCH, 0.5)
         clock.now += 100.0
     assert meter.seen() == Seen(read_bytes=3 * MUCH, read_s=1.5)
-
-
-def test_what_is_under_way_together_counts_its_time_once() -> None:
-    clock = Clock()
-    meter = PeerMeter(clock)
-    meter.submitted(MUCH)
-    meter.submitted(MUCH)
-    clock.now += 0.5
-    for _ in range(2):
-        meter.arrived(Op.WRITE, MUCH, 0.5)
-        meter.withdrawn(MUCH)
-    assert meter.seen() == Seen(written_bytes=2 * MUCH, written_s=0.5)
-
-
-def test_a_round_trip_and_a_mixture_measure_nothing() -> None:
-    clock = Clock()
-    meter = PeerMeter(clock)
-    moved(meter, clock, Op.READ, MUCH - 1, 0.5)
-    meter.submitted(MUCH)
-    moved(meter, clock, Op.READ, MUCH, 0.1)
-    meter.arrived(Op.WRITE, MUCH, 0.1)
-    meter.withdrawn(MUCH)
-    assert meter.seen() == Seen()
 
 
 def test_what_never_pauses_is_measured_all_the_same() -> None:

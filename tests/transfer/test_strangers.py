@@ -5,40 +5,26 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-import time
+from contextlib import closing, suppress
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import Incompatible, PeerLost, Unauthenticated
+from protocol.errors import Incompatible, Unauthenticated
 from tests.thoroughness import examples
 from tests.transfer.conftest import TOKEN, Pair
+from tests.transfer.stage import dial, until_closed
 from transfer.address import parse
 from transfer.base import Credentials
-from transfer.wire import handshake
-from transfer.wire.connection import Connection
-from transfer.wire.frames import Header, Kind, encode
-
-bounded = settings(
-    max_examples=examples(25),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+from transfer.tcp import handshake
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import Header, Kind, encode
 
 
-def dial(address: str) -> Connection:
-    ((name, (rail,)),) = parse(address).rails.items()
-    endpoint = rail.endpoint
-    if name == "shm":
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect("\0" + endpoint)
-    else:
-        host, _, port = endpoint.rpartition(":")
-        sock = socket.create_connection((host, int(port)))
-    connection = Connection(sock)
-    connection.set_deadline(time.monotonic() + 10)
-    return connection
+@pytest.fixture(params=["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def authenticated(address: str) -> Connection:
@@ -48,57 +34,30 @@ def authenticated(address: str) -> Connection:
     return connection
 
 
-def until_closed(connection: Connection) -> None:
-    with pytest.raises(PeerLost):
-        connection.discard(1 << 30)
-    connection.close()
-
-
-@bounded
-@given(garbage=st.binary(min_size=1, max_size=200))
-def test_garbage_instead_of_a_handshake_changes_nothing(pair: Pair, garbage: bytes) -> None:
-    connection = dial(pair.far.address)
-    connection.send(garbage)
-    connection.close()
-    pair.run(pair.read(0, 0, 10))
-
-
-@bounded
-@given(garbage=st.binary(min_size=64, max_size=200))
-def test_garbage_from_a_peer_ends_its_connection_only(pair: Pair, garbage: bytes) -> None:
-    connection = authenticated(pair.far.address)
-    connection.send(garbage)
-    until_closed(connection)
-    pair.run(pair.read(0, 0, 10))
-
-
-@bounded
-@given(
-    kind=st.sampled_from([Kind.READ, Kind.WRITE, Kind.WRITE_FROM, Kind.MAP, Kind.OFFER]),
-    count=st.integers(0, 3),
-    numbers=st.integers(0, 2**64 - 1),
-    rows=st.binary(min_size=72, max_size=72),
+nonsense = st.builds(
+    lambda kind, number, rows: encode(Header(kind, 0, len(rows) // 24, *[number] * 3)) + rows,  # type: ignore[arg-type]
+    st.sampled_from([Kind.READ, Kind.WRITE, Kind.WRITE_FROM, Kind.MAP, Kind.OFFER]),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 3).flatmap(lambda count: st.binary(min_size=24 * count, max_size=24 * count)),
 )
-def test_well_formed_nonsense_is_refused_and_stores_nothing(
-    pair: Pair, kind: Kind, count: int, numbers: int, rows: bytes
+
+
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    is_peer=st.booleans(), said=st.binary(min_size=1, max_size=200) | nonsense, waits=st.booleans()
+)
+def test_what_is_no_handshake_or_no_request_ends_its_connection_only_and_stores_nothing(
+    pair: Pair, is_peer: bool, said: bytes, waits: bool
 ) -> None:
     before = bytes(pair.memory.buffer)
-    connection = authenticated(pair.far.address)
-    header = Header(
-        kind=kind, entries=count, segment_id=numbers, window_id=numbers, source_id=numbers
-    )
-    connection.send(encode(header) + rows[: 24 * count])
-    connection.close()
+    with closing((authenticated if is_peer else dial)(pair.far.address)) as connection:
+        connection.send(said)
+        if waits:
+            with suppress(OSError):  # it has ended already
+                connection._sock.shutdown(socket.SHUT_WR)
+            until_closed(connection)
     pair.run(pair.read(0, 0, 10))
     assert pair.memory.buffer == before
-
-
-def test_a_wrong_protocol_version_is_told_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = dial(pair.far.address)
-    connection.send(handshake._HELLO.pack(b"MOONXFER", 99, 0, secrets.token_bytes(32)))
-    answer = connection.receive_bytes(handshake._CHALLENGE.size)
-    assert handshake._CHALLENGE.unpack(answer)[1:3] == (3, handshake.PROTOCOL_VERSION)
-    until_closed(connection)
 
 
 @pytest.mark.parametrize(

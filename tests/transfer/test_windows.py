@@ -39,7 +39,10 @@ def test_a_write_is_let_through_exactly_when_all_its_bytes_are_allowed(
             window.require_inside(rows)
 
 
-def test_closing_waits_for_the_store_under_way_and_refuses_the_next() -> None:
+def test_closing_waits_for_the_store_under_way_and_refuses_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transfer.windows._PATIENCE_S", 0.0)  # a store has all its time
     table, memory = WindowTable(), segment()
     window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)
     closed = threading.Event()

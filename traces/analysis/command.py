@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.config import load, option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from traces.analysis.checked import read_checked
 from traces.analysis.plot import plot_statistics, require_matplotlib
 from traces.analysis.statistics import CAPACITIES_TOKENS, analyze
 from traces.analysis.tables import format_statistics
+from traces.output import write_text
 
 PROG = "moonserve traces analyze"
 
@@ -32,12 +32,13 @@ class AnalyzeConfig:
     plot: str | None = option(None, help="write a PNG to this file (extra `train`)")
 
 
-def run(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `analyze`. Raises ConfigError and HelpRequested."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0:1] = ["--trace", arguments[0]]
-    config = load(AnalyzeConfig, arguments, prog=PROG, environ=os.environ)
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `analyze`; the first one may be the trace."""
+    return run_command(AnalyzeConfig, run, argv, prog=PROG, positional="--trace")
+
+
+def run(config: AnalyzeConfig) -> int:
+    """Prints and writes what was measured, and returns the exit code. Raises ConfigError."""
     capacities = _check(config)
     path = Path(config.trace)
     statistics = analyze(
@@ -45,7 +46,8 @@ def run(argv: Sequence[str]) -> int:
     )
     print(format_statistics(statistics, path.name))
     if config.json:
-        _write(Path(config.json), json.dumps({"trace": path.name, **statistics}, indent=2) + "\n")
+        text = json.dumps({"trace": path.name, **statistics}, indent=2)
+        write_text(Path(config.json), text + "\n")
     if config.plot:
         plot_statistics(statistics, path.name, Path(config.plot))
     return 0
@@ -66,11 +68,3 @@ def _check(config: AnalyzeConfig) -> list[int]:
     if not capacities or capacities[0] < 1:
         raise ConfigError("--capacities takes numbers of tokens from 1 up, with commas between")
     return capacities
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ConfigError
+from traces.output import writing
 
 INSTALL = "pip install 'moonserve[plots]'"
 
@@ -20,12 +21,10 @@ def require_matplotlib() -> None:
 
 def plot_statistics(statistics: Mapping[str, Any], name: str, path: Path) -> None:
     """Writes the PNG. Raises ConfigError when the file cannot be written."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 3, figsize=(13, 7))
+    figure = Figure(figsize=(13, 7))
+    panels = figure.subplots(2, 3)
     _lengths(panels[0][0], statistics)
     _rate(panels[0][1], statistics["arrivals"])
     _curve(panels[0][2], statistics["lru"])
@@ -34,13 +33,9 @@ def plot_statistics(statistics: Mapping[str, Any], name: str, path: Path) -> Non
     _gaps(panels[1][2], statistics)
     figure.suptitle(f"{name}: {statistics['num_requests']:,} requests")
     figure.tight_layout()
-    try:
+    with writing(f"the plot {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write the plot {path}: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)
 
 
 def _percentiles(panel: Any, figures: Mapping[str, float | None], label: str) -> None:

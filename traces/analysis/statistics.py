@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from traces.analysis.arrivals import describe_arrivals
 from traces.analysis.capacity import HitCurve, hit_curve
-from traces.analysis.prefixes import prefix_tree
+from traces.analysis.prefixes import Ints, PrefixTree, prefix_tree
 from traces.analysis.sessions import describe_sessions
-from traces.analysis.sharing import describe_sharing
 from traces.analysis.spread import PERCENTS, spread
 from traces.format import TraceRecord
 
@@ -18,6 +19,76 @@ CAPACITIES_TOKENS = (
     300_000, 500_000, 1_000_000, 2_000_000, 3_000_000, 5_000_000, 10_000_000, 20_000_000,
     30_000_000, 50_000_000, 100_000_000,
 )  # fmt: skip
+_RANKS_PER_DECADE = 8
+_DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def describe_sharing(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, Any]:
+    """Popularity by rank with its Zipf fit, depths of chains, branching, share used once, seconds between uses."""
+    ranked = np.sort(tree.uses)[::-1]
+    return {
+        "num_blocks": tree.num_blocks,
+        "used_once_share": float((tree.uses == 1).mean()),
+        "popularity": _popularity(ranked),
+        "zipf": zipf_fit(ranked),
+        "chain_blocks": spread([len(visit.blocks) for visit in tree.visits]),
+        "branching": _branching(tree),
+        "reuse_s": _reuse_seconds(tree, records),
+    }
+
+
+def log_ranks(count: int) -> list[int]:
+    """Ranks from 1 to `count`, evenly spaced in the logarithm."""
+    decades = np.log10(max(count, 1))
+    points = 10 ** np.linspace(0, decades, int(decades * _RANKS_PER_DECADE) + 1)
+    return sorted({min(count, round(float(point))) for point in points}) if count else []
+
+
+def _popularity(ranked: Ints) -> list[dict[str, int]]:
+    return [{"rank": rank, "uses": int(ranked[rank - 1])} for rank in log_ranks(len(ranked))]
+
+
+def zipf_fit(ranked: Ints) -> dict[str, float] | None:
+    """Least squares of log uses = c − exponent · log rank over ranks evenly spaced in the logarithm.
+
+    Only over blocks used twice or more, as the long floor of blocks used once would decide everything. None when
+    fewer than three such ranks are there, or all are equally popular.
+    """
+    ranks = np.array(log_ranks(int((ranked > 1).sum())), dtype=np.int64)
+    if len(ranks) < 3 or ranked[0] == ranked[ranks[-1] - 1]:
+        return None
+    x, y = np.log(ranks), np.log(ranked[ranks - 1])
+    slope, constant = np.polyfit(x, y, 1)
+    unexplained = float(((y - slope * x - constant) ** 2).sum() / ((y - y.mean()) ** 2).sum())
+    return {"exponent": -float(slope), "r_squared": 1 - unexplained}
+
+
+def _branching(tree: PrefixTree) -> list[dict[str, Any]]:
+    """At some depths: distinct blocks, requests that reach them, and distinct blocks that follow one."""
+    blocks = np.bincount(tree.depths)
+    requests = np.bincount(tree.depths, weights=tree.uses)
+    rows = []
+    for depth in (depth for depth in _DEPTHS if depth < len(blocks)):
+        followers = blocks[depth + 1] if depth + 1 < len(blocks) else 0
+        rows.append(
+            {
+                "depth": depth,
+                "blocks": int(blocks[depth]),
+                "requests": int(requests[depth]),
+                "children_per_block": float(followers / blocks[depth]),
+            }
+        )
+    return rows
+
+
+def _reuse_seconds(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, float | None]:
+    """Seconds between two uses of a block, over all blocks used again."""
+    gaps = [
+        (record.arrived_s - records[run.last_request].arrived_s, run.length)
+        for record, visit in zip(records, tree.visits, strict=True)
+        for run in visit.runs
+    ]
+    return spread([gap for gap, _ in gaps], [length for _, length in gaps])
 
 
 def analyze(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from traces.output import text_table
 
 _COLUMNS = ("mean", "p10", "p50", "p90", "p99", "max")
 
@@ -50,7 +52,7 @@ def _spreads(statistics: Mapping[str, Any]) -> str:
         [label, *(_cell(figures[column], style) for column in _COLUMNS)]
         for label, figures, style in rows
     ]
-    return _table(["", *_COLUMNS], cells)
+    return text_table(["", *_COLUMNS], cells)
 
 
 def _arrivals(arrivals: Mapping[str, Any]) -> str:
@@ -82,7 +84,7 @@ def _curve(lru: Mapping[str, Any]) -> str:
     text = "  ".join(
         f"{name} {_cell(distances[name], ',')}" for name in ("p10", "p50", "p90", "p99")
     )
-    table = _table(["LRU cache, tokens", "hit ratio", "of ideal"], rows)
+    table = text_table(["LRU cache, tokens", "hit ratio", "of ideal"], rows)
     return f"{table}\nreuse distance, distinct tokens between uses: {text}"
 
 
@@ -97,7 +99,7 @@ def _sharing(prefixes: Mapping[str, Any]) -> str:
          f"{row['children_per_block']:.2f}"]
         for row in prefixes["branching"]
     ]  # fmt: skip
-    table = _table(["depth", "blocks", "requests", "children a block"], rows)
+    table = text_table(["depth", "blocks", "requests", "children a block"], rows)
     return (
         f"blocks        {prefixes['num_blocks']:>10,}, used once {prefixes['used_once_share']:.1%}\n"
         f"popularity    Zipf exponent {fit}; uses by rank  {ranks}\n\n{table}"
@@ -117,13 +119,3 @@ def _capacity(tokens: int | None) -> str:
 
 def _cell(value: float | None, style: str) -> str:
     return "-" if value is None else format(value, style)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, all others to the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join([f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    )

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from protocol.config import to_flags
+from traces.output import text_table
 from traces.planner.cluster import Cluster, Scored
 from traces.planner.search import Plan, Question
 from traces.planner.trial import options_of
@@ -102,9 +103,7 @@ def _smallest(answer: Answer) -> list[str]:
 
 
 def _table(rows: Sequence[Scored]) -> str:
-    cells = [list(_COLUMNS), *map(_cells, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
-    return "\n".join("  ".join(map(str.rjust, row, widths)).rstrip() for row in cells)
+    return text_table(_COLUMNS, list(map(_cells, rows)))
 
 
 def _cells(scored: Scored) -> list[str]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conductor.policies import DEFAULT_POLICY, POLICY_CHOICES, PUBLISHED_POLICY
-from protocol.config import option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
+from traces.output import write_text
 from traces.planner.answer import Answer, format_answer, to_json
 from traces.planner.search import Question, bound, plan
 from traces.planner.trial import Trial
@@ -21,7 +22,6 @@ from traces.simulator.command import SimulateConfig
 from traces.simulator.many import INTERRUPTED
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES
 from traces.simulator.spec import ADMISSIONS
-from traces.verb import run_verb
 
 PROG = "moonserve plan"
 _EXIT_NOT_MET = 1
@@ -63,7 +63,9 @@ class PlanConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `plan`; the first one may be the trace. 1: no cluster met the target."""
-    return run_verb(PROG, PlanConfig, run, argv, interrupted=INTERRUPTED)
+    return run_command(
+        PlanConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED
+    )
 
 
 def run(config: PlanConfig) -> int:
@@ -86,7 +88,7 @@ def run(config: PlanConfig) -> int:
         plan=found,
     )
     path = Path(config.out) / _PLAN
-    _write(path, to_json(answer))
+    write_text(path, to_json(answer))
     print(f"\n{format_answer(answer)}\n\n{path}")
     return 0 if found.smallest is not None else _EXIT_NOT_MET
 
@@ -123,10 +125,3 @@ def _check(config: PlanConfig) -> None:
         raise ConfigError("--slo-ttft and --slo-tbt must be above 0")
     if config.dram_tokens is not None and config.dram_tokens < 1:
         raise ConfigError("--dram-tokens must be at least 1")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

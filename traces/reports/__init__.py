@@ -1,6 +1,6 @@
 """Reports of simulations: figures, a page with plots, JSON. Draws results, knows nothing of how they came about."""
 
-from traces.reports.folder import write_page
+from traces.reports.page import write_page
 from traces.reports.saved import read_results
 from traces.reports.summary import format_summary, summary
 

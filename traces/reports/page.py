@@ -1,54 +1,82 @@
-"""Results as one HTML page that needs nothing beside it. Pure: text in, text out.
-
-What results lack has no section. Equal results give equal pages, so what simulating took is not on it.
-"""
+"""Results as one HTML page that needs nothing beside it. Equal results give equal pages, so what simulating took is not
+on it. The words are in `simulation.html`, the style in `base.html`."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from traces.reports import canvas
-from traces.reports.distributions import distributions
-from traces.reports.loads import loads
-from traces.reports.numbers import tick
-from traces.reports.over_time import rejections, replicas
-from traces.reports.palette import STYLE
-from traces.reports.picture import Key, Picture, Section, Subject, subjects_of
-from traces.reports.predictions import predictions
-from traces.reports.sweeps import goodput_against_rate, hits_against_capacity
-from traces.reports.tables import counters_table, key_mark, parts_table, summary_table
+import jinja2
+
+from protocol.errors import ConfigError
+from traces.output import write_text
+from traces.reports import drawing, plots
+from traces.reports.numbers import NOTHING, milliseconds, percent, plain, scaled, seconds, tick
+from traces.reports.plots import Subject, subjects_of
+from traces.reports.saved import results_to_json
 from traces.simulator.results import SimulationResult
 
-INSTALL = "pip install 'moonserve[plots]'"
-NO_PLOTS = f"the plots are left out: they need matplotlib, {INSTALL}"
+PAGE = "index.html"
+RESULTS = "results.json"
+NO_PLOTS = "the plots are left out: they need matplotlib, pip install 'moonserve[plots]'"
 
-_DRAWN = (
-    distributions,
-    goodput_against_rate,
-    hits_against_capacity,
-    rejections,
-    predictions,
-    replicas,
-    loads,
-)
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Texts; `columns` name the cells behind each row's head."""
+
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    head: str = ""
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """Every text from outside is escaped."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+
+
+def write_page(results: Sequence[SimulationResult], folder: Path | str) -> Path:
+    """Returns the page's path. Raises ConfigError for no results and for what cannot be written.
+
+    Without matplotlib the page has tables only, and stderr says what to install.
+    """
+    if not results:
+        raise ConfigError("there are no results to report")
+    folder = Path(folder)
+    write_text(folder / RESULTS, results_to_json(results))  # first: results are dearer than plots
+    if not drawing.is_available():
+        print(f"{folder / PAGE}: {NO_PLOTS}", file=sys.stderr)
+    write_text(folder / PAGE, page(results))
+    return folder / PAGE
 
 
 def page(results: Sequence[SimulationResult]) -> str:
-    """The whole document. Without matplotlib: tables, and a notice with the install line instead of plots."""
+    """The whole document."""
     subjects = subjects_of(results)
-    parts = [
-        f"<h1>Simulation of {_what(results)}</h1>",
-        f"<p>{html.escape(_objectives(results))}</p>",
-    ]
-    has_plots = canvas.is_available()
-    if not has_plots:
-        parts.append(f'<p class="notice">{html.escape(_sentence(NO_PLOTS))}</p>')
-    parts.append(summary_table(subjects))
-    if has_plots:
-        parts += [_section(draw(subjects)) for draw in _DRAWN]
-    parts += _tables(subjects)
-    return _document("\n".join(part for part in parts if part))
+    has_plots = drawing.is_available()
+    return templates().get_template("simulation.html").render(
+        what=_what(results),
+        ttft=", ".join(tick(each) for each in sorted({r.ttft_slo_s for r in results})),
+        tbt=", ".join(f"{each * 1000:.6g}" for each in sorted({r.tbt_slo_s for r in results})),
+        notice="" if has_plots else f"{NO_PLOTS[0].upper()}{NO_PLOTS[1:]}",
+        summary=Table(
+            ("requests", "rejected", "failed", "per s", "goodput per s", "effective", "hits",
+             "TTFT s mean", "p50", "p90", "p99", "TBT ms mean", "p90", "p99"),
+            [(each.title, _summary_cells(each.figures)) for each in subjects],
+            "result",
+        ),
+        sections=plots.sections(subjects) if has_plots else [],
+        parts=_parts(subjects),
+        counters=_counters(subjects),
+    )  # fmt: skip
 
 
 def _what(results: Sequence[SimulationResult]) -> str:
@@ -58,70 +86,49 @@ def _what(results: Sequence[SimulationResult]) -> str:
     return f"{count} requests{runs}"
 
 
-def _objectives(results: Sequence[SimulationResult]) -> str:
-    ttft = ", ".join(tick(each) for each in sorted({r.ttft_slo_s for r in results}))
-    tbt = ", ".join(
-        tick(float(f"{each * 1000:.6g}")) for each in sorted({r.tbt_slo_s for r in results})
-    )
-    return (
-        f"A request is effective when it completes with TTFT ≤ {ttft} s and TBT ≤ {tbt} ms. Rejected and failed ones"
-        " are misses; latencies and hits are those of the completed ones."
-    )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}"
-
-
-def _tables(subjects: Sequence[Subject]) -> list[str]:
-    counters = counters_table(subjects)
+def _summary_cells(figures: Mapping[str, Any]) -> list[str]:
+    rate = figures["request_rate"]
     return [
-        "<h2>What first tokens waited for</h2>\n<p>Seconds, of completed requests.</p>",
-        parts_table(subjects),
-        "<h2>Counters</h2>" if counters else "",
-        counters,
+        plain(figures["num_requests"]),
+        plain(figures["rejected"]),
+        plain(figures["failed"]),
+        NOTHING if rate is None else f"{rate:.2f}",
+        f"{figures['request_goodput']:.2f}",
+        percent(figures["effective_fraction"]),
+        percent(figures["hit_ratio"]),
+        *(seconds(figures[f"{kind}_ttft_ms"]) for kind in ("mean", "p50", "p90", "p99")),
+        *(milliseconds(figures[f"{kind}_tbt_ms"]) for kind in ("mean", "p90", "p99")),
     ]
 
 
-def _section(section: Section) -> str:
-    if not section.pictures:
-        return ""
-    kind = "grid narrow" if section.narrow else "grid"
-    pictures = "\n".join(_picture(each) for each in section.pictures)
-    return (
-        f"<section>\n<h2>{section.title}</h2>\n<p>{html.escape(section.note)}</p>\n"
-        f'{_legend(section.legend)}<div class="{kind}">\n{pictures}\n</div></section>'
-    )
+def _parts(subjects: Sequence[Subject]) -> Table:
+    """What first tokens waited for."""
+    columns = {
+        "queue": "queue_ms",
+        "loading the prefix": "load_ms",
+        "computing": "prefill_ms",
+        "predicted − actual TTFT": "ttft_error_ms",
+    }
+    kinds = ("mean", "p90")
+    rows = [
+        (
+            s.title,
+            [seconds(s.figures[f"{kind}_{name}"]) for name in columns.values() for kind in kinds],
+        )
+        for s in subjects
+    ]
+    return Table([f"{title}, {kind}" for title in columns for kind in kinds], rows, "result")
 
 
-def _picture(picture: Picture) -> str:
-    note = f" <small>{html.escape(picture.note)}</small>" if picture.note else ""
-    return (
-        f"<figure><figcaption>{html.escape(picture.title)}{note}</figcaption>\n"
-        f"{picture.svg}\n{_legend(picture.legend)}</figure>"
-    )
-
-
-def _legend(keys: Sequence[Key]) -> str:
-    if not keys:
-        return ""
-    items = "\n".join(f"<li>{key_mark(key)}{html.escape(key.label)}</li>" for key in keys)
-    return f'<ul class="legend">\n{items}\n</ul>\n'
-
-
-def _document(body: str) -> str:
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Simulation report</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
+def _counters(subjects: Sequence[Subject]) -> Table:
+    """A row per error and counter, a column per result."""
+    found = [{**each.figures["errors"], **each.result.counters} for each in subjects]
+    names = dict.fromkeys(name for each in found for name in each)
+    rows = [
+        (
+            name.replace("_", " "),
+            [scaled(each[name]) if name in each else NOTHING for each in found],
+        )
+        for name in names
+    ]
+    return Table([str(each.number) for each in subjects], rows, "result")

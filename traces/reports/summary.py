@@ -12,6 +12,7 @@ from typing import Any
 
 from traces.analysis.arrivals import mean_rate
 from traces.figures import Completed, latency_figures, request_figures, spread
+from traces.output import text_table
 from traces.reports.numbers import milliseconds, percent, plain
 from traces.simulator.results import End, RequestOutcome, SimulationResult
 
@@ -88,12 +89,7 @@ _MAX_NAME = 32
 
 def format_summary(results: Sequence[SimulationResult]) -> str:
     """One row per result; rejections stand beside the latencies that they bought."""
-    rows = [list(_HEADER), *(_row(summary(each), each.wall_s) for each in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    )
+    return text_table(_HEADER, [_row(summary(each), each.wall_s) for each in results])
 
 
 def _row(figures: dict[str, Any], wall_s: float) -> list[str]:

@@ -11,17 +11,47 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from protocol.config import option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from protocol.progress import Progress as Shown
 from traces.format import TraceRecord
-from traces.reports import canvas
-from traces.reproduction.all_figures import FIGURES
+from traces.output import write_text
+from traces.reports import drawing
+from traces.reports.page import NO_PLOTS
+from traces.reproduction import (
+    cache_policies,
+    figure_1,
+    figure_5,
+    figure_8,
+    figure_9,
+    figure_10,
+    figure_11,
+    figure_13,
+    figure_14,
+    figure_15,
+    overload,
+    table_2,
+)
 from traces.reproduction.figure import KINDS, Figure, Finding, Subject
 from traces.reproduction.page import page
 from traces.reproduction.saved import to_json
 from traces.simulator.many import INTERRUPTED, Archive, Progress, TraceFile, Work, do_missing
-from traces.verb import run_verb
+
+FIGURES: tuple[Figure, ...] = (
+    table_2.FIGURE,
+    figure_1.FIGURE,
+    figure_5.FIGURE,
+    figure_8.FIGURE,
+    figure_9.FIGURE,
+    figure_10.FIGURE,
+    figure_11.FIGURE,
+    figure_13.FIGURE,
+    figure_14.FIGURE,
+    figure_15.FIGURE,
+    cache_policies.FIGURE,
+    overload.FIGURE,
+)
+
 
 PROG = "moonserve reproduce"
 PAGE, RESULTS, RUNS = "index.html", "results.json", "runs"
@@ -46,7 +76,9 @@ class ReproduceConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """`argv`: the arguments after the verb; the first one may be the trace."""
     given = sys.argv[1:] if argv is None else argv
-    return run_verb(PROG, ReproduceConfig, run, given, interrupted=INTERRUPTED)
+    return run_command(
+        ReproduceConfig, run, given, prog=PROG, positional="--trace", interrupted=INTERRUPTED
+    )
 
 
 def run(config: ReproduceConfig) -> int:
@@ -62,10 +94,10 @@ def run(config: ReproduceConfig) -> int:
     found = [
         (figure, _finding(figure, wanted[figure.name], subject, archive)) for figure in figures
     ]
-    _write(folder / RESULTS, to_json(subject, found, quick=config.quick))
-    _write(folder / PAGE, page(subject, found, quick=config.quick))
-    if not canvas.is_available():
-        print("the plots are left out: pip install 'moonserve[plots]'", file=sys.stderr)
+    write_text(folder / RESULTS, to_json(subject, found, quick=config.quick))
+    write_text(folder / PAGE, page(subject, found, quick=config.quick))
+    if not drawing.is_available():
+        print(NO_PLOTS, file=sys.stderr)
     _conclude(found, did)
     print(folder / PAGE)
     return 0
@@ -159,10 +191,3 @@ def _conclude(found: Sequence[tuple[Figure, Finding]], num_simulated: int) -> No
     )
     for text in failed:
         print(f"does not hold: {text}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

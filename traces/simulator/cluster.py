@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from conductor.events import Action, CopyDue, DropDue, Tick
 from traces.simulator.arrivals import arrivals
 from traces.simulator.clock import Timed
-from traces.simulator.counted import counted
 from traces.simulator.decode import DecodeOutcome, Granted
 from traces.simulator.events import (
     Arrive,
     Beat,
-    Consider,
     Event,
     FaultBegins,
     FaultEnds,
@@ -36,10 +33,8 @@ from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
 from traces.simulator.membership import Membership
 from traces.simulator.network import Network
 from traces.simulator.prefill import ChunkBegun, Computed, PrefillOutcome, Prepare, Prompt
-from traces.simulator.replicas import Replicas
 from traces.simulator.sampling import Samples
 from traces.simulator.sequence import Finished
-from traces.simulator.soundness import validate_pieces
 from traces.simulator.spec import ClusterSpec, Fault, Overheads
 from traces.simulator.wakes import Wakes, computes
 from traces.simulator.workshop import Workshop
@@ -66,9 +61,6 @@ class Cluster:
         self.loads = PrefixLoads(self.network, stores, self._block_bytes)
         self.handoffs = Handoffs(self.network)
         self._wakes, self._out = Wakes(), list[Timed[Event]]()
-        self.replicas = Replicas(
-            self.network, stores, self.conductor, self._wakes, self._block_bytes
-        )
         self.samples = Samples([journey.record for journey in journeys], spec.num_ranks)
         self._journey_of: dict[str, Journey] = {}  # by request id, while placed
 
@@ -82,8 +74,6 @@ class Cluster:
         for fault in self.spec.faults:
             yield Timed(fault.at_s, FaultBegins(fault))
         yield Timed(0.0, Sample())
-        if self.spec.roles is not None or self.spec.replication is not None:
-            yield Timed(0.0, Consider())
 
     # -- events
 
@@ -109,10 +99,6 @@ class Cluster:
                 self._wake(node, now)
             case Beat(node):
                 self._beat(node, now)
-            case Consider():
-                self._consider(now)
-                if self.gateway.num_open:
-                    self._later(now + self.spec.heartbeat_interval_s / 2, Consider())
             case FaultBegins(fault):
                 self._fault_begins(fault, now)
             case FaultEnds(fault):
@@ -153,21 +139,12 @@ class Cluster:
             self._loaded(loaded, now)
         if (request_id := self.handoffs.flow_ended(flow_id)) is not None:
             self._hand_off(request_id, now)
-        self.replicas.flow_ended(flow_id, now)
 
     def _beat(self, node: Node, now: float) -> None:
         if node.beat_at != now or not node.is_alive or not self.gateway.num_open:
             return
         self.membership.beat(node, now)
         self._later(node.beat_at, Beat(node))
-
-    def _consider(self, now: float) -> None:
-        for action in self.conductor.handle(Tick(), now):
-            self._carry_out(action, now)
-
-    def _carry_out(self, action: Action, now: float) -> None:
-        if isinstance(action, CopyDue | DropDue):
-            self.replicas.begin(action, now)
 
     def _sample(self, now: float) -> None:
         self.samples.take(self.prefills, self.decodes, now)
@@ -351,7 +328,6 @@ class Cluster:
         if isinstance(node, PrefillNode):
             for loaded in self.loads.source_died(node, now):
                 self._loaded(loaded, now)
-            self.replicas.died(node, now)
         self._workshop.machine_again(node)
 
     def _is_hit(self, journey: Journey, node: Node) -> bool:
@@ -390,11 +366,27 @@ class Cluster:
 
     @property
     def counters(self) -> dict[str, float]:
-        """For the result."""
-        return counted(self)
+        """What is counted beside the requests' own figures, for the result."""
+        stores = [node.store for node in self.prefills]
+        return {
+            "heartbeats": self.membership.num_heartbeats,
+            "bytes_moved": self.network.bytes_carried,
+            "blocks_read_locally": self.loads.blocks_local,
+            "blocks_fetched": self.loads.blocks_fetched,
+            "evicted_blocks": sum(store.num_evicted for store in stores),
+            "refused_blocks": sum(store.num_refused for store in stores),
+            "preemptions": sum(node.machine.num_preemptions for node in self.decodes),
+            "device_s": sum(journey.prefill_s for journey in self.journeys),
+        }
 
     def validate(self) -> None:
         """Raises AssertionError unless every piece is sound."""
-        validate_pieces(self)
+        for piece in (self.network, self.loads, self.handoffs, self.conductor):
+            piece.validate()
+        for prefill in self.prefills:
+            prefill.machine.validate()
+            prefill.store.validate(self.loads.held_at(prefill))
+        for decode in self.decodes:
+            decode.machine.validate()
         placed = [j for j in self.journeys if j.phase in (Phase.PREFILLING, Phase.DECODING)]
         assert {j.request_id for j in placed} == self._journey_of.keys(), "a request is lost"

@@ -10,19 +10,18 @@ from pathlib import Path
 from conductor.admission import Admission
 from conductor.fairness.shares import parse_weights
 from conductor.policies import POLICY_CHOICES, PUBLISHED_POLICY, make_policy
-from conductor.replication.planner import ReplicationTerms
 from conductor.roles.controller import RoleTerms
 from kvstore.eviction import DEFAULT_POLICY as DEFAULT_EVICTION
 from kvstore.eviction import POLICY_NAMES as EVICTION_NAMES
-from protocol.config import option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from protocol.progress import Progress
 from traces.format import TOKENS_PER_HASH, read_trace
+from traces.output import writing
 from traces.reports import format_summary, write_page
 from traces.simulator.profiles import LLAMA3_70B_8XA800, PROFILES, read_profile
 from traces.simulator.run import simulate
 from traces.simulator.spec import ADMISSIONS, ClusterSpec, CoupledSpec, Fault, ModelProfile
-from traces.verb import run_verb
 
 PROG = "moonserve simulate"
 _BITS = 8
@@ -33,9 +32,6 @@ _COUPLED = {
     "chunked": {"chunked_prefill": True},
     "chunked-caching": {"prefix_caching": True, "chunked_prefill": True},
 }
-
-_WITHOUT, _WITH = ("", None), (" +replication", ReplicationTerms())
-_REPLICATION = {"off": (_WITHOUT,), "on": (_WITH,), "both": (_WITHOUT, _WITH)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +94,6 @@ class SimulateConfig:
         help="whether decode machines prefill prompts themselves where that is sooner; both = a run of each",
         choices=("off", "on", "both"),
     )
-    replication: str = option(
-        "off",
-        help="whether stores copy prefixes that prompts waited for from each other; both = a run of each",
-        choices=("off", "on", "both"),
-    )
     coupled: tuple[str, ...] = option(
         (), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}"
     )
@@ -112,7 +103,7 @@ class SimulateConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `simulate`; the first one may be the trace."""
-    return run_verb(PROG, SimulateConfig, run, argv)
+    return run_command(SimulateConfig, run, argv, prog=PROG, positional="--trace")
 
 
 def run(config: SimulateConfig) -> int:
@@ -123,7 +114,8 @@ def run(config: SimulateConfig) -> int:
     for _, spec in specs:
         spec.check()
     if config.report is not None:
-        _make_folder(Path(config.report))  # now, not after minutes of computing
+        with writing(f"to --report {config.report}"):  # now, not after minutes of computing
+            Path(config.report).mkdir(parents=True, exist_ok=True)
     records = read_trace(Path(config.trace), config.limit)
     records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
     results = []
@@ -161,10 +153,7 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
     )
     for policy in config.policy:
         shown = make_policy(policy, config.balancing_threshold, config.seed).name
-        for suffix, terms in _REPLICATION[config.replication]:
-            yield from _variants(
-                config, shown + suffix, replace(common, policy=policy, replication=terms)
-            )
+        yield from _variants(config, shown, replace(common, policy=policy))
     for kind in config.coupled:
         if kind not in _COUPLED:
             raise ConfigError(f"--coupled is {kind!r}; it is one of {', '.join(_COUPLED)}")
@@ -191,13 +180,6 @@ def _variants(
         yield f"{name} +conditional", replace(spec, conditional=True)
     if config.role_switching != "off":
         yield f"{name} +roles", replace(spec, roles=RoleTerms())
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to --report {folder}: {error.strerror}") from error
 
 
 def _model(config: SimulateConfig) -> ModelProfile:

@@ -1,4 +1,4 @@
-"""The gateway's side of a request, as `gateway.state` has it: place, place again after a loss, report, end.
+"""The gateway's side of a request, as `gateway.generation.state` has it: place, place again after a loss, report, end.
 
 It asks the conductor and keeps the journeys; what a placement sets in motion on the machines is `cluster`'s business.
 A rejection ends a request: `retry_after` is not followed. As live: three attempts, whoever broke is avoided, an
@@ -21,7 +21,7 @@ from traces.simulator.prefill import Prompt
 from traces.simulator.results import End
 from traces.simulator.spec import LATE, ClusterSpec
 
-MAX_ATTEMPTS = 3  # of `gateway.state`, where those that got somewhere are not counted
+MAX_ATTEMPTS = 3  # of `gateway.generation.state`, where those that got somewhere are not counted
 PATIENCE_S = 20.0
 PAUSE_S = 0.25
 DOUBT_S = 6.0

@@ -1,6 +1,6 @@
 """One request's way through the cluster, as its gateway knows it: attempts, tokens, what became of it. Live state.
 
-PLACING → PREFILLING → DECODING → ended; after a loss PLACING again with the tokens it has (`gateway.state`).
+PLACING → PREFILLING → DECODING → ended; after a loss PLACING again with the tokens it has (`gateway.generation.state`).
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ wanted for.
 
 from __future__ import annotations
 
+import ast
 import functools
 import gzip
 import hashlib
+import importlib.util
 import json
 import os
 import time
@@ -23,17 +25,60 @@ from typing import Any, ClassVar, Protocol
 
 from protocol.errors import ConfigError
 from traces.format import TraceRecord, read_trace
+from traces.output import writing
 from traces.reports.saved import results_from_json, results_to_json
 from traces.simulator.results import SimulationResult
 from traces.simulator.run import simulate
-from traces.simulator.source import source_digest
 from traces.simulator.spec import ClusterSpec, CoupledSpec
 
 INTERRUPTED = "what was simulated is kept"
 """For whoever presses Ctrl-C."""
-
-_DIGEST_BYTES = 16
 _COMPRESSION = 1  # the least: results are read soon, and by few
+_PACKAGES = frozenset({"conductor", "kvstore", "protocol", "traces"})  # of those, what is pure
+_DIGEST_BYTES = 16
+
+
+def source_digest(module: str) -> str:
+    """Digest of a module's source and of all that it imports, in functions too. Equal for equal sources.
+
+    Packages from outside the project do not count, since results do not depend on their version; nor does generated or
+    compiled code. Raises ModuleNotFoundError for a module that is not there.
+    """
+    files: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in files:
+            continue
+        path = _path_of(name)
+        if path is None:
+            continue
+        files[name] = path.read_bytes()
+        waiting += [each for each in _imports(files[name]) if each.split(".")[0] in _PACKAGES]
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + files[name] + b"\0")
+    return digest.hexdigest()
+
+
+def _path_of(name: str) -> Path | None:
+    """None for a name in a module, which `from module import name` may be as well as a module in a package."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return None
+    return Path(found.origin)
+
+
+def _imports(source: bytes) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +162,8 @@ class Archive:
     @classmethod
     def of(cls, folder: Path, trace: TraceFile) -> Archive:
         """Raises ConfigError for a trace or a folder that cannot be used."""
-        try:
+        with writing(f"to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
         return cls(folder, trace.digest())
 
     def path(self, work: Work) -> Path:

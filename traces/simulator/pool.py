@@ -84,6 +84,9 @@ class _Disk:
     def space(self, length: int) -> int:
         return UNIT
 
+    def takes(self, length: int) -> bool:
+        return True
+
     @property
     def live_limit(self) -> int:
         return self._num_blocks * UNIT

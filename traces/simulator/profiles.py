@@ -32,6 +32,7 @@ from typing import Any
 
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
+from traces.output import writing
 from traces.simulator.spec import Crowding, ModelProfile, Overheads
 
 _KV_BYTES_PER_TOKEN = 327_680  # l · (2d / gqa) · s: 80 · (2 · 8192 / 8) · 2 bytes
@@ -77,11 +78,9 @@ def write_profile(
     """As JSON, whole or not at all. Raises ConfigError when the file cannot be written."""
     content = {"format": FORMAT, **dataclasses.asdict(profile), "measured": dict(measured or {})}
     partial = path.with_name(path.name + ".partial")
-    try:
+    with writing(f"the profile {path}"):
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from error
 
 
 def read_profile(path: Path) -> ModelProfile:

@@ -7,13 +7,14 @@ other; what has not ended by then is placed again. A machine's part of the pool 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from conductor.events import Action, Deregister, RoleChangeDue
+from conductor.events import Deregister, RoleChangeDue, Tick
 from protocol.ids import InstanceId
+from traces.simulator.clock import Timed
 from traces.simulator.cluster import Cluster
-from traces.simulator.events import Beat, Sample
+from traces.simulator.events import Beat, Consider, Event, Sample
 from traces.simulator.journey import Journey
 from traces.simulator.machines import Node, PrefillNode
 from traces.simulator.spec import ClusterSpec
@@ -36,17 +37,25 @@ class SwitchingCluster(Cluster):
             later: Node = decode if index < spec.num_prefill else prefill
             later.is_alive = False
 
+    def begin(self) -> Iterator[Timed[Event]]:
+        yield from super().begin()
+        yield Timed(0.0, Consider())
+
+    def _happens(self, event: Event, now: float) -> None:
+        if not isinstance(event, Consider):
+            super()._happens(event, now)
+            return
+        self._consider(now)
+        if self.gateway.num_open:
+            self._later(now + self.spec.heartbeat_interval_s / 2, Consider())
+
     def _consider(self, now: float) -> None:
-        super()._consider(now)
+        for action in self.conductor.handle(Tick(), now):
+            if isinstance(action, RoleChangeDue):
+                self._drain(self._nodes[action.endpoint.instance_id], now)
         for name, until in list(self._leaving.items()):
             if now >= until or not self._has_work(self._nodes[name]):
                 self._change(self._nodes[name], now)
-
-    def _carry_out(self, action: Action, now: float) -> None:
-        if isinstance(action, RoleChangeDue):
-            self._drain(self._nodes[action.endpoint.instance_id], now)
-        else:
-            super()._carry_out(action, now)
 
     def _drain(self, node: Node, now: float) -> None:
         node.is_draining = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conductor.admission import Admission
-from conductor.replication.planner import ReplicationTerms
 from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
@@ -122,7 +121,6 @@ class ClusterSpec:
     # Whether decode machines prefill a prompt themselves where that is sooner (docs/conditional-disaggregation.md).
     conditional: bool = False
     chunk_share: float = CHUNK_SHARE  # of the TBT objective, what steps with chunks take then
-    replication: ReplicationTerms | None = None  # None: stores copy nothing from each other
     role_drain_s: float = 30.0  # what a machine has under way gets to finish before it changes
     sample_interval_s: float = 30.0  # of instances and replicas
     num_ranks: int = 100  # of the most popular blocks, whose replicas are counted
@@ -143,8 +141,6 @@ class ClusterSpec:
             raise ConfigError("SLOs and the heartbeat interval must be above 0")
         if self.block_size < 1 or self.prefill_group < 1 or self.chunk_tokens < 1:
             raise ConfigError("--block-size, --prefill-group and --chunk-tokens must be at least 1")
-        if self.replication is not None and self.pool == "local":
-            raise ConfigError("--replication needs --pool global: who could read a replica?")
         if self.roles is not None and self.conditional:
             raise ConfigError(
                 "--role-switching and --conditional-disaggregation exclude each other"

@@ -71,7 +71,7 @@ class Workshop:
         )
         policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
         roles = RoleController(spec.roles) if spec.roles else None
-        return ConductorState(policy, limits, roles, spec.replication)
+        return ConductorState(policy, limits, roles)
 
     def prefill_node(self, index: int) -> PrefillNode:
         name = f"prefill-{index}"

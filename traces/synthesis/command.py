@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from protocol.config import load, option
+from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from traces.analysis.checked import read_checked
 from traces.format import TraceRecord
@@ -90,9 +89,13 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def run(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `synthesize`. Raises ConfigError and HelpRequested."""
-    config = load(SynthesizeConfig, argv, prog=PROG, environ=os.environ)
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the arguments after `synthesize`."""
+    return run_command(SynthesizeConfig, run, argv, prog=PROG)
+
+
+def run(config: SynthesizeConfig) -> int:
+    """Writes the trace and returns the exit code. Raises ConfigError."""
     _check(config)
     records, usual = _like(config) if config.like else _described(config)
     wanted = config.requests if config.requests or config.duration else usual

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from protocol.errors import ConfigError
 from traces.format import TraceRecord
+from traces.output import writing
 
 
 def bounded(
@@ -24,12 +25,10 @@ def write_trace(path: Path, records: Iterable[TraceRecord]) -> int:
 
     A pipe or a device is written as it is, since it cannot be replaced.
     """
-    try:
-        if path.is_dir():
-            raise ConfigError(f"cannot write the trace {path}: it is a folder")
+    if path.is_dir():
+        raise ConfigError(f"cannot write the trace {path}: it is a folder")
+    with writing(f"the trace {path}"):
         number = _write(path, records) if _is_special(path) else _replace(path, records)
-    except OSError as error:
-        raise ConfigError(f"cannot write the trace {path}: {error.strerror}") from error
     if not number:
         raise ConfigError("not one request comes in that time; make --duration or --rate larger")
     return number

@@ -1,7 +1,7 @@
 """What the data plane does, and the state that its calls share with C.
 
 Owns `Flow`, whose layout `data_plane.c` repeats, and the Protocol that the compiled library and its
-Python twin both satisfy. Its rule: addresses are taken as they are, so bounds are the caller's to check
+fallback in Python both satisfy. Addresses are taken as they are, so bounds are the caller's to check
 and memory is the caller's to keep alive. Knows no frames, no segments and no errors of the cluster.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from transfer.rows import Rows
+from transfer.scatter import Rows
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -78,6 +78,15 @@ class Queue(ctypes.Structure):
         self.count = len(vectors)
         self.index = 0
 
+    def advance(self, count: int) -> None:
+        """Marks `count` more bytes as done, and the empty pieces behind them."""
+        self.moved += count
+        count += self.offset
+        while self.index < self.count and count >= (length := int(self.array[self.index, 1])):
+            count -= length
+            self.index += 1
+        self.offset = 0 if self.empty else count
+
     def clear(self) -> None:
         """Drops what is left."""
         self.index = self.count = self.offset = 0
@@ -119,6 +128,10 @@ class Flow:
         """errno after `End.ERROR`."""
         return self.state.error
 
+    @property
+    def wants_input(self) -> bool:
+        return self.into.moved < self.state.wanted and not self.into.empty
+
     def send(self, vectors: IoVectors) -> None:
         """Adds to what is to be sent."""
         self.out.add(vectors)
@@ -146,7 +159,7 @@ def total_bytes(vectors: IoVectors) -> int:
 
 
 class DataPlane(Protocol):
-    """The same functions compiled (`library`) and in Python (`twin`)."""
+    """The same functions in C and in Python (`library`)."""
 
     name: str
     """"native" or "python"."""

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest
 
 from protocol.errors import MoonserveError
 from transfer.rdma.fabric import Limits, PairAddress, QueuePair
-from transfer.wire.frames import (
+from transfer.tcp.frames import (
     MAX_TEXT_BYTES,
     Code,
     Header,

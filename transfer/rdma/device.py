@@ -8,18 +8,17 @@ Knows no verbs, so `moonserve doctor` can tell what is there without them.
 from __future__ import annotations
 
 import ipaddress
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ConfigError
+from transfer.paths.discovery import SYSFS, read_machine, read_text
+from transfer.paths.topology import Device
 
-SYSFS = Path("/sys")
 _ROCE_V2 = "RoCE v2"
 _MAX_HOLE = 64
 """Unused entries in a row after which no more are expected: the kernel fills the first free one."""
-_RATE = re.compile(r"([\d.]+) Gb/sec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,9 @@ class Port:
 
 def discover(sysfs: Path = SYSFS) -> list[Port]:
     """All ports of all devices, usable or not, in the order of their names."""
+    known = read_machine(sysfs).devices
     found = (sysfs / "class/infiniband").glob("*/ports/*")
-    ports = [_port(path, sysfs) for path in found if path.name.isdigit()]
+    ports = [_port(path, known) for path in found if path.name.isdigit()]
     return sorted(ports, key=lambda port: (port.device, port.number))
 
 
@@ -117,19 +117,18 @@ def best_gid(gids: Sequence[Gid], *, is_ethernet: bool) -> Gid | None:
     return next(iter(mapped or rest), None)
 
 
-def _port(path: Path, sysfs: Path) -> Port:
-    is_ethernet = _text(path / "link_layer") == "Ethernet"
-    gid = best_gid(_gids(path), is_ethernet=is_ethernet)
-    device = path.parents[1]
-    rate = _RATE.match(_text(path / "rate"))
+def _port(path: Path, known: Mapping[str, Device]) -> Port:
+    is_ethernet = read_text(path / "link_layer") == "Ethernet"
+    device = path.parents[1].name
+    place = known[f"{device}:{path.name}"]
     return Port(
-        device=device.name,
+        device=device,
         number=int(path.name),
-        state=_text(path / "state").partition(": ")[2],
+        state=(read_text(path / "state") or "").partition(": ")[2],
         is_ethernet=is_ethernet,
-        gid=gid,
-        bandwidth_bytes_s=float(rate[1]) * 1e9 / 8 if rate else None,
-        numa_node=_numa_node(device, gid, sysfs),
+        gid=best_gid(_gids(path), is_ethernet=is_ethernet),
+        bandwidth_bytes_s=place.bandwidth_bytes_s,
+        numa_node=place.numa_node,
     )
 
 
@@ -137,31 +136,12 @@ def _gids(port: Path) -> list[Gid]:
     """The entries that are in use, in the order of their indices."""
     found = []
     index = last = 0
-    while index <= last + _MAX_HOLE and (text := _text(port / f"gids/{index}")):
+    while index <= last + _MAX_HOLE and (text := read_text(port / f"gids/{index}")):
         raw = bytes.fromhex(text.replace(":", ""))
         if any(raw):
-            kind = _text(port / f"gid_attrs/types/{index}") or "InfiniBand"
-            netdev = _text(port / f"gid_attrs/ndevs/{index}") or None
+            kind = read_text(port / f"gid_attrs/types/{index}") or "InfiniBand"
+            netdev = read_text(port / f"gid_attrs/ndevs/{index}") or None
             found.append(Gid(index, raw, kind, netdev))
             last = index
         index += 1
     return found
-
-
-def _numa_node(device: Path, gid: Gid | None, sysfs: Path) -> int | None:
-    """A device in software has none of its own; its network interface may."""
-    places = [device / "device/numa_node"]
-    if gid is not None and gid.netdev:
-        places.append(sysfs / "class/net" / gid.netdev / "device/numa_node")
-    for place in places:
-        if (text := _text(place)) and int(text) >= 0:
-            return int(text)
-    return None
-
-
-def _text(path: Path) -> str:
-    """Empty where there is nothing; the kernel answers EINVAL for unused entries."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

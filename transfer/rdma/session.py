@@ -17,14 +17,12 @@ from transfer import scatter
 from transfer.base import Dial, Feed, Op, Slice
 from transfer.rdma import control
 from transfer.rdma.control import MAX_GRANTS, RemoteKey
-from transfer.rdma.device_rail import DeviceRail, PairSet
 from transfer.rdma.fabric import Completion
-from transfer.rdma.local import DamagedCopy, LocalMemory
-from transfer.rdma.send_queue import SendQueue, Work, runs_of
-from transfer.rdma.waiter import Waiter
-from transfer.rows import LOCAL, REMOTE
-from transfer.wire.connection import STEP_S, Connection
-from transfer.wire.frames import (
+from transfer.rdma.queues import SendQueue, Waiter, Work, runs_of
+from transfer.rdma.rail import DeviceRail, PairSet
+from transfer.scatter import LOCAL, REMOTE
+from transfer.tcp.connection import STEP_S, Connection
+from transfer.tcp.frames import (
     HEADER_BYTES,
     Code,
     Header,
@@ -34,8 +32,8 @@ from transfer.wire.frames import (
     encode,
     error_of,
 )
-from transfer.wire.handshake import Agreement
-from transfer.wire.stream import StreamSession, without_frames
+from transfer.tcp.handshake import Agreement
+from transfer.tcp.session import StreamSession, without_frames
 
 QUEUE_PAIRS: Final = 2
 """Per session. One fills a link of 100 Gb/s; more share the work of devices with several engines."""
@@ -51,7 +49,7 @@ class _Flight:
     part: Slice
     queue: int
     """Which pair carries it."""
-    local: LocalMemory
+    local_key: int
     num_waits: int = 0
     """Answers and completions still to come."""
     error: MoonserveError | None = None
@@ -143,7 +141,8 @@ class RdmaSession(StreamSession):
         if part.op is Op.WRITE and part.window_id is None:
             feed.settle(part, InvalidRequest("a WRITE needs a window"))
             return
-        flight = _Flight(part, self._next_queue, self._local(part))
+        local_key = self._rail.memory.own(part.local).local_key
+        flight = _Flight(part, self._next_queue, local_key)
         self._next_queue = (self._next_queue + 1) % len(self._queues)
         self._num_flights += 1
         self._in_flight += part.nbytes
@@ -163,12 +162,6 @@ class RdmaSession(StreamSession):
             flight.error = self._post_read(flight, key)
             self._settle_if_ended(flight, feed)
 
-    def _local(self, part: Slice) -> LocalMemory:
-        if part.damage and part.nbytes:
-            return DamagedCopy(part, self._rail.device)
-        key = self._rail.memory.own(part.local).local_key
-        return LocalMemory(part.rows, part.local.base, key)
-
     def _ask_grant(self, flight: _Flight) -> None:
         part = flight.part
         header = Header(
@@ -178,7 +171,9 @@ class RdmaSession(StreamSession):
             window_id=part.window_id or 0,
             source_id=flight.queue,
             nbytes=part.nbytes,
-            checksum=flight.local.checksum(part) if self._checksums else 0,
+            checksum=scatter.checksum(part.local.buffer, part.rows, LOCAL)
+            if self._checksums
+            else 0,
         )
         self._ask(flight, self._request(header, part.rows))
 
@@ -227,14 +222,13 @@ class RdmaSession(StreamSession):
         return None
 
     def _post(self, flight: _Flight, key: RemoteKey, grant: int | None) -> None:
-        local = flight.local
-        limit = self._rail.device.limits.max_message_bytes
-        runs = runs_of(local.rows, key.address, local.base, limit)
+        part, limit = flight.part, self._rail.device.limits.max_message_bytes
+        runs = runs_of(part.rows, key.address, part.local.base, limit)
         if grant is not None and not runs:
-            runs = [(key.address, local.base, 0)]  # nothing to write, but the grant must end
+            runs = [(key.address, part.local.base, 0)]  # nothing to write, but the grant must end
         if runs:
             flight.num_waits += 1
-            work = Work(flight, flight.part.op, runs, local.key, key.key, grant)
+            work = Work(flight, part.op, runs, flight.local_key, key.key, grant)
             self._queues[flight.queue].submit(work)
 
     def _completed(self, completion: Completion, feed: Feed) -> None:
@@ -251,7 +245,6 @@ class RdmaSession(StreamSession):
         part = flight.part
         self._num_flights -= 1
         self._in_flight -= part.nbytes
-        flight.local.release()
         feed.settle(part, flight.error or self._corrupt(flight))
 
     def _corrupt(self, flight: _Flight) -> IntegrityError | None:

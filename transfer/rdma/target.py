@@ -15,14 +15,13 @@ from transfer import scatter
 from transfer.base import Hosted
 from transfer.rdma import control
 from transfer.rdma.control import MAX_GRANTS, MAX_PAIRS, RemoteKey
-from transfer.rdma.device_rail import DeviceRail, PairSet
 from transfer.rdma.fabric import Completion
-from transfer.rdma.waiter import Waiter
-from transfer.rows import REMOTE, Rows
+from transfer.rdma.queues import Waiter
+from transfer.rdma.rail import DeviceRail, PairSet
+from transfer.scatter import REMOTE, Rows
 from transfer.segments import Segment
-from transfer.windows import Hold
-from transfer.wire.connection import Connection
-from transfer.wire.frames import (
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import (
     HEADER_BYTES,
     Header,
     Kind,
@@ -32,7 +31,8 @@ from transfer.wire.frames import (
     receive_rows,
     refusal,
 )
-from transfer.wire.target import StreamTarget
+from transfer.tcp.target import StreamTarget
+from transfer.windows import Hold
 
 _RECEIVE = 1
 """Token of a receive; the immediate says which grant it is."""

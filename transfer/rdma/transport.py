@@ -11,20 +11,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from protocol.errors import ConfigError, PeerLost
-from transfer import tcp
 from transfer.address import Address, Rail
 from transfer.base import Dial, Hosted
 from transfer.rdma import device
-from transfer.rdma.bindings import INSTALL
-from transfer.rdma.device_rail import DeviceRail
 from transfer.rdma.fabric import Fabric
+from transfer.rdma.rail import DeviceRail
 from transfer.rdma.session import RdmaSession
 from transfer.rdma.target import RdmaTarget
 from transfer.rdma.verbs import VerbsFabric
 from transfer.segments import Segment
-from transfer.wire.acceptor import Acceptor
-from transfer.wire.connection import Connection
-from transfer.wire.stream import authenticate
+from transfer.tcp.acceptor import Acceptor
+from transfer.tcp.connection import Connection
+from transfer.tcp.session import authenticate
+from transfer.tcp.transport import listen_on, open_connection, tune_accepted
 
 
 class RdmaListener:
@@ -67,7 +66,7 @@ class RdmaTransport:
         host = port.gid.ip if port.is_ethernet else hosted.options.host
         rail = DeviceRail(fabric.open(port))
         try:
-            listener, endpoint = tcp.listen_on(host)
+            listener, endpoint = listen_on(host)
         except ConfigError:
             rail.stop_listening()
             raise
@@ -83,7 +82,7 @@ class RdmaTransport:
         rail = self._rails.get(dial.local.name)
         if rail is None:
             raise PeerLost(f"rdma: {dial.local.name} is no rail of this engine")
-        connection = tcp.open_connection(dial)
+        connection = open_connection(dial)
         agreed = authenticate(connection, dial)
         try:
             session = RdmaSession(dial, connection, agreed, rail)
@@ -95,24 +94,13 @@ class RdmaTransport:
 
     def segment_added(self, segment: Segment) -> None:
         for rail in self._rails.values():
-            rail.memory.add(segment)
+            rail.memory.own(segment)
 
     def segment_removed(self, segment: Segment) -> None:
         for rail in self._rails.values():
             rail.remove(segment)
 
 
-def describe() -> list[str]:
-    """What `moonserve doctor` prints: every device port, usable or not, and what is missing."""
-    ports = device.discover()
-    lines = [f"{'usable' if port.usable else 'unusable'}: {port}" for port in ports]
-    try:
-        VerbsFabric().ports()
-    except ConfigError as error:
-        lines.append(str(error))
-    return lines or [f"no RDMA device ({INSTALL})"]
-
-
 def _target(hosted: Hosted, rail: DeviceRail, sock: socket.socket) -> RdmaTarget:
-    tcp.tune_accepted(sock)
+    tune_accepted(sock)
     return RdmaTarget(Connection(sock), hosted, rail)

@@ -1,34 +1,33 @@
-"""RDMA devices through pyverbs: the `fabric` of this host.
+"""RDMA devices through pyverbs: the `fabric` of this host, and the only importer of pyverbs.
 
 Works around what pyverbs lacks: 44 does not tell a completion channel's descriptor; work requests and
 their scatter entries leak 16 bytes each unless closed, so here they are made once and used again;
 `get_cq_event` blocks with the GIL held, so it is called on a non-blocking descriptor only. No call of
 pyverbs releases the GIL; all that are made here are short, but for registering gigabytes, and on rxe
 for posting (it sends in the caller's thread) and for destroying a pair whose packets the network
-interface still holds.
+interface still holds. The enumerations are in `pyverbs.enums` in 44 (Debian 12) and in
+`pyverbs.libibverbs_enums` in 59 (PyPI).
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
 from transfer.rdma import device as sysfs
-from transfer.rdma.bindings import INSTALL, pyverbs
 from transfer.rdma.device import Port
-from transfer.rdma.fabric import (
-    CHAIN,
-    Completion,
-    Limits,
-    PairAddress,
-    Runs,
-)
+from transfer.rdma.fabric import CHAIN, Completion, Limits, PairAddress, Region, Runs
 
 _Made = TypeVar("_Made")
 
@@ -43,6 +42,37 @@ _RNR_TIMER = 12
 """0.64 ms; receives are posted before the peer is told to write, so this is for disorder only."""
 _CHANNEL_LINK = "anon_inode:[infinibandevent]"
 _channels = threading.Lock()
+
+
+INSTALL = "install Debian's python3-pyverbs and ibverbs-providers, or `pip install moonserve[rdma]`"
+
+
+@cache
+def pyverbs() -> SimpleNamespace:
+    """The parts of pyverbs that are used here. Raises ConfigError."""
+    try:
+        with root_logger_untouched():
+            names = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
+            parts = {name: importlib.import_module(f"pyverbs.{name}") for name in names}
+            try:
+                enums = importlib.import_module("pyverbs.libibverbs_enums")
+            except ImportError:
+                enums = importlib.import_module("pyverbs.enums")
+            return SimpleNamespace(enums=enums, **parts)
+    except ImportError as error:
+        raise ConfigError(f"rdma needs pyverbs ({error}): {INSTALL}") from error
+
+
+@contextmanager
+def root_logger_untouched() -> Iterator[None]:
+    """Importing pyverbs configures the root logger."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 class VerbsFabric:
@@ -79,20 +109,18 @@ class VerbsDevice:
 
     def register(
         self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool
-    ) -> VerbsRegion:
+    ) -> Region:
         enums = pyverbs().enums
         access = enums.IBV_ACCESS_LOCAL_WRITE
         access |= enums.IBV_ACCESS_REMOTE_READ if remote_read else 0
         access |= enums.IBV_ACCESS_REMOTE_WRITE if remote_write else 0
         make = pyverbs().mr.MR
         hint = f"{self.port.name} cannot register {nbytes} bytes (ulimit -l, or memory of a file?)"
-        return VerbsRegion(
-            _made(
-                lambda: make(self._domain, nbytes, int(access), address=address),
-                hint,
-                InvalidRequest,
-            )
+        region: Any = _made(
+            lambda: make(self._domain, nbytes, int(access), address=address), hint, InvalidRequest
         )
+        keys = {"local_key": int(region.lkey), "remote_key": int(region.rkey)}
+        return cast("Region", SimpleNamespace(**keys, close=region.close))
 
     def make_completion_queue(self, capacity: int) -> VerbsCompletionQueue:
         return _made(
@@ -118,18 +146,6 @@ class VerbsDevice:
     def close(self) -> None:
         self._domain.close()
         self._context.close()
-
-
-class VerbsRegion:
-    """A `fabric.Region`."""
-
-    def __init__(self, region: Any) -> None:
-        self._region = region
-        self.local_key = int(region.lkey)
-        self.remote_key = int(region.rkey)
-
-    def close(self) -> None:
-        self._region.close()
 
 
 class VerbsCompletionQueue:
@@ -280,15 +296,11 @@ class _Requests:
         if immediate is not None:
             last.opcode = self._write_with_immediate
             last.imm_data = socket.htonl(immediate)
-        if self.max_inline_bytes:
-            self._put_inline(runs)
-        return head
-
-    def _put_inline(self, runs: Runs) -> None:
-        requests = self._requests[CHAIN - len(runs) :]
-        for request, (_, _, nbytes) in zip(requests, runs, strict=True):
+        requests = self._requests[CHAIN - len(runs) :] if self.max_inline_bytes else []
+        for request, (_, _, nbytes) in zip(requests, runs, strict=False):
             if nbytes <= self.max_inline_bytes:
                 request.send_flags |= self._inline
+        return head
 
     def _fill(self, token: int, opcode: int, runs: Runs, local_key: int, remote_key: int) -> Any:
         first = CHAIN - len(runs)

@@ -8,16 +8,16 @@ wrong, are an IntegrityError and never a success. Knows no requests.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from protocol.errors import IntegrityError, PeerLost
+from protocol.errors import IntegrityError
 from transfer import scatter
 from transfer.plan import MAX_ROWS
-from transfer.rows import Rows
+from transfer.scatter import Rows
 from transfer.segments import Segment
 
 STEP_BYTES = 4 << 20
@@ -51,10 +51,8 @@ class Copier:
     """Thread-safe. Holds threads once it has copied much; `close` ends them."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._closed = False
+        self._num_helpers = threads - 1
+        self._pool = ThreadPoolExecutor(threads - 1, "transfer-copy") if threads > 1 else None
 
     def copy(
         self,
@@ -67,52 +65,41 @@ class Copier:
         guard: AbstractContextManager[None] = _unguarded,
     ) -> None:
         """Each step's stores happen inside `guard`, which may refuse. Bounds have been checked."""
+        left = deque(scatter.cut(rows, STEP_BYTES, MAX_ROWS))
 
-        def perform(steps: Sequence[Rows]) -> None:
-            for step in steps:
+        def work() -> None:
+            while left:
+                try:
+                    step = left.popleft()
+                except IndexError:  # a helper was quicker
+                    return
                 with guard:
                     copy_step(source, into, step, to_column, verified)
 
-        steps = list(scatter.cut(rows, STEP_BYTES, MAX_ROWS))
-        if self._threads > 1 and scatter.total(rows) >= _SHARED_BYTES:
-            own, *offered = [steps[first :: self._threads] for first in range(self._threads)]
-            others: list[Future[None]] = []
-            try:
-                others += (self._offer(perform, share) for share in offered)
-                perform(own)
-                for share, other in zip(offered, others, strict=True):
-                    if other.cancel():  # no thread has come to it
-                        perform(share)
-            finally:
-                _join(others)
+        if self._pool is not None and scatter.total(rows) >= _SHARED_BYTES:
+            self._share(self._pool, work, left)
         else:
-            perform(steps)
+            work()
         source.require_live()
 
+    def _share(self, pool: ThreadPoolExecutor, work: Callable[[], None], left: deque[Rows]) -> None:
+        """On return nothing is stored any more, and what the pool has not begun finds nothing left."""
+        helpers: list[Future[None]] = []
+        try:
+            with contextlib.suppress(RuntimeError):  # no more threads for this process, or closed
+                helpers += (pool.submit(work) for _ in range(self._num_helpers))
+            work()
+        finally:
+            left.clear()
+            begun = [helper for helper in helpers if not helper.cancel()]
+            errors = [error for helper in begun if (error := helper.exception()) is not None]
+        if errors:
+            raise errors[0]
+
     def close(self) -> None:
-        """On return its threads have ended; what was being copied has been."""
-        with self._lock:
-            self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
-
-    def _offer(self, perform: _Perform, share: Sequence[Rows]) -> Future[None]:
-        """Of a thread that may come to it. The pool's own future would be lost where no thread can be had, and the
-        share, which it keeps all the same, be copied at some later time."""
-        offer: Future[None] = Future()
-        with self._lock:
-            if self._closed:
-                raise PeerLost("the transfer engine is closed")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads - 1, "transfer-copy")
-            with contextlib.suppress(RuntimeError):  # the process may not have more threads
-                self._pool.submit(_take, offer, perform, share)
-        return offer
-
-
-class _Perform(Protocol):
-    def __call__(self, steps: Sequence[Rows], /) -> None: ...
+        """On return its threads have ended."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def copy_step(source: Source, into: Segment, rows: Rows, to_column: int, verified: bool) -> None:
@@ -121,22 +108,3 @@ def copy_step(source: Source, into: Segment, rows: Rows, to_column: int, verifie
         source.copy(into.base, rows, to_column=to_column)
     elif not source.copy_verified(into.base, rows, to_column=to_column):
         raise IntegrityError("bytes changed while they were copied within the host")
-
-
-def _take(offer: Future[None], perform: _Perform, share: Sequence[Rows]) -> None:
-    if not offer.set_running_or_notify_cancel():
-        return
-    try:
-        perform(share)
-    except BaseException as error:  # raised where it is joined
-        offer.set_exception(error)
-    else:
-        offer.set_result(None)
-
-
-def _join(others: Sequence[Future[None]]) -> None:
-    """Waits for all that have begun, so that nothing is stored later; raises what the first of them raised."""
-    begun = [other for other in others if not other.cancel()]
-    errors = [error for other in begun if (error := other.exception()) is not None]
-    if errors:
-        raise errors[0]

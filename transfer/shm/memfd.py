@@ -22,7 +22,7 @@ import numpy as np
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
 from transfer.native import address_of, data_plane
-from transfer.rows import Rows
+from transfer.scatter import Rows
 
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python names it from 3.14 on
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -7,21 +7,21 @@ descriptors are passed only when that cannot block, since a peer may be sending 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import Enum, auto
 
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from transfer import scatter
 from transfer.base import Dial, Feed, Op, Slice, Transfer
-from transfer.rows import LOCAL, REMOTE
+from transfer.scatter import LOCAL, REMOTE
 from transfer.segments import Segment
 from transfer.shm.copying import STEP_BYTES, Copier, Source, copy_step
-from transfer.shm.markers import Markers
-from transfer.shm.memfd import PeerMemory
+from transfer.shm.memfd import OwnedMemory, PeerMemory
 from transfer.shm.sources import Sources
-from transfer.wire.connection import Connection
-from transfer.wire.frames import HEADER_BYTES, Header, Kind, encode, request
-from transfer.wire.handshake import Agreement
-from transfer.wire.stream import StreamSession, without_frames
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import HEADER_BYTES, Header, Kind, encode, request
+from transfer.tcp.handshake import Agreement
+from transfer.tcp.session import StreamSession, without_frames
 
 _IN_FLIGHT_BYTES = 64 << 20
 """Requests to copy out of offered memory carry no payload: enough of them that the target never waits."""
@@ -46,7 +46,7 @@ class ShmSession(StreamSession):
         agreed: Agreement,
         *,
         copier: Copier,
-        markers: Markers,
+        markers: Mapping[int, OwnedMemory],
     ) -> None:
         super().__init__(dial, connection, agreed)
         self._max_in_flight = max(self._max_in_flight, _IN_FLIGHT_BYTES)
@@ -67,7 +67,7 @@ class ShmSession(StreamSession):
     def ask(self, part: Slice, feed: Feed) -> bool:
         if part.op is Op.READ:
             return self._ask_read(part, feed)
-        if part.window_id is None or part.damage or not self._reachable_for_peer(part):
+        if part.window_id is None or not self._reachable_for_peer(part):
             return super().ask(part, feed)
         header = Header(
             kind=Kind.WRITE_FROM,
@@ -147,7 +147,7 @@ class ShmSession(StreamSession):
 
     def _offer(self, segment: Segment) -> bool:
         """False when it cannot be done now."""
-        lent = segment.memory or self._markers.of(segment)
+        lent = segment.memory or self._markers.get(segment.segment_id)
         if lent is None:
             return False
         offer = Header(

@@ -1,17 +1,136 @@
-"""What one connection's peer has lent us: mapped where it can be, read by address where that is permitted.
+"""Memory that two processes of a host lend each other: mapped where possible, else read by address.
 
 Used by both ends: the initiator reads the target's segments, the target what the initiator offered.
+Reading by address is process_vm_readv: permitted to whoever may attach a debugger, so for the same user
+unless the kernel (Yama) or a container's system call filter is stricter. Each segment that is read so
+has a marker, a page of shared memory that the owner clears when it deregisters the segment. Where
+neither way is possible, the bytes travel on the connection.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
+import os
+import select
+import threading
 from collections.abc import Callable
 
-from transfer.native.process_memory import OtherProcess
+import numpy as np
+
+from protocol.errors import InvalidRequest, PeerLost
+from transfer import scatter
+from transfer.native import address_of, data_plane
+from transfer.native.base import MAX_IOVECS, IoVectors
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
 from transfer.shm.copying import Source
 from transfer.shm.memfd import PeerMemory
-from transfer.shm.process import ProcessMemory
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_read = _libc.process_vm_readv
+_pointer, _count = ctypes.c_void_p, ctypes.c_ulong
+_read.argtypes = [ctypes.c_int, _pointer, _count, _pointer, _count, _count]
+_read.restype = ctypes.c_ssize_t
+
+
+class OtherProcess:
+    """A living process, and no other that later gets the same number. Owns a descriptor."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError: there is no such process, or not in this pid namespace."""
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._ended = select.poll()
+        self._ended.register(self._pidfd, select.POLLIN)
+
+    def read(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
+        """Copies each row's bytes from its memory (`source` and on) to ours, without the GIL.
+
+        Raises OSError: EPERM when that is not permitted, EFAULT when a row is not all mapped there,
+        ESRCH when the process has ended, before or meanwhile. A row is less than 2 GiB.
+        """
+        for first in range(0, len(rows), MAX_IOVECS):
+            part = rows[first : first + MAX_IOVECS]
+            into = _pieces(to, part, to_column)
+            self._read_pieces(into, _pieces(source, part, 1 - to_column))
+        if self._ended.poll(0):  # after the copy: until then the number cannot have been given away
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    def _read_pieces(self, into: IoVectors, out_of: IoVectors) -> None:
+        count = len(into)
+        moved = _read(self.pid, into.ctypes.data, count, out_of.ctypes.data, count, 0)
+        if moved < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        if moved != int(into[:, 1].sum()):
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+
+
+def _pieces(base: int, rows: Rows, column: int) -> IoVectors:
+    made: IoVectors = np.empty((len(rows), 2), np.uint64)
+    made[:, 0] = rows[:, column] + base
+    made[:, 1] = rows[:, LENGTH]
+    return made
+
+
+class ProcessMemory:
+    """`copying.Source` over another process's addresses. Does not own `process`."""
+
+    def __init__(self, process: OtherProcess, base: int, nbytes: int, marker: PeerMemory) -> None:
+        """Takes the marker over. Raises OSError when its ends cannot be read, PeerLost for nonsense."""
+        if nbytes <= 0 or base <= 0 or base + nbytes > 1 << 63:
+            raise PeerLost("the peer offered memory that cannot be")
+        self.nbytes = nbytes
+        self._process = process
+        self._base = base
+        self._marker = marker
+        self._lock = threading.Lock()
+        """Of the scratch memory."""
+        self._scratch = bytearray()
+        probe = bytearray(2)
+        ends = scatter.rows((0, 0, 1), (nbytes - 1, 1, 1))
+        process.read(address_of(probe), base, ends, to_column=LOCAL)
+
+    def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
+        try:
+            self._process.read(to, self._base, rows, to_column=to_column)
+        except ProcessLookupError as error:
+            raise PeerLost("the peer's process has ended") from error
+        except OSError as error:
+            self.require_live()
+            reason = errno.errorcode.get(error.errno or 0, "")
+            raise InvalidRequest(f"the peer's memory cannot be read: {reason}") from error
+
+    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
+        """By a second copy, as the bytes cannot be read in place."""
+        self.copy(to, rows, to_column=to_column)
+        lengths = rows[:, LENGTH]
+        packed_at = np.cumsum(lengths) - lengths
+        nbytes = scatter.total(rows)
+        with self._lock:
+            if len(self._scratch) < nbytes:
+                self._scratch = bytearray(nbytes)
+            packed = address_of(self._scratch)
+            self.copy(
+                packed, np.stack((rows[:, 1 - to_column], packed_at, lengths), 1), to_column=LOCAL
+            )
+            places = np.stack((rows[:, to_column], packed_at, lengths), 1)
+            return data_plane().rows_equal(to, packed, places, column=REMOTE)
+
+    def require_live(self) -> None:
+        self._marker.require_live()
+
+    @property
+    def live(self) -> bool:
+        return self._marker.live
+
+    def close(self) -> None:
+        self._marker.close()
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
 """`python -m benchmarks.engine.lookahead [--trace FILE]`: who gets which blocks, replayed in virtual time.
 
-On-demand allocation (two kinds), reservation of the worst case and lookahead on equal requests: drawn ones, on which
-every constant was chosen, and with --trace the published conversation lengths, on which none was. The worker is one
-decode machine of the Mooncake paper's testbed with as much of its memory as the table says; it is always contended.
-`--frontier` adds the knobs of both sides: what on-demand keeps free, and lookahead's margin. Nothing here is measured
-but the allocators' CPU time (`µs/call`, in the middle of a replay); all else is equal for equal seeds.
+On-demand admission (two kinds), room for the worst case and lookahead, over the pool that workers use, on equal
+requests: drawn ones, on which every constant was chosen, and with --trace the published conversation lengths, on which
+none was. The worker is one decode machine of the Mooncake paper's testbed with as much of its memory as the table says;
+it is always contended. `--frontier` adds the knobs of both sides: what on-demand keeps free, and lookahead's margin.
+Nothing here is measured but the CPU time of admissions and growth (`µs/look`, in the middle of a replay); all else is
+equal for equal seeds.
 """
 
 from __future__ import annotations
@@ -19,14 +20,10 @@ from typing import Any
 
 from benchmarks.engine.lookahead.figures import as_table, figures
 from benchmarks.engine.lookahead.load import SYNTHETIC, Wish, of_trace, synthetic
-from benchmarks.engine.lookahead.replay import Replay, Worker
+from benchmarks.engine.lookahead.replay import Replay, Worker, WorstCase
 from benchmarks.measure import write_json
-from engine.lookahead.allocator import Allocator
-from engine.lookahead.base import Policy
-from engine.lookahead.costs import Costs
-from engine.lookahead.lookahead import Lookahead
-from engine.lookahead.on_demand import OnDemand
-from engine.lookahead.worst_case import WorstCase
+from engine.lookahead.base import OnDemand, Policy
+from engine.lookahead.lookahead import Costs, Lookahead
 from traces.simulator.profiles import LLAMA3_70B_8XA800
 
 BLOCK_SIZE = 16  # tokens, as vLLM's
@@ -76,7 +73,7 @@ def replay(load: Load, policy: Policy) -> dict[str, float]:
         num_blocks=load.pool_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
     )
-    run = Replay(load.wishes, worker, Allocator(worker.num_blocks, BLOCK_SIZE, policy))
+    run = Replay(load.wishes, worker, policy)
     run.run()
     return figures(run)
 

@@ -1,7 +1,8 @@
-"""A decode worker in virtual time, over any allocator: continuous batching, as `decode_worker.schedule` does it.
+"""A decode worker in virtual time, over the pool and the admission that workers use: continuous batching, as
+`decode_worker.schedule` does it.
 
 Prompts come with their KV (the prefill worker's work is not seen here) and wait, first come first served, until the
-allocator admits them. A preempted sequence goes before all who were never admitted and computes its tokens again, in
+policy admits them. A preempted sequence goes before all who were never admitted and computes its tokens again, in
 chunks beside the decoding ones. Steps take what the profiles say. Between events (an end, a table that is full, an
 arrival, a new look at the queue) all sequences get a token a step, so that a run of steps is an arithmetic series.
 Does not know how long a request will be before it ends; the sequences do.
@@ -18,7 +19,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from benchmarks.engine.lookahead.load import Wish
-from engine.lookahead.allocator import Allocator
+from decode_worker.allotment import Allotment, Claim
+from engine.block_pool import BlockPool
+from engine.lookahead.base import Books, Growing, OnDemand, Policy
 from protocol.ids import RequestId
 from protocol.profile import DecodeProfile, PrefillProfile
 
@@ -33,6 +36,80 @@ class Worker:
     block_size: int = 16
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 2048
+
+
+class WorstCase(OnDemand):
+    """Lets a request in only with room for its prompt and all that it may generate, so that none ever gives way."""
+
+    def admits(self, request: Growing, books: Books) -> bool:
+        requests = [*(holder.request for holder in books.holders.values()), request]
+        most = (books.blocks_for(each.num_prompt_tokens + each.max_tokens) for each in requests)
+        return sum(most) <= books.num_blocks
+
+
+class Tables:
+    """Who holds which blocks of a worker's pool, as its policy lets them."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy: Policy) -> None:
+        self.block_size = block_size
+        self.num_looks = self.num_admissions = self.num_preemptions = self.preempted_tokens = 0
+        self.pool = BlockPool(
+            num_blocks,
+            on_added=lambda key, parent: None,
+            on_removed=lambda key: None,
+            enable_prefix_caching=False,
+        )
+        self._holders: dict[RequestId, Sequence] = {}
+        self._times_preempted: dict[RequestId, int] = {}
+        self._allotment = Allotment(self.pool, block_size, policy)
+        self._allotment.claims = self._claims
+
+    def _claims(self) -> list[Claim]:
+        return [
+            Claim(each, each.blocks, self._times_preempted.get(each.request_id, 0))
+            for each in self._holders.values()
+        ]
+
+    def admit(self, sequence: Sequence) -> bool:
+        self.num_looks += 1
+        self._allotment.changed()
+        taken = self._allotment.take(sequence, (), self._blocks_for(sequence))
+        if taken is None:
+            return False
+        sequence.blocks = taken[1]
+        self._holders[sequence.request_id] = sequence
+        self.num_admissions += 1
+        return True
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        return -(-sequence.num_tokens // self.block_size)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Makes room for its tokens; False when another has to give way first."""
+        missing = self._blocks_for(sequence) - len(sequence.blocks)
+        blocks = self.pool.allocate(missing) if missing > 0 else []
+        sequence.blocks += blocks or []
+        return blocks is not None
+
+    def victim(self, needy: Sequence) -> RequestId:
+        return self._allotment.victim(needy, self._claims())
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.preempted_tokens += sequence.num_tokens
+        times = self._times_preempted
+        times[sequence.request_id] = times.get(sequence.request_id, 0) + 1
+        self._release(sequence)
+        self._allotment.preempted(sequence)
+
+    def finish(self, sequence: Sequence, *, stopped: bool | None) -> None:
+        self._release(sequence)
+        self._allotment.ended(sequence, stopped=stopped)
+
+    def _release(self, sequence: Sequence) -> None:
+        del self._holders[sequence.request_id]
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
 
 
 class Clock:
@@ -95,9 +172,6 @@ class Sums:
     busy_s: float = 0.0
     steps: int = 0
     tokens: float = 0.0  # in tables
-    capacity: float = 0.0  # of tables
-    blocks: float = 0.0  # of the pool
-    runs: float = 0.0
     sequences: float = 0.0
     generated: int = 0
     recomputed: int = 0
@@ -106,11 +180,11 @@ class Sums:
 class Replay:
     """`run` once."""
 
-    def __init__(self, wishes: Seq[Wish], worker: Worker, allocator: Allocator) -> None:
-        self.allocator = allocator
+    def __init__(self, wishes: Seq[Wish], worker: Worker, policy: Policy) -> None:
+        self.tables = Tables(worker.num_blocks, worker.block_size, policy)
         self.sums = Sums()
         self.ended: list[Sequence] = []
-        self.allocator_s = 0.0  # CPU time
+        self.tables_s = 0.0  # CPU time
         self.clock = Clock()
         self._worker = worker
         self._arrivals = deque(
@@ -148,7 +222,7 @@ class Replay:
         began_s = time.process_time()
         self._admit()
         self._grow()
-        self.allocator_s += time.process_time() - began_s
+        self.tables_s += time.process_time() - began_s
         self._step()
         self._end()
         return True
@@ -169,19 +243,17 @@ class Replay:
             if not queue:
                 break
             sequence = queue[0]
-            blocks = self.allocator.admit(sequence)
-            if blocks is None:
+            if not self.tables.admit(sequence):
                 break
             self._preempted.pop(0) if self._preempted else self._waiting.popleft()
-            self._begin(sequence, blocks)
+            self._begin(sequence)
         self._look_at = self.clock.step + self._worker.block_size
 
-    def _begin(self, sequence: Sequence, blocks: list[int]) -> None:
+    def _begin(self, sequence: Sequence) -> None:
         waited_s = self.now_s - sequence.waits_since_s
         sequence.waited_s += waited_s
         if sequence.first_wait_s is None:
             sequence.first_wait_s = waited_s
-        sequence.blocks = blocks
         self._running[sequence.request_id] = sequence
         if sequence.missing:
             insort(self._behind, sequence, key=lambda each: each.rank)
@@ -215,14 +287,8 @@ class Replay:
 
     def _grow(self) -> None:
         for sequence in self._due():
-            while sequence.request_id in self._running and not self.allocator.grow(sequence):
-                self._preempt(self._running[self.allocator.victim(sequence).request_id])
-            for request_id in self.allocator.shortened:
-                if request_id in self._running:
-                    other = self._running[request_id]
-                    if not other.missing:
-                        self._expect(other)
-            self.allocator.shortened.clear()
+            while sequence.request_id in self._running and not self.tables.grow(sequence):
+                self._preempt(self._running[self.tables.victim(sequence)])
             if sequence.request_id in self._running:
                 self._expect(sequence)
 
@@ -237,7 +303,7 @@ class Replay:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
-        self.allocator.preempt(sequence.request_id)
+        self.tables.preempt(sequence)
         sequence.missing = sequence.num_tokens
         sequence.waits_since_s = self.now_s
         insort(self._preempted, sequence, key=lambda each: each.rank)
@@ -277,13 +343,11 @@ class Replay:
         num, first_s = self._num_decoding, self._step_s() if self._num_decoding else 0.0
         pairs = count * (count - 1) / 2
         seconds = count * first_s + self._worker.decode.c2 * num * pairs + longer_s
-        sums, allocator = self.sums, self.allocator
+        sums = self.sums
         sums.busy_s += seconds
         sums.steps += count
         behind = sum(each.num_tokens for each in self._behind)
         sums.tokens += seconds * (self._context + behind + num * (count - 1) / 2)
-        sums.capacity += seconds * allocator.num_held * self._worker.block_size
-        sums.runs += seconds * allocator.num_runs
         sums.sequences += seconds * len(self._running)
         sums.generated += count * num
         self._context += count * num
@@ -330,6 +394,6 @@ class Replay:
             self._look_at = self.clock.step
 
     def _finish(self, sequence: Sequence) -> None:
-        self.allocator.finish(sequence, stopped=sequence.output >= sequence.max_tokens)
+        self.tables.finish(sequence, stopped=sequence.output >= sequence.max_tokens)
         self._leave(sequence)
         self.ended.append(sequence)

@@ -1,23 +1,26 @@
-"""`moonserve doctor` on GPUs, RDMA ports, ports, disks and the registry: each is tried, and what lacks has a remedy."""
+"""What `moonserve doctor` makes of a machine, its devices and its surroundings: what lacks has a remedy."""
 
 from __future__ import annotations
 
-import json
+import errno
 import socket
 from ipaddress import IPv6Address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.cli import main
-from deploy.doctor import gpu_checks, rdma_checks, service_checks
+from deploy.doctor import device_checks, machine_checks, peer_checks, service_checks
 from deploy.doctor.findings import Finding, State
+from deploy.ports import free_port
 from engine.device import Gpu
 from protocol.errors import ConfigError
-from tests.ports import free_port
 from tests.redis_server import RedisServer
 from transfer.rdma.device import Gid, Port
 
+OK, WARN, FAIL = State.OK, State.WARN, State.FAIL
+NO_CAPABILITY, ALL_CAPABILITIES = "CapEff:\t0000000000000000", "CapEff:\t000001ffffffffff"
+LARGE = "MemTotal: 99999999 kB\nMemAvailable: 99999999 kB"
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth1\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0
 eth1\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
@@ -25,133 +28,118 @@ eth2\t0000010A\t00000000\t0000\t0\t0\t0\t00FFFFFF\t0\t0\t0
 """
 
 
-def test_the_report_has_a_line_for_everything_that_a_cluster_stands_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["doctor", "--json", "--disk", str(tmp_path), "--port", str(free_port())]) == 0
-    report = json.loads(capsys.readouterr().out)["findings"]
-    assert {"software", "machine", "gpu", "surroundings", "rdma", "transports"} <= set(report)
-    lines = {line["subject"]: line for line in report["surroundings"]}
-    assert lines["disk"]["facts"]["read_bytes_s"] > 0
-    assert lines["registry"]["state"] == "ok"
-    assert not list(tmp_path.iterdir()), "the file that was read is gone"
-    for line in (line for lines in report.values() for line in lines):
-        assert line["state"] == "ok" or line["remedy"]
-
-
-def test_a_port_that_is_taken_fails_only_where_it_was_asked_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        asked, *_ = service_checks.check_ports("127.0.0.1", port)
-    assert (asked.state, asked.subject) == (State.FAIL, f"port {port}")
-    assert "--port" in asked.remedy
-    free, chosen = service_checks.check_ports("127.0.0.1", port)
-    assert free.state is State.OK
-    assert chosen.facts["last"] > chosen.facts["first"]
-
-
-def test_the_default_port_may_be_another_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(service_checks, "DEFAULT_PORT", taken.getsockname()[1])
-        found, *_ = service_checks.check_ports("127.0.0.1", None)
-    assert found.state is State.WARN
-
-
-def test_too_few_ports_to_choose_from_are_a_warning() -> None:
-    assert service_checks.chosen_ports(32768, 60999).state is State.OK
-    assert service_checks.chosen_ports(32768, 33000).state is State.WARN
-
-
 @pytest.mark.parametrize(
-    ("free_bytes", "bytes_s", "state"),
+    ("found", "state", "words"),
     [
-        (1 << 40, 2e9, State.OK),
-        (1 << 40, None, State.OK),
-        (1 << 20, 2e9, State.WARN),
-        (1 << 40, 5e7, State.WARN),
+        (machine_checks._cores(4, 8, "100000 100000"), WARN, "at least 2"),
+        (machine_checks._cores(1, 8, ""), WARN, "at least 2"),
+        (machine_checks._cores(4, 8, "max 100000"), OK, ""),
+        (machine_checks._cores(4, 8, "250000 100000"), OK, "2.5"),
+        (machine_checks._memory("MemTotal: 1000 kB\nMemAvailable: 900 kB", "max"), WARN, "--dram"),
+        (machine_checks._memory(LARGE, "1000000"), WARN, "--dram"),
+        (machine_checks._memory(LARGE, "max"), OK, ""),
+        (machine_checks._locked_memory(8 << 20, NO_CAPABILITY, rdma_wanted=True), WARN, "ulimit"),
+        (machine_checks._locked_memory(8 << 20, NO_CAPABILITY, rdma_wanted=False), OK, ""),
+        (machine_checks._locked_memory(8 << 20, ALL_CAPABILITIES, rdma_wanted=True), OK, "IPC"),
+        (machine_checks._locked_memory(-1, "", rdma_wanted=True), OK, "unlimited"),
+        (machine_checks._files(1024, 1_048_576), WARN, "ulimit -n 65536"),
+        (machine_checks._files(65536, 65536), OK, ""),
+        (machine_checks._features("flags\t\t: avx2 fma\n\nflags\t\t: fpu avx2 fma\n"), OK, "avx2"),
+        (machine_checks._features("model name: x\nflags\t\t: fpu sse2\n"), WARN, "AVX2"),
+        (service_checks.chosen_ports(32768, 60999), OK, ""),
+        (service_checks.chosen_ports(32768, 33000), WARN, "sysctl"),
+        (service_checks.about_disk(Path("/data"), 1 << 40, 2e9), OK, "2.00 GB/s"),
+        (service_checks.about_disk(Path("/data"), 1 << 40, None), OK, ""),
+        (service_checks.about_disk(Path("/data"), 1 << 20, 2e9), WARN, "make room"),
+        (service_checks.about_disk(Path("/data"), 1 << 40, 5e7), WARN, "too slow"),
+        (service_checks.check_disk(Path("/nowhere"), measure=True), FAIL, "No such file"),
+        (peer_checks.unreached("tcp", "p:1", TimeoutError("timed out")), FAIL, "firewall"),
+        (peer_checks.unreached("tcp", "p:1", OSError(errno.ETIMEDOUT, "")), FAIL, "firewall"),
+        (peer_checks.unreached("tcp", "p:1", OSError(errno.ENETUNREACH, "")), FAIL, "--host"),
+        (peer_checks.unreached("tcp", "p:1", OSError(errno.EHOSTUNREACH, "")), FAIL, "is the peer"),
+        (peer_checks.unreached("tcp", "p:1", socket.gaierror(-2, "?")), FAIL, "host name"),
     ],
 )
-def test_a_disk_needs_room_and_speed(free_bytes: int, bytes_s: float | None, state: State) -> None:
-    assert service_checks.about_disk(Path("/data"), free_bytes, bytes_s).state is state
+def test_what_is_short_is_told_with_advice(found: Finding, state: State, words: str) -> None:
+    assert found.state is state
+    assert words in found.text + found.remedy
 
 
-def test_a_folder_that_is_not_there_fails_where_it_was_asked_for(tmp_path: Path) -> None:
-    found = service_checks.check_disk(tmp_path / "nowhere", measure=True)
-    assert found.state is State.FAIL
-    assert "No such file" in found.text
+def test_a_port_that_is_taken_fails_only_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    monkeypatch.setattr(service_checks, "DEFAULT_PORT", port)
+    with socket.create_server(("127.0.0.1", port)):
+        asked, *_ = service_checks.check_ports("127.0.0.1", port)
+        by_default, *_ = service_checks.check_ports("127.0.0.1", None)
+    assert (asked.state, asked.subject) == (FAIL, f"port {port}")
+    assert "--port" in asked.remedy
+    assert by_default.state is WARN
+    free, chosen = service_checks.check_ports("127.0.0.1", port)
+    assert free.state is OK
+    assert chosen.facts["last"] > chosen.facts["first"]
 
 
 def test_a_registry_that_answers_is_told_from_one_that_does_not() -> None:
     with RedisServer() as redis:
-        assert service_checks.check_registry(redis.url, "").state is State.OK
+        assert service_checks.check_registry(redis.url, "").state is OK
         gone = redis.url
     away = service_checks.check_registry(gone, "")
-    assert away.state is State.FAIL
-    assert "--registry" in away.remedy
-    assert service_checks.check_registry("ftp://x", "").state is State.FAIL
-    assert service_checks.check_registry(None, "").state is State.OK
+    assert (away.state, "--registry" in away.remedy) == (FAIL, True)
+    assert service_checks.check_registry("ftp://x", "").state is FAIL
+    assert service_checks.check_registry(None, "").state is OK
 
 
 @pytest.mark.parametrize(
     ("port", "state", "word"),
     [
-        ({}, State.OK, "routes to 0.0.0.0/0, 10.0.0.0/24"),
-        ({"netdev": "eth2"}, State.WARN, "ip route add"),
-        ({"netdev": None}, State.WARN, "ip address add"),
-        ({"state": "DOWN"}, State.WARN, "ip link set"),
-        ({"netdev": "eth2", "is_ethernet": False}, State.OK, "InfiniBand"),
+        ({}, OK, "routes to 0.0.0.0/0, 10.0.0.0/24"),
+        ({"netdev": "eth2"}, WARN, "ip route add"),
+        ({"netdev": None}, WARN, "ip address add"),
+        ({"state": "DOWN"}, WARN, "ip link set"),
+        ({"netdev": "eth2", "is_ethernet": False}, OK, "InfiniBand"),
     ],
 )
 def test_an_rdma_port_is_judged_by_state_gid_and_route(
-    port: dict[str, object], state: State, word: str
+    port: dict[str, Any], state: State, word: str
 ) -> None:
-    found = rdma_checks.about_port(rdma_port(**port), ROUTES)
-    assert found.state is state
-    assert word in found.text + found.remedy
-
-
-def rdma_port(state: str = "ACTIVE", netdev: str | None = "eth1", is_ethernet: bool = True) -> Port:
+    netdev = port.get("netdev", "eth1")
     gid = Gid(3, IPv6Address("::ffff:10.0.0.5").packed, "RoCE v2", netdev)
-    return Port(
+    made = Port(
         device="mlx5_0",
         number=1,
-        state=state,
-        is_ethernet=is_ethernet,
+        state=port.get("state", "ACTIVE"),
+        is_ethernet=port.get("is_ethernet", True),
         gid=None if netdev is None else gid,
         bandwidth_bytes_s=25e9,
         numa_node=0,
     )
-
-
-def gpus(monkeypatch: pytest.MonkeyPatch, found: list[Gpu] | Exception) -> list[Finding]:
-    def usable() -> list[Gpu]:
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(gpu_checks, "count_gpus", lambda: 2)
-    monkeypatch.setattr(gpu_checks, "usable_gpus", usable)
-    return gpu_checks.check_gpus()
-
-
-def test_each_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, busy = gpus(monkeypatch, [Gpu("H200", 140 << 30, 139 << 30), Gpu("H200", 140 << 30, 1)])
-    assert (idle.state, busy.state) == (State.OK, State.WARN)
-    assert "H200, 140.0 GiB" in idle.text
-    assert "--gpu-memory-utilization" in busy.remedy
+    found = device_checks.about_port(made, ROUTES)
+    assert found.state is state
+    assert word in found.text + found.remedy
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("this torch was built without CUDA"), ImportError("no torch")]
+    ("gpus", "states", "words"),
+    [
+        ([Gpu("H200", 140 << 30, 139 << 30)], [OK], "H200, 140.0 GiB"),
+        ([Gpu("H200", 140 << 30, 1)], [WARN], "--gpu-memory-utilization"),
+        (ConfigError("this torch was built without CUDA"), [WARN], "built without CUDA"),
+        (ImportError("no torch"), [WARN], "pip install torch"),
+    ],
 )
-def test_gpus_that_cannot_be_used_say_why(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_gpus_are_named_with_their_memory_or_why_they_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, gpus: Any, states: list[State], words: str
 ) -> None:
-    [found] = gpus(monkeypatch, error)
-    assert found.state is State.WARN
-    assert "2 shown" in found.text
-    assert "torch" in found.remedy
+    def usable() -> list[Gpu]:
+        if isinstance(gpus, Exception):
+            raise gpus
+        found: list[Gpu] = gpus
+        return found
 
-
-def test_a_machine_without_gpus_is_well() -> None:
-    assert all(found.state is State.OK or found.remedy for found in gpu_checks.check_gpus())
+    monkeypatch.setattr(device_checks, "count_gpus", lambda: 2)
+    monkeypatch.setattr(device_checks, "usable_gpus", usable)
+    found = device_checks.check_gpus()
+    assert [each.state for each in found] == states
+    assert words in found[0].text + found[0].remedy

@@ -25,7 +25,7 @@ def _no_cluster_of_the_operator() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command gives up who does not answer within seconds, and a busy machine may need longer."""
-    for caller in ("deploy.kvctl.cluster", "deploy.terminal.workers", "protocol.registry.remote"):
+    for caller in ("deploy.kvctl.cluster", "deploy.terminal.client", "protocol.registry.remote"):
         monkeypatch.setattr(f"{caller}.Channels", PatientChannels)
     monkeypatch.setitem(RedisRegistry.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
 

@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from deploy.kvctl.main import main
+from deploy.ports import free_port
 from kvstore.client import plain_key
-from kvstore.objects import PutObject
+from kvstore.client.objects import PutObject
+from kvstore.client.spots import Spots
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from protocol.registry.connect import connect
+from tests.kvstore.client.pools import store_of
 from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.nodes import TOKEN, Node, connected, running_node
 from tests.patience import NEVER_S, answered
-from tests.ports import free_port
 
 SEGMENT_BYTES = 8 * 2**20
 PATIENTLY = (sys.executable, "-m", "tests.deploy.kvctl.patiently")
@@ -128,28 +130,20 @@ class Kvctl:
 
 
 def put(node: Node, values: Mapping[str, bytes]) -> None:
-    async def body() -> None:
-        async with connected(node.rpc_address) as (client, _, endpoint):
-            for key, value in values.items():
-                await client.put_bytes(endpoint, key.encode(), value)
-
-    asyncio.run(body())
-
-
-def get(node: Node, key: str) -> bytes | None:
-    """The value, compared with its checksum."""
-    return get_all(node, [key]).get(key)
+    with store_of(f"node://{node.rpc_address}") as store:
+        for key, value in values.items():
+            store.put(key.encode(), value)
 
 
 def get_all(node: Node, keys: Iterable[str]) -> dict[str, bytes]:
     """Those of the values that the node has, compared with their checksums."""
+    with store_of(f"node://{node.rpc_address}") as store:
+        found = {key: store.get(key.encode()) for key in keys}
+    return {key: value for key, value in found.items() if value is not None}
 
-    async def body() -> dict[str, bytes]:
-        async with connected(node.rpc_address) as (client, _, endpoint):
-            found = {key: await client.get(endpoint, key.encode()) for key in keys}
-        return {key: value for key, value in found.items() if value is not None}
 
-    return asyncio.run(body())
+def get(node: Node, key: str) -> bytes | None:
+    return get_all(node, [key]).get(key)
 
 
 def chain_keys(name: str, length: int) -> list[BlockKey]:
@@ -164,10 +158,11 @@ def put_chain(node: Node, keys: Sequence[BlockKey], num_bytes: int = 4096) -> No
             digest = checksum([local.buffer])
             parents = [None, *keys]
             wishes = [
-                PutObject(key=key, parent=parent, checksum=digest, pieces=[(0, num_bytes)])
+                PutObject(key=key, parent=parent, checksum=digest)
                 for key, parent in zip(keys, parents, strict=False)
             ]
-            result = await client.put(endpoint, wishes, local)
+            spots = Spots.checked(local, [0] * len(wishes), [num_bytes] * len(wishes))
+            result = await client.put(endpoint, wishes, spots)
             assert result.stored == len(keys)
 
     asyncio.run(body())

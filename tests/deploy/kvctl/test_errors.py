@@ -7,71 +7,53 @@ import signal
 import pytest
 
 from deploy.kvctl.cluster import reason
+from deploy.ports import free_port
 from protocol.errors import PeerLost
 from tests.deploy.kvctl.stage import ENVIRON, Kvctl, Stage, chain_keys, put, put_chain, stage
 from tests.kvstore.nodes import running_node
 from tests.patience import until
-from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.stopping import stop
 
 
-def test_a_cluster_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    said = Kvctl(capsys)("nodes")
-    assert said.code == 2
-    assert "--registry URL (or set MOONSERVE_REGISTRY), or --node HOST:PORT" in said.err
-    assert len(said.err.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("registry", "arguments", "code", "words"),
+    [
+        (None, "nodes", 2, "--registry URL (or set MOONSERVE_REGISTRY), or --node HOST:PORT"),
+        ("{nobody}", "nodes", 3, "the registry"),
+        ("redis://{nobody}", "nodes", 3, "the registry"),
+        ("http://127.0.0.1:1", "nodes", 2, "unknown scheme"),
+        ("{pair}", "stat nobody-has-this", 1, "no such key: nobody-has-this"),
+        ("{pair}", "replicas nobody-has-this", 1, "no such key: nobody-has-this"),
+        ("{pair}", "drop nobody-has-this", 1, "no such key: nobody-has-this"),
+        ("{pair}", "pin --soft nobody-has-this", 1, "no such key: nobody-has-this"),
+        ("{pair}", "stat 0123456789abcdef", 1, "--long shows all 32"),
+        ("{pair}", "ls --node store-7", 2, "known: store-0, store-1"),
+        ("{pair}", "ls --node {pair}", 3, "another kind of process"),
+        ("{pair}", "replicas some-key 0", 2, "N must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_an_exit_code(
+    pair: Stage, capsys: pytest.CaptureFixture[str],
+    registry: str | None, arguments: str, code: int, words: str,
+) -> None:  # fmt: skip
+    known = {"pair": pair.registry, "nobody": f"127.0.0.1:{free_port()}"}
+    kvctl = Kvctl(capsys, "" if registry is None else registry.format(**known))
+    said = kvctl(*arguments.format(**known).split())
+    assert said.code == code
+    [line] = said.err.splitlines()
+    assert words in line
 
 
-def test_the_registry_may_come_from_the_environment(
+def test_registry_and_token_come_from_the_environment(
     pair: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = Kvctl(capsys)("nodes", environ={**ENVIRON, "MOONSERVE_REGISTRY": pair.registry})
     assert said.code == 0
     assert "store-1" in said.out
-
-
-@pytest.mark.parametrize("scheme", ["", "redis://"])
-def test_a_registry_that_is_away_is_told(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = Kvctl(capsys, f"{scheme}127.0.0.1:{free_port()}")("nodes")
-    assert said.code == 3
-    assert "the registry" in said.err
-    assert len(said.err.splitlines()) == 1
-
-
-def test_a_registry_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    said = Kvctl(capsys, "http://127.0.0.1:1")("nodes")
-    assert said.code == 2
-    assert "unknown scheme" in said.err
-
-
-def test_a_wrong_token_is_told_from_an_unreachable_cluster(pair: Stage, kvctl: Kvctl) -> None:
-    said = kvctl("nodes", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"})
+    said = Kvctl(capsys, pair.registry)("nodes", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"})
     assert said.code == 2
     assert "set MOONSERVE_CLUSTER_TOKEN" in said.err
-
-
-def test_a_key_that_nobody_has_is_not_found(kvctl: Kvctl) -> None:
-    for verb in (["stat"], ["replicas"], ["drop"], ["pin", "--soft"]):
-        said = kvctl(*verb, "nobody-has-this")
-        assert said.code == 1
-        assert "no such key: nobody-has-this" in said.err
-
-
-def test_digits_of_a_cut_key_are_recognised(kvctl: Kvctl) -> None:
-    assert "--long shows all 32" in kvctl("stat", "0123456789abcdef").err
-
-
-def test_a_node_that_nobody_knows_is_named_with_those_that_are(kvctl: Kvctl) -> None:
-    said = kvctl("ls", "--node", "store-7")
-    assert said.code == 2
-    assert "known: store-0, store-1" in said.err
-
-
-def test_a_process_that_is_no_store_node_is_recognised(pair: Stage, kvctl: Kvctl) -> None:
-    said = kvctl("ls", "--node", pair.registry)
-    assert said.code == 3
-    assert "another kind of process" in said.err
 
 
 def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,28 +92,23 @@ def test_a_stopped_node_costs_seconds_and_is_named(
     assert "4 blocks above" in said.out
 
 
-def test_a_cluster_without_store_nodes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with stage([]) as made:
-        said = Kvctl(capsys, made.registry)("nodes")
-    assert said.code == 1
-    assert "moonserve store --join" in said.err
-
-
-def test_redis_is_a_registry_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with RedisServer() as redis, running_node("--dram", "1MiB", "--join", redis.url):
+def test_redis_is_a_registry_too_and_one_without_nodes_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with RedisServer() as redis:
         kvctl = Kvctl(capsys, redis.url)
-        until(lambda: kvctl("nodes").code == 0)  # a node is ready before it is a member
-        [record] = kvctl.json("nodes")
-    assert record["node"] == "store-0"
-    assert record["last_heard_s"] is None  # there is no directory
+        alone = kvctl("nodes")
+        assert (alone.code, "moonserve store --join" in alone.err) == (1, True)
+        with running_node("--dram", "1MiB", "--join", redis.url):
+            until(lambda: kvctl("nodes").code == 0)  # a node is ready before it is a member
+            [record] = kvctl.json("nodes")
+    assert (record["node"], record["last_heard_s"]) == ("store-0", None)  # there is no directory
 
 
-def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    kvctl = Kvctl(capsys)
-    listed = kvctl("--help").out
-    for verb in ["ls", "stat", "nodes", "replicas", "pin", "drop", "verify", "drain", "watch"]:
-        assert verb in listed
-        assert kvctl(verb, "--help").code == 0
+def test_help_lists_every_verb_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = Kvctl(capsys)("--help").out
+    verbs = "ls stat nodes replicas pin drop verify drain watch limit limits"
+    assert all(f"    {verb} " in listed for verb in verbs.split())
     assert "exit codes" in listed
 
 

@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from deploy.kvctl.main import main as kvctl
-from deploy.terminal.endings import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from deploy.ports import free_port
+from deploy.terminal.client import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
 from engine.elastic.serving import KvMemoryServicer
 from protocol.pb import worker_pb2_grpc
 from protocol.rpc import RpcServer
-from tests.engine.elastic.test_elasticity import MIB, Worker
-from tests.ports import free_port
+from tests.engine.elastic.test_elasticity import Worker
 
 TOKEN = "secret"
 ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
@@ -82,19 +82,26 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(asked: list[str]) -
     assert worker.elasticity.limits() == before
 
 
-async def test_a_worker_whose_memory_is_fixed_says_how_to_change_that(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    async with serving(None) as address:
-        code = await asyncio.to_thread(kvctl, ["--node", address, "limit", "w", str(MIB)], ENVIRON)
-    assert code == EXIT_USAGE
-    assert "--elastic-kv-memory" in capsys.readouterr().err
-
-
 def test_a_worker_or_a_gateway_that_does_not_answer_is_told_apart_from_a_refusal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     assert kvctl(["--node", nobody, "limits"], ENVIRON) == EXIT_UNREACHABLE
-    assert kvctl(["limits", "--url", f"http://{nobody}"], ENVIRON) == EXIT_UNREACHABLE
-    assert "--url" in capsys.readouterr().err
+    for asked in (["limits", "--url", f"http://{nobody}"], ["--url", f"http://{nobody}", "limits"]):
+        assert kvctl(asked, ENVIRON) == EXIT_UNREACHABLE
+        assert "--url" in capsys.readouterr().err
+    assert kvctl(["--url", f"http://{nobody}", "ls"], ENVIRON) == EXIT_USAGE
+    assert "--registry" in capsys.readouterr().err  # only limits are asked of a gateway
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_elastic", "words"),
+    [({}, True, "set MOONSERVE_CLUSTER_TOKEN"), (ENVIRON, False, "--elastic-kv-memory")],
+)
+async def test_a_refusal_says_what_to_set(
+    capsys: pytest.CaptureFixture[str], environ: dict[str, str], is_elastic: bool, words: str
+) -> None:
+    async with serving(Worker() if is_elastic else None) as address:
+        asked = ["--node", address, "limit", "w", "1MiB"]
+        assert await asyncio.to_thread(kvctl, asked, environ) == EXIT_USAGE
+    assert words in capsys.readouterr().err

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from deploy.plan import Kind
+from deploy.ports import free_port
 from deploy.ray import agent
 from deploy.ray.agent import STOPPED, Assignment, Lives
 from deploy.ray.config import parse_cluster
 from deploy.ray.events import READY, Report
-from deploy.ray.units import Kind, Unit, addresses_of
+from deploy.ray.units import Unit, addresses_of
 from tests.patience import answered
-from tests.ports import free_port
 from tests.stopping import stop
 
 

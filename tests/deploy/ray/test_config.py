@@ -1,16 +1,25 @@
-"""The YAML of a cluster on Ray: what it says arrives, and what is wrong is told with the key."""
+"""The YAML of a cluster on Ray: what it says arrives at the processes, and what is wrong is told with the key."""
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from deploy.ray.config import load_cluster, parse_cluster
+from deploy.cli import main
+from deploy.plan import Kind, ProcessSpec, Site
+from deploy.ray.config import parse_cluster
+from deploy.ray.driver import INSTALL, connect
+from deploy.ray.units import Unit, addresses_of, process_spec, serve_config
+from deploy.terminal.client import EXIT_USAGE
+from kvstore.directory.config import DirectoryConfig
+from protocol.config import load
 from protocol.errors import ConfigError
+from tests.deploy.test_plan import CLASSES
 
 WHOLE = """
 name: chat
@@ -31,32 +40,26 @@ serve:
 """
 
 
-def test_what_the_file_says_arrives() -> None:
+def test_what_the_file_says_arrives_also_as_the_arguments_of_serve_deploy() -> None:
     config = parse_cluster(yaml.safe_load(WHOLE))
     assert config.namespace == "moonserve-chat"
     assert config.prefill.bundle() == {"CPU": 8.0, "GPU": 1.0, "prefill": 1.0}
     assert config.stores.bundle() == {"CPU": 1.0, "memory": 64 * 2.0**30}
     assert (config.decode.count, config.decode.min, config.decode.most) == (3, 1, 6)
-    assert config.drain_s == 60.0
     assert config.autoscale is not None
-    assert (config.autoscale.high, config.autoscale.low) == (0.8, 0.3)
-    assert config.serve.model == "/models/qwen"
-    assert config.serve.served_model_name == ("chat", "chat-large")
-    assert config.serve.dram == 64 * 2**30
-    assert not config.serve.enable_prefix_caching
+    assert (config.autoscale.high, config.autoscale.low, config.drain_s) == (0.8, 0.3, 60.0)
+    serve = config.serve
+    assert (serve.model, serve.served_model_name) == ("/models/qwen", ("chat", "chat-large"))
+    assert (serve.dram, serve.enable_prefix_caching) == (64 * 2**30, False)
     assert not config.needs_directory
+    application = {"name": "chat", "import_path": "x:y", "args": yaml.safe_load(WHOLE)}
+    assert parse_cluster({"applications": [application]}) == config
 
 
 def test_an_empty_mapping_is_the_demo_model_with_one_worker_of_each_kind() -> None:
     config = parse_cluster({})
     assert (config.prefill.count, config.decode.count, config.conductors.count) == (1, 1, 2)
-    assert config.needs_directory
-    assert config.autoscale is None
-
-
-def test_a_document_for_serve_deploy_is_read_by_its_args() -> None:
-    application = {"name": "chat", "import_path": "x:y", "args": yaml.safe_load(WHOLE)}
-    assert parse_cluster({"applications": [application]}) == parse_cluster(yaml.safe_load(WHOLE))
+    assert (config.needs_directory, config.autoscale) == (True, None)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,96 @@ def test_what_is_wrong_is_told_with_the_key(document: Any, words: str) -> None:
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(("text", "words"), [("a: [", "not valid YAML"), ("x: 1", "unknown key")])
-def test_an_error_names_the_file(tmp_path: Path, text: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a: [", "not valid YAML"), ("prefil: {count: 2}", "did you mean"), (None, "cannot read")],
+)
+def test_a_wrong_file_is_named_before_ray_is_asked(
+    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=words) as raised:
-        load_cluster(path)
-    assert str(path) in str(raised.value)
-    with pytest.raises(ConfigError, match="cannot read"):
-        load_cluster(tmp_path / "absent.yaml")
+    if text is not None:
+        path.write_text(text)
+    assert main(["deploy", "ray", "--address", "nowhere:1", str(path)]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert words in told
+    assert str(path) in told
+
+
+def test_a_file_is_checked_without_ray_and_help_names_every_verb(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    example = Path(__file__).parents[3] / "deploy" / "clusters" / "gpu.yaml"
+    assert main(["deploy", "ray", "--check", str(example)]) == 0
+    assert "gpu.yaml is in order" in capsys.readouterr().out
+    assert main(["deploy", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for verb in ("ray", "status", "logs", "scale", "restart", "drain", "down"):
+        assert f"\n    {verb} " in shown
+    for wrong in ([], ["scale"], ["frobnicate"], ["drain"]):
+        assert main(["deploy", *wrong]) == EXIT_USAGE
+        assert "usage: moonserve deploy" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as raised:
+        connect("auto")
+    assert INSTALL in str(raised.value)
+
+
+DOCUMENT = {
+    "conductors": {"count": 2, "port": 7200},
+    "prefill": {"cpus": 6.5},
+    "gateways": {"count": 2},
+    "drain_s": 20,
+    "serve": {"block_size": 64, "host": "0.0.0.0", "port": 8080, "api_key": ["k1"]},
+}
+HOSTS = ("10.0.0.1", "10.0.0.2")
+EVERYWHERE = "10.0.0.1:7200,10.0.0.1:7201,10.0.0.2:7200,10.0.0.2:7201"
+REDIS = "redis://10.0.0.9:6379/0"
+
+
+def spec(kind: Kind, number: int = 0, **more: object) -> ProcessSpec:
+    config = parse_cluster({**DOCUMENT, **more})
+    addresses = addresses_of(config, HOSTS, HOSTS[0])
+    site = Site(
+        conductor=addresses.conductors,
+        model_path="/model",
+        host="10.0.0.2",
+        drain_s=config.drain_s,
+    )
+    serve = serve_config(config, addresses)
+    return process_spec(config, Unit(kind, number), serve, site, "store-1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "more", "expected"),
+    [
+        (Kind.CONDUCTOR, 1, {},
+         {"instance_id": "conductor-1", "host": "10.0.0.2", "port": 7201, "registry": "10.0.0.1:7090"}),
+        (Kind.CONDUCTOR, 0, {"registry": REDIS}, {"registry": REDIS}),
+        (Kind.CONDUCTOR, 0, {"conductors": {"count": 1}},
+         {"instance_id": "conductor", "registry": None}),
+        (Kind.DIRECTORY, 0, {}, {"port": 7090, "registry": None}),
+        (Kind.STORE, 1, {}, {"instance_id": "store-1", "host": "10.0.0.2", "conductor": EVERYWHERE}),
+        (Kind.PREFILL, 3, {}, {"instance_id": "prefill-3", "num_threads": 6, "home_store": "store-1",
+                               "drain_timeout_s": 20.0, "conductor": EVERYWHERE}),
+        (Kind.DECODE, 0, {}, {"num_threads": 1, "block_size": 64, "conductor": EVERYWHERE}),
+        (Kind.GATEWAY, 0, {}, {"host": "0.0.0.0", "port": 8080, "reuse_port": True, "api_key": ("k1",),
+                               "conductor": EVERYWHERE}),
+    ],
+)  # fmt: skip
+def test_processes_understand_what_their_actors_tell_them(
+    kind: Kind, number: int, more: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """The configuration that each would build is built here."""
+    made = spec(kind, number, **more)
+    cls = {**CLASSES, "kvstore.directory": DirectoryConfig}[made.module]
+    config = load(cls, made.flags, prog=made.module, environ=made.environment)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert not any("k1" in flag for flag in made.flags)
+    assert kind not in (Kind.PREFILL, Kind.DECODE) or made.stop_grace_s > 20.0
+
+
+def test_workers_that_may_change_their_role_have_names_without_one() -> None:
+    config = parse_cluster({"serve": {"role_switching": "on"}})
+    units = [Unit(kind, number) for kind in (Kind.PREFILL, Kind.DECODE) for number in range(2)]
+    assert [unit.name(config) for unit in units] == ["worker-0", "worker-2", "worker-1", "worker-3"]

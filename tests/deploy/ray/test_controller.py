@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from deploy.ray import hosts
 from deploy.ray.config import parse_cluster
 from deploy.ray.events import Host
 from tests.patience import answered
-from tests.ports import free_port
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from deploy.plan import Kind
 from deploy.ray.config import parse_cluster
 from deploy.ray.events import (
     READY,
@@ -32,8 +33,8 @@ from deploy.ray.events import (
 )
 from deploy.ray.hosts import REFUSAL_S
 from deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
-from deploy.ray.units import Kind
 from protocol.errors import ConfigError
+from tests.thoroughness import examples
 
 DOCUMENT = {
     "prefill": {"count": 2, "cpus": 1, "resources": {"prefill": 1}},
@@ -113,16 +114,28 @@ class World:
         self.tell(MembersSeen(members=members))
 
     def settle(self, looks: int = 40) -> None:
+        """Until all is whole and nothing was done for three looks."""
+        calm = 0
         for _ in range(looks):
+            before = len(self.log)
             self.look()
+            is_done = self.state.is_whole and not self.state.is_restarting
+            calm = calm + 1 if is_done and len(self.log) == before else 0
+            if calm == 3:
+                return
 
     def on(self, node: str) -> set[str]:
         return {name for name, (_, _, its) in self.actors.items() if its == node}
 
 
-def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> None:
-    world = World()
+def settled(hosts: int = 4) -> World:
+    world = World(hosts)
     world.settle()
+    return world
+
+
+def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> None:
+    world = settled()
     assert world.state.is_whole
     kinds = [action.unit.kind for action in world.log if isinstance(action, Start)]
     first = {kind: kinds.index(kind) for kind in Kind}
@@ -134,11 +147,7 @@ def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> No
         *("store-1", "store-2", "store-3"),
         *("prefill-0", "prefill-1", "decode-0", "decode-1"),
     }
-
-
-def test_processes_of_one_kind_are_spread_and_each_worker_sits_beside_a_store() -> None:
-    world = World()
-    world.settle()
+    # Processes of one kind are spread, and each worker sits beside a store.
     for kind in ("conductor", "prefill", "decode"):
         nodes = [node for name, (_, _, node) in world.actors.items() if name.startswith(kind)]
         assert len(set(nodes)) == len(nodes)
@@ -148,8 +157,7 @@ def test_processes_of_one_kind_are_spread_and_each_worker_sits_beside_a_store() 
 
 
 def test_without_room_a_process_waits_until_there_is_some() -> None:
-    world = World(hosts=1)
-    world.settle()
+    world = settled(hosts=1)
     assert not any(name.startswith(("prefill", "decode")) for name in world.actors)
     assert set(world.state.missing()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     world.hosts[1] = host(1)
@@ -158,10 +166,15 @@ def test_without_room_a_process_waits_until_there_is_some() -> None:
 
 
 def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -> None:
-    world = World()
-    world.settle()
+    world = settled()
     lost = world.on("n2")
     assert lost
+    before = len(world.log)
+    world.hosts[2] = host(2, answers=False)
+    world.look()
+    world.hosts[2] = host(2)
+    world.settle()
+    assert len(world.log) == before  # it blinked
     world.hosts[2] = host(2, answers=False)
     began_at = world.now
     while world.on("n2"):
@@ -180,20 +193,8 @@ def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -
         assert name in world.state.processes
 
 
-def test_a_blink_of_a_host_changes_nothing() -> None:
-    world = World()
-    world.settle()
-    before = len(world.log)
-    world.hosts[2] = host(2, answers=False)
-    world.look()
-    world.hosts[2] = host(2)
-    world.settle()
-    assert len(world.log) == before
-
-
 def test_a_silent_actor_on_a_host_that_answers_is_rays_to_restart_for_a_while() -> None:
-    world = World()
-    world.settle()
+    world = settled()
     generation = world.actors["decode-0"][0]
     silent = Silent(name="decode-0", generation=generation)
     assert world.tell(silent) == []
@@ -202,8 +203,7 @@ def test_a_silent_actor_on_a_host_that_answers_is_rays_to_restart_for_a_while() 
 
 
 def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
-    world = World(hosts=2)
-    world.settle()
+    world = settled(hosts=2)
     world.tell(Gone(name="decode-0", generation=world.actors.pop("decode-0")[0]))
     world.look()
     assert "decode-0" not in world.state.processes
@@ -213,8 +213,7 @@ def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
 
 
 def test_scaling_adds_the_lowest_absent_number_and_takes_the_highest() -> None:
-    world = World()
-    world.settle()
+    world = settled()
     world.tell(Leave(name="prefill-0"))
     world.settle()
     assert "prefill-0" not in world.actors
@@ -226,9 +225,10 @@ def test_scaling_adds_the_lowest_absent_number_and_takes_the_highest() -> None:
     assert {n for n in world.actors if n.startswith("prefill")} == {"prefill-0"}
 
 
-@pytest.mark.parametrize(
-    ("wish", "words"),
-    [
+def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    world = settled()
+    before = world.state.to_record()
+    for wish, words in (
         (Scale(kind=Kind.STORE, count=2), "stores follow the hosts"),
         (Scale(kind=Kind.DECODE, count=0), "at least 1"),
         (Scale(kind=Kind.CONDUCTOR, count=3), "conductors.count"),
@@ -237,20 +237,14 @@ def test_scaling_adds_the_lowest_absent_number_and_takes_the_highest() -> None:
         (Leave(name="store-1"), "cannot be drained"),
         (Leave(name="decode-7"), "there is no decode-7"),
         (RestartAll(names=("x",)), "there is no x"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_changes_nothing(wish: Any, words: str) -> None:
-    world = World()
-    world.settle()
-    before = world.state.to_record()
-    with pytest.raises(ConfigError, match=words):
-        world.tell(wish)
-    assert world.state.to_record() == before
+    ):
+        with pytest.raises(ConfigError, match=words):
+            world.tell(wish)
+        assert world.state.to_record() == before
 
 
 def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
-    world = World()
-    world.settle()
+    world = settled()
     names = set(world.actors)
     world.tell(RestartAll())
     restarted = [action.name for action in world.log if isinstance(action, Restart)]
@@ -270,8 +264,7 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
 
 
 def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
-    world = World()
-    world.settle()
+    world = settled()
     names = set(world.actors)
     world.tell(TakeDown())
     world.settle()
@@ -283,8 +276,7 @@ def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
 
 
 def test_a_controller_that_starts_anew_finds_everything_as_it_was() -> None:
-    world = World()
-    world.settle()
+    world = settled()
     world.tell(Scale(kind=Kind.DECODE, count=3))
     world.settle()
     again = ControllerState(world.state.config)
@@ -337,10 +329,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         world.hosts = {number: host(number) for number in range(4)}
-        for _ in range(400):
-            world.look()
-            if world.state.is_whole and not world.state.is_restarting:
-                break
+        world.settle(400)
         assert world.state.is_whole
         assert {name: p.generation for name, p in world.state.processes.items()} == {
             name: generation for name, (generation, _, _) in world.actors.items()
@@ -348,4 +337,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestAnyOrder.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)

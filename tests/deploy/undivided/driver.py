@@ -8,8 +8,7 @@ from typing import Any
 
 from decode_worker.actions import SendTokens
 from decode_worker.events import StoreFound
-from deploy.undivided.events import PutEnded, SealBlocks, Sealed, Submitted
-from deploy.undivided.publishing import Publishing
+from deploy.undivided.publishing import Publishing, PutEnded, SealBlocks, Sealed
 from deploy.undivided.state import UndividedState
 from engine.block_pool import BlockPool
 from prefill_worker.actions import LoadPrefix, PutBlocks
@@ -17,10 +16,11 @@ from prefill_worker.events import PrefixLoaded, PrefixLoadFailed, PutDone, PutFa
 from protocol.errors import PeerLost
 from protocol.keys import BlockKey
 from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.request import Endpoint, PrefillReport, PrefixSource
+from protocol.request import Endpoint, Placement, PrefillReport, PrefixSource
 from protocol.step_budget import StepBudget
 from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, request_of
 from tests.scores import is_whole
+from worker.events import Submitted
 
 STORE = Endpoint(
     instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host"
@@ -79,7 +79,7 @@ class UndividedDriver(Driver):
         assert is_whole(report.prompt_logprobs, num_tokens)
         assert report.cached_tokens == 0
 
-    def _perform(self, action: Any) -> list[Any]:
+    def _perform(self, action: Any) -> None:
         match action:
             case LoadPrefix():
                 for part in action.parts:
@@ -91,8 +91,7 @@ class UndividedDriver(Driver):
             case PutBlocks():
                 self.puts.append(action)
             case _:
-                return super()._perform(action)
-        return []
+                super()._perform(action)
 
     # -- what the world does
 
@@ -108,8 +107,13 @@ class UndividedDriver(Driver):
         if request.scores_prompt:
             self._scored[request_id] = len(prompt)
         source = PrefixSource(store=STORE, first_block=0, num_blocks=num_stored)
-        sources = (source,) if num_stored else ()
-        return self.handle(Submitted(request=request, sources=sources))
+        placement = Placement(
+            request_id=request.request_id,
+            prefill=STORE,
+            decode=STORE,
+            prefix_sources=(source,) if num_stored else (),
+        )
+        return self.handle(Submitted(request=request, placement=placement))
 
     def load(self, num_good: int | None = None) -> list[Any]:
         """The oldest load ends with so many good blocks; None = all. Checksums are first bytes of keys."""

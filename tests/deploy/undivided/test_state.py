@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_worker import events
-from engine.prompt_scores import MAX_SCORED_TOKENS
+from engine.batch import MAX_SCORED_TOKENS
 from protocol.errors import DeadlineExceeded, InvalidRequest, NoWorker, PeerLost
 from protocol.ids import GatewayId
 from protocol.step_budget import LEAST_CHUNK

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from deploy.worker.config import WorkerConfig
-from deploy.worker.turn import Turn
+from deploy.worker.worker import Turn
 from protocol.errors import ConfigError, Overloaded
 from protocol.ids import Role
 from protocol.process import Lifecycle, running
@@ -20,25 +20,15 @@ def turn(drain_s: float = FOREVER_S) -> tuple[Turn, Lifecycle]:
     return Turn(Role.DECODE, process, drain_s=drain_s), process
 
 
-async def test_a_command_ends_the_turn_and_names_the_next_role() -> None:
+async def test_a_command_ends_the_turn_names_the_next_role_and_is_not_turned_round() -> None:
     decode, _ = turn()
-    decode.switch_to(Role.PREFILL)
-    await decode.until_stopped()
-    assert decode.next_role is Role.PREFILL
-    decode.switch_to(Role.PREFILL)
-    assert decode.next_role is Role.PREFILL
-
-
-async def test_its_own_role_is_no_switch() -> None:
-    decode, _ = turn()
-    decode.switch_to(Role.DECODE)
+    decode.switch_to(Role.DECODE)  # its own role is no switch
     assert not decode.stopping.is_set()
     assert decode.next_role is None
-
-
-async def test_a_switch_is_not_turned_round_under_way() -> None:
-    decode, _ = turn()
-    decode.switch_to(Role.PREFILL)
+    for _ in range(2):
+        decode.switch_to(Role.PREFILL)
+        await decode.until_stopped()
+        assert decode.next_role is Role.PREFILL
     with pytest.raises(Overloaded):
         decode.switch_to(Role.DECODE)
     assert decode.next_role is Role.PREFILL

@@ -17,10 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.cuda.kernels.decode import DecodeBatch, decode_attention
-from engine.cuda.kernels.norm import add_norm
+from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
 from engine.cuda.kernels.prefill import ChunkBatch, prefill_attention
-from engine.cuda.kernels.rope import Positions, rotate_and_store
-from engine.cuda.kernels.swiglu import swiglu
 
 ATTENTION = (
     (torch.bfloat16, 64, None),

@@ -11,9 +11,7 @@ pytest.importorskip(
 )
 
 from benchmarks.gpu_check.cases import TOLERANCES, relative_error
-from engine.cuda.kernels.norm import add_norm
-from engine.cuda.kernels.rope import Positions, rotate_and_store
-from engine.cuda.kernels.swiglu import swiglu
+from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
 from engine.rope import apply_rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

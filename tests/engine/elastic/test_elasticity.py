@@ -10,16 +10,15 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.elastic.config import LedgerConfig
 from engine.elastic.elasticity import Elasticity
-from engine.elastic.paging import Paging
-from engine.elastic.resident import resident_bytes
+from engine.elastic.pages import Paging
 from engine.kv_pool import KvPool
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.process import running
-from tests.engine.elastic.shapes import LAYOUT, PAGE
+from tests.engine.elastic.shapes import LAYOUT, PAGE, resident_bytes
 from tests.patience import PATIENCE_S, answered, until
 from transfer import TransferEngine
+from transfer.config import TransferOptions
 from transfer.native import address_of
-from transfer.options import TransferOptions
 from transfer.shm.memfd import OwnedMemory
 
 MIB = 1 << 20
@@ -116,7 +115,7 @@ async def test_two_under_one_budget_hand_memory_over(tmp_path: Path) -> None:
             other.changed.clear()
         other.fill(taken)
         other.pool.release(taken)
-    held = [each.elasticity.limits().held for each in (one, other)]
+    held = [each.elasticity.limits().held_bytes for each in (one, other)]
     assert sum(held) <= 2 * MIB
     one.elasticity.close()
     other.elasticity.close()
@@ -147,6 +146,6 @@ def test_options_that_make_no_sense_are_told(options: dict[str, object]) -> None
 
 def test_elastic_memory_beside_rdma_is_refused() -> None:
     engine = TransferEngine(cluster_token="secret", options=TransferOptions(transports=("tcp",)))
-    engine._options = TransferOptions(transports=("rdma", "tcp"))
+    engine.options = TransferOptions(transports=("rdma", "tcp"))
     with pytest.raises(ConfigError, match="rdma"):
         engine.allocate(4096, elastic=True)

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.elastic.ledger import SPARE_S, WISH_S, Ledger
+from engine.elastic.ledger import SPARE_S, WISH_S, Budget, Ledger, Share
 from engine.elastic.seat import Seat
 from protocol.errors import ConfigError
 from tests.kvstore.disk.mounts import mounted
+from tests.thoroughness import examples
 
 MIB = 1 << 20
 BUDGET = 16 * MIB
@@ -115,6 +119,105 @@ def seat(path: Path) -> Iterator[Callable[..., Seat]]:
         each.close()
 
 
+class Host(RuleBasedStateMachine):
+    """Workers take, use, want and give; the budget changes; in the end all wait for all that they may have."""
+
+    @initialize(
+        nbytes=st.integers(1, 30),
+        floors=st.lists(st.integers(0, 6), min_size=2, max_size=4),
+        ceilings=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+    )
+    def begin(self, nbytes: int, floors: list[int], ceilings: list[int]) -> None:
+        pairs = zip(floors, ceilings, strict=False)
+        self.shares = [Share(floor=floor, ceiling=floor + more) for floor, more in pairs]
+        self.budget = Budget(sum(floors) + nbytes, self.shares)
+        self.used = [0] * len(self.shares)
+
+    @rule(number=st.integers(0, 3), count=st.integers(1, 30))
+    def take(self, number: int, count: int) -> None:
+        number %= len(self.shares)
+        share, budget = self.shares[number], self.budget
+        others = [each for each in self.shares if each is not share]
+        outdone = any(budget.lacking(each) and each.held < share.held for each in others)
+        before, free = share.held, budget.free
+        taken = min(count, budget.room_untouched(share))
+        share.held += taken
+        share.wanted = max(0, share.wanted - taken)
+        assert taken <= max(0, free), "what nobody has cannot be taken"
+        if taken:
+            assert share.held <= share.ceiling
+            if share.held > share.floor:
+                owed = sum(each.unmet for each in others)
+                assert budget.free >= owed, "others' floors are out of reach"
+                assert not outdone, "one that waits has less"
+        elif before < share.floor:
+            assert free <= 0, "a floor is refused"
+        self.tell()
+
+    @rule(number=st.integers(0, 3), used=st.integers(0, 30), wanted=st.integers(0, 30))
+    def use(self, number: int, used: int, wanted: int) -> None:
+        number %= len(self.shares)
+        self.used[number] = min(used, self.shares[number].held)
+        self.shares[number].wanted = wanted
+        self.tell()
+
+    @rule(number=st.integers(0, 3))
+    def give(self, number: int) -> None:
+        """What is in use stays, whoever asks."""
+        number %= len(self.shares)
+        share = self.shares[number]
+        share.held -= min(self.budget.spare_asked(share), share.held - self.used[number])
+        self.tell()
+
+    @rule(more=st.integers(0, 30))
+    def resize(self, more: int) -> None:
+        self.budget.nbytes = max(1, sum(each.floor for each in self.shares) + more)
+
+    def tell(self) -> None:
+        for share, used in zip(self.shares, self.used, strict=True):
+            share.empty = share.held - used
+
+    @invariant()
+    def figures_keep_to_their_bounds(self) -> None:
+        for share in getattr(self, "shares", ()):
+            budget = self.budget
+            most = max(0, share.ceiling - share.held)
+            assert 0 <= budget.room_untouched(share) <= budget.room(share) <= most
+            others = [each for each in self.shares if each is not share]
+            floors = sum(each.floor for each in others)
+            assert share.floor <= budget.most(share) <= min(share.ceiling, budget.nbytes - floors)
+            above = sum(max(0, each.held - each.floor) for each in others)
+            assert budget.room(share) <= max(0, budget.free + above), "beyond what others can give"
+            assert 0 <= budget.spare_asked(share) <= max(0, share.held - share.floor)
+            assert budget.spare_asked(share) >= min(-budget.free, share.held - share.floor)
+            within_reach = max(0, budget.most(share) - share.held)
+            assert budget.lacking(share) <= min(share.wanted, within_reach)
+
+    def teardown(self) -> None:
+        """Nobody starves: where all wait and nothing is in use, what has least can take some once the others gave."""
+        if not hasattr(self, "shares"):
+            return
+        self.used = [0] * len(self.shares)
+        for share in self.shares:
+            share.wanted = share.ceiling
+        self.tell()
+        waiting = [share for share in self.shares if self.budget.lacking(share)]
+        for _ in range(10):
+            for number in range(len(self.shares)):
+                self.give(number)
+        assert self.budget.free >= 0
+        if waiting:
+            least = min(waiting, key=lambda each: each.held)
+            others = [each for each in self.shares if each is not least]
+            assert self.budget.room_untouched(least) or all(
+                each.held <= max(each.floor, least.held + 1) for each in others
+            )
+
+
+Host.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30)
+TestHost = Host.TestCase
+
+
 def test_processes_that_take_at_once_never_get_more_than_the_budget(
     path: Path, ledger: Ledger
 ) -> None:
@@ -178,15 +281,6 @@ def test_who_starts_waits_for_who_has_the_lock(
     late[0].close()
 
 
-def test_floors_are_kept_for_who_has_not_taken_them(seat: Callable[..., Seat]) -> None:
-    shy, greedy = seat("shy", floor=4 * MIB), seat("greedy")
-    assert greedy.room() == 12
-    assert greedy.take(99) == 12
-    assert shy.take(99) == 4
-    with pytest.raises(ConfigError, match="all floors together"):
-        seat("third", floor=13 * MIB)
-
-
 def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(
     seat: Callable[..., Seat],
 ) -> None:
@@ -200,55 +294,20 @@ def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(
     assert idle.asked_back() == 9  # its pool gives those in which nothing is held
     idle.give(6)
     assert busy.take(9) == 6
-    assert idle.bell.getsockname() != busy.bell.getsockname()
 
 
-def test_two_that_wait_end_up_alike(seat: Callable[..., Seat]) -> None:
-    more, less = seat("more"), seat("less")
-    assert more.take(12) == 12
-    assert less.take(4) == 4
-    more.want(4)
-    less.want(8)
-    less.look()
-    more.look()
-    assert (less.asked_back(), more.asked_back()) == (0, 4)
-
-
-def test_what_is_free_for_others_floors_alone_helps_nobody_who_waits(
-    seat: Callable[..., Seat],
-) -> None:
-    cached, waiting = seat("cached"), seat("waiting")
-    seat("absent", floor=4 * MIB)
-    assert cached.take(8) == 8
-    assert waiting.take(4) == 4
-    cached.spare(8)
-    assert waiting.take(1) == 0
-    waiting.want(3)
-    cached.look()
-    assert cached.asked_back() == 3
-    cached.give(3)
-    assert waiting.take(3) == 3
-
-
-def test_a_wish_that_is_not_repeated_is_forgotten(seat: Callable[..., Seat]) -> None:
+def test_what_a_silent_process_wants_or_could_spare_is_forgotten(seat: Callable[..., Seat]) -> None:
     clock = Clock()
-    holder, waiting = seat("holder", clock=clock), seat("waiting", clock=clock)
-    assert holder.take(16) == 16
-    waiting.want(3)
-    holder.look()
-    assert holder.asked_back() == 3
+    one, other = seat("one", clock=clock), seat("other", clock=clock)
+    assert one.take(16) == 16
+    one.spare(16)
+    other.want(3)
+    one.look()
+    assert (one.asked_back(), other.room()) == (3, 16)
     clock.now += WISH_S
-    holder.look()
-    assert holder.asked_back() == 0
-
-
-def test_what_a_silent_process_could_spare_is_not_waited_for(seat: Callable[..., Seat]) -> None:
-    clock = Clock()
-    silent, other = seat("silent", clock=clock), seat("other", clock=clock)
-    assert silent.take(16) == 16
-    silent.spare(16)
-    assert other.room() == 16
-    clock.now += SPARE_S
+    one.look()
+    assert (one.asked_back(), other.room()) == (0, 16)
+    clock.now += SPARE_S - WISH_S
     assert other.room() == 0
 
 
@@ -263,6 +322,8 @@ def test_a_smaller_budget_is_asked_back_and_a_larger_one_can_be_taken(
     assert worker.asked_back() == 0
     with pytest.raises(ConfigError, match="floors"):
         worker.resize(MIB)
+    with pytest.raises(ConfigError, match="all floors together"):
+        seat("another", floor=19 * MIB)
     worker.limit(0, 32 * MIB)
     assert worker.take(99) == 4
 

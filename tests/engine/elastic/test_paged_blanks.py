@@ -1,41 +1,44 @@
-"""A pool whose memory comes and goes by pages: random use, limits and late work, and what each is worth."""
+"""A pool whose memory comes and goes by pages: random use, limits, others' needs and late work; and what a page is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import mmap
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_pool import BlockPool
-from engine.elastic.actions import Reserve
-from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Populate
-from engine.elastic.pages import PageState
-from engine.elastic.paging import Paging
-from engine.elastic.supply import Unshared
+from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Populate, Reserve, Supply
+from engine.elastic.pages import PageState, Paging
 from protocol.errors import ConfigError
 from protocol.ids import BlockId
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.layout import KvLayout
-from tests.engine.elastic.shapes import LAYOUT, PAGE, paging
+from tests.engine.elastic.shapes import PAGE, paging
 from tests.thoroughness import examples
 
 NUM_PAGES, PER_PAGE = 6, 3
 NUM_BLOCKS = NUM_PAGES * PER_PAGE
 
 
+class Shared(Supply):
+    """Another worker waits for pages."""
+
+    asked = 0
+
+    def asked_back(self) -> int:
+        return self.asked
+
+
 def make(
-    reserve: Reserve | None = None, *, on_work: Callable[[], None] = lambda: None
+    reserve: Reserve | None = None, supply: Supply | None = None
 ) -> tuple[BlockPool, PagedBlanks]:
-    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE, frames_per_page=1)
-    blanks = PagedBlanks(
-        shape,
-        Unshared(NUM_PAGES),
-        reserve=reserve or Reserve(low=0, high=0, idle_s=1.0),
-        on_work=on_work,
-    )
+    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
+    reserve = reserve or Reserve(low=0, high=0, idle_s=1.0)
+    blanks = PagedBlanks(shape, supply or Supply(NUM_PAGES), reserve=reserve)
     pool = BlockPool(NUM_BLOCKS, on_added=lambda *_: None, on_removed=lambda _: None, blanks=blanks)
     return pool, blanks
 
@@ -72,7 +75,9 @@ class PagedPool(RuleBasedStateMachine):
 
     @initialize(low=st.integers(0, 2), extra=st.integers(0, 2))
     def begin(self, low: int, extra: int) -> None:
-        self.pool, self.blanks = make(Reserve(low=low, high=low + extra, idle_s=3.0))
+        self.supply = Shared(NUM_PAGES)
+        reserve = Reserve(low=low, high=low + extra, idle_s=3.0)
+        self.pool, self.blanks = make(reserve, self.supply)
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count: int) -> None:
@@ -114,11 +119,22 @@ class PagedPool(RuleBasedStateMachine):
         for block in in_the_way:
             assert self.pool.key_of(block) is None, "nobody new may find it"
 
+    @rule(num_pages=st.integers(0, NUM_PAGES))
+    def others_wait(self, num_pages: int) -> None:
+        """For their need nobody who holds blocks is in the way."""
+        self.supply.asked = 0
+        before = self.pool.make_way()
+        self.supply.asked = num_pages
+        assert self.pool.make_way() == before
+
     @rule(seconds=st.floats(0.0, 5.0))
     def begin_work(self, seconds: float) -> None:
         self.now += seconds
         action = self.blanks.next_action(self.now)
         if isinstance(action, GiveBack):
+            gone = range(action.page * PER_PAGE, (action.page + 1) * PER_PAGE)
+            assert not any(self.pool.references_of(block) for block in gone), "it is in use"
+            assert all(self.pool.key_of(block) is None for block in gone), "it can be found"
             self.leaving.append(action)
 
     @precondition(lambda self: self.leaving)
@@ -137,6 +153,7 @@ class PagedPool(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
+        self.supply.asked = 0
         for blocks in self.held:
             self.pool.release(blocks)
         for action in self.leaving:
@@ -196,59 +213,68 @@ def test_a_few_pages_are_populated_ahead_while_blocks_come_and_go_and_none_when_
     assert blanks.wake_at() is None
 
 
-def test_a_lower_ceiling_forgets_what_is_cached_and_names_what_is_held() -> None:
+def test_a_lower_ceiling_lets_pages_leave_and_a_higher_one_keeps_those_that_have_not_left() -> None:
     pool, blanks = make()
-    held, cached = pool.allocate(PER_PAGE), pool.allocate(2 * PER_PAGE)
-    assert held is not None
-    assert cached is not None
-    publish(pool, cached)
-    pool.release(cached)
+    tables = [pool.allocate(PER_PAGE) or [] for _ in range(3)]
+    for seed, blocks in enumerate(tables):
+        publish(pool, blocks, seed)
+    pool.release(tables[2])
     blanks.limit(1)
-    assert pool.make_way() == set()
+    in_the_way = pool.make_way()
+    assert len(in_the_way) == PER_PAGE, "of one of those that hold blocks"
+    assert all(pool.key_of(block) is None for block in in_the_way), "nobody new may find them"
+    assert pool.match_prefix(keys(PER_PAGE, 2)) == [], "what is cached goes first"
     settle(blanks)
-    assert (blanks.num_held_pages, pool.num_cached, pool.num_free) == (1, 0, 0)
-    other = pool.allocate(1)
-    assert other is None
+    assert (blanks.num_held_pages, pool.num_free) == (2, 0)
+    assert pool.allocate(1) is None
     assert pool.capacity == PER_PAGE
-
-
-def test_held_blocks_in_the_way_are_not_found_again_and_leave_with_their_holder() -> None:
-    pool, blanks = make()
-    first, second = pool.allocate(PER_PAGE), pool.allocate(1)
-    assert first is not None
-    assert second is not None
-    publish(pool, second)
-    blanks.limit(1)
-    assert pool.make_way() == set(second)
-    assert pool.match_prefix(keys(1)) == []
-    pool.release(second)
-    assert pool.make_way() == set()
-    settle(blanks)
-    assert blanks.num_held_pages == 1
-    assert {block // PER_PAGE for block in first} == {0}
-
-
-def test_a_ceiling_that_is_raised_again_keeps_what_has_not_left() -> None:
-    pool, blanks = make()
-    blocks = pool.allocate(2 * PER_PAGE)
-    assert blocks is not None
-    blanks.limit(1)
-    assert len(pool.make_way()) == PER_PAGE
     blanks.limit(2)
-    assert pool.make_way() == set()
-    assert pool.num_free == 0
+    assert (pool.make_way(), pool.num_free) == (set(), 0)
     blanks.limit(3)
     assert pool.num_free == PER_PAGE
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, 16 << 20, 100 << 20])
-def test_pages_of_a_worker_are_whole_pages_of_the_kernel_and_many(nbytes: int) -> None:
-    shape = Paging.within(LAYOUT, nbytes)
-    assert shape.span_bytes % PAGE == 0
-    assert shape.span_bytes == shape.blocks_per_page * LAYOUT.piece_bytes
-    assert shape.range_bytes <= nbytes < shape.range_bytes + shape.page_bytes
-    assert shape.num_pages >= 16
-    assert LAYOUT.pool_bytes(shape.num_blocks) == shape.range_bytes
+def test_for_another_worker_only_pages_leave_in_which_nothing_is_held() -> None:
+    supply = Shared(NUM_PAGES)
+    pool, blanks = make(supply=supply)
+    held, cached = pool.allocate(PER_PAGE), pool.allocate(PER_PAGE) or []
+    publish(pool, cached)
+    pool.release(cached)
+    supply.asked = NUM_PAGES
+    assert pool.make_way() == set()
+    assert settle(blanks) == [GiveBack(page=1)]
+    assert held == [0, 1, 2]
+
+
+layouts = st.builds(
+    KvLayout,
+    num_layers=st.integers(1, 4),
+    block_size=st.sampled_from([16, 32, 48]),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 64, 80]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+
+
+@given(layouts, st.floats(1.0, 100.0))
+def test_pieces_lie_in_their_block_s_page_and_spans_cover_the_range_once(
+    layout: KvLayout, smallest_pages: float
+) -> None:
+    """By the formula that pool, kernels and transfers use. A span is whole pages of the kernel."""
+    smallest = math.lcm(layout.piece_bytes, mmap.PAGESIZE) * layout.pieces_per_block
+    nbytes = int(smallest * smallest_pages)
+    paging = Paging.within(layout, nbytes)
+    assert paging.range_bytes == layout.pool_bytes(paging.num_blocks)
+    assert paging.range_bytes <= nbytes < paging.range_bytes + paging.page_bytes
+    assert paging.num_pages >= min(16, int(smallest_pages))
+    assert paging.span_bytes % PAGE == 0
+    for block in {0, paging.blocks_per_page - 1, paging.num_blocks // 2, paging.num_blocks - 1}:
+        for piece, start in enumerate(paging.spans(block // paging.blocks_per_page)):
+            offset = layout.pool_offset(paging.num_blocks, piece, block)
+            assert start <= offset
+            assert offset + layout.piece_bytes <= start + paging.span_bytes
+    spans = sorted(start for page in range(paging.num_pages) for start in paging.spans(page))
+    assert spans == list(range(0, paging.range_bytes, paging.span_bytes))
 
 
 def test_memory_that_holds_no_page_is_refused() -> None:

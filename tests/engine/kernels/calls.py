@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from engine.kernels.compiling import FLAGS
-from engine.kernels.library import Call, Library
+from engine.kernels.library import FLAGS, Call, Library
 from engine.kv_pool import TORCH_DTYPES
 from protocol.machine import cache_folder
 

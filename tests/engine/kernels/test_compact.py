@@ -102,5 +102,6 @@ def test_float32_is_not_compact() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.slow
 def test_older_processors_read_plain_weights() -> None:
     assert not compiled_library(torch.bfloat16, "x86-64").reads_compact

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import engine
-from engine.kernels.compiling import FLAGS
+from engine.kernels.library import FLAGS
 from tests.compilers import compile_strictly
 
 SOURCES = sorted(Path(engine.__file__).parent.rglob("*.cpp"))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.kv_pool import TORCH_DTYPES
-from engine.quantised import CODES, quantise
+from engine.kv_pool import CODES, quantise
 from engine.rope import apply_rope
 from tests.engine.kernels.calls import DTYPES, assert_close, library, random_tensor
 from tests.thoroughness import examples
-
-ARGUMENTS = {"dtype": DTYPES, "count": st.integers(1, 300), "seed": st.integers(0, 99)}
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-5) -> torch.Tensor:
@@ -23,19 +20,16 @@ def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-5) -> torch.
     return out
 
 
+@example(dtype=torch.float32, count=8192, seed=0)
+@example(dtype=torch.bfloat16, count=8192, seed=0)
 @settings(max_examples=examples(60), deadline=None)
-@given(**ARGUMENTS)
+@given(dtype=DTYPES, count=st.integers(1, 300), seed=st.integers(0, 99))
 def test_a_norm_is_that_of_torch(dtype: torch.dtype, count: int, seed: int) -> None:
     x, weight = random_tensor(seed, count, dtype=dtype), random_tensor(seed + 1, count, dtype=dtype)
     expected = F.rms_norm(x, (count,), None, 1e-5) * weight
     assert_close(norm(x, weight), expected, unit=2)
-
-
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_a_long_norm_is_that_of_torch_too(name: str) -> None:
-    dtype = TORCH_DTYPES[name]
-    x, weight = random_tensor(0, 8192, dtype=dtype), random_tensor(1, 8192, dtype=dtype)
-    assert_close(norm(x, weight), F.rms_norm(x, (8192,), None, 1e-5) * weight, unit=2)
+    x[seed % count] = float("nan")
+    assert norm(x, weight).isnan().all(), "no number that looks right"
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -47,13 +41,6 @@ def test_a_rotation_is_that_of_torch(dtype: torch.dtype, half: int, seed: int) -
     found = head.clone()
     library(dtype).rotate(found.data_ptr(), cos.data_ptr(), sin.data_ptr(), 2 * half)
     assert_close(found, expected, unit=2)
-
-
-def test_a_row_with_a_nan_is_nan_and_not_a_number_that_looks_right() -> None:
-    for dtype in TORCH_DTYPES.values():
-        x = random_tensor(0, 40, dtype=dtype)
-        x[3] = float("nan")
-        assert norm(x, torch.ones(40, dtype=dtype)).isnan().all()
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.ids import RequestId
 
@@ -16,6 +16,7 @@ class Asking:
     priority: int = 0
     model: str = ""
     tenant: str = ""
+    blocks: list[int] = field(default_factory=list)
 
     @property
     def request_id(self) -> RequestId:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,7 @@ from engine.kv_pool import allocate
 from engine.shard import shards
 from engine.step import Step
 from engine.tensor_parallel import steps
-from engine.tensor_parallel.base import Ranks
-from engine.tensor_parallel.gloo import GlooRanks
-from engine.tensor_parallel.shared import RanksLibrary, SharedMemoryRanks
+from engine.tensor_parallel.shared import PATIENCE_S, Ranks, RanksLibrary
 from engine.tensor_parallel.team import Leading, Team
 from tests.engine.kernels.calls import kernels_folder
 
@@ -49,10 +47,8 @@ def team(
     block_size: int = 16,
     num_blocks: int = 64,
     memory: memoryview | None = None,
-    meeting: Path | None = None,
 ) -> Iterator[Engine]:
-    """Rank 0's engine over `memory`, its own when None; `meeting`: where ranks find each other by gloo, shared memory
-    when None."""
+    """Rank 0's engine over `memory`, its own when None."""
     config = load_model_config(path)
     layout = config.kv_layout(block_size, dtype, kv_dtype)
     pool = allocate(layout.pool_bytes(num_blocks)) if memory is None else memory
@@ -75,13 +71,12 @@ def team(
         )
 
     sockets = [own for own, _ in pairs]
-    every = _ranks(size, sockets, [other for _, other in pairs], meeting)
+    every = sharing(size, pairs)
     for rank in range(1, size):
         arguments = (load(rank, every[rank]), pairs[rank - 1][1])
         followers.append(threading.Thread(target=_follow, args=arguments, daemon=True))
         followers[-1].start()
     engine = load(0, every[0])
-    every[0].connect()
     engine.lead(Leading(Threads(sockets)))
     try:
         yield engine
@@ -95,21 +90,18 @@ def team(
 
 
 def _follow(engine: Engine, connection: socket.socket) -> None:
-    assert engine.team is not None
-    engine.team.ranks.connect()
     while (message := steps.receive(connection)) is not None:
         engine.run(*steps.decode(message))
 
 
-def _ranks(
-    size: int, own: list[socket.socket], others: list[socket.socket], meeting: Path | None
+def sharing(
+    size: int, pairs: Sequence[tuple[socket.socket, socket.socket]], patience_s: float = PATIENCE_S
 ) -> list[Ranks]:
-    if meeting is not None:
-        return [GlooRanks(meeting, rank=rank, size=size) for rank in range(size)]
+    """All ranks of a team in this process; `pairs`: rank 0's end and another one's."""
     library = RanksLibrary(kernels_folder())
     memory = mmap.mmap(-1, library.memory_bytes(size))
-    watched = [own, *([other] for other in others)]
+    watched = [[own for own, _ in pairs], *([other] for _, other in pairs)]
     return [
-        SharedMemoryRanks(library, memory, rank=rank, size=size, sockets=watched[rank])
-        for rank in range(size)
+        Ranks(library, memory, rank=n, size=size, sockets=watched[n], patience_s=patience_s)
+        for n in range(size)
     ]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from engine.config import load_model_config
-from engine.engine import Engine
-from engine.generate import generate
+from benchmarks.generate import generate
 from protocol.request import SamplingParams
-from tests.engine.conftest import VARIANTS, Pair
-from tests.engine.kernels.calls import kernels_folder
+from tests.engine.conftest import VARIANTS, Pair, tokens_of
 from tests.engine.steps import random_prompt
 from tests.engine.tensor_parallel.teams import team
 from tests.random_models import make_model
@@ -28,17 +23,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(path, make_model("llama", path, num_key_value_heads=4, vocab_size=259))
 
 
-def check(pair: Pair, engine: Engine) -> None:
-    """Alone, in chunks that divide nothing, and in one batch of very different lengths."""
-    prompts = [random_prompt(length, seed=length, vocab_size=254) for length in (1, 15, 17, 300)]
-    expected = [pair.generate(prompt, 10) for prompt in prompts]
-    results = generate(engine, prompts, TEN, chunk_size=37)
-    assert [result.token_ids for result in results] == expected
-    for prompt, result in zip(prompts, results, strict=True):
-        reference = pair.logprobs(prompt + result.token_ids)[len(prompt) - 1 :]
-        for row, token_id, found in zip(reference, result.token_ids, result.logprobs, strict=False):
-            assert found is not None
-            assert found.sampled == pytest.approx(float(row[token_id]), abs=1e-4)
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [random_prompt(length, seed=length, vocab_size=254) for length in lengths]
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -48,57 +34,29 @@ def test_two_ranks_give_the_tokens_of_transformers(
 ) -> None:
     """Every family, biases and windows included, with either kernels."""
     with team(pairs[name].path, 2, kernels=kernels) as engine:
-        check(pairs[name], engine)
+        pairs[name].check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_four_ranks_give_the_tokens_of_transformers(kernels: str, wide: Pair) -> None:
     with team(wide.path, 4, kernels=kernels) as engine:
-        check(wide, engine)
-
-
-def test_ranks_that_meet_by_gloo_give_the_tokens_of_transformers(
-    wide: Pair, tmp_path: Path
-) -> None:
-    """Where nothing can be compiled."""
-    with team(wide.path, 4, kernels="torch", meeting=tmp_path / "meeting") as engine:
-        check(wide, engine)
+        wide.check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_quantised_kv_is_shared_as_any_other(kernels: str, wide: Pair) -> None:
     """A head's row is codes and a scale, and one rank's alone."""
-    config = load_model_config(wide.path)
-    alone = Engine.load(
-        wide.path,
-        config=config,
-        layout=config.kv_layout(16, "float32", "int8"),
-        num_blocks=64,
-        dtype="float32",
-        kernels=kernels,
-        attention=kernels,
-        cache_folder=kernels_folder(),
-    )
-    prompts = [random_prompt(length, seed=length, vocab_size=254) for length in (30, 100)]
-    expected = [result.token_ids for result in generate(alone, prompts, TEN)]
+    alone = wide.engine(kv_dtype="int8", num_blocks=64, kernels=kernels, attention=kernels)
+    prompts = prompts_of(30, 100)
     with team(wide.path, 2, kernels=kernels, kv_dtype="int8") as engine:
         assert engine.fingerprint == alone.fingerprint
-        assert [result.token_ids for result in generate(engine, prompts, TEN)] == expected
+        assert tokens_of(engine, prompts, 10) == tokens_of(alone, prompts, 10)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_pool_of_ranks_is_laid_out_as_one_engines(size: int, wide: Pair) -> None:
     """Whoever gets a block need not know how many ranks made it: same places, same values but for the order of sums."""
-    config = load_model_config(wide.path)
-    whole = Engine.load(
-        wide.path,
-        config=config,
-        layout=config.kv_layout(16, "float32"),
-        num_blocks=64,
-        kernels="native",
-        attention="native",
-        cache_folder=kernels_folder(),
-    )
+    whole = wide.engine(num_blocks=64, kernels="native", attention="native")
     prompt = random_prompt(200, vocab_size=254)
     [alone] = generate(whole, [prompt], TEN)
     with team(wide.path, size) as engine:
@@ -111,7 +69,7 @@ def test_the_pool_of_ranks_is_laid_out_as_one_engines(size: int, wide: Pair) -> 
 
 def test_bits_do_not_depend_on_what_else_is_in_a_step(wide: Pair) -> None:
     """Sums are taken in the order of ranks, wherever a row lies: a sequence decodes as it does alone."""
-    prompts = [random_prompt(length, seed=length, vocab_size=254) for length in (40, 41, 42)]
+    prompts = prompts_of(40, 41, 42)
     with team(wide.path, 4) as engine:
         alone = [generate(engine, [prompt], TEN)[0] for prompt in prompts]
         together = generate(engine, prompts, TEN)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import mmap
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,32 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.tensor_parallel import steps
-from engine.tensor_parallel.base import Ranks
-from engine.tensor_parallel.gloo import GlooRanks
-from engine.tensor_parallel.shared import RanksLibrary, SharedMemoryRanks
+from engine.tensor_parallel.shared import Ranks
 from protocol.errors import PeerLost
-from tests.engine.kernels.calls import kernels_folder
+from tests.engine.tensor_parallel.teams import sharing
 from tests.thoroughness import examples
 
 
-@functools.cache
-def library() -> RanksLibrary:
-    return RanksLibrary(kernels_folder())
-
-
 @contextmanager
-def sharing(size: int, patience_s: float = 60.0) -> Iterator[list[SharedMemoryRanks]]:
+def team_of(size: int, patience_s: float = 60.0) -> Iterator[list[Ranks]]:
     """Rank 0 is connected to each other one."""
-    memory = mmap.mmap(-1, library().memory_bytes(size))
     pairs = [steps.pair() for _ in range(1, size)]
-    watched = [[own for own, _ in pairs], *([other] for _, other in pairs)]
     try:
-        yield [
-            SharedMemoryRanks(
-                library(), memory, rank=n, size=size, sockets=watched[n], patience_s=patience_s
-            )
-            for n in range(size)
-        ]
+        yield sharing(size, pairs, patience_s)
     finally:
         for own, other in pairs:
             own.close()
@@ -106,20 +89,13 @@ def test_sums_through_shared_memory_are_exact_and_equal(
     size: int, rows: int, width: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Parts larger than what is left at once, too."""
-    with sharing(size) as ranks:
-        check(list(ranks), rows, width, dtype, seed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_by_gloo_are_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
-    ranks: list[Ranks] = [GlooRanks(tmp_path / "meeting", rank=n, size=3) for n in range(3)]
-    at_once([each.connect for each in ranks])
-    check(ranks, 7, 33, dtype, seed=1)
+    with team_of(size) as ranks:
+        check(ranks, rows, width, dtype, seed)
 
 
 def test_who_waits_for_a_rank_that_has_died_is_told() -> None:
     """Its end of the socket is closed by whatever ended it."""
-    with sharing(2) as (first, second):
+    with team_of(2) as (first, second):
         hidden = torch.zeros(4)
         second._sockets[0].shutdown(socket.SHUT_RDWR)
         with pytest.raises(PeerLost, match="has died"):
@@ -127,5 +103,5 @@ def test_who_waits_for_a_rank_that_has_died_is_told() -> None:
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_told() -> None:
-    with sharing(2, patience_s=0.05) as (first, _), pytest.raises(PeerLost, match="not come"):
+    with team_of(2, patience_s=0.05) as (first, _), pytest.raises(PeerLost, match="not come"):
         first.gather(torch.ones(4))

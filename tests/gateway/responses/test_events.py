@@ -9,15 +9,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.replies.chunks import ChatChunks, Heading, Wants
-from gateway.replies.feed import Piece
-from gateway.responses.events import ResponseEvents
-from gateway.responses.output import ResponseForm, whole
-from gateway.responses.schema import ResponsesBody
+from gateway.generation.events import Piece
+from gateway.openai.chunks import ChatChunks, Heading, Wants
+from gateway.openai.responses.events import ResponseEvents
+from gateway.openai.responses.output import ResponseForm, whole
+from gateway.openai.responses.schema import ResponsesBody
+from gateway.openai.tools.formats import FORMATS
+from gateway.openai.tools.plan import ToolPlan
+from gateway.openai.tools.replies import ToolChunks, message_of
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.formats import FORMATS
-from gateway.tools.plan import ToolPlan
-from gateway.tools.replies import ToolChunks, message_of
 from protocol.ids import RequestId
 from protocol.request import FinishReason, Logprobs, Token
 

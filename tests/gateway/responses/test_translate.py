@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError
-from gateway.responses.schema import ResponsesBody
-from gateway.responses.translate import chat_of, input_messages
+from gateway.http.errors import ApiError
+from gateway.openai.responses.schema import ResponsesBody, chat_of, input_messages
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 

@@ -13,9 +13,10 @@ import pytest
 
 from gateway.text.tokenizer import Tokenizer
 from protocol.keys import unpack_tokens
-from tests.gateway.conftest import MODEL, running_gateway
+from tests.gateway.conftest import MODEL, clients_of, events, post
 from tests.gateway.scripted_cluster import ScriptedCluster
 
+PATH = "/v1/chat/completions"
 END_OF_TURN = 4
 TEMPLATE = (
     "{% if tools %}<tool_call> {% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
@@ -37,10 +38,7 @@ async def http(cluster: ScriptedCluster, tmp_path: Path) -> AsyncIterator[aiohtt
     for path in MODEL.glob("*.json"):
         shutil.copy(path, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    async with (
-        running_gateway(cluster, model=str(tmp_path)) as url,
-        aiohttp.ClientSession(url) as session,
-    ):
+    async with clients_of(cluster, model=str(tmp_path)) as session:
         yield session
 
 
@@ -49,18 +47,12 @@ def answers(cluster: ScriptedCluster, tokenizer: Tokenizer, text: str) -> None:
 
 
 async def ask(http: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
-    async with http.post("/v1/chat/completions", json={**CHAT, **fields}) as response:
-        assert response.status == 200, await response.text()
-        [choice] = (await response.json())["choices"]
-        return choice
+    [choice] = (await post(http, PATH, {**CHAT, **fields}))["choices"]
+    return choice
 
 
 async def stream(http: aiohttp.ClientSession, **fields: Any) -> list[dict[str, Any]]:
-    body = {**CHAT, **fields, "stream": True}
-    async with http.post("/v1/chat/completions", json=body) as response:
-        lines = (await response.text()).split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+    return [chunk["choices"][0] for chunk in await events(http, PATH, {**CHAT, **fields})]
 
 
 async def test_a_call_is_no_content_and_why_the_answer_ended(
@@ -133,10 +125,10 @@ async def test_the_template_gets_tools_and_calls_and_the_worker_the_grammar(
     expected = f"<tool_call> {json.dumps(TOOL)}user: hi;assistant: 41;tool: 42;"
     assert prompt == expected
     assert "tool_call" in submitted.sampling.grammar
-    async with http.post("/tokenize", json={"messages": messages, "tools": [TOOL]}) as response:
-        assert (await response.json())["tokens"] == list(unpack_tokens(submitted.token_ids))
+    tokenized = await post(http, "/tokenize", {"messages": messages, "tools": [TOOL]})
+    assert tokenized["tokens"] == list(unpack_tokens(submitted.token_ids))
     history[0]["tool_calls"][0]["function"]["arguments"] = "{"
-    async with http.post("/v1/chat/completions", json={**CHAT, "messages": messages}) as response:
+    async with http.post(PATH, json={**CHAT, "messages": messages}) as response:
         error = (await response.json())["error"]
     assert error["param"] == "messages[1].tool_calls[0].function.arguments"
 
@@ -146,7 +138,7 @@ async def test_arguments_with_half_a_character_are_refused(http: aiohttp.ClientS
     called = {"name": "add", "arguments": '{"a": "\\ud83d"}'}
     call = {"id": "call_1", "type": "function", "function": called}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    for path in ("/v1/chat/completions", "/tokenize"):
+    for path in (PATH, "/tokenize"):
         async with http.post(path, json={"messages": messages}) as response:
             error = (await response.json())["error"]
             assert (response.status, error["param"]) == (400, "messages")
@@ -158,8 +150,6 @@ async def test_calls_come_through_the_responses_api(
     answers(cluster, tokenizer, CALL)
     tool = {"type": "function", **TOOL["function"]}
     body = {"input": "hi", "tools": [tool], "max_output_tokens": 100}
-    async with http.post("/v1/responses", json=body) as response:
-        assert response.status == 200, await response.text()
-        [item] = (await response.json())["output"]
+    [item] = (await post(http, "/v1/responses", body))["output"]
     assert (item["type"], item["name"]) == ("function_call", "add")
     assert item["arguments"] == '{"a": [1, 2]}'

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tools.events import Arguments, CallStarted, Content, Event
-from gateway.tools.hermes import HermesParser
-from gateway.tools.llama3_json import Llama3JsonParser
-from gateway.tools.parser import ToolParser
+from gateway.openai.tools.formats import HermesParser, Llama3JsonParser
+from gateway.openai.tools.parser import Arguments, CallStarted, Content, Event, ToolParser
 from tests.thoroughness import examples
 
 NAMES = ("get_weather", "add")
@@ -53,6 +51,12 @@ WRONG_NAME = '{"name": "rm", "arguments": {}}'
 NO_OBJECT = '{"name": "add", "arguments": [1]}'
 NO_ARGUMENTS = '{"name": "add"}'
 BROKEN = '{"name": "add", "arguments": {"a": }}'
+NO_VALUES = ("01", "1x", "-", "tru", '"\\q"', '"\\u12g4"', '"\x01"', "1" * 500, "[" * 300)
+VALUES = ("0", "-1.5e+7", "true", "null", '"\\n\\u00e9\\""', '[{"b": []}, {}]', "1" * 300)
+
+
+def adding(value: str) -> str:
+    return f'{{"name": "add", "arguments": {{"a": {value}}}}}'
 
 
 def tagged(call: str) -> str:
@@ -73,6 +77,8 @@ def tagged(call: str) -> str:
         ("hermes", tagged(BROKEN) + tagged(CALL), (tagged(BROKEN), [ADD])),
         ("hermes", "<tool_call><tool_call>" + CALL, ("<tool_call>", [ADD])),
         ("hermes", "a <tool_ca", ("a <tool_ca", [])),
+        *(("hermes", tagged(adding(v)), (tagged(adding(v)), [])) for v in NO_VALUES),
+        *(("hermes", tagged(adding(v)), ("", [("add", f'{{"a": {v}}}')])) for v in VALUES),
         ("llama3_json", CALL.replace("arguments", "parameters"), ("", [ADD])),
         ("llama3_json", f"\n<|python_tag|>{CALL}; {TURNED}\n", ("", [ADD, WEATHER])),
         ("llama3_json", f"I say {CALL}", (f"I say {CALL}", [])),

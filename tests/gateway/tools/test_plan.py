@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import ApiError
+from gateway.http.errors import ApiError
+from gateway.openai.forms import FormChecker, form_of
+from gateway.openai.schema import BodyParser, ChatBody
+from gateway.openai.tools.formats import FORMATS, detect, format_of
+from gateway.openai.tools.plan import ToolPlan, ToolPlanner
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.formats import FORMATS, detect, format_of
-from gateway.tools.plan import ToolPlan, ToolPlanner
-from gateway.wishes.forms import FormChecker, form_of
-from gateway.wishes.schema import BodyParser, ChatBody
 from protocol.grammar import Grammars
 from tests.gateway.conftest import MODEL
 

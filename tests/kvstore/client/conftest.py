@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.kvstore.client.pools import Pool, running_pool
+from tests.kvstore.client.pools import DRAM
+from tests.kvstore.faults.pool import Pool, running_pool
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    with running_pool(3) as pool:
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with running_pool(tmp_path, 3, "--dram", str(DRAM)) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def shared_pool() -> Iterator[Pool]:
+def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """For tests that leave no trace but objects of their own."""
-    with running_pool(3) as pool:
+    with running_pool(tmp_path_factory.mktemp("pool"), 3, "--dram", str(DRAM)) as pool:
         yield pool

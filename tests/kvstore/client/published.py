@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.native.base import OFFSET_UNIT, Entry
+from kvstore.native.base import OFFSET_UNIT, Entry, dropped
+from kvstore.native.layout import PublishedIndex
 from kvstore.native.library import key_index
-from kvstore.native.memory import dropped
-from kvstore.native.published import PublishedIndex
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from transfer import Segment, TransferEngine

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.client.deadline import Deadline
 from kvstore.client.far import Far
-from kvstore.client.fate import Fate
+from kvstore.client.objects import Fate
 from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
 from protocol.errors import InvalidRequest
@@ -47,17 +47,6 @@ def into(reader: Far, entry: Entry, engine: TransferEngine, *, room: int = 8192)
     if isinstance(fate, int):
         assert bytes(spots.memory(0, fate)) == VALUE
     return fate
-
-
-def test_what_is_there_is_read_and_what_is_not_is_absent(
-    published: Published, reading: TransferEngine
-) -> None:
-    published.put(1, VALUE)
-    reader = far(published, reading)
-    absent, entry = reader.look([key(2), key(1)], Deadline(10.0))
-    assert absent is Fate.ABSENT
-    assert isinstance(entry, Entry)
-    assert into(reader, entry, reading) == len(VALUE)
 
 
 def test_several_are_read_together_and_what_is_only_on_disk_is_left_to_the_node(

@@ -14,15 +14,14 @@ from protocol.errors import DeadlineExceeded, PeerLost
 from tests.kvstore.client.pools import (
     DRAM,
     TCP,
-    Pool,
     both_ways,
     fresh,
     running_registry,
     store_of,
-    until,
 )
+from tests.kvstore.faults.pool import Pool
 from tests.kvstore.nodes import running_node
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.stopping import stopped
 
 # Clusters of processes are started, stopped and killed; the file takes a minute.
@@ -39,7 +38,7 @@ def rot(pool: Pool, node_id: str, name: Key) -> None:
         store.exists(name)
         assert node.near is not None
         entry = node.near.find(block.key)
-        pool.nodes[node_id].flip_byte(entry.offset, DRAM)  # type: ignore[union-attr, arg-type]
+        pool.running[node_id].flip_byte(entry.offset, DRAM)  # type: ignore[union-attr, arg-type]
 
 
 @both_ways
@@ -98,7 +97,7 @@ def test_readers_go_on_with_another_replica_when_a_node_is_killed(
         reader = threading.Thread(target=read, args=[store])
         reader.start()
         until(lambda: len(results) > 3)
-        pool.nodes[first].kill()
+        pool.kill(first)
         killed.set()
         reader.join(2 * PATIENCE_S)
         assert not reader.is_alive()
@@ -116,14 +115,16 @@ def test_what_only_a_killed_node_had_is_unreachable_and_not_missing(
     name = fresh()
     with pool.store(transports) as store:
         store.put(name, VALUE)
-        pool.nodes[pool.rank_of(name)[0]].kill()
-        store._touches.note(store._cluster.view.by_id(pool.rank_of(name)[0]), b"")  # type: ignore[arg-type]
+        first, second, _ = pool.rank_of(name)
+        node = store._cluster.view.by_id(first)
+        pool.kill(first)
+        store._touches.note(node, b"")  # type: ignore[arg-type]
         until(lambda: any(node.resting for node in store.nodes()))
         with pytest.raises(PeerLost):
             store.get(name, timeout_s=PATIENCE_S)
         store.put(name, VALUE)
         assert store.get(name) == VALUE
-    assert pool.holders(name) == {pool.rank_of(name)[1]}
+    assert pool.holders(name) == {second}
 
 
 @both_ways
@@ -137,7 +138,7 @@ def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(
     pool.put_at(second, name, VALUE)
     with pool.store(transports) as store:
         store.put(fresh(), b"attaches")
-        with stopped(pool.nodes[first].process.pid):
+        with pool.frozen(first):
             assert store.get(name, timeout_s=16.0) == VALUE
             store.put(other, VALUE, timeout_s=16.0)
             # Those that rest are asked last, which is never.

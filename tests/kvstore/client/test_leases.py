@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.client import store_lease
 from protocol.errors import StaleLease
-from tests.kvstore.client.pools import TCP, Pool, fresh
+from tests.kvstore.client.pools import TCP, fresh
+from tests.kvstore.faults.pool import Pool
 from tests.patience import PATIENCE_S, until
-from tests.stopping import stopped
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def test_a_lease_that_could_not_be_renewed_makes_its_reader_discard(shared_pool:
     with shared_pool.store() as store:
         store.put(name, VALUE)
         lease = store.lease([name], ttl_s=0.6)
-        with pytest.raises(StaleLease), lease, stopped(shared_pool.nodes[first].process.pid):
+        with pytest.raises(StaleLease), lease, shared_pool.frozen(first):
             until(lambda: _is_stale(lease))
         assert lease.views[0] is not None
         until(lambda: not any(each.resting for each in store.nodes()))
@@ -37,7 +37,7 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_open(shared_pool: Pool) -> None
         store.put(name, VALUE)
         with store.lease([name], ttl_s=5.0) as lease:
             [held] = lease._leases
-            first_end = held.expires_at
+            first_end = held.held.expires_at
             until(lambda: time.monotonic() > first_end + 0.5)
             lease.check()
             assert lease.views[0] == VALUE
@@ -63,7 +63,7 @@ def test_a_lease_at_a_node_that_died_before_it_was_read_does_not_count(
 
     def read_too_late(*args: Any) -> None:
         monkeypatch.setattr(store_lease, "read", read)
-        pool.nodes[first].kill()
+        pool.kill(first)
         read(*args)
 
     with pool.store(TCP) as store:

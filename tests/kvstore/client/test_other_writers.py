@@ -11,6 +11,7 @@ import pytest
 from kvstore.client import KvStore, plain_key, puts
 from kvstore.client.deadline import Deadline
 from kvstore.client.puts import Puts
+from kvstore.express.frames import Put
 from protocol.errors import DeadlineExceeded
 from protocol.pb import kvstore_pb2
 from tests.kvstore.client.pools import DRAM, store_of
@@ -60,11 +61,11 @@ def test_each_of_several_other_writers_is_waited_for(
         waited_for = iter(names)
         write = Puts._write
 
-        def end_one_and_write(*args: Any, wait_s: float) -> Any:
-            if wait_s:
+        def end_one_and_write(*args: Any) -> bool:
+            if args[-1] is Put.IN_PROGRESS and args[-1] in args[-2]:
                 abort = kvstore_pb2.StoreAbortRequest(reservation_id=next(waited_for).decode())
                 at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
-            return write(*args, wait_s=wait_s)
+            return write(*args)
 
         monkeypatch.setattr(Puts, "_write", end_one_and_write)
         store.batch_put([(name, value) for name in names])

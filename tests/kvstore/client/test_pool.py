@@ -13,7 +13,8 @@ from kvstore.client.pool import new_removal_id
 from protocol.errors import NoWorker, Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
-from tests.kvstore.client.pools import DRAM, Pool, both_ways, fresh, running_registry, store_of
+from tests.kvstore.client.pools import DRAM, both_ways, fresh, running_registry, store_of
+from tests.kvstore.faults.pool import Pool
 from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ def test_a_key_away_from_home_is_found_wherever_it_is(
 
 def test_all_replicas_are_removed_and_pinned(shared_pool: Pool) -> None:
     name = fresh()
-    for node_id in shared_pool.nodes:
+    for node_id in shared_pool.running:
         shared_pool.put_at(node_id, name, VALUE)
     with shared_pool.store() as store:
         assert store.pin([name], "soft") == 3

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client.at_node import portions
-from kvstore.client.spots import Spots, rooms_between
+from kvstore.client.spots import Spots, portions, rooms_between
 from protocol.errors import InvalidRequest
 from transfer import Segment, TransferEngine
 

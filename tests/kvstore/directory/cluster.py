@@ -7,12 +7,10 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.objects import PutObject
-from protocol.checksum import checksum
 from protocol.keys import BlockKey, pack_keys
 from protocol.pb import directory_pb2, directory_pb2_grpc
 from protocol.rpc import Channels
-from tests.kvstore.nodes import TOKEN, connected, key, running_node
+from tests.kvstore.nodes import TOKEN, running_node
 from tests.patience import PATIENCE_S, answered
 from tests.processes import running
 
@@ -67,14 +65,6 @@ class Questions:
         lengths = zip(reply.lengths, reply.memory_lengths, strict=True)
         return {n.instance_id: both for n, both in zip(reply.nodes, lengths, strict=True)}
 
-    async def change(
-        self, keys: Sequence[BlockKey], num_replicas: int
-    ) -> directory_pb2.ChangeReplicaReply:
-        request = directory_pb2.ChangeReplicaRequest(
-            keys=pack_keys(keys), num_replicas=num_replicas
-        )
-        return await self._channels.call(self._stub.ChangeReplica, request, timeout_s=PATIENCE_S)
-
     async def until_in_step(self, *names: str) -> None:
         """Exactly these nodes are known, and all they hold."""
 
@@ -97,42 +87,3 @@ async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
         yield Questions(stub, channels)
     finally:
         await channels.close()
-
-
-def value(number: int) -> bytes:
-    return bytes([number % 251]) * OBJECT_BYTES
-
-
-async def put_chain(node: directory_pb2.StoreNodeView, numbers: range) -> list[BlockKey]:
-    """A chain whose first block has no parent."""
-    async with connected(node.endpoint.rpc_address) as (client, transfer, store):
-        local = transfer.allocate(OBJECT_BYTES * len(numbers))
-        objects = []
-        for index, number in enumerate(numbers):
-            start = index * OBJECT_BYTES
-            local.buffer[start : start + OBJECT_BYTES] = value(number)
-            objects.append(
-                PutObject(
-                    key=key(number),
-                    parent=key(number - 1) if index else None,
-                    checksum=checksum([value(number)]),
-                    pieces=[(start, OBJECT_BYTES)],
-                )
-            )
-        result = await client.put(store, objects, local)
-        assert not result.corrupt
-    return [key(number) for number in numbers]
-
-
-async def read_chain(
-    node: directory_pb2.StoreNodeView, keys: Sequence[BlockKey], times: int = 1
-) -> bytes:
-    """Every byte of it, verified by the client."""
-    async with connected(node.endpoint.rpc_address) as (client, transfer, store):
-        local = transfer.allocate(OBJECT_BYTES * len(keys))
-        for _ in range(times):
-            lease = await client.lease(store, keys)
-            places = [[(index * OBJECT_BYTES, OBJECT_BYTES)] for index in range(len(keys))]
-            assert await client.read(lease, local, places, deadline_s=PATIENCE_S) == len(keys)
-            await client.release(lease)
-        return bytes(local.buffer)

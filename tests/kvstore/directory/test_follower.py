@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from kvstore.directory import Directory
-from kvstore.directory.follower import Follower
+from kvstore.directory.follower import SILENCE_S, Follower
 from protocol.ids import InstanceId
 from protocol.keys import pack_keys
 from protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -19,8 +18,8 @@ from protocol.process import running
 from protocol.registry.base import Member
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
-from tests.kvstore.nodes import TOKEN, key, within
-from tests.patience import PATIENCE_S
+from tests.kvstore.nodes import TOKEN, key
+from tests.patience import PATIENCE_S, answered
 
 A = InstanceId("a")
 
@@ -69,157 +68,169 @@ class ScriptedNode(kvstore_pb2_grpc.KvStoreServicer):
 class Scene:
     """A follower of a scripted node."""
 
-    def __init__(self, node: ScriptedNode, follower: Follower, directory: Directory) -> None:
+    def __init__(self, node: ScriptedNode, channels: Channels, address: str) -> None:
         self.node = node
-        self.follower = follower
-        self.directory = directory
+        self.directory = Directory()
         self.counters: Counter[str] = Counter()
         self.reads: list[bytes] = []
+        self.ahead_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        endpoint = Endpoint(
+            instance_id=A, epoch=1, rpc_address=address, transfer_address="", host="h"
+        )
+        self.follower = Follower(
+            Member(endpoint=endpoint, role="store", owner="o"),
+            self.directory,
+            channels,
+            self.counters,
+            self.reads.append,
+            lambda: self._loop.time() + self.ahead_s,
+        )
 
-    async def subscribed(self) -> tuple[Any, asyncio.Queue[Any]]:
-        return await within(PATIENCE_S, self.node.calls.get())
+    async def asked(self, epoch: int, next_seq: int) -> asyncio.Queue[Any]:
+        """Where to put what the node says to a subscription that begins there."""
+        request, messages = await asyncio.wait_for(self.node.calls.get(), PATIENCE_S)
+        assert (request.epoch, request.next_seq) == (epoch, next_seq)
+        return messages
 
-    async def until_held(self, *numbers: int) -> None:
-        async def poll() -> None:
-            while self._held() != set(numbers):  # noqa: ASYNC110 - no event says so
-                await asyncio.sleep(0.005)
-
-        await within(PATIENCE_S, poll())
+    async def until_held(self, numbers: set[int]) -> None:
+        await self.until(
+            lambda: {n for n in range(20) if self.directory.holders(key(n))} == numbers
+        )
         self.directory.validate()
 
-    def _held(self) -> set[int]:
-        return {n for n in range(20) if self.directory.holders(key(n))}
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async def ask() -> bool:
+            return holds()
+
+        await answered(ask)
 
 
-@contextlib.asynccontextmanager
-async def following(directory: Directory) -> AsyncIterator[Scene]:
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
     server, channels, node = RpcServer(TOKEN), Channels(TOKEN), ScriptedNode()
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(node, server.grpc)
     address = await server.start("127.0.0.1", 0)
-    endpoint = Endpoint(instance_id=A, epoch=1, rpc_address=address, transfer_address="", host="h")
-    reads: list[bytes] = []
-    counters: Counter[str] = Counter()
-    follower = Follower(
-        Member(endpoint=endpoint, role="store", owner="o"),
-        directory,
-        channels,
-        counters,
-        reads.append,
-        asyncio.get_running_loop().time,
-    )
-    scene = Scene(node, follower, directory)
-    scene.counters, scene.reads = counters, reads
+    scene = Scene(node, channels, address)
     try:
-        async with running(follower.run()):
+        async with running(scene.follower.run()):
             yield scene
     finally:
         await channels.close()
         await server.stop(0)
 
 
-async def test_an_inventory_in_pieces_then_events_are_taken_in_and_reads_handed_on() -> None:
-    async with following(Directory()) as scene:
-        request, node = await scene.subscribed()
-        assert (request.epoch, request.next_seq) == (0, 0)
-        node.put_nowait(events([1, 2], seqs=(9, 9), snapshot=True, more=True))
-        await scene.until_held(1, 2)
-        assert not scene.follower.in_step
-        node.put_nowait(events([3], seqs=(9, 9)))
-        node.put_nowait(events([4], seqs=(9, 11), removed=[1], read_keys=key(2) * 2))
-        await scene.until_held(2, 3, 4)
-        assert scene.follower.in_step
-        assert b"".join(scene.reads) == key(2) * 2
+EVERYTHING = (0, 0)
+BROKEN = events([2], seqs=(2, 3))
+BROKEN.added_keys = BROKEN.added_keys[:15]
+Step = tuple[int, int] | kvstore_pb2.StoreEvents | set[int] | None
+"""Where a subscription begins; what the node says then; what is known after it; or the connection breaks."""
+FIRST = events([1], seqs=(3, 3), snapshot=True)
 
 
-async def test_a_gap_makes_it_ask_for_everything_again() -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([1], seqs=(3, 3), snapshot=True))
-        node.put_nowait(events([2], seqs=(5, 6)))
-        request, node = await scene.subscribed()
-        assert (request.epoch, request.next_seq) == (0, 0)
-        assert scene.counters["gaps"] == 1
-        await scene.until_held(1)
-        assert not scene.follower.in_step
-        node.put_nowait(events([7], seqs=(8, 8), snapshot=True))
-        await scene.until_held(7)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(
+            [
+                EVERYTHING,
+                FIRST,
+                events([2], seqs=(5, 6)),
+                EVERYTHING,
+                {1},
+                events([7], seqs=(8, 8), snapshot=True),
+                {7},
+            ],
+            id="a gap makes it ask for everything again",
+        ),
+        pytest.param(
+            [EVERYTHING, FIRST, {1}, None, (5, 3), events([2], seqs=(3, 4)), {1, 2}],
+            id="after a broken connection it goes on where it was",
+        ),
+        pytest.param(
+            [
+                EVERYTHING,
+                events([1], seqs=(3, 3), snapshot=True, more=True),
+                {1},
+                None,
+                EVERYTHING,
+            ],
+            id="a connection that broke within an inventory makes it ask for everything",
+        ),
+        *(
+            pytest.param(
+                [
+                    EVERYTHING,
+                    events([1, 2], seqs=(30, 30), snapshot=True),
+                    {1, 2},
+                    None,
+                    (5, 30),
+                    events([2, 3], seqs=(1, 1), snapshot=True, epoch=epoch),
+                    {2, 3},
+                ],
+                id=f"incarnation {epoch} replaces 5, also with a clock set back",
+            )
+            for epoch in (6, 4)
+        ),
+        pytest.param(
+            [EVERYTHING, FIRST, {1}, events([2], seqs=(3, 4), epoch=6), EVERYTHING, {1}],
+            id="events of another incarnation without an inventory are a gap",
+        ),
+        pytest.param(
+            [
+                EVERYTHING,
+                events([1], seqs=(1, 1), snapshot=True),
+                events([], seqs=(1, 2), removed=[1]),
+                set(),
+                BROKEN,
+                EVERYTHING,
+                events([4], seqs=(3, 3), snapshot=True),
+                {4},
+            ],
+            id="a message that contradicts itself is not taken in",
+        ),
+    ],
+)
+async def test_what_a_node_says_is_followed(scene: Scene, steps: list[Step]) -> None:
+    messages: asyncio.Queue[Any] = asyncio.Queue()
+    for step in steps:
+        if isinstance(step, tuple):
+            messages = await scene.asked(*step)
+        elif isinstance(step, set):
+            await scene.until_held(step)
+        else:
+            messages.put_nowait(step)
 
 
-async def test_after_a_broken_connection_it_goes_on_where_it_was() -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([1], seqs=(3, 3), snapshot=True))
-        await scene.until_held(1)
-        node.put_nowait(None)
-        request, node = await scene.subscribed()
-        assert (request.epoch, request.next_seq) == (5, 3)
-        node.put_nowait(events([2], seqs=(3, 4)))
-        await scene.until_held(1, 2)
-
-
-async def test_a_connection_that_broke_within_an_inventory_makes_it_ask_for_everything() -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([1], seqs=(3, 3), snapshot=True, more=True))
-        await scene.until_held(1)
-        node.put_nowait(None)
-        request, _ = await scene.subscribed()
-        assert (request.epoch, request.next_seq) == (0, 0)
-
-
-@pytest.mark.parametrize("epoch", [6, 4])
-async def test_another_incarnation_replaces_the_one_before_also_with_a_clock_set_back(
-    epoch: int,
+async def test_an_inventory_in_pieces_then_events_are_taken_in_and_reads_handed_on(
+    scene: Scene,
 ) -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([1, 2], seqs=(30, 30), snapshot=True))
-        await scene.until_held(1, 2)
-        node.put_nowait(None)
-        _, node = await scene.subscribed()
-        node.put_nowait(events([2, 3], seqs=(1, 1), snapshot=True, epoch=epoch))
-        await scene.until_held(2, 3)
+    node = await scene.asked(*EVERYTHING)
+    node.put_nowait(events([1, 2], seqs=(9, 9), snapshot=True, more=True))
+    await scene.until_held({1, 2})
+    assert not scene.follower.in_step
+    node.put_nowait(events([3], seqs=(9, 9)))
+    node.put_nowait(events([4], seqs=(9, 11), removed=[1], read_keys=key(2) * 2))
+    await scene.until_held({2, 3, 4})
+    assert scene.follower.in_step
+    assert b"".join(scene.reads) == key(2) * 2
+    assert scene.counters["gaps"] == 0
+    scene.ahead_s = SILENCE_S
+    assert not scene.follower.in_step, "it has been silent for long"
+    node.put_nowait(events([5], seqs=(11, 12)))
+    await scene.until_held({2, 3, 4, 5})
+    assert scene.follower.in_step
+    node.put_nowait(events([6], seqs=(14, 15)))
+    await scene.asked(*EVERYTHING)
+    assert scene.counters["gaps"] == 1
 
 
-async def test_events_of_another_incarnation_without_an_inventory_are_a_gap() -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([1], seqs=(1, 1), snapshot=True))
-        await scene.until_held(1)
-        node.put_nowait(events([2], seqs=(1, 2), epoch=6))
-        request, _ = await scene.subscribed()
-        assert request.epoch == 0
-        await scene.until_held(1)
-
-
-async def test_a_message_that_contradicts_itself_is_not_taken_in() -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([1], seqs=(1, 1), snapshot=True))
-        node.put_nowait(events([], seqs=(1, 2), removed=[1]))
-        await scene.until_held()
-        broken = events([2], seqs=(2, 3))
-        broken.added_keys = broken.added_keys[:15]
-        node.put_nowait(broken)
-        request, node = await scene.subscribed()
-        assert request.next_seq == 0
-        node.put_nowait(events([4], seqs=(3, 3), snapshot=True))
-        await scene.until_held(4)
-
-
-async def test_what_a_node_says_of_itself_is_its_view() -> None:
-    async with following(Directory()) as scene:
-        _, node = await scene.subscribed()
-        node.put_nowait(events([], seqs=(1, 1), snapshot=True))
-
-        async def described() -> None:
-            while not scene.follower.view().in_step:  # noqa: ASYNC110 - no event says so
-                await asyncio.sleep(0.005)
-
-        await within(PATIENCE_S, described())
-        view = scene.follower.view()
-        assert (view.host, view.free_bytes, view.capacity_bytes) == ("h", 7, 9)
-        endpoint = scene.follower.endpoint
-        assert endpoint is not None
-        assert endpoint.transfer_address == "t"
-        assert endpoint.rpc_address == scene.follower.rpc_address
+async def test_what_a_node_says_of_itself_is_its_view(scene: Scene) -> None:
+    node = await scene.asked(*EVERYTHING)
+    node.put_nowait(events([], seqs=(1, 1), snapshot=True))
+    await scene.until(lambda: scene.follower.view().in_step)
+    view, endpoint = scene.follower.view(), scene.follower.endpoint
+    assert (view.host, view.free_bytes, view.capacity_bytes) == ("h", 7, 9)
+    assert endpoint is not None
+    assert endpoint.transfer_address == "t"
+    assert endpoint.rpc_address == scene.follower.rpc_address

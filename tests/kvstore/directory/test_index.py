@@ -1,247 +1,367 @@
-"""The directory agrees with a naive model of sets, whatever the order of events, restarts and losses."""
+"""The directory and its chains agree with a naive model, whatever the order of messages, tiers, restarts and sweeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.directory import Directory
+from kvstore.directory import Changes, Directory
+from kvstore.directory.chains import MAX_CHAIN, Chains
+from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId
-from protocol.keys import NO_PARENT, BlockKey
-from protocol.membership import BlockLog
-from protocol.pb import conductor_pb2
+from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from tests.kvstore.nodes import key
 from tests.thoroughness import examples
 
-
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "little"))
-
-
-A, B, C = (InstanceId(name) for name in ("a", "b", "c"))
-KEYS = [key(n) for n in range(6)]
+A, B = InstanceId("a"), InstanceId("b")
+PARENT_OF = {1: 0, 2: 1, 3: 2, 4: 2, 5: 0, 6: 5, 7: 3}  # two branches below 2, two below 0
+KEYS = [key(number) for number in range(8)]
 
 
-def added(*numbers: int) -> list[tuple[BlockKey, BlockKey]]:
-    return [(key(n), NO_PARENT) for n in numbers]
+def parent_of(number: int) -> BlockKey:
+    return key(PARENT_OF[number]) if number in PARENT_OF else NO_PARENT
 
 
-def test_prefix_lengths_counts_leading_blocks_only() -> None:
+def added(*numbers: int, in_memory: bool = True) -> Changes:
+    return Changes(
+        added=pack_keys([key(n) for n in numbers]),
+        parents=pack_keys([parent_of(n) for n in numbers]),
+        in_memory=bytes([in_memory]) * len(numbers),
+    )
+
+
+def removed(*numbers: int) -> Changes:
+    return Changes(removed=pack_keys([key(n) for n in numbers]))
+
+
+class Fed:
+    """A directory that is told of blocks one message at a time."""
+
+    def __init__(self) -> None:
+        self.directory = Directory()
+        self.chains = Chains(self.directory)
+
+    def take(self, name: InstanceId, changes: Changes) -> None:
+        seq = max(1, self.directory.next_seq(name))
+        assert self.directory.take(name, 1, changes, seq, seq + 1, snapshot=False)
+        self.directory.validate()
+
+
+Message = tuple[int, Changes, int, int, bool, bool]
+"""Epoch, changes, first and next number, snapshot, and whether it is taken in."""
+NOTHING = Changes()
+
+
+@pytest.mark.parametrize(
+    ("messages", "held"),
+    [
+        pytest.param(
+            [
+                (1, added(0), 1, 2, False, True),
+                (1, added(1), 3, 4, False, False),
+                (1, NOTHING, 2, 2, False, True),
+            ],
+            {0},
+            id="a gap is reported and changes nothing",
+        ),
+        pytest.param(
+            [
+                (1, added(0), 5, 6, False, False),
+                (1, added(0, 1), 5, 6, True, True),
+                (1, removed(0), 6, 7, False, True),
+            ],
+            {1},
+            id="who starts in the middle must send a snapshot",
+        ),
+        pytest.param(
+            [
+                (1, added(0), 1, 2, False, True),
+                (1, added(0), 1, 2, False, True),
+                (1, removed(0), 2, 3, False, True),
+                (1, added(0), 1, 2, False, True),
+            ],
+            set(),
+            id="a repeated message is harmless",
+        ),
+        pytest.param(
+            [
+                (1, added(0, 1), 1, 3, False, True),
+                (2, NOTHING, 1, 1, True, True),
+                (1, added(2), 3, 4, False, True),
+            ],
+            set(),
+            id="a new epoch starts empty and the old one is ignored",
+        ),
+        pytest.param(
+            [
+                (1, added(5, 6), 1, 2, False, True),
+                (1, added(0), 9, 9, True, True),
+                (1, added(1), 9, 9, False, True),
+                (1, added(2), 9, 9, False, True),
+            ],
+            {0, 1, 2},
+            id="an inventory in pieces replaces what was known",
+        ),
+        pytest.param(
+            [
+                (1, Changes(added=key(0) * 2, parents=bytes(32)), 1, 2, False, True),
+                (1, Changes(removed=key(0) * 2), 2, 3, False, True),
+            ],
+            set(),
+            id="a key that is named twice counts once",
+        ),
+    ],
+)
+def test_messages_of_one_instance(messages: list[Message], held: set[int]) -> None:
     directory = Directory()
-    assert directory.apply(A, 1, added(0, 1, 3), [], 1, 4, False)
-    assert directory.apply(B, 1, added(0), [], 1, 2, False)
-    assert directory.apply(C, 1, added(1, 2), [], 1, 3, False)
-    assert directory.prefix_lengths(KEYS[:4]) == {A: 2, B: 1}
-    assert directory.prefix_lengths([]) == {}
-    assert directory.prefix_lengths([key(99)]) == {}
-    assert set(directory.holders(key(1))) == {A, C}
-    directory.validate()
+    for epoch, changes, first_seq, next_seq, snapshot, taken in messages:
+        result = directory.take(A, epoch, changes, first_seq, next_seq, snapshot=snapshot)
+        assert result == taken
+        directory.validate()
+    assert {n for n in range(8) if directory.holders(key(n)) == [A]} == held
+    assert directory.num_blocks(A) == len(held)
 
 
-def test_a_block_that_is_announced_twice_in_one_message_counts_once() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        Changes(added=bytes(15), parents=bytes(15)),
+        Changes(added=bytes(16)),
+        Changes(added=bytes(16), parents=bytes(16), in_memory=bytes(2)),
+        Changes(removed=bytes(17)),
+    ],
+)
+def test_changes_that_contradict_themselves_are_refused_and_change_nothing(
+    changes: Changes,
+) -> None:
     directory = Directory()
-    pair = (key(1), key(0))
+    with pytest.raises(InvalidRequest):
+        directory.take(A, 1, changes, 1, 2, snapshot=False)
+    assert directory.next_seq(A) == 0
+
+
+def test_a_pair_that_is_announced_twice_in_one_message_counts_once() -> None:
+    directory, pair = Directory(), (key(1), key(0))
     assert directory.apply(A, 1, [(key(0), NO_PARENT), pair, pair], [], 1, 4, False)
     assert directory.num_blocks(A) == 2
     directory.validate()
 
 
-def test_a_gap_is_reported_and_changes_nothing() -> None:
-    directory = Directory()
-    assert directory.apply(A, 1, added(0), [], 1, 2, False)
-    assert not directory.apply(A, 1, added(1), [], 3, 4, False)
-    assert directory.holders(key(1)) == []
-    assert directory.apply(A, 1, added(0, 1), [], 3, 4, True)
-    assert directory.apply(A, 1, [], [key(0)], 4, 5, False)
-    assert directory.holders(key(0)) == []
-    assert directory.holders(key(1)) == [A]
-    directory.validate()
-
-
-def test_a_stranger_who_starts_in_the_middle_must_send_a_snapshot() -> None:
-    directory = Directory()
-    assert not directory.apply(A, 1, added(0), [], 5, 6, False)
-    assert directory.apply(A, 1, added(0), [], 5, 6, True)
-    directory.validate()
-
-
-def test_a_repeated_message_is_harmless() -> None:
-    directory = Directory()
-    for _ in range(2):
-        assert directory.apply(A, 1, added(0), [], 1, 2, False)
-    assert directory.apply(A, 1, [], [key(0)], 2, 3, False)
-    assert directory.apply(A, 1, added(0), [], 1, 2, False)  # late copy of the first
-    assert directory.holders(key(0)) == []
-    directory.validate()
-
-
-def test_a_new_epoch_starts_empty_and_the_old_one_is_ignored() -> None:
-    directory = Directory()
-    assert directory.apply(A, 1, added(0, 1), [], 1, 3, False)
-    assert directory.apply(A, 2, [], [], 1, 1, True)
-    assert directory.prefix_lengths(KEYS) == {}
-    assert directory.apply(A, 1, added(2), [], 3, 4, False)
-    assert directory.prefix_lengths([key(2)]) == {}
-    assert directory.num_blocks(A) == 0
-    directory.validate()
-
-
 def test_dropped_instances_leave_no_memory_behind() -> None:
-    directory = Directory()
+    directory, many = Directory(), [(key(n), NO_PARENT) for n in range(1000)]
     for epoch in range(1, 20):
-        assert directory.apply(A, epoch, added(*range(1000)), [], 1, 1001, False)
-    assert directory.apply(B, 1, added(*range(10)), [], 1, 11, False)
+        assert directory.apply(A, epoch, many, [], 1, 1001, False)
+    assert directory.apply(B, 1, many[:10], [], 1, 11, False)
     directory.drop(A)
     directory.drop(A)
-    assert directory.prefix_lengths(KEYS) == {B: 6}
+    assert directory.match(pack_keys(KEYS)) == {B: (8, 8)}
     directory.validate()
     for epoch in range(20, 200):
-        assert directory.apply(A, epoch, added(0), [], 1, 2, False)
+        assert directory.apply(A, epoch, many[:1], [], 1, 2, False)
     assert len(directory) <= 2048
     directory.validate()
 
 
+def test_a_change_of_tier_without_a_parent_keeps_the_parent() -> None:
+    fed = Fed()
+    fed.take(A, added(0, 1))
+    fed.take(A, Changes(added=key(1), parents=NO_PARENT, in_memory=b"\0"))
+    assert fed.chains.to(key(1)) == [key(0), key(1)]
+    assert fed.chains.parent(key(1)) == key(0)
+    assert fed.chains.parent(key(0)) is None
+    assert fed.directory.match(pack_keys(KEYS[:2])) == {A: (2, 1)}
+
+
+def test_a_chain_ends_where_nobody_holds_its_parent_and_is_whole_again_when_it_comes_back() -> None:
+    fed = Fed()
+    for number in (3, 2, 1, 0):  # children first
+        fed.take(A, added(number))
+    fed.take(A, removed(1))
+    assert fed.chains.to(key(3)) == [key(2), key(3)]
+    assert fed.chains.to(key(1)) == fed.directory.holders(key(1)) == []
+    fed.take(B, added(1))
+    assert fed.chains.to(key(3)) == [key(n) for n in (0, 1, 2, 3)]
+
+
+def test_what_follows_on_a_block_is_told_per_node() -> None:
+    fed = Fed()
+    fed.take(A, added(0, 1, 2, 3, 4))
+    fed.take(B, added(2, 3))
+    found = fed.chains.continued([key(2), key(4)], A)
+    assert {parent: sorted(children) for parent, children in found.items()} == {
+        key(2): [key(3), key(4)]
+    }
+    assert fed.chains.continued([key(2)], B) == {key(2): [key(3)]}
+
+
+def test_a_circle_of_parents_ends() -> None:
+    fed = Fed()
+    fed.take(A, Changes(added=key(0) + key(1), parents=key(1) + key(0), in_memory=b"\1\1"))
+    assert len(fed.chains.to(key(0))) == MAX_CHAIN
+    fed.take(A, removed(0, 1))
+    assert len(fed.directory) == 0
+
+
 @dataclass
 class Instance:
-    """A real block log, and what the directory must know of it."""
+    """What an instance holds, by tier, and the number of its next event."""
 
     epoch: int = 1
-    log: BlockLog = field(default_factory=BlockLog)
-    present: set[BlockKey] = field(default_factory=set)
-    announced: set[BlockKey] = field(default_factory=set)
+    next_seq: int = 1
+    held: dict[int, bool] = field(default_factory=dict)
 
 
-class DirectoryFollowsInstances(RuleBasedStateMachine):
-    """Instances add, remove, restart and lose messages; the directory follows what was delivered."""
+class AnyOrder(RuleBasedStateMachine):
+    """70 instances in two words of bits: they change, lose messages, restart and go; the directory follows."""
+
+    names = st.integers(0, 69).map(lambda n: InstanceId(f"i{n}"))
+    numbers = st.lists(st.integers(0, 7), unique=True)
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Directory()
-        self.instances = {name: Instance() for name in (A, B, C)}
+        self.fed = Fed()
+        self.instances: dict[InstanceId, Instance] = {}
+        self.known: dict[InstanceId, dict[int, bool]] = {}
+        for n in range(62):
+            self.holds(InstanceId(f"i{n}"), [n % 3], True, False)
 
-    names = st.sampled_from([A, B, C])
-    keys = st.sampled_from(KEYS)
+    @rule(name=names, numbers=numbers, in_memory=st.booleans(), is_lost=st.booleans())
+    def holds(self, name: InstanceId, numbers: list[int], in_memory: bool, is_lost: bool) -> None:
+        held = self.instances.setdefault(name, Instance()).held
+        held.update(dict.fromkeys(numbers, in_memory))
+        self._send(name, added(*numbers, in_memory=in_memory), is_lost)
 
-    @rule(name=names, block=keys)
-    def adds(self, name: InstanceId, block: BlockKey) -> None:
-        self.instances[name].log.added(block, None)
-        self.instances[name].present.add(block)
-
-    @rule(name=names, block=keys)
-    def removes(self, name: InstanceId, block: BlockKey) -> None:
-        self.instances[name].log.removed(block)
-        self.instances[name].present.discard(block)
-
-    @rule(name=names, reply_lost=st.booleans())
-    def delivers(self, name: InstanceId, reply_lost: bool) -> None:
-        """Heartbeats, also an empty one, until the instance has nothing more to say."""
-        instance = self.instances[name]
-        while True:
-            self._deliver(name, instance.log.changes(), reply_lost)
-            if reply_lost or not instance.log.has_changes:
-                return
-
-    def _deliver(
-        self, name: InstanceId, events: conductor_pb2.BlockEvents, reply_lost: bool
-    ) -> None:
-        instance = self.instances[name]
-        if not self._apply(name, events):
-            events = instance.log.snapshot()
-            assert self._apply(name, events)
-            instance.announced = set(instance.present)
-        else:
-            instance.announced |= set(unpack(events.added_keys))
-            instance.announced -= set(unpack(events.removed_keys))
-        if not reply_lost:
-            instance.log.acknowledge(events)
+    @rule(name=names, numbers=numbers, is_lost=st.booleans())
+    def loses(self, name: InstanceId, numbers: list[int], is_lost: bool) -> None:
+        held = self.instances.setdefault(name, Instance()).held
+        for number in numbers:
+            held.pop(number, None)
+        self._send(name, removed(*numbers), is_lost)
 
     @rule(name=names)
-    def loses_a_message(self, name: InstanceId) -> None:
-        log = self.instances[name].log
-        log.acknowledge(log.changes())
-
-    @rule(name=names)
-    def restarts_empty(self, name: InstanceId) -> None:
-        epoch = self.instances[name].epoch + 1
-        self.instances[name] = Instance(epoch=epoch)
-        assert self._apply(name, self.instances[name].log.snapshot())
+    def restarts(self, name: InstanceId) -> None:
+        before = self.instances.get(name, Instance())
+        self.instances[name] = Instance(epoch=before.epoch + 1)
+        self._send_inventory(name)
+        assert self._take(name, before.epoch, added(7), 1, 2)  # late, and ignored
 
     @rule(name=names)
     def is_dropped(self, name: InstanceId) -> None:
-        self.directory.drop(name)
-        self.instances[name].announced.clear()
+        self.fed.directory.drop(name)
+        self.known.pop(name, None)
 
     @rule()
     def sweeps(self) -> None:
-        self.directory._sweep()
+        self.fed.directory._sweep()
 
-    def _apply(self, name: InstanceId, events: conductor_pb2.BlockEvents) -> bool:
-        return self.directory.apply(
-            name,
-            self.instances[name].epoch,
-            list(zip(unpack(events.added_keys), unpack(events.added_parents), strict=True)),
-            unpack(events.removed_keys),
-            events.first_seq,
-            events.next_seq,
-            events.snapshot,
-        )
+    def _send(self, name: InstanceId, changes: Changes, is_lost: bool) -> None:
+        instance, directory = self.instances[name], self.fed.directory
+        first, instance.next_seq = instance.next_seq, instance.next_seq + 1
+        if is_lost:
+            return
+        is_same = directory.epoch(name) == instance.epoch
+        expected = directory.next_seq(name) if is_same else 1
+        taken = self._take(name, instance.epoch, changes, first, instance.next_seq)
+        assert taken == (first <= expected)
+        if not taken:
+            self._send_inventory(name)
+        elif first == expected:
+            assert self._take(name, instance.epoch, changes, first, instance.next_seq)  # repeated
+        self.known[name] = dict(instance.held)
+
+    def _send_inventory(self, name: InstanceId) -> None:
+        instance = self.instances[name]
+        pieces = [added(n, in_memory=held) for n, held in instance.held.items()] or [NOTHING]
+        for index, piece in enumerate(pieces):
+            seq = instance.next_seq
+            assert self._take(name, instance.epoch, piece, seq, seq, snapshot=index == 0)
+        self.known[name] = dict(instance.held)
+
+    def _take(
+        self,
+        name: InstanceId,
+        epoch: int,
+        changes: Changes,
+        first: int,
+        end: int,
+        *,
+        snapshot: bool = False,
+    ) -> bool:
+        return self.fed.directory.take(name, epoch, changes, first, end, snapshot=snapshot)
 
     @invariant()
-    def agrees_with_the_naive_model(self) -> None:
-        self.directory.validate()
-        expected: dict[InstanceId, int] = {}
-        for name, instance in self.instances.items():
-            length = 0
-            while length < len(KEYS) and KEYS[length] in instance.announced:
-                length += 1
-            if length:
-                expected[name] = length
-            assert self.directory.num_blocks(name) == len(instance.announced)
-        assert self.directory.prefix_lengths(KEYS) == expected
-        for block in KEYS:
-            holders = {n for n, i in self.instances.items() if block in i.announced}
-            assert set(self.directory.holders(block)) == holders
+    def agrees_with_the_model(self) -> None:
+        directory = self.fed.directory
+        directory.validate()
+        for number in range(8):
+            expected = {n: held[number] for n, held in self.known.items() if number in held}
+            assert dict(directory.locate(key(number))) == expected
+            assert self.fed.chains.to(key(number)) == self._chain(number)
+        for name, held in self.known.items():
+            assert directory.num_blocks(name) == len(held)
+            assert directory.num_in_memory(name) == sum(held.values())
+        assert len(directory.match(pack_keys(KEYS))) == sum(0 in h for h in self.known.values())
+
+    def _chain(self, number: int | None) -> list[BlockKey]:
+        chain: list[BlockKey] = []
+        while number is not None and any(number in held for held in self.known.values()):
+            chain.append(key(number))
+            number = PARENT_OF.get(number)
+        return chain[::-1]
 
 
-def unpack(packed: bytes) -> list[BlockKey]:
-    return [BlockKey(packed[i : i + 16]) for i in range(0, len(packed), 16)]
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 
 
-TestDirectoryFollowsInstances = DirectoryFollowsInstances.TestCase
-TestDirectoryFollowsInstances.settings = settings(
-    max_examples=examples(30), stateful_step_count=30, deadline=None
+@given(
+    st.dictionaries(st.integers(0, 90), st.lists(st.sampled_from("-dm"), min_size=20, max_size=20)),
+    st.integers(0, 20),
+    st.sampled_from([1, 10]),
 )
-
-
-@given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=80), st.integers(0, 6))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_prefix_match_of_many_instances_equals_the_naive_one(
-    holdings: list[set[int]], length: int
+    holdings: dict[int, list[str]], length: int, stretch: int
 ) -> None:
+    """Short and long chains, one and two words of bits; `stretch` blocks in a row are held alike."""
     directory = Directory()
-    for index, held in enumerate(holdings):
-        name = InstanceId(f"i{index}")
-        assert directory.apply(name, 1, added(*held), [], 1, 1 + len(held), False)
-    expected = {}
-    for index, held in enumerate(holdings):
-        run = next((n for n in range(length) if n not in held), length)
-        if run:
-            expected[InstanceId(f"i{index}")] = run
-    assert directory.prefix_lengths(KEYS[:length]) == expected
+    chain = [key(n) for n in range(20 * stretch)]
+    names = {number: InstanceId(f"i{number}") for number in holdings}
+    for number, tiers in holdings.items():
+        stretched = [tier for tier in tiers for _ in range(stretch)]
+        held = [(k, tier) for k, tier in zip(chain, stretched, strict=True) if tier != "-"]
+        changes = Changes(
+            added=pack_keys([k for k, _ in held]),
+            parents=bytes(16 * len(held)),
+            in_memory=bytes(tier == "m" for _, tier in held),
+        )
+        assert directory.take(names[number], 1, changes, 1, 2, snapshot=False)
+    asked = pack_keys(chain[: length * stretch])
+    expected = {
+        names[number]: (run(tiers[:length], "dm") * stretch, run(tiers[:length], "m") * stretch)
+        for number, tiers in holdings.items()
+    }
+    wanted = {name: both for name, both in expected.items() if both[0]}
+    assert directory.match(asked) == wanted
     directory.validate()
-    leading = directory.leading(b"".join(KEYS[:length]))
-    bits = np.array([directory.bit(InstanceId(f"i{n}")) for n in range(len(holdings))])
-    runs = {InstanceId(f"i{n}"): run for n, run in enumerate(leading.runs[bits].tolist()) if run}
-    assert runs == expected
+    leading = directory.leading(asked)
+    bits = np.array([directory.bit(name) for name in names.values()], np.int64)
+    assert leading.runs[bits].tolist() == [expected[name][0] for name in names.values()]
     for block in range(len(leading.slots)):
-        has = [block in held for held in holdings]
+        has = [tiers[block // stretch] != "-" for tiers in holdings.values()]
         assert leading.holders(bits, block).tolist() == has
         assert leading.hold(bits, np.full(len(bits), block)).tolist() == has
         assert [leading.has(bit, block) for bit in bits.tolist()] == has
-    for bit, held in zip(bits.tolist(), holdings, strict=True):
-        for first in range(len(leading.slots)):
-            gaps = (n for n in range(first, len(leading.slots)) if n not in held)
-            assert leading.end_of_run(bit, first) == next(gaps, len(leading.slots))
+    for bit, tiers in zip(bits.tolist(), holdings.values(), strict=True):
+        for first in range(0, len(leading.slots), stretch):
+            end = first + run(tiers[first // stretch :], "dm") * stretch
+            assert leading.end_of_run(bit, first) == min(end, len(leading.slots))
+
+
+def run(tiers: list[str], counted: str) -> int:
+    return next((n for n, tier in enumerate(tiers) if tier not in counted), len(tiers))

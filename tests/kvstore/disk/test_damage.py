@@ -112,22 +112,6 @@ async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(
         assert stand.tier.counters["read_mismatches"] == (offset == PAGE + EXTENT + 50)
 
 
-async def test_a_flipped_bit_in_data_is_a_miss_and_counted(tmp_path: Path) -> None:
-    path = await sealed(tmp_path)
-    flip(path, PAGE + PAGE + 123)
-    async with opened(tmp_path) as stand:
-        assert await stand.get(WRITES[0].object) is None
-        assert await stand.get(WRITES[1].object) == bytes(WRITES[1].memory)
-        assert stand.tier.counters["read_mismatches"] == 1
-
-
-async def test_a_bit_flipped_while_the_node_runs_is_never_read(tmp_path: Path) -> None:
-    async with opened(tmp_path) as stand:
-        await stand.put(WRITES)
-        flip(min(tmp_path.glob("segment-*")), PAGE + PAGE + 123)
-        assert await stand.get(WRITES[0].object) is None
-
-
 async def test_compaction_drops_and_counts_what_is_damaged(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         await stand.put(WRITES)

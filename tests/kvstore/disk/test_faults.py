@@ -111,23 +111,6 @@ async def test_a_file_system_remounted_read_only_is_found_by_the_next_segment(
 
 
 @pytest.mark.parametrize("what", ["write_error", "sync_error"])
-async def test_a_failed_group_is_refused_and_never_comes_back(tmp_path: Path, what: str) -> None:
-    calls, options = failing()
-    async with opened(tmp_path, options) as stand:
-        assert await stand.put([written(1)]) == [True]
-        setattr(calls, what, errno.EIO)
-        assert await stand.put([written(2)]) == [False]
-        setattr(calls, what, 0)
-        await stand.tier.check()
-        assert await stand.put([written(3)]) == [True]
-    async with opened(tmp_path) as stand:
-        assert {about.key for about in stand.owner.places} == {
-            written(1).object.key,
-            written(3).object.key,
-        }
-
-
-@pytest.mark.parametrize("what", ["write_error", "sync_error"])
 async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, what: str) -> None:
     """The first attempt does not come back, and does not stand in the way of the second."""
     calls, options = failing()

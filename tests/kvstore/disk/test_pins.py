@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstore.disk import format as disk_format
 from kvstore.disk.base import DiskObject, DiskWrite, Pin, Place
 from kvstore.disk.format import Tombstone
-from kvstore.disk.pins import Pins
+from kvstore.disk.survey import Pins
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import Stand, opened, written
@@ -33,19 +33,6 @@ def found_pins(stand: Stand) -> dict[BlockKey, Pin]:
     return {about.key: about.pin for about in stand.owner.places}
 
 
-async def test_the_last_pin_is_found_again_whether_its_segment_has_a_footer_or_not(
-    tmp_path: Path,
-) -> None:
-    one, two = written(1, generation=1), written(2, generation=2)
-    async with opened(tmp_path) as stand:
-        await stand.put([one, two])
-        await stand.tier.repin([change(one.object, 3, Pin.HARD), change(two.object, 4, Pin.SOFT)])
-        await stand.tier.repin([change(one.object, 5, Pin.NONE)])
-    for _ in range(2):
-        async with opened(tmp_path) as stand:
-            assert found_pins(stand) == {one.object.key: Pin.NONE, two.object.key: Pin.SOFT}
-
-
 async def test_a_pin_does_not_pass_to_the_object_that_came_after(tmp_path: Path) -> None:
     first, second = written(1, generation=1), written(1, generation=3)
     async with opened(tmp_path) as stand:
@@ -55,16 +42,6 @@ async def test_a_pin_does_not_pass_to_the_object_that_came_after(tmp_path: Path)
         await stand.put([second])
     async with opened(tmp_path) as stand:
         assert found_pins(stand) == {first.object.key: Pin.NONE}
-
-
-async def test_a_removed_object_does_not_come_back_for_its_pin(tmp_path: Path) -> None:
-    about = written(1, generation=1)
-    async with opened(tmp_path) as stand:
-        await stand.put([about])
-        await stand.tier.repin([change(about.object, 2, Pin.HARD)])
-        await stand.forget(about.object)
-    async with opened(tmp_path) as stand:
-        assert found_pins(stand) == {}
 
 
 async def test_pins_outlast_compaction_of_their_objects_and_of_themselves(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from kvstore.disk import ring as rings
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite
+from kvstore.disk.health import Waits
+from kvstore.disk.memory import MAX_PAGES, OutOfPages
 from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run, Way
-from kvstore.disk.views import MAX_PAGES, OutOfPages
-from kvstore.disk.waits import Waits
 from tests.kvstore.disk.tiers import NO_RING, SMALL, opened, written
 from tests.thoroughness import examples
 
@@ -112,22 +112,6 @@ def test_what_lands_is_what_a_system_call_reads(
         os.close(file)
 
 
-async def test_what_is_written_is_what_a_system_call_reads(file: int) -> None:
-    ring = ring_or_skip()
-    runs, at = [], 0
-    for num_pages in (1, 2, 7, LONG_PAGES):
-        buffers = cut(num_pages)
-        for number, buffer in enumerate(buffers):
-            buffer[:] = random.Random(at + number).randbytes(len(buffer))
-        runs.append(run_of(file, at, buffers))
-        at += num_pages
-    flight = await ended(ring, Way.WRITE, runs)
-    assert all(flight.is_whole(index) for index in range(len(runs)))
-    for run in runs:
-        assert os.pread(file, run.nbytes, run.page * PAGE) == b"".join(run.buffers)
-    ring.close()
-
-
 async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file: int) -> None:
     ring = ring_or_skip()
     one = run_of(file, 0, [bytearray(PAGE)])
@@ -176,19 +160,6 @@ async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_o
     ring.close()
 
 
-async def test_who_waits_for_its_own_memory_is_given_up_only_at_the_very_end(file: int) -> None:
-    ring = ring_or_skip()
-    told: list[Flight] = []
-    over = asyncio.Event()
-    runs = [run_of(file, 0, [bytearray(PAGE)])]
-    ring.begin(Way.READ, runs, landed=told.append, over=over.set, until_over=True)
-    ring.give_up(everything=False)
-    assert not told
-    await over.wait()
-    assert told[0].is_whole(0)
-    ring.close()
-
-
 class Forbidden:
     """`liburing` in a container that allows no io_uring."""
 
@@ -208,6 +179,17 @@ async def test_without_a_ring_everything_goes_through_threads(
         assert stand.tier._ring is None
         await stand.put([written(1)])
         assert await stand.get(written(1).object) == bytes(written(1).memory)
+
+
+def test_a_library_that_this_processor_cannot_run_is_tried_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "liburing").mkdir()
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n"
+    (tmp_path / "liburing" / "__init__.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "liburing", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Ring.opened(Waits(), memoryview(b"")) is None
 
 
 async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> None:
@@ -261,66 +243,3 @@ async def test_what_the_ring_cannot_do_a_thread_does(
         assert await stand.put([written(1)]) == [True]
         assert await stand.get(written(1).object) == bytes(written(1).memory)
         assert stand.tier.counters["objects_read"] == 1
-
-
-async def test_objects_that_lie_on_pages_are_read_and_written_where_they_are(
-    tmp_path: Path,
-) -> None:
-    """And those that do not, beside them."""
-    ring_or_skip().close()
-    memory = memoryview(mmap.mmap(-1, 64 * PAGE))
-    async with opened(tmp_path, dataclasses.replace(SMALL, memory=memory)) as stand:
-        writes = []
-        for number, (begin, length) in enumerate([(0, 5_000), (8 * PAGE, 3 * PAGE), (99_999, 7)]):
-            source = written(number, length)
-            memory[begin : begin + length] = source.memory
-            writes.append(DiskWrite(object=source.object, memory=memory[begin : begin + length]))
-        assert all(await stand.put(writes))
-        contents = [bytes(write.memory) for write in writes]
-        memory[:] = bytes(len(memory))
-        reads = [
-            DiskRead(object=w.object, place=stand.owner.places[w.object], memory=w.memory)
-            for w in writes
-        ]
-        assert await stand.tier.read(reads) == [True] * 3
-        assert [bytes(write.memory) for write in writes] == contents
-
-
-async def test_many_large_objects_are_verified_one_by_one(tmp_path: Path) -> None:
-    """Read at once, more than the loop may hash: one is damaged, the others are there."""
-    ring_or_skip().close()
-    num, length = 4, rings.IN_LOOP_BYTES // 2
-    memory = memoryview(mmap.mmap(-1, num * length))
-    options = dataclasses.replace(SMALL, segment_bytes=8 * length, memory=memory)
-    async with opened(tmp_path, options, capacity=32 * length) as stand:
-        writes = [written(number, length) for number in range(num)]
-        assert all(await stand.put(writes))
-        places = [stand.owner.places[write.object] for write in writes]
-        (path,) = tmp_path.glob("segment-*")
-        with path.open("r+b") as file:
-            file.seek((places[2] & 0xFFFFFFFF) * PAGE + PAGE + length // 2)
-            file.write(b"damage")
-        reads = [
-            DiskRead(object=w.object, place=place, memory=memory[at * length : (at + 1) * length])
-            for at, (w, place) in enumerate(zip(writes, places, strict=True))
-        ]
-        assert await stand.tier.read(reads) == [True, True, False, True]
-        for read, write in zip(reads, writes, strict=True):
-            assert (read.memory == write.memory) == (write is not writes[2])
-
-
-async def test_a_cancelled_read_gives_everything_back_once_the_disk_is_done(
-    tmp_path: Path,
-) -> None:
-    ring_or_skip().close()
-    async with opened(tmp_path) as stand:
-        await stand.put([written(1)])
-        task = asyncio.create_task(stand.get(written(1).object))
-        await asyncio.sleep(0)
-        assert stand.tier._ring is not None
-        assert stand.tier._ring.num_under_way == 1
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(0)
-        stand.validate()

@@ -1,4 +1,4 @@
-"""Gets over an express connection: compiled and in Python, over an index of this process."""
+"""Gets over an express connection, over an index of this process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.express import frames
-from kvstore.express.frames import ANSWER, NOT_LIMITED, Kind, MalformedQuestion, Status
+from kvstore.express.frames import ANSWER, NOT_LIMITED, Kind, Status
 from kvstore.express.link import Link
-from kvstore.express.served import Served
+from kvstore.express.service import ExpressService
 from kvstore.express.storing import Storing
-from kvstore.native import answering
 from kvstore.native.answering import MOST_KEYS
-from kvstore.native.lookups import Standing
+from kvstore.native.layout import Standing
 from protocol.errors import DeadlineExceeded, PeerLost
-from tests.compilers import need_compiler
 from tests.kvstore.client.published import Published, key
 from tests.thoroughness import examples
 from transfer import TransferEngine
@@ -36,16 +34,6 @@ ANYTHING = settings(
 )
 Row = tuple[int, Standing, bytes]
 """Length, standing, and the bytes that come along."""
-
-
-@pytest.fixture(autouse=True, params=["native", "python"])
-def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who answers."""
-    if request.param == "python":
-        monkeypatch.setattr(answering, "library", lambda: None)
-    else:
-        need_compiler()
-        assert answering.library() is not None
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +60,7 @@ class Serving:
 
     def __init__(self, published: Published) -> None:
         self.sock, theirs = socket.socketpair()
-        self._served = Served(published.index, published.data, cast(Storing, None))
+        self._served = ExpressService(published.index, published.data, cast(Storing, None))
         self._ended: list[Exception] = []
         self._thread = threading.Thread(target=self._run, args=(Link(theirs),))
         self._thread.start()
@@ -198,21 +186,6 @@ def test_who_hangs_up_in_the_midst_of_a_question_ends_it(published: Published, p
     if part == 1000:
         serving.answer(2)
     assert isinstance(serving.ends_with(), PeerLost)
-    serving.sock.close()
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        frames.question(Kind.GET, frames.MAX_KEYS + 1, 1000, 0),
-        frames.question(Kind.GET, 1, 1000, frames.MAX_BYTES + 1),
-        frames.QUESTION.pack(77, 0, 0, 0, 1000, 0, 0),
-    ],
-)
-def test_what_is_no_question_ends_the_connection(published: Published, head: bytes) -> None:
-    serving = Serving(published)
-    serving.ask(head)
-    assert isinstance(serving.ends_with(), MalformedQuestion)
     serving.sock.close()
 
 

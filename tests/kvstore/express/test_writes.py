@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.express.writes import LocalWrites
+from kvstore.express.storing import LocalWrites
 from kvstore.mover import Mover
 from kvstore.promises import Outcome, Reservation, Wish
 from protocol.errors import Overloaded

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.allocator import padded
-from kvstore.client import KvStore, plain_key
+from kvstore.client import KvStore
 from kvstore.client.backstage import Backstage
+from kvstore.client.keys import Key, block_of
+from kvstore.client.placement import ranked
+from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from protocol.status import NotReady
 from tests import processes
-from tests.kvstore.client.pools import BOTH, running_registry, store_of, until
+from tests.kvstore.client.pools import BOTH, running_registry, store_of
+from tests.kvstore.directory.cluster import Questions, asking
 from tests.kvstore.faults.values import value_of
 from tests.kvstore.nodes import TOKEN, Node
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.stopping import stop
 
+T = TypeVar("T")
 Stats = kvstore_pb2.StoreStatsReply
 SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
 """For callers that name none; clients name theirs by their deadlines."""
@@ -118,7 +123,32 @@ class Pool:
         """A client of one node, whatever belongs where."""
         return store_of(f"node://{self.running[node_id].rpc_address}")
 
-    # Asking nodes
+    # Which node has what
+
+    def rank_of(self, name: Key) -> list[str]:
+        """The nodes that run, in the order in which `name` is put."""
+        return ranked(block_of(name).head, dict.fromkeys(self.running, 1.0))
+
+    def put_at(self, node_id: str, name: Key, value: bytes) -> None:
+        """A replica at a node of the caller's choice."""
+        with self.alone(node_id) as store:
+            store.put(name, value)
+
+    def holders(self, name: Key) -> set[str]:
+        """Those that run and have `name`."""
+        key = block_of(name).key
+        return {n for n in self.running if key in {o.key for o in self.objects(n)}}
+
+    # Asking the directory, and nodes
+
+    def directory(self, question: Callable[[Questions], Awaitable[T]]) -> T:
+        """What the directory answers, which holds the registry."""
+
+        async def ask() -> T:
+            async with asking(int(self.registry.rpartition(":")[2])) as asks:
+                return await question(asks)
+
+        return self.backstage.ask(ask(), PATIENCE_S)
 
     def ask(
         self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S
@@ -210,8 +240,13 @@ class Pool:
         return value is not None
 
 
-def until_on_disk(pool: Pool, node_id: str, names: Iterable[bytes]) -> None:
-    wanted = {plain_key(name) for name in names}
+def held(pool: Pool, keys: Sequence[BlockKey]) -> list[set[str]]:
+    """Of each key, the nodes that the directory names."""
+    return [set(tiers) for tiers in pool.directory(lambda asks: asks.holders(keys))]
+
+
+def until_on_disk(pool: Pool, node_id: str, names: Iterable[Key]) -> None:
+    wanted = {block_of(name).key for name in names}
     until(lambda: wanted <= {o.key for o in pool.objects(node_id) if o.on_disk}, PATIENCE_S)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from kvstore.client import KvStore
 from protocol.errors import DeadlineExceeded, PeerLost
-from tests.kvstore.client.pools import until
 from tests.kvstore.disk.mounts import mounted
 from tests.kvstore.faults import disks
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import put_many, value_of
+from tests.patience import until
 
 ON_DISK = ("--dram", "64MiB", "--ssd-write-through")
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import plain_key
-from tests.kvstore.client.pools import both_ways, until
+from tests.kvstore.client.pools import both_ways
 from tests.kvstore.disk.mounts import mounted
 from tests.kvstore.faults import disks
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import FOR_EVER, Load, put_many, value_of
+from tests.patience import until
 
 SMALL = ("--dram", "8MiB")
 

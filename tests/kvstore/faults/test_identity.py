@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from protocol.registry.base import TTL_S
-from tests.kvstore.client.pools import until
 from tests.kvstore.faults.pool import running_pool
 from tests.kvstore.faults.values import Load
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 
 @pytest.mark.slow  # a lease of 10 s has to end, twice

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from deploy.ports import free_port
 from kvstore.client import KvStore, plain_key
-from tests.kvstore.client.pools import both_ways, until
+from tests.kvstore.client.pools import both_ways
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
-from tests.patience import PATIENCE_S
-from tests.ports import free_port
+from tests.patience import PATIENCE_S, until
 
 LARGE = 6 * 2**20
 ROUNDS = 2
@@ -47,12 +48,19 @@ def test_a_node_killed_during_a_put_keeps_nothing_half_written(
 @contextlib.contextmanager
 def killed_after(pool: Pool, after_s: float, node_id: str = "store-0") -> Iterator[None]:
     """The node dies so long after the block was entered."""
-    killer = threading.Timer(after_s, pool.kill, [node_id])
-    killer.start()
+    with after(after_s, partial(pool.kill, node_id)):
+        yield
+
+
+@contextlib.contextmanager
+def after(after_s: float, happens: Callable[[], object]) -> Iterator[None]:
+    """It happens so long after the block was entered, and has happened when the block ends."""
+    timer = threading.Timer(after_s, happens)
+    timer.start()
     try:
         yield
     finally:
-        killer.join()
+        timer.join()
 
 
 @both_ways
@@ -128,25 +136,29 @@ def last_segment(pool: Pool) -> int:
     return max((int(name.partition("-")[2]) for name in names), default=0)
 
 
-@pytest.mark.parametrize("victim", ["store-0", "store-1"])
+@pytest.mark.parametrize("victim", ["store-0", "store-1", "directory"])
 def test_a_node_killed_during_replication_leaves_whole_replicas(
     tmp_path: Path, victim: str
 ) -> None:
     port = free_port()
     flags = ("--dram", "64MiB", "--ssd-write-through")
     with (
-        running_directory(port=port),
+        contextlib.ExitStack() as directories,
         running_pool(tmp_path, 2, *flags, ssd="256MiB", registry=f"127.0.0.1:{port}") as pool,
     ):
+        directory = directories.enter_context(running_directory(port=port))
         with pool.store() as store, pool.alone("store-0") as source:
             names = put_many(source, "copied", 60, 500_000)
             until_on_disk(pool, "store-0", names)
-            with killed_after(pool, 0.15, victim), contextlib.suppress(*BLAMELESS):
+            kill = directory.kill if victim == "directory" else partial(pool.kill, victim)
+            with after(0.15, kill), contextlib.suppress(*BLAMELESS):
                 store.change_replica(names, 2, timeout_s=5.0)
-        # Both: a source keeps what a dead target was reading for a few seconds (tests/kvstore/replication).
-        pool.restart("store-0")
-        pool.restart("store-1")
-        pool.audit([], held=names)
+        if victim == "directory":
+            directory.wait()
+            directories.enter_context(running_directory(port=port))
+        else:
+            pool.restart(victim)
+        pool.audit([], held=names)  # no right is left, neither at the victim nor at the other
         with pool.store() as store:
             until(lambda: is_replicated(pool, store, names))
             until_on_disk(pool, "store-1", names)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.errors import PeerLost
 from protocol.keys import BlockKey
-from tests.kvstore.client.pools import until
-from tests.kvstore.directory.cluster import asking, running_directory
-from tests.kvstore.faults.pool import Pool, running_pool
+from tests.kvstore.directory.cluster import running_directory
+from tests.kvstore.faults.pool import Pool, held, running_pool
 from tests.kvstore.faults.values import Load, put_many, value_of
-from tests.patience import PATIENCE_S
-from tests.ports import free_port
+from tests.patience import until
 from tests.redis_server import RedisServer
 from tests.thoroughness import seconds
 
@@ -58,7 +56,7 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
             store = pool.store()
             with pool.alone("store-1") as alone:
                 away = put_many(alone, "away from home", 20, 1000)
-            pool.backstage.ask(in_step(port, pool), PATIENCE_S)
+            until_in_step(pool)
             directory.kill()
             directory.wait()
         with store:
@@ -67,34 +65,31 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
                 load.go_on(30)
                 with running_directory(port=port):
                     load.go_on(30)
-                    pool.backstage.ask(in_step(port, pool), PATIENCE_S)
+                    until_in_step(pool)
             assert not load.errors
             assert not load.missed
         with running_directory(port=port):
-            pool.backstage.ask(in_step(port, pool), PATIENCE_S)
-            until(lambda: agree(pool, port))
+            until_in_step(pool)
+            until(lambda: agree(pool))
             pool.audit(away, held=load.stored, gone=load.removed)
 
 
-async def in_step(port: int, pool: Pool) -> None:
+def until_in_step(pool: Pool) -> None:
     """Returns once the directory knows all that the nodes hold."""
-    async with asking(port) as asks:
-        while True:
-            with contextlib.suppress(PeerLost):  # gRPC dials a port that refused it a second later
-                await asks.until_in_step(*pool.running)
-                return
-            await asyncio.sleep(0.1)
+
+    def is_in_step() -> bool:
+        with contextlib.suppress(PeerLost):  # gRPC dials a port that refused it a second later
+            pool.directory(lambda asks: asks.until_in_step(*pool.running))
+            return True
+        return False
+
+    until(is_in_step)
 
 
-def agree(pool: Pool, port: int) -> bool:
+def agree(pool: Pool) -> bool:
     """Whether the directory names for each object exactly the nodes that list it."""
     listed: dict[BlockKey, set[str]] = {}
     for node_id in pool.running:
         for stored in pool.objects(node_id):
             listed.setdefault(BlockKey(stored.key), set()).add(node_id)
-
-    async def located() -> list[set[str]]:
-        async with asking(port) as asks:
-            return [set(tiers) for tiers in await asks.holders(list(listed))]
-
-    return pool.backstage.ask(located(), PATIENCE_S) == list(listed.values())
+    return held(pool, list(listed)) == list(listed.values())

@@ -14,8 +14,7 @@ from types import TracebackType
 
 from kvstore.client import KvStore
 from protocol.errors import DeadlineExceeded, Overloaded, PeerLost, StaleLease
-from tests.kvstore.client.pools import until
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)
 """What a caller may be told while something is broken. Anything else is a fault of ours."""

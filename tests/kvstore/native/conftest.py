@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.native import reader
-from kvstore.native.base import KeyMap, RankHeap
-from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap
-from kvstore.native.compiled_heap import NativeRankHeap
-from kvstore.native.memory import Allocate, Retire, anonymous, dropped
+from kvstore.native.base import Allocate, KeyMap, RankHeap, Retire, anonymous, dropped
+from kvstore.native.compiled import NativeKeyIndex, NativeKeyMap, NativeRankHeap
+from kvstore.native.layout import PublishedIndex
 from kvstore.native.prototypes import HeapLibrary, MetadataLibrary
-from kvstore.native.published import PublishedIndex
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
 from tests.compilers import need_compiler
 
@@ -29,7 +26,7 @@ class Kind:
 
     def key_index(self, allocate: Allocate = anonymous, retire: Retire = dropped) -> PublishedIndex:
         if self.libraries is None:
-            return PythonKeyIndex(allocate, retire)
+            return PythonKeyIndex(allocate)
         return NativeKeyIndex(self.libraries[0], allocate, retire)
 
     def key_map(self) -> KeyMap:
@@ -59,13 +56,3 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> MakeKind:
 @pytest.fixture(params=["native", "python"])
 def kind(request: pytest.FixtureRequest, make_kind: MakeKind) -> Kind:
     return make_kind(request.param)
-
-
-@pytest.fixture(params=["native", "python"])
-def read_by(
-    request: pytest.FixtureRequest, make_kind: MakeKind, monkeypatch: pytest.MonkeyPatch
-) -> Kind:
-    """What `MappedReader` uses in this test."""
-    chosen = make_kind(request.param)
-    monkeypatch.setattr(reader, "compiled", lambda: chosen.libraries)
-    return chosen

@@ -1,6 +1,6 @@
 """A process that changes an index and rewrites its data in place, as fast as it can, until it is killed.
 
-`python -m tests.kvstore.native.mutator KIND FD BYTES`: the file's first page tells where the index is now and which one
+`python -m tests.kvstore.native.mutator FD BYTES`: the file's first page tells where the index is now and which one
 its reader uses, then comes the data, then every memory that the index has had. An index grows while it is read only, so
 that no reader, however late, misses that it has moved.
 """
@@ -120,9 +120,9 @@ class Mutator:
 
 
 def main() -> None:
-    name, fd, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
     mutator = Mutator(
-        Kind(None if name == "python" else compiled()),
+        Kind(compiled()),
         mmap.mmap(fd, nbytes),
     )
     sys.stdout.write("ready\n")

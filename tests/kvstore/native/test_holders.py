@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.native.holders import WORD_BITS, NativeHolders, PythonHolders
+from kvstore.native.slot_index import WORD_BITS, NativeHolders, PythonHolders
 from protocol.native import shared_cache
 from tests.compilers import need_compiler
 

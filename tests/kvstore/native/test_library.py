@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.native import library
-from kvstore.native.prototypes import FLAGS
+from kvstore.native import library, reader
 from kvstore.native.twin import PythonKeyIndex, PythonKeyMap, PythonRankHeap
 from protocol import native
+from protocol.errors import Incompatible
+from protocol.native import C_FLAGS
 from tests.compilers import compile_strictly
 
 SOURCES = sorted(Path(library.__file__).parent.glob("*.c"))
@@ -21,7 +22,7 @@ SOURCES = sorted(Path(library.__file__).parent.glob("*.c"))
 def test_compilers_have_nothing_to_complain_about(
     compiler: str, source: Path, tmp_path: Path
 ) -> None:
-    compile_strictly(compiler, source, FLAGS, tmp_path)
+    compile_strictly(compiler, source, C_FLAGS, tmp_path)
 
 
 def test_without_a_compiler_python_does_the_work(
@@ -34,5 +35,8 @@ def test_without_a_compiler_python_does_the_work(
     assert found is None
     assert "no C compiler" in caplog.text
     monkeypatch.setattr(library, "compiled", lambda: found)
+    monkeypatch.setattr(reader, "compiled", lambda: found)
+    with pytest.raises(Incompatible):
+        reader.MappedReader(library.key_index().memory, memoryview(b""))
     made = library.key_index(), library.key_map(), library.rank_heap()
     assert tuple(map(type, made)) == (PythonKeyIndex, PythonKeyMap, PythonRankHeap)

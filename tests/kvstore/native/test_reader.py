@@ -1,4 +1,4 @@
-"""What readers of another process's index are told: all pairs of compiled and Python writers and readers."""
+"""What readers of another process's index are told."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ import numpy as np
 import pytest
 
 from kvstore.native.base import Entry
-from kvstore.native.layout import RETIRED_AT, VERSION_AT
-from kvstore.native.lookups import Copied, NotCopied, Presence, Standing
-from kvstore.native.published import PublishedIndex
+from kvstore.native.layout import (
+    RETIRED_AT,
+    VERSION_AT,
+    Copied,
+    NotCopied,
+    Presence,
+    PublishedIndex,
+    Standing,
+)
 from kvstore.native.reader import Geometry, MappedReader, Miss, Retired, Unknown, scan, slots_of
 from protocol.errors import Incompatible
 from protocol.keys import BlockKey
@@ -26,9 +32,13 @@ from tests.kvstore.native import mutator
 from tests.kvstore.native.conftest import Kind, MakeKind
 from tests.kvstore.native.mutator import key_of
 
-pytestmark = pytest.mark.usefixtures("read_by")
-
 DATA = bytes(random.Random(3).randbytes(1 << 16))
+
+
+@pytest.fixture
+def kind(make_kind: MakeKind) -> Kind:
+    """The one that others can read."""
+    return make_kind("native")
 
 
 def index_of(kind: Kind, entries: dict[int, Entry]) -> PublishedIndex:
@@ -101,6 +111,7 @@ def test_calls_over_retired_memory_say_so(kind: Kind) -> None:
         lambda: reader.find(key_of(1)),
         lambda: reader.exists(key_of(1)),
         lambda: copy(reader, 1),
+        lambda: located(reader, 1),
         lambda: MappedReader(memory, memoryview(DATA)),
     )
     for call in calls:
@@ -204,12 +215,12 @@ def read_remote(
 
 
 @contextmanager
-def mutating(name: str) -> Iterator[memoryview]:
+def mutating() -> Iterator[memoryview]:
     """The memory that another process changes."""
     nbytes = 4 << 20
     fd = os.memfd_create("mutated")
     os.truncate(fd, nbytes)
-    command = [sys.executable, "-m", mutator.__name__, name, str(fd), str(nbytes)]
+    command = [sys.executable, "-m", mutator.__name__, str(fd), str(nbytes)]
     with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -233,13 +244,11 @@ def reader_over(memory: memoryview) -> MappedReader:
         return reader
 
 
-@pytest.mark.parametrize("writer", ["native", "python"])
-def test_whatever_is_copied_while_another_process_rewrites_it_is_whole(
-    writer: str, make_kind: MakeKind
-) -> None:
-    make_kind(writer)  # or skip
+@pytest.mark.slow
+@pytest.mark.usefixtures("kind")
+def test_whatever_is_copied_while_another_process_rewrites_it_is_whole() -> None:
     seen: Counter[str] = Counter()
-    with mutating(writer) as memory:
+    with mutating() as memory:
         reader = reader_over(memory)
         while seen["batches"] < 1500 or seen["retired"] < 2:
             seen["batches"] += 1
@@ -306,20 +315,3 @@ def test_a_batch_is_located_with_the_memory_of_what_fits(kind: Kind) -> None:
     assert [row[1] for row in told] == [1000, 1000, 4097, 0, 257, 0, 1500, 500]
     assert all(row[2:] == ([0, 0] if row[0] == Standing.MISSING else [77, 9]) for row in told)
     assert pieces == [DATA[512:1512], DATA[2048:2548]]
-
-
-def test_what_was_located_says_where_it_lies(kind: Kind) -> None:
-    reader = reader_of(index_of(kind, {1: entry_at(2560, 300)}))
-    rows, pieces = np.zeros((1, 4), np.uint64), np.zeros((1, 2), np.uint64)
-    assert reader.locate(key_of(1), np.zeros(1, np.uint64), 0, rows, pieces) == 0
-    assert rows.tolist() == [[2560, 300 | Standing.IN_MEMORY << 32, 77, 9]]
-    with pytest.raises(ValueError, match="as many rooms"):
-        reader.locate(key_of(1) * 2, np.zeros(1, np.uint64), 0, rows, pieces)
-
-
-def test_nothing_is_located_in_a_retired_index(kind: Kind) -> None:
-    index = index_of(kind, {1: entry_at(0)})
-    reader = reader_of(index)
-    index.memory[RETIRED_AT] = 1
-    with pytest.raises(Retired):
-        located(reader, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +17,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.native import layout
 from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry
 from kvstore.native.layout import MAX_LOAD, NUM_TAIL, SLOT, home, more_slots
 from protocol.keys import BlockKey
@@ -213,7 +211,8 @@ def test_a_block_takes_at_most_86_bytes_of_the_index_and_34_of_a_map(
             assert map_bytes / count <= 34
 
 
-def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(kind: Kind) -> None:
+def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(make_kind: MakeKind) -> None:
+    kind = make_kind("native")
     given: list[memoryview] = []
     retired: list[memoryview] = []
 
@@ -233,7 +232,8 @@ def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(kind: Kin
     assert index.records_of([key_of(999), key_of(1000)]) == [999, NO_RECORD]
 
 
-def test_an_index_grows_early_when_entries_would_run_over_its_end(kind: Kind) -> None:
+def test_an_index_grows_early_when_entries_would_run_over_its_end(make_kind: MakeKind) -> None:
+    kind = make_kind("native")
     index = kind.key_index()
     seed, num_slots = index.geometry.seed, index.geometry.num_slots
     assert num_slots * MAX_LOAD < NUM_TAIL  # so the tail of the smallest one cannot run over, but …
@@ -314,28 +314,3 @@ def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug(kind: Kind)
     for call in (index.remove, lambda key: index.relocate(key, 0)):
         with pytest.raises(AssertionError):
             call(key_of(2))
-
-
-def test_compiled_and_python_indexes_are_the_same_bytes(
-    make_kind: MakeKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout.secrets, "randbits", lambda _bits: 0xFEDC_BA98_7654_3210)
-    both = [make_kind(name).key_index() for name in ("native", "python")]
-    rng = random.Random(5)
-    present: list[BlockKey] = []
-    for step in range(4000):
-        if present and rng.random() < 0.4:
-            key, offset = rng.choice(present), rng.choice([None, 256 * step])
-            if rng.random() < 0.5:
-                present.remove(key)
-                [index.remove(key) for index in both]
-            else:
-                [index.relocate(key, offset) for index in both]
-        else:
-            key = BlockKey(rng.randbytes(16))
-            present.append(key)
-            entry = Entry(rng.getrandbits(31), step + 1, rng.getrandbits(64), step, 256 * step)
-            [index.insert(key, entry) for index in both]
-        if step % 100 == 0:
-            assert both[0].memory == both[1].memory
-    assert both[0].memory == both[1].memory

@@ -17,7 +17,7 @@ import uvloop
 
 from protocol.errors import Overloaded
 from protocol.lean import served
-from protocol.lean.methods import HandOver
+from protocol.lean.served import HandOver
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import RpcServer
 from tests.patience import PATIENCE_S

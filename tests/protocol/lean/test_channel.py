@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.errors import DeadlineExceeded, Overloaded, PeerLost
 from protocol.lean.served import MAX_WAITING_CALLS
 from protocol.lean.server import LeanServer
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.ports import free_port
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])

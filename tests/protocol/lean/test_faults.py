@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import pytest
+import uvloop
 
 from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
 from protocol.lean import frames, served, server, sockets
@@ -61,6 +62,12 @@ async def test_another_process_answers_both_clients(peer: ServerProcess, stub: A
     sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
     assert list(sync_stub.Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
     channel.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_client_in_uvloop_is_answered(peer: ServerProcess, kind: str) -> None:
+    """Gateways run in it."""
+    assert uvloop.run(still_serves(getattr(peer, kind)))
 
 
 async def test_a_killed_peer_is_lost_at_once(peer: ServerProcess, stub: Any) -> None:

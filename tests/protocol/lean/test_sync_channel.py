@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.lean import sync_channel, sync_connection
 from protocol.lean.server import LeanServer
@@ -19,7 +20,6 @@ from protocol.lean.sync_channel import SyncChannel
 from protocol.lean.sync_connection import SyncConnection
 from protocol.pb import kvstore_pb2
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
 from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
 
 PATH = "/moonserve.KvStore/Exists"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequest, StaleLease
-from protocol.registry.base import Member, Superseded
-from protocol.registry.claims import MAX_EPOCH
+from protocol.registry.base import MAX_EPOCH, Member, Superseded
 from tests.patience import PATIENCE_S, answered
 from tests.protocol.registry.conftest import Connect
 from tests.protocol.registry.members import ids, member, watched_until
@@ -68,6 +67,14 @@ async def test_an_epoch_is_above_the_one_that_the_member_remembers(connect: Conn
     await connect().renew(joined)
     again = await connect().join(member(epoch=5))
     assert again.endpoint.epoch > joined.endpoint.epoch
+
+
+async def test_the_epoch_that_one_member_claims_moves_no_other_id(connect: Connect) -> None:
+    claimed = MAX_EPOCH - 1  # with one that is higher its own id cannot join again
+    assert (await connect().join(member("a", epoch=claimed))).endpoint.epoch == claimed + 1
+    other = await connect().join(member("b"))
+    assert other.endpoint.epoch < 2**61
+    assert (await connect().join(other)).endpoint.epoch > other.endpoint.epoch
 
 
 async def test_epochs_grow_over_leaving_and_expiring(connect: Connect) -> None:

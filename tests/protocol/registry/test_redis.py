@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.errors import PeerError, PeerLost, StaleLease, Unauthenticated
 from tests.authority import Authority
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
 from tests.protocol.registry.conftest import OpenRedis
 from tests.protocol.registry.members import member, watched_until
 from tests.redis_server import RedisServer

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.errors import PeerLost, StaleLease
 from protocol.registry.remote import RemoteRegistry
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
 from tests.protocol.registry.members import member
 from tests.stopping import stop
 

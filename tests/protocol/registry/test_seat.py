@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from deploy.ports import free_port
 from protocol.errors import InvalidRequest, PeerLost, StaleLease, Unauthenticated
 from protocol.registry.base import Member, Registry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.seat import Seat, seated
 from tests.patience import PATIENCE_S, answered
-from tests.ports import free_port
 from tests.protocol.registry.conftest import Connect, OpenRedis, served
 from tests.protocol.registry.members import member, watched_until
 from tests.redis_server import RedisServer

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from protocol.errors import StaleLease
 from protocol.registry.base import Member, Superseded
 from protocol.registry.embedded import EmbeddedRegistry
-from protocol.registry.table import MembershipTable
+from protocol.registry.table import MAX_ENDED, MembershipTable
 from tests.protocol.registry.members import member
 from tests.thoroughness import examples
 
@@ -47,7 +47,8 @@ class TableMachine(RuleBasedStateMachine):
             return
         joined = self.table.join(wanted, ttl_s, self.clock)
         assert joined.endpoint.epoch > known
-        assert all(joined.endpoint.epoch > earlier.endpoint.epoch for earlier in self.given)
+        own = [given.endpoint.epoch for given in self.given if given.instance_id == id]
+        assert all(joined.endpoint.epoch > earlier for earlier in own)
         self.given.append(joined)
         self.model[id] = (joined, self.latest + ttl_s)
 
@@ -140,3 +141,17 @@ async def one_join(registry: EmbeddedRegistry, who: Member) -> Member:
         return await registry.join(who)
     finally:
         await registry.close()
+
+
+def test_ids_that_are_gone_take_bounded_memory_and_still_get_later_epochs() -> None:
+    """One of them claims a very high epoch, which raises nobody else's."""
+    table, epochs = MembershipTable(first_epoch=1), {}
+    for number in range(2 * MAX_ENDED):
+        name = f"w{number}"
+        claimed = 2**61 if number == 5 else 0
+        epochs[name] = table.join(member(name, epoch=claimed), 1.0, 0.0).endpoint.epoch
+        table.leave(name, epochs[name], 0.0)
+        table.validate()
+    assert all(epoch < 2**40 for name, epoch in epochs.items() if name != "w5")
+    for name, epoch in epochs.items():
+        assert table.join(member(name), 1.0, 0.0).endpoint.epoch > epoch

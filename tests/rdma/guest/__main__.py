@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tests.rdma.guest import kernel, machine
-from tests.rdma.guest.missing import GuestUnavailable
+from tests.rdma.guest.kernel import GuestUnavailable
 
 _UNAVAILABLE = 77  # automake's "skipped"
 

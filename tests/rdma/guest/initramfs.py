@@ -7,7 +7,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from tests.rdma.guest.missing import GuestUnavailable
+from tests.rdma.guest.kernel import GuestUnavailable
 
 _FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host", "layer", "root")
 _FILE, _FOLDER, _DEVICE = 0o100755, 0o040755, 0o020600

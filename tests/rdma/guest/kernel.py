@@ -12,8 +12,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.rdma.guest.missing import GuestUnavailable
-
 WANTED = (
     "virtio_pci",
     "virtio_net",
@@ -30,6 +28,10 @@ WANTED = (
 _RXE = "drivers/infiniband/sw/rxe"
 _SUFFIXES = (".ko", ".ko.xz")
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
+
+
+class GuestUnavailable(Exception):
+    """This host cannot run the guest; the text says what to install."""
 
 
 @dataclass(frozen=True)

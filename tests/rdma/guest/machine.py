@@ -5,7 +5,9 @@ interpreter that runs this; what it leaves in /run/job (its results folder) is t
 """
 
 import fcntl
+import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -17,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rdma.guest import initramfs, kernel
-from tests.rdma.guest.accelerator import QEMU, Accelerator, choose
-from tests.rdma.guest.missing import GuestUnavailable
+from tests.rdma.guest.kernel import GuestUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TIMED_OUT = 124  # as timeout(1) says it
 
+_PROBE_TIMEOUT_S = 15.0
+QEMU = "qemu-system-x86_64"
+ALIVE = "guest: alive"  # what init.sh says when it was asked to probe
 _HERE = Path(__file__).parent
 _PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 _NEEDED = {
@@ -46,6 +50,43 @@ _KERNEL_WORDS = (
 
 class GuestFailed(Exception):
     """The guest ended without saying how the job went."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    name: str
+    arguments: tuple[str, ...]
+
+
+KVM = Accelerator("kvm", ("-accel", "kvm", "-cpu", "host"))
+EMULATION = Accelerator("tcg", ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"))
+
+
+def choose(cache: Path, probe_command: Callable[[Accelerator, Path], list[str]]) -> Accelerator:
+    """KVM if its probe has succeeded here; `probe_command(accelerator, kernel_log)` boots and resets.
+
+    /dev/kvm that opens proves nothing (nested virtualisation may accept a machine and never run it), so a
+    kernel is booted once, for a few seconds, and the answer is remembered for this host and this QEMU.
+    """
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return EMULATION
+    remembered = cache / "kvm.json"
+    host = [platform.release(), subprocess.check_output([QEMU, "--version"], text=True)]
+    if not remembered.exists() or (known := json.loads(remembered.read_text()))["host"] != host:
+        known = {"host": host, "works": _works(cache / "probe.log", probe_command)}
+        remembered.write_text(json.dumps(known))
+    return KVM if known["works"] else EMULATION
+
+
+def _works(log: Path, probe_command: Callable[[Accelerator, Path], list[str]]) -> bool:
+    log.unlink(missing_ok=True)
+    try:
+        subprocess.run(
+            probe_command(KVM, log), timeout=_PROBE_TIMEOUT_S, capture_output=True, check=True
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return False
+    return log.exists() and ALIVE in log.read_text(errors="replace")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,20 @@ from tests.simulation.processes.conductor import Conductor
 from tests.simulation.processes.decode import Decode
 from tests.simulation.processes.front import Front
 from tests.simulation.processes.member import CONDUCTOR
+from tests.simulation.processes.pool import DIRECTORY, PoolDirectory, PoolNode
 from tests.simulation.processes.prefill import Prefill
 from tests.simulation.processes.process import Process
 from tests.simulation.processes.store import Store
 
-__all__ = ["CONDUCTOR", "Conductor", "Decode", "Front", "Prefill", "Process", "Store"]
+__all__ = [
+    "CONDUCTOR",
+    "DIRECTORY",
+    "Conductor",
+    "Decode",
+    "Front",
+    "PoolDirectory",
+    "PoolNode",
+    "Prefill",
+    "Process",
+    "Store",
+]

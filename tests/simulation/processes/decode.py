@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from decode_worker import events as decode_events
 from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits as DecodeLimits
 from decode_worker.service import DecodeService
 from decode_worker.servicers import LandingServicer, LandingZone
-from decode_worker.servicers import WorkerServicer as DecodeServicer
 from decode_worker.state import DecodeState
 from engine.block_pool import BlockPool
-from kvstore.block_client import BlockClient
+from kvstore.client.blocks import BlockStores
 from protocol.ids import Role
 from protocol.membership import BlockLog
 from protocol.pb import (
@@ -25,6 +23,8 @@ from protocol.profile import PrefillProfile
 from tests.simulation.model import FINGERPRINT, LAYOUT
 from tests.simulation.processes.member import Worker
 from tests.simulation.processes.process import until
+from worker.memory import KvMemory
+from worker.service import WorkerServicer
 
 
 class Decode(Worker):
@@ -43,9 +43,12 @@ class Decode(Worker):
             self.state,
             self.engine(segment.buffer, terms.decode_blocks),
             self.transfer,  # type: ignore[arg-type]
-            segment,  # type: ignore[arg-type]
-            LAYOUT,
-            stores=BlockClient(self.channels, self.transfer),  # type: ignore[arg-type]
+            KvMemory(segment, LAYOUT, terms.decode_blocks),  # type: ignore[arg-type]
+            stores=BlockStores(
+                self.channels,
+                self.transfer,  # type: ignore[arg-type]
+                attaches=False,
+            ),
             look_for_home=self._look,
             clock=self.life.clock,
         )
@@ -57,16 +60,16 @@ class Decode(Worker):
             block_size=LAYOUT.block_size,
             fingerprint=FINGERPRINT,
         )
-        worker_pb2_grpc.add_WorkerServicer_to_server(DecodeServicer(self.service), self.server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.service), self.server)
         landing = LandingServicer(self.service, zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, self.server)
 
     async def drain(self) -> None:
         self.membership.draining = True
         self.membership.wake()
-        self.service.handle(decode_events.DrainStarted())
-        await until(self.service.idle.wait())
-        self._stopping.set()
+        self.service.drain(True)
+        await until(self.service.drained())
+        await self.service.finish()
         await self.leave()
 
     def _limits(self) -> DecodeLimits:
@@ -102,9 +105,7 @@ class Decode(Worker):
 
     def watched(self) -> list[asyncio.Future[Any]]:
         finding = [asyncio.ensure_future(self.finder.run())] if self.finder else []
-        self._stopping = asyncio.Event()
-        working = asyncio.ensure_future(self.service.run(self._stopping))
-        return [working, *finding]
+        return [self.service.failed, *finding]
 
     def validate(self) -> None:
         self.state.validate()

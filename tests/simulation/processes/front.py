@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from gateway.ledger import PHASES
-from gateway.service import Gateway
-from gateway.text.detokenize import ByteDecoder
-from protocol.ids import GatewayId, new_id
+from gateway.config import GatewayConfig
+from gateway.generation.detokenize import ByteDecoder
+from gateway.generation.service import Gateway
+from gateway.generation.timings import PHASES
 from protocol.metrics import request_metrics
+from protocol.tracing import NoTracer
 from tests.simulation.model import VOCABULARY
 from tests.simulation.processes.member import CONDUCTOR
 from tests.simulation.processes.process import Process, until
@@ -31,15 +33,15 @@ class Front(Process):
     """A gateway without its HTTP."""
 
     async def start(self) -> None:
-        self.gateway = Gateway(
-            channels=self.channels,
-            conductor_addresses=CONDUCTOR,
+        config = GatewayConfig(
+            model="",
+            conductor=CONDUCTOR,
             instance_id=self.life.name,
-            rpc_address="",
-            gateway_id=GatewayId(new_id(self.life.name)),
-            tokenizer=SpelledOut(),  # type: ignore[arg-type]
-            metrics=REQUEST_METRICS,
-            timeout_s=self.world.terms.time_limit_s,
+            request_timeout_s=self.world.terms.time_limit_s,
+        )
+        tokenizer: Any = SpelledOut()
+        self.gateway = Gateway(
+            config, self.channels, tokenizer, REQUEST_METRICS, NoTracer(), rpc_address=""
         )
 
     @property

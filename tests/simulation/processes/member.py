@@ -13,7 +13,7 @@ from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 from protocol.wire import endpoint_to_wire, layout_to_wire
 from tests.simulation.model import FINGERPRINT, LAYOUT, Engine, Pool
-from tests.simulation.processes.process import Process
+from tests.simulation.processes.process import Process, until_one_fails
 from tests.simulation.transfer import SimulatedTransfer
 
 CONDUCTOR = "conductor:1"
@@ -48,14 +48,7 @@ class Member(Process):
             self.channels, CONDUCTOR, self.registration(), self.load, self.blocks
         )
         self._belonging = asyncio.ensure_future(self.membership.run())
-        watched = [self._belonging, *self.watched()]
-        while watched:
-            done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                if not future.cancelled():  # by `leave`
-                    future.result()
-            watched = [future for future in watched if not future.done()]
-        await asyncio.get_running_loop().create_future()  # it has drained and is about to end
+        await until_one_fails([self._belonging, *self.watched()])
 
     async def leave(self) -> None:
         """Says good-bye and listens no more."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvstore.block_client import BlockClient
-from prefill_worker.landing import KvMemory
+from engine.block_pool import BlockPool
+from kvstore.client.blocks import BlockStores
 from prefill_worker.landing_client import LandingClient
 from prefill_worker.ledger import Limits as PrefillLimits
 from prefill_worker.service import PrefillService
-from prefill_worker.servicer import WorkerServicer as PrefillServicer
+from prefill_worker.servicer import PrefillServicer
 from prefill_worker.state import PrefillState
 from protocol.ids import Role, new_id
+from protocol.keys import BlockKey
 from protocol.membership import BlockLog
 from protocol.pb import (
     common_pb2,
@@ -22,7 +23,8 @@ from protocol.pb import (
 from tests.simulation.model import FINGERPRINT, LAYOUT, VOCABULARY
 from tests.simulation.processes.member import PREFILL, Worker
 from tests.simulation.processes.process import until
-from transfer.patience import Patience
+from transfer.config import Patience
+from worker.memory import KvMemory
 
 
 class Prefill(Worker):
@@ -32,7 +34,10 @@ class Prefill(Worker):
         terms = self.world.terms
         self.make_transfer()
         segment = self.transfer.allocate(LAYOUT.pool_bytes(terms.prefill_blocks))
-        self.blocks = BlockLog(lambda: self.state.pool.keys())
+        self.blocks = BlockLog(lambda: self.pool.keys())
+        self.pool = BlockPool(
+            terms.prefill_blocks, on_added=self.blocks.added, on_removed=self._removed
+        )
         self.state = self.checked(self._state())
         memory = KvMemory(segment, LAYOUT, terms.prefill_blocks)  # type: ignore[arg-type]
         self.service = PrefillService(
@@ -43,21 +48,30 @@ class Prefill(Worker):
             landings=LandingClient(
                 self.channels, fingerprint=FINGERPRINT, ttl_s=terms.landing_ttl_s
             ),
-            stores=BlockClient(self.channels, self.transfer),  # type: ignore[arg-type]
+            stores=BlockStores(
+                self.channels,
+                self.transfer,  # type: ignore[arg-type]
+                attaches=False,
+            ),
             landing_ttl_s=terms.landing_ttl_s,
             patience=Patience(base_s=terms.transfer_timeout_s),
             look_for_home=self._look,
             clock=self.life.clock,
         )
         self.finder = self.find_home(self.service.home_found)
-        self._servicer = PrefillServicer(
+        servicer = PrefillServicer(
             self.service, block_size=LAYOUT.block_size, vocab_size=VOCABULARY
         )
-        worker_pb2_grpc.add_WorkerServicer_to_server(self._servicer, self.server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server)
+
+    def _removed(self, key: BlockKey) -> None:
+        self.blocks.removed(key)
+        self.state.evicted(key)
 
     async def drain(self) -> None:
-        self._servicer.draining = self.membership.draining = True
+        self.membership.draining = True
         self.membership.wake()
+        self.service.drain(True)
         await until(self.service.drained())
         await self.leave()
         await self.service.stop()
@@ -65,10 +79,10 @@ class Prefill(Worker):
     def _state(self) -> PrefillState:
         terms = self.world.terms
         return PrefillState(
+            self.pool,
             PrefillLimits(
                 block_size=LAYOUT.block_size,
                 block_bytes=LAYOUT.block_bytes,
-                num_blocks=terms.prefill_blocks,
                 max_model_len=terms.max_model_len,
                 max_num_batched_tokens=terms.prefill_tokens,
                 max_num_seqs=terms.max_num_seqs,
@@ -79,8 +93,6 @@ class Prefill(Worker):
             lease_prefix=new_id(self.life.name),
             profile=PREFILL,
             home_store=self.home,
-            on_added=self.blocks.added,
-            on_removed=self.blocks.removed,
         )
 
     def _look(self) -> None:

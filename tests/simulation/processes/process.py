@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from protocol.errors import MoonserveError
 from protocol.ids import Role
 from protocol.request import Endpoint
 from tests.simulation.channels import SimulatedChannels
+from tests.simulation.disk import Medium
 from tests.simulation.loop import Life
 from tests.simulation.network import Network, Server
 from tests.simulation.terms import Terms
 from tests.simulation.transfer import SimulatedTransfer
+from tests.simulation.truth import Truth
 
 SELDOM = 16
 DRAIN_S = 6.0
@@ -27,6 +30,9 @@ class Surroundings(Protocol):
     network: Network
     engines: dict[str, SimulatedTransfer]
     terms: Terms
+    folder: Path  # of pool nodes' small files
+    media: dict[str, Medium]  # of their disks
+    truth: Truth
 
     def problem(self, what: str) -> None: ...
 
@@ -103,6 +109,18 @@ class Process:
 
         state.handle = handle_and_validate
         return state
+
+
+async def until_one_fails(parts: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:
+    """All of them; what has ended or was cancelled is not missed."""
+    watched = [asyncio.ensure_future(part) for part in parts]
+    while watched:
+        done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            if not future.cancelled():
+                future.result()
+        watched = [future for future in watched if not future.done()]
+    await asyncio.get_running_loop().create_future()  # it has drained and is about to end
 
 
 async def until(idle: Coroutine[Any, Any, Any]) -> None:

@@ -26,7 +26,7 @@ from tests.simulation.processes.member import Member
 
 
 class Store(Member):
-    """In memory only: disks have a simulation of their own (tests/kvstore)."""
+    """In memory only: those with disks are a world's pool."""
 
     role = Role.STORE
 
@@ -55,6 +55,7 @@ class Store(Member):
             None,  # type: ignore[arg-type]  # an index that nobody here maps
             events,
             self.life.clock,
+            peers=self.channels,
         )
         self._prove_after_changes()
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, self.server)

@@ -10,9 +10,8 @@ from tests.traces.analysis.small import records_of, trees
 from traces.analysis.arrivals import describe_arrivals
 from traces.analysis.prefixes import prefix_tree
 from traces.analysis.sessions import describe_sessions, turns_of
-from traces.analysis.sharing import log_ranks, zipf_fit
 from traces.analysis.spread import spread
-from traces.analysis.statistics import analyze
+from traces.analysis.statistics import analyze, log_ranks, zipf_fit
 from traces.analysis.tables import format_statistics
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.config import ServeConfig
-from protocol.config import load
-from protocol.process import EXIT_CONFIG
+from protocol.config import EXIT_CONFIG, load
 from tests.traces.reproduction.traces import write_trace
 from traces.reports import read_results
 from traces.reports.summary import summary

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import re
+import base64
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 _VOID = {"meta", "link", "img", "br", "hr", "input"}
+_INLINE = "data:image/svg+xml;base64,"
 
 
 class Document(HTMLParser):
-    """Feeds a whole page; raises AssertionError where it is not well-formed."""
+    """Feeds a whole page; raises AssertionError where it is not well-formed or needs something beside it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.ids: list[str] = []
         self.references: list[str] = []
-        self.outside: list[str] = []  # whatever would be loaded from elsewhere
         self.headings: list[str] = []
         self.words: list[str] = []
-        self.num_plots = 0
-        self.feed(text)
+        self.drawings: list[str] = []  # the words of each image
+        self.feed(page)
         self.close()
         assert not self.open, f"never closed: {self.open}"
         assert len(set(self.ids)) == len(self.ids), "ids are unique"
         assert set(self.references) <= set(self.ids), "references are met"
+        self.text = " ".join("".join(self.words).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._attributes(attrs)
+        given = {name: value or "" for name, value in attrs}
+        if "id" in given:
+            self.ids.append(given["id"])
+        if "href" in given:
+            assert given["href"].startswith("#")
+            self.references.append(given["href"][1:])
+        if "src" in given:
+            assert given["src"].startswith(_INLINE)
+            drawing = ET.fromstring(base64.b64decode(given["src"].removeprefix(_INLINE)))
+            self.drawings.append(" ".join(" ".join(drawing.itertext()).split()))
         if tag not in _VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._attributes(attrs)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open, f"</{tag}> closes nothing"
@@ -41,26 +49,5 @@ class Document(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "h2":
             self.headings.append(data)
-        if "style" in self.open:
-            assert "url(" not in data
-            assert "@import" not in data
-        else:
+        if "style" not in self.open:
             self.words.append(data)
-
-    def _attributes(self, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            text = value or ""
-            if name == "id":
-                self.ids.append(text)
-            if name == "class" and text == "plot":
-                self.num_plots += 1
-            self.references += re.findall(r"url\(#([^)]*)\)", text)
-            if name in ("href", "xlink:href", "src"):
-                if text.startswith("#"):
-                    self.references.append(text[1:])
-                elif not text.startswith("data:image/png;base64,"):
-                    self.outside.append(text)
-
-    @property
-    def text(self) -> str:
-        return " ".join("".join(self.words).split())

@@ -1,131 +1,91 @@
-"""The page: well-formed, complete in itself, the same for the same results, without what the data lacks."""
+"""The page: well-formed, complete in itself, the same for the same results, without what the data lacks; and what its
+drawings are drawn from, worked out by hand."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
 from tests.traces.reports.document import Document
-from tests.traces.reports.made_up import made_up, outcome, rejected, result
-from traces.reports import read_results, write_page
+from tests.traces.reports.made_up import made_up, outcome, rejected, result, sample
+from traces.reports import plots, read_results, write_page
+from traces.reports.numbers import milliseconds, scaled, seconds, tick
 from traces.reports.page import page
-from traces.simulator.results import InstanceSample
+from traces.simulator.results import SimulationResult
 
 ODD = "a <b> & \"c\" 'd' $x^2$ _e </svg><script>"
+COMPUTED = "What first tokens waited for"
 
 
-def small(name: str, **given: object) -> Document:
-    return Document(page([made_up(name, num_requests=40, **given)]))  # type: ignore[arg-type]
+def headings(*results: SimulationResult) -> list[str]:
+    return Document(page(results)).headings
 
 
-def test_the_page_is_well_formed_and_loads_nothing_from_elsewhere() -> None:
-    document = Document(
-        page([made_up("one", num_requests=80), made_up(ODD, slowness=3, num_requests=80)])
+def test_what_the_data_has_is_drawn_and_odd_names_are_escaped() -> None:
+    """In tables, captions, legends and axes, whatever signs names of results, reasons and instances are made of."""
+    odd = replace(
+        made_up(ODD, rejects=True),
+        outcomes=(outcome(0), rejected(1, "<i>&")),
+        instances=(sample(1.0, "<p>$&", 1),),
     )
-    assert document.outside == []
-    assert document.num_plots == 2 + 1 + 1 + 2 + 2 + 2  # only the slow one rejects
-
-
-def test_every_name_is_on_the_page_escaped() -> None:
-    """In tables, legends and captions, whatever signs names and reasons are made of."""
-    text = page([made_up("plain", num_requests=9), result(ODD, outcome(0), rejected(1, "<i>&"))])
+    text = page([made_up("plain"), odd])
     document = Document(text)
-    assert ODD in document.text
-    assert "plain" in document.text
-    assert "rejected: <i>&" in document.text
-    assert ODD not in text
     assert "<script" not in text
-    assert "<i>" not in text
+    assert document.text.count(ODD) >= 6
+    assert "rejected: <i>&" in document.text
+    assert any("<p>$&" in each for each in document.drawings)
+    assert any("plain" in each and ODD[:9] in each for each in document.drawings)
+    assert document.headings == [
+        "Latencies", "Goodput against rate", "Rejections and failures",
+        "Predicted against actual TTFT", "Replicas of popular blocks", "Load of each instance",
+        COMPUTED, "Counters",
+    ]  # fmt: skip
+    assert len(document.drawings) == 2 + 1 + 1 + 2 + 2 + 2
 
 
-def test_names_of_instances_are_escaped_as_well() -> None:
-    sample = InstanceSample(
-        at_s=1.0, instance_id="<p>$&", queued=1, running=1, context_tokens=0, predicted_queue_s=0.0
-    )
-    text = page([result("r", outcome(0), instances=(sample,))])
-    assert "<p>$&" in Document(text).text
-    assert "<p>$" not in text
+def test_what_the_data_lacks_is_left_out() -> None:
+    steady = [outcome(index, predicted_ttft_s=0.0) for index in range(4)]
+    hasty = [replace(each, arrived_s=each.index / 2) for each in steady]
+    one, same = result("1", *steady, capacity_tokens=5), result("2", *steady, capacity_tokens=5)
+    assert headings(result("nothing", duration_s=0.0)) == [COMPUTED]
+    assert headings(result("zero", outcome(0, ttft_s=0.0, tbt_s=0.0)))[0] != "Latencies"
+    assert headings(one, same) == ["Latencies", COMPUTED]
+    assert headings(one, result("3", *hasty)) == ["Latencies", "Goodput against rate", COMPUTED]
+    more = result("4", *steady, capacity_tokens=6)
+    assert headings(one, more) == ["Latencies", "Hit rate against capacity", COMPUTED]
 
 
-def test_equal_results_give_equal_pages_whatever_was_drawn_before() -> None:
-    first = page([made_up("a", num_requests=50, slowness=2)])
-    page([made_up("b", num_requests=20)])
-    assert page([made_up("a", num_requests=50, slowness=2)]) == first
-
-
-def test_what_simulating_took_is_not_on_the_page() -> None:
-    fast = result("r", outcome(0), wall_s=1.0)
-    assert page([fast]) == page([replace(fast, wall_s=99.0)])
-
-
-def test_the_page_can_be_drawn_again_from_the_json_beside_it(tmp_path: Path) -> None:
+def test_equal_results_give_equal_pages_also_from_the_json_beside_them(tmp_path: Path) -> None:
+    """Whatever was drawn before, and however long simulating took."""
     results = [
-        made_up("x", num_requests=60, slowness=2, capacity_tokens=10**6, series="s"),
-        made_up("y", num_requests=60, rate=9.0, capacity_tokens=10**7, series="s"),
+        made_up("x", rejects=True, capacity_tokens=10**6, series="s"),
+        made_up("y", rate=9.0, capacity_tokens=10**7, series="s"),
     ]
     path = write_page(results, tmp_path / "new" / "out")
     assert path == tmp_path / "new" / "out" / "index.html"
     again = write_page(read_results(path.parent / "results.json"), tmp_path / "again")
     assert again.read_bytes() == path.read_bytes()
-    for name in ("index.html", "results.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (path.parent / name).read_bytes()
-
-
-def test_what_the_data_lacks_is_left_out() -> None:
-    bare = Document(page([result("bare", outcome(0, predicted_ttft_s=0.0))]))
-    assert bare.headings == ["Latencies", "What first tokens waited for"]
-    nothing = Document(page([result("nothing", duration_s=0.0)]))
-    assert nothing.headings == ["What first tokens waited for"]
-    assert nothing.num_plots == 0
-    full = small("full", slowness=3)
-    assert full.headings == [
-        "Latencies", "Rejections and failures", "Predicted against actual TTFT",
-        "Replicas of popular blocks", "Load of each instance", "What first tokens waited for",
-        "Counters",
-    ]  # fmt: skip
-
-
-def test_rates_and_capacities_are_drawn_against_only_where_they_differ() -> None:
-    def headings(*results: object) -> list[str]:
-        return Document(page(list(results))).headings  # type: ignore[arg-type]
-
-    steady = [outcome(index) for index in range(4)]
-    hasty = [outcome(index, arrived_s=index / 2) for index in range(4)]
-    one, same = result("1", *steady, capacity_tokens=5), result("2", *steady, capacity_tokens=5)
-    assert headings(one, same) == ["Latencies", *headings(one)[1:]]
-    assert "Goodput against rate" in headings(one, result("3", *hasty))
-    assert "Hit rate against capacity" in headings(one, result("4", *steady, capacity_tokens=6))
-    assert "Hit rate against capacity" not in headings(one, result("5", *steady))
-
-
-def test_latencies_of_zero_are_drawn_on_the_left_edge() -> None:
-    zero = outcome(0, ttft_s=0.0, tbt_s=0.0)
-    assert Document(page([result("z", zero, outcome(1))])).num_plots == 3
-    assert "Latencies" not in Document(page([result("only", zero)])).headings
-
-
-def test_colours_are_the_pages_own_so_that_dark_and_light_are_readable() -> None:
-    text = page([made_up("a", num_requests=30, slowness=2), made_up("b", num_requests=30)])
-    body = text[text.index("</style>") :]
-    assert set(re.findall(r"(?:fill|stroke): (#\w+)", body)) == set()
-    used = set(re.findall(r"var\(--(\w+)\)", body))
-    assert {"ink", "muted", "grid", "hue0", "hue1"} <= used
-    assert all(f"--{name}:" in text for name in used)
+    assert page([replace(each, wall_s=99.0) for each in results]) == path.read_text("utf-8")
+    assert again.with_name("results.json").read_bytes() == (
+        path.with_name("results.json").read_bytes()
+    )
 
 
 def test_without_matplotlib_there_are_tables_json_and_the_install_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    path = write_page([made_up("m", num_requests=20)], tmp_path)
-    document = Document(path.read_text(encoding="utf-8"))
-    assert document.num_plots == 0
-    assert document.headings == ["What first tokens waited for", "Counters"]
+    document = Document(write_page([made_up("m")], tmp_path).read_text(encoding="utf-8"))
+    assert document.drawings == []
     for text in (document.text, capsys.readouterr().err):
         assert "need matplotlib, pip install 'moonserve[plots]'" in text
     assert read_results(tmp_path / "results.json")[0].name == "m"
@@ -137,3 +97,76 @@ def test_what_cannot_be_written_is_a_complaint_about_the_configuration(tmp_path:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         write_page([result("r", outcome(0))], tmp_path / "file")
+
+
+def test_a_curve_ends_below_the_whole_by_what_was_rejected_and_is_thinned_but_for_its_ends() -> (
+    None
+):
+    x, y = plots.cumulative(np.array([1.0, 3.0]), 4)
+    assert (x.tolist(), y.tolist()) == ([1, 1, 3], [0, 0.25, 0.5])
+    x, y = plots.cumulative(np.arange(10_000.0), 20_000)
+    assert (len(x), x[0], x[-1], y[-1]) == (plots.MAX_POINTS + 1, 0, 9_999, 0.5)
+    assert x[1:] == pytest.approx(y[1:] * 20_000 - 1)
+
+
+def test_loads_are_means_of_stretches_and_unknown_where_nothing_was_sampled() -> None:
+    samples = [
+        sample(0.0, "d-0", 3), sample(1.0, "d-0", 5), sample(1.5, "d-0", 0), sample(4.0, "d-0", 1),
+        sample(1.0, "d-1", 2), sample(2.0, "e-0", 9, predicted=7.5),
+    ]  # fmt: skip
+    table, _ = plots.table_of(samples, ["d-0", "d-1"], end_s=4.0, length_s=1.0)
+    assert table[0].tolist() == pytest.approx([4, 3.5, math.nan, 2], nan_ok=True)
+    assert table[1].tolist() == pytest.approx([math.nan, 3, math.nan, math.nan], nan_ok=True)
+    table, what = plots.table_of(samples, ["e-0"], end_s=4.0, length_s=1.0)
+    assert (table[0][2], what) == (7.5, "predicted queue, s")
+    names = ["prefill-10", "prefill-2", "decode-0", "7", "vllm"]
+    assert plots.kinds_of([sample(0.0, name, 0) for name in names]) == {
+        "prefill": ["prefill-2", "prefill-10"], "decode": ["decode-0"], "instances": ["7"],
+        "vllm": ["vllm"],
+    }  # fmt: skip
+
+
+@given(st.integers(1, 1000), st.floats(0.01, 100), st.floats(0.001, 1))
+def test_regular_samples_leave_no_column_empty(num: int, interval_s: float, rest: float) -> None:
+    """However the end falls between two samples."""
+    samples = [sample(index * interval_s, "d-0", 1) for index in range(num)]
+    end_s = (num - 1 + rest) * interval_s
+    length_s = plots.column_length_s(samples, end_s)
+    table, _ = plots.table_of(samples, ["d-0"], end_s=end_s, length_s=length_s)
+    assert table.shape[1] <= plots.MAX_COLUMNS
+    assert np.all(table == 2)
+
+
+def test_predictions_count_where_both_are_known() -> None:
+    outcomes = [
+        outcome(0, ttft_s=2.0, predicted_ttft_s=2.5), outcome(1, ttft_s=2.0, predicted_ttft_s=1.4),
+        rejected(2, predicted_ttft_s=9.0), outcome(3, predicted_ttft_s=0.0),
+        outcome(4, predicted_ttft_s=math.inf),
+    ]  # fmt: skip
+    pairs = plots.pairs_of(result("p", *outcomes))
+    assert pairs.tolist() == [[2.0, 2.5], [2.0, 1.4]]
+    assert plots.near_share(pairs) == 0.5
+
+
+def test_the_rarest_of_many_reasons_are_one() -> None:
+    """Twelve reasons, the first the most frequent."""
+    many = result("many", *(rejected(i, f"r{i % 12:02}", arrived_s=i / 10) for i in range(90)))
+    drawing = Document(page([many])).drawings[-1]
+    assert "rejected: r06" in drawing
+    assert "rejected: r07" not in drawing
+    assert plots.OTHER in drawing
+
+
+@pytest.mark.parametrize(
+    ("write", "numbers", "texts"),
+    [
+        (tick, (0, 0.05, 30, 1500, 3e6, -2000), ["0", "0.05", "30", "1.5k", "3M", "-2k"]),
+        (scaled, (0, 0.25, 99_999, 1.7e13, math.inf), ["0", "0.25", "99,999", "17 T", "–"]),
+        (milliseconds, (1.25, 1234.5, math.nan), ["1.2", "1,234", "–"]),
+        (seconds, (5, 12_345, math.nan), ["0.005", "12.35", "–"]),
+    ],
+)
+def test_numbers_are_written_for_people(
+    write: Callable[[float], str], numbers: tuple[float, ...], texts: list[str]
+) -> None:
+    assert [write(number) for number in numbers] == texts

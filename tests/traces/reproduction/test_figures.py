@@ -9,7 +9,7 @@ import pytest
 
 from traces.format import TraceRecord
 from traces.reproduction import figure_1, figure_5, overload
-from traces.reproduction.all_figures import FIGURES
+from traces.reproduction.command import FIGURES
 from traces.reproduction.figure import CONVERSATION, Finding, Row, Subject
 from traces.reproduction.saved import to_json
 from traces.simulator.results import End, RequestOutcome, SimulationResult

@@ -88,8 +88,6 @@ class LiveDecode:
 
     def _obey(self, action: Any, now: Any) -> list[Any]:
         match action:
-            case actions.OpenWindow(lease_id=lease_id):
-                return [events.WindowOpened(lease_id=lease_id, window_id=1)]
             case actions.GrantLease(lease_id=lease_id):
                 self._granted(lease_id, now)
             case actions.VerifyBlocks(lease_id=lease_id):

@@ -258,7 +258,7 @@ def test_equal_specs_and_traces_give_equal_results(
 
 def test_more_prefill_machines_shorten_the_queues_of_a_busy_cluster() -> None:
     """One machine is overloaded by this trace, so that each doubling helps a lot; asserted: at least by half."""
-    records = [request(number * 0.5, 100, 2, base=20 * number) for number in range(200)]
+    records = [request(number * 0.5, 100, 2, base=20 * number) for number in range(60)]
     queues = []
     for num_prefill in (1, 2, 4):
         outcomes = simulate(spec(num_prefill=num_prefill), records).outcomes

@@ -72,21 +72,6 @@ def test_fixed_and_changing_roles_stand_side_by_side(
     assert "--faults" in capsys.readouterr().err
 
 
-def test_stores_that_copy_from_each_other_stand_beside_those_that_do_not(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What they counted is in the report, of those alone."""
-    arguments = ["simulate", str(trace), "--replication", "both", "--report", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    names = ["global-cache-aware", "global-cache-aware +replication"]
-    results = read_results(tmp_path / "out/results.json")
-    assert [each.name for each in results] == names
-    assert ["replicas_made" in each.counters for each in results] == [False, True]
-    assert "replicas made" in (tmp_path / "out/index.html").read_text()
-    assert main([*arguments, "--pool", "local"]) == 2
-    assert "--replication" in capsys.readouterr().err
-
-
 def test_a_measured_profile_and_changes_to_it_are_used(trace: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(replace(LLAMA3_70B_8XA800, name="measured", dram_tokens=500_000), profile)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traces.simulator.fair_share import Demand, fair_rates
-from traces.simulator.network import Network
+from traces.simulator.network import Demand, Network, fair_rates
 
 LINKS = ("a", "b", "c", "d")
 CAPACITY = {"a": 10.0, "b": 4.0, "c": 7.0, "d": 1.0}

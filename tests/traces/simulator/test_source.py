@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from traces.simulator import source
-from traces.simulator.source import source_digest
+from traces.simulator import many
+from traces.simulator.many import source_digest
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [each for each in sys.modules if each.split(".")[0] == "madeup"]:
         monkeypatch.delitem(sys.modules, name)  # another test's, which lay elsewhere
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(source, "_PACKAGES", frozenset({"madeup"}))
+    monkeypatch.setattr(many, "_PACKAGES", frozenset({"madeup"}))
     return package
 
 
@@ -48,12 +48,12 @@ def test_the_simulator_s_digest_covers_the_conductor_and_the_stores() -> None:
     waiting = ["traces.simulator.run"]
     while waiting:
         name = waiting.pop()
-        path = source._path_of(name)
+        path = many._path_of(name)
         if path is None or name in names:
             continue
         names.add(name)
-        found = source._imports(path.read_bytes())
-        waiting += [each for each in found if each.split(".")[0] in source._PACKAGES]
+        found = many._imports(path.read_bytes())
+        waiting += [each for each in found if each.split(".")[0] in many._PACKAGES]
     assert {"conductor.state", "conductor.policies.global_cache_aware"} <= names
     assert {"kvstore.catalog", "traces.simulator.batch", "protocol.profile"} <= names
     assert not any(name.startswith(("traces.reports", "gateway", "engine")) for name in names)

@@ -68,6 +68,7 @@ def test_the_statistics_of_a_small_trace_carry_over(small: list[TraceRecord], se
 @needs_trace
 @pytest.mark.trace
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.slow
 def test_the_statistics_of_the_public_trace_carry_over(seed: int) -> None:
     given_trace = read_checked(TRACE)
     records = list(islice(records_like(fit(given_trace), Random(seed)), len(given_trace)))

@@ -9,26 +9,24 @@ import random
 import secrets
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import xxhash
 
 from protocol.errors import MoonserveError
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
 from tests.transfer.fuzz.mutations import INTERESTING, mutated
+from tests.transfer.impostor import Impostor
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
-from transfer.address import Address, Rail, host_identity
 from transfer.base import Credentials
 from transfer.shm.memfd import OwnedMemory
-from transfer.wire import handshake
-from transfer.wire.connection import Connection
-from transfer.wire.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
+from transfer.tcp import handshake
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
 
 NBYTES = 64 << 10
 CONTENT = secrets.token_bytes(NBYTES)
@@ -36,53 +34,21 @@ DEADLINE_S = 0.1
 
 
 class Liar:
-    """A target that knows the token and answers as a seed tells."""
+    """What a target says as a seed tells."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self) -> None:
         self.rng = random.Random(0)
-        self._instance = secrets.token_bytes(16)
-        if transport == "shm":
-            name = f"moonserve-liar-{self._instance.hex()}"
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(f"\0{name}")
-            self._listener.listen()
-        else:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            name = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        rails = {transport: (Rail(transport, "liar", name),)}
-        self.address = str(Address(self._instance, host_identity(), rails))
         self._own = OwnedMemory(NBYTES)
         self._own.view[:] = CONTENT
         self._unsealed = os.memfd_create("unsealed")
         os.ftruncate(self._unsealed, NBYTES)
         self._pipe = os.pipe()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
 
     def close(self) -> None:
-        self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
         for descriptor in (self._unsealed, *self._pipe):
             os.close(descriptor)
 
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            connection = Connection(sock)
-            connection.set_deadline(time.monotonic() + NEVER_S)
-            with suppress(MoonserveError, OSError):
-                self._lie_to(connection)
-            connection.close()
-
-    def _lie_to(self, connection: Connection) -> None:
-        credentials = Credentials(TOKEN.encode(), self._instance)
+    def lie_to(self, connection: Connection, credentials: Credentials) -> None:
         if self.rng.random() < 0.05:
             connection.send(self.rng.randbytes(200))
             return
@@ -149,45 +115,37 @@ class Liar:
         connection.send(data)
 
 
-@pytest.fixture(params=["tcp", "shm"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def liar(transport: str) -> Iterator[Liar]:
-    made = Liar(transport)
-    yield made
-    made.close()
-
-
 @pytest.mark.timeout(TOTAL_S + 600)
-def test_a_lying_target_gets_nothing_but_failures(liar: Liar, transport: str) -> None:
+def test_a_lying_target_gets_nothing_but_failures(transport: str) -> None:
     options = TransferOptions(transports=(transport,))
-    with TransferEngine(cluster_token=TOKEN, options=options) as engine:
+    with (
+        closing(Liar()) as liar,
+        Impostor(liar.lie_to, transport) as impostor,
+        TransferEngine(cluster_token=TOKEN, options=options) as engine,
+    ):
         everything = bytearray(b"g" * 3 * NBYTES)
         local = engine.register(memoryview(everything)[NBYTES : 2 * NBYTES])
         ends_at = time.monotonic() + TOTAL_S * 0.1
         seed = FIRST_SEED
         while time.monotonic() < ends_at:
             liar.rng = random.Random(seed)
-            play(engine, liar, local, everything, random.Random(seed))
+            play(engine, impostor.address, local, everything, random.Random(seed))
             seed += 1
         sys.stdout.write(f"{seed - FIRST_SEED} batches\n")
 
 
 def play(
-    engine: TransferEngine, liar: Liar, local: Segment, everything: bytearray, rng: random.Random
+    engine: TransferEngine, address: str, local: Segment, everything: bytearray, rng: random.Random
 ) -> None:
     start, length = rng.randrange(NBYTES // 2), rng.randint(1, NBYTES // 2)
     to = rng.randrange(NBYTES - length)
     everything[:] = b"g" * len(everything)
-    remote = RemoteSegment(liar.address, rng.randint(1, 3))
+    remote = RemoteSegment(address, rng.randint(1, 3))
     op = rng.choice((Op.READ, Op.READ, Op.WRITE))
     window_id = 5 if op is Op.WRITE else None
     if rng.random() < 0.1:
         with contextlib.suppress(MoonserveError):
-            engine.open(liar.address, deadline_s=DEADLINE_S)
+            engine.open(address, deadline_s=DEADLINE_S)
     else:
         batch = engine.submit(
             [Transfer(op, local, to, remote, start, length, window_id)], deadline_s=DEADLINE_S
@@ -200,4 +158,4 @@ def play(
     assert everything[: NBYTES + to] == b"g" * (NBYTES + to)
     assert everything[NBYTES + to + length :] == b"g" * (2 * NBYTES - to - length)
     if rng.random() < 0.2:
-        engine.forget(liar.address)
+        engine.forget(address)

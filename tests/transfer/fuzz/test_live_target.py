@@ -18,17 +18,18 @@ import pytest
 from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
-from tests.transfer.fuzz.mutations import Frame, Ground, Inventor, Passed, mutated
+from tests.transfer.fuzz.mutations import Ground, Inventor, Passed, mutated
 from tests.transfer.stage import GUARD, dial
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
 from transfer.base import Credentials
 from transfer.native import address_of
 from transfer.shm.memfd import OwnedMemory
-from transfer.wire import handshake
-from transfer.wire.connection import Connection
+from transfer.tcp import handshake
+from transfer.tcp.connection import Connection
 
 NBYTES = 64 << 10
+Said = list[tuple[bytes, Passed]]
 _QUIET_S = 0.01
 WINDOW = (16 << 10, 16 << 10)
 SECRET = secrets.token_bytes(32)
@@ -120,7 +121,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 def attack(quarry: Quarry, seed: int) -> bytes:
     """One session; everything that came back."""
     inventor = Inventor(seed, quarry.ground, near=quarry.near)
-    frames = inventor.session()
+    said = inventor.session()
     connection = dial(quarry.engine.address)
     try:
         if inventor.rng.random() < 0.1:
@@ -129,7 +130,7 @@ def attack(quarry: Quarry, seed: int) -> bytes:
             credentials = Credentials(TOKEN.encode(), b"")
             instance = parse(quarry.engine.address).instance
             handshake.initiate(connection, credentials, instance, checksums=seed % 4 != 0)
-        return _exchange(connection._sock, quarry, frames)
+        return _exchange(connection._sock, quarry, said)
     finally:
         connection.close()
 
@@ -143,9 +144,9 @@ def _stray_handshake(connection: Connection, quarry: Quarry, inventor: Inventor)
         connection._sock.sendall(data)
 
 
-def _exchange(sock: socket.socket, quarry: Quarry, frames: list[Frame]) -> bytes:
+def _exchange(sock: socket.socket, quarry: Quarry, said: Said) -> bytes:
     sock.setblocking(True)
-    thread = threading.Thread(target=_send_all, args=(sock, quarry, frames))
+    thread = threading.Thread(target=_send_all, args=(sock, quarry, said))
     thread.start()
     answer = bytearray()
     with suppress(ConnectionError):
@@ -169,12 +170,11 @@ def _received(sock: socket.socket, sender: threading.Thread) -> bytes:
     raise AssertionError("the engine neither answers nor hangs up")
 
 
-def _send_all(sock: socket.socket, quarry: Quarry, frames: list[Frame]) -> None:
+def _send_all(sock: socket.socket, quarry: Quarry, said: Said) -> None:
     with suppress(OSError):
-        for frame in frames:
-            data = frame.data
-            if frame.passed and quarry.near and data:
-                descriptors = array.array("i", [quarry.descriptor(frame.passed)])
+        for data, passed in said:
+            if passed and quarry.near and data:
+                descriptors = array.array("i", [quarry.descriptor(passed)])
                 passing = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
                 data = data[sock.sendmsg([data], passing) :]
             sock.sendall(data)

@@ -14,9 +14,9 @@ from protocol.errors import MoonserveError
 from tests.thoroughness import examples
 from transfer import address, scatter
 from transfer.base import Credentials
-from transfer.wire import handshake
-from transfer.wire.connection import Connection
-from transfer.wire.frames import (
+from transfer.tcp import handshake
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import (
     HEADER_BYTES,
     Header,
     Kind,
@@ -113,23 +113,6 @@ def test_an_initiator_survives_any_handshake(data: bytes) -> None:
 
     fed(data, initiate)
     fed(handshake._CHALLENGE.pack(b"MOONXFER", 0, 2, 1, bytes(32)) + data, initiate)
-
-
-@often
-@given(
-    st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=4),
-    st.integers(1, 2**40),
-)
-def test_bounds_are_those_of_unlimited_integers(
-    rows: list[tuple[int, int, int]], nbytes: int
-) -> None:
-    inside = all(start >= 0 and n >= 0 and start + n <= nbytes for start, _, n in rows)
-    try:
-        scatter.require_inside(scatter.rows(*rows), 0, nbytes)
-    except MoonserveError:
-        assert not inside
-    else:
-        assert inside
 
 
 @often

@@ -8,8 +8,7 @@ import pytest
 
 from tests.compilers import need_compiler
 from transfer.native import DataPlane
-from transfer.native.library import NativeDataPlane
-from transfer.native.twin import PythonDataPlane
+from transfer.native.library import NativeDataPlane, PythonDataPlane
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
 from transfer.native import DataPlane, address_of
-from transfer.rows import LENGTH, LOCAL, REMOTE, Rows
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
 
 SIZE = 4096
 both_planes = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,16 +103,6 @@ def test_rows_need_neither_be_contiguous_nor_aligned(plane: DataPlane) -> None:
     assert bytes(into[50:53]) == bytes(range(40, 43))
 
 
-def test_thousands_of_rows_in_one_call(plane: DataPlane) -> None:
-    count, length = 5000, 64
-    source = np.random.default_rng(1).integers(0, 256, (count, length), np.uint8)
-    into = np.zeros_like(source)
-    order = np.random.default_rng(2).permutation(count)
-    rows = np.stack((order * length, np.arange(count) * length, np.full(count, length)), axis=1)
-    plane.copy_rows(address_of(into), address_of(source), rows, to_column=LOCAL)
-    assert np.array_equal(into, source[order])
-
-
 @both_planes
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100), st.integers(0, 9)), max_size=30))
 def test_iovecs_are_the_same_bytes_in_the_same_order(
@@ -127,15 +117,6 @@ def test_iovecs_are_the_same_bytes_in_the_same_order(
         assert all(
             start + length != after for (start, length), (after, _) in itertools.pairwise(made)
         )
-
-
-def test_the_address_of_memory_is_where_its_bytes_are(plane: DataPlane) -> None:
-    buffer = bytearray(b"0123456789")
-    into = bytearray(4)
-    rows = rows_of((3, 0, 4))
-    plane.copy_rows(address_of(into), address_of(memoryview(buffer)), rows, to_column=LOCAL)
-    assert into == b"3456"
-    assert address_of(bytes(buffer)) != address_of(buffer)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import IntegrityError
-from tests.transfer.rdma.fake_fabric import LIMITS
+from tests.transfer.fake_fabric import LIMITS
 from transfer.rdma import control
 from transfer.rdma.control import PAIR_BYTES, RemoteKey
-from transfer.wire.frames import HEADER_BYTES, Code, Kind, ProtocolViolation, decode
+from transfer.tcp.frames import HEADER_BYTES, Code, Kind, ProtocolViolation, decode
 
 
 @given(key=st.builds(RemoteKey, *(st.integers(0, 2**bits - 1) for bits in (32, 64, 64))))

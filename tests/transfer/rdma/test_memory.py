@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from protocol.errors import InvalidRequest
-from tests.transfer.rdma.fake_fabric import FakeDevice, FakeFabric, Wire
-from transfer.rdma.memory import RegisteredMemory
+from tests.transfer.fake_fabric import FakeDevice, FakeFabric, Wire
+from transfer.rdma.rail import RegisteredMemory
 from transfer.segments import Segment, SegmentTable
 
 

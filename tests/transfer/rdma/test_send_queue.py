@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from transfer.base import Op
 from transfer.rdma.fabric import CHAIN, PairAddress, Runs
-from transfer.rdma.send_queue import SendQueue, Work, runs_of
+from transfer.rdma.queues import SendQueue, Work, runs_of
 from transfer.scatter import rows
 
 

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from protocol.errors import IntegrityError, InvalidRequest
+from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import TOKEN, PeerInProcess
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from tests.transfer.conftest import Make, Pair, PeerInProcess, run
+from transfer import Op, RemoteSegment, Transfer
 from transfer.native import address_of, data_plane
-from transfer.native.process_memory import OtherProcess
-from transfer.rows import Rows
+from transfer.scatter import Rows
 from transfer.shm import session
 from transfer.shm.memfd import PeerMemory
-from transfer.wire.stream import StreamSession
+from transfer.shm.sources import OtherProcess
+from transfer.tcp.session import StreamSession
 
 MIB = 1 << 20
-Make = Callable[..., TransferEngine]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    engines: list[TransferEngine] = []
-
-    def start(**options: object) -> TransferEngine:
-        chosen = TransferOptions(transports=("shm",), **options)  # type: ignore[arg-type]
-        engine = TransferEngine(cluster_token=TOKEN, options=chosen)
-        engine.start()
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close()
+MakePair = Callable[..., Pair]
 
 
 @pytest.fixture
@@ -64,78 +47,53 @@ def not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OtherProcess, "read", refuse)
 
 
-class Two:
-    """`near` reads from and writes to `far`; each side's memory is allocated or brought by the caller."""
-
-    def __init__(self, make: Make, nbytes: int, *, registered: bool, **options: object) -> None:
-        self.near, self.far = make(**options), make(**options)
-        self.nbytes = nbytes
-        self.local = self._memory(self.near, registered)
-        self.memory = self._memory(self.far, registered)
-        self.memory.buffer[:] = random.Random(0).randbytes(nbytes)
-        self.remote = RemoteSegment(self.far.address, self.memory.segment_id)
-        self.window_id = self.far.open_window(self.memory, [(0, nbytes)])
-
-    def _memory(self, engine: TransferEngine, registered: bool) -> Segment:
-        if registered:
-            return engine.register(bytearray(self.nbytes), readable=True)
-        return engine.allocate(self.nbytes, readable=True)
-
-    def read(self) -> None:
-        self.near.run(
-            [Transfer(Op.READ, self.local, 0, self.remote, 0, self.nbytes)], deadline_s=PATIENCE_S
-        )
-
-    def write(self) -> None:
-        transfer = Transfer(
-            Op.WRITE, self.local, 0, self.remote, 0, self.nbytes, window_id=self.window_id
-        )
-        self.near.submit([transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
-
-    def round_trip(self) -> None:
-        content = bytes(self.memory.buffer)
-        self.read()
-        assert self.local.buffer == content
-        self.local.buffer[:] = content[::-1]
-        self.write()
-        assert self.memory.buffer == content[::-1]
+def read(pair: Pair) -> None:
+    """All of it, in this thread where that can be."""
+    pair.near.run([pair.read(0, 0, pair.memory.nbytes)], deadline_s=PATIENCE_S)
 
 
-@pytest.mark.usefixtures("no_stream")
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("nbytes", [1000, 3 * MIB])
-def test_allocated_memory_never_travels_on_the_connection(
-    make: Make, nbytes: int, checksums: bool
-) -> None:
-    two = Two(make, nbytes, registered=False, checksums=checksums)
-    two.round_trip()
-    two.round_trip()
+def round_trip(pair: Pair) -> None:
+    content = bytes(pair.memory.buffer)
+    read(pair)
+    assert pair.local.buffer == content
+    pair.local.buffer[:] = content[::-1]
+    pair.run(pair.write(0, 0, pair.memory.nbytes))
+    assert pair.memory.buffer == content[::-1]
 
 
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("nbytes", [1000, 3 * MIB])
-def test_registered_memory_is_read_by_address_once_both_know_that_they_may(
-    make: Make, nbytes: int, checksums: bool, request: pytest.FixtureRequest
+@pytest.mark.parametrize("registered", [False, True])
+def test_memory_of_the_host_does_not_travel_on_the_connection(
+    make_pair: MakePair,
+    registered: bool,
+    nbytes: int,
+    checksums: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
-    two = Two(make, nbytes, registered=True, checksums=checksums)
-    two.round_trip()  # the first WRITE travels, while the peer is asked
+    pair = make_pair(nbytes, registered=registered, checksums=checksums)
+    if registered:
+        round_trip(
+            pair
+        )  # the first WRITE travels, while the peer is asked whether it may read by address
     request.getfixturevalue("no_stream")
-    two.round_trip()
+    round_trip(pair)
+    round_trip(pair)
 
 
 @pytest.mark.usefixtures("not_permitted")
 @pytest.mark.parametrize("checksums", [False, True])
 def test_where_reading_processes_is_forbidden_the_connection_carries_the_bytes(
-    make: Make, checksums: bool
+    make_pair: MakePair, checksums: bool
 ) -> None:
-    two = Two(make, 3 * MIB, registered=True, checksums=checksums)
-    two.round_trip()
-    two.round_trip()
+    pair = make_pair(3 * MIB, registered=True, checksums=checksums)
+    round_trip(pair)
+    round_trip(pair)
 
 
 @pytest.mark.usefixtures("not_permitted")
-def test_offers_under_way_while_both_ends_send_much_block_nobody(make: Make) -> None:
-    near, far = make(), make()
+def test_offers_under_way_while_both_ends_send_much_block_nobody(make_engine: Make) -> None:
+    near, far = make_engine(), make_engine()
     size = 8 * MIB
     source = far.register(bytearray(size), readable=True)
     into = far.allocate(64 * MIB)
@@ -160,109 +118,105 @@ def test_offers_under_way_while_both_ends_send_much_block_nobody(make: Make) -> 
         assert into.buffer[(2 * i + 1) * size :][:size] == bytes([i]) * size
 
 
-def test_a_large_copy_is_shared_by_the_threads_that_the_options_grant(make: Make) -> None:
-    two = Two(make, 20 * MIB, registered=False, copy_threads=3)
-    two.round_trip()
+def test_a_large_copy_is_shared_by_the_threads_that_the_options_grant(make_pair: MakePair) -> None:
+    round_trip(make_pair(20 * MIB, copy_threads=3))
 
 
-def test_a_copy_gone_wrong_is_never_a_success(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Two(make, 3 * MIB, registered=False, checksums=True)
-    two.round_trip()
+def test_a_copy_gone_wrong_is_never_a_success(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(3 * MIB)
+    round_trip(pair)
 
     def wrong(self: PeerMemory, to: int, rows: Rows, *, to_column: int) -> bool:
         self.copy(to, rows, to_column=to_column)
-        for segment in (two.local, two.memory):
+        for segment in (pair.local, pair.memory):
             if to == segment.base:
                 segment.buffer[0] ^= 1
         return data_plane().rows_equal(to, address_of(self.view), rows, column=to_column)
 
     monkeypatch.setattr(PeerMemory, "copy_verified", wrong)
-    for attempt in (two.read, two.write):
+    for transfer in (pair.read(0, 0, 3 * MIB), pair.write(0, 0, 3 * MIB)):
         with pytest.raises(IntegrityError):
-            attempt()
+            pair.run(transfer)
     monkeypatch.undo()
-    two.round_trip()
+    round_trip(pair)
 
 
+@pytest.mark.parametrize("registered", [False, True])
 def test_a_small_read_needs_no_thread_and_no_word_from_the_peer(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for registered in (False, True):
-        two = Two(make, 64 << 10, registered=registered)
-        two.read()  # maps it
-        with monkeypatch.context() as patch:
-            patch.setattr(session.ShmSession, "carry", None)
-            two.memory.buffer[:] = b"n" * two.nbytes
-            two.read()
-        assert two.local.buffer == b"n" * two.nbytes
-        two.far.close_window(two.window_id)
-        two.far.deregister(two.memory)
+    pair = make_pair(64 << 10, registered=registered)
+    read(pair)  # maps it
+    with monkeypatch.context() as patch:
+        patch.setattr(session.ShmSession, "carry", None)
+        pair.memory.buffer[:] = b"n" * pair.memory.nbytes
+        read(pair)
+    assert pair.local.buffer == b"n" * pair.memory.nbytes
+    pair.far.close_window(pair.window_id)
+    pair.far.deregister(pair.memory)
+    with pytest.raises(InvalidRequest):
+        read(pair)
+
+
+def test_mapped_memory_is_the_peers_itself_and_only_what_is_lent(make_pair: MakePair) -> None:
+    pair = make_pair(2 * MIB)
+    view = pair.near.map(pair.remote, 100, MIB)
+    assert view.readonly
+    assert view == pair.memory.buffer[100 : 100 + MIB]
+    for offset, length in [(-1, 5), (0, -1), (2 * MIB, 1), (5, 2 * MIB), (1 << 62, 1)]:
         with pytest.raises(InvalidRequest):
-            two.read()
+            pair.near.map(pair.remote, offset, length)
+    for options in ({}, {"readable": True}):
+        other = pair.far.allocate(4096, **options)
+        remote = RemoteSegment(pair.far.address, other.segment_id)
+        if options:
+            pair.near.map(remote, 0, 10)
+            pair.far.deregister(other)
+        with pytest.raises(InvalidRequest):
+            pair.near.map(remote, 0, 1)
+    read(pair)
+    pair.near.close()
+    pair.memory.buffer[100] ^= 0xFF
+    assert view == pair.memory.buffer[100 : 100 + MIB]
 
 
-def test_a_view_is_the_peers_memory_itself(make: Make) -> None:
-    two = Two(make, 2 * MIB, registered=False)
-    with two.near.view(two.remote, 100, MIB) as view:
-        assert view.readonly
-        assert view == two.memory.buffer[100 : 100 + MIB]
-        two.memory.buffer[100] ^= 0xFF
-        assert view[0] == two.memory.buffer[100]
-        two.near.close()
-        assert view == two.memory.buffer[100 : 100 + MIB]
+def test_registered_memory_cannot_be_mapped(make_pair: MakePair) -> None:
+    pair = make_pair(MIB, registered=True)
+    with pytest.raises(InvalidRequest):
+        pair.near.map(pair.remote, 0, 1)
+    read(pair)
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-1, 5), (0, -1), (MIB, 1), (5, MIB), (1 << 62, 1)])
-def test_a_view_stays_within_its_segment(make: Make, offset: int, length: int) -> None:
-    two = Two(make, MIB, registered=False)
-    with pytest.raises(InvalidRequest), two.near.view(two.remote, offset, length):
-        pass
-    two.read()
-
-
-def test_only_memory_that_is_lent_can_be_viewed(make: Make) -> None:
-    two = Two(make, MIB, registered=True)
-    with pytest.raises(InvalidRequest), two.near.view(two.remote, 0, 1):
-        pass
-    secret = two.far.allocate(4096)
-    hidden = RemoteSegment(two.far.address, secret.segment_id)
-    with pytest.raises(InvalidRequest), two.near.view(hidden, 0, 1):
-        pass
-    gone = two.far.allocate(4096, readable=True)
-    remote = RemoteSegment(two.far.address, gone.segment_id)
-    with two.near.view(remote, 0, 10):
-        pass
-    two.far.deregister(gone)
-    with pytest.raises(InvalidRequest), two.near.view(remote, 0, 1):
-        pass
-    two.read()
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_memory_of_another_host_cannot_be_mapped(pair: Pair) -> None:
+    with pytest.raises(InvalidRequest):
+        pair.near.map(pair.remote, 0, 10)
 
 
 def test_another_process_reads_and_writes_memory_that_was_registered(
-    make: Make, peer: PeerInProcess
+    make_engine: Make, peer: PeerInProcess
 ) -> None:
-    engine = make()
-    address, segment_id = peer.ask("address"), peer.ask("allocate", 4 * MIB, 7, True)
-    window_id = peer.ask("open_window", segment_id, [(0, 4 * MIB)])
-    remote = RemoteSegment(address, segment_id)
-    local = engine.register(bytearray(b"r" * (4 * MIB)))
-    write = Transfer(Op.WRITE, local, 0, remote, 0, 4 * MIB, window_id)
+    engine = make_engine()
+    remote, window_id = peer.lend(4 * MIB, 7)
+    local = engine.register(bytearray(4 * MIB))
     for fill in (b"r", b"s"):
         local.buffer[:] = fill * (4 * MIB)
-        engine.submit([write], deadline_s=PATIENCE_S).wait(PATIENCE_S)
-        assert bytes.fromhex(peer.ask("content", segment_id)) == fill * (4 * MIB)
+        run(engine, Transfer(Op.WRITE, local, 0, remote, 0, 4 * MIB, window_id))
+        assert peer.content(remote) == fill * (4 * MIB)
+    local.buffer[:] = bytes(4 * MIB)
     engine.run([Transfer(Op.READ, local, 0, remote, 0, 4 * MIB)], deadline_s=PATIENCE_S)
     assert local.buffer == b"s" * (4 * MIB)
 
 
 def test_a_peer_that_was_killed_is_noticed_though_its_memory_could_still_be_read(
-    make: Make, peer: PeerInProcess
+    make_engine: Make, peer: PeerInProcess
 ) -> None:
-    engine = make()
-    remote = RemoteSegment(peer.ask("address"), peer.ask("allocate", MIB, 7, True))
-    local = engine.allocate(MIB)
-    read = Transfer(Op.READ, local, 0, remote, 0, MIB)
+    engine = make_engine()
+    remote, _ = peer.lend(MIB, 7)
+    read = Transfer(Op.READ, engine.allocate(MIB), 0, remote, 0, MIB)
     engine.run([read], deadline_s=PATIENCE_S)
     peer.end()
-    with pytest.raises(Exception, match="peer"):
-        engine.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)
+    with pytest.raises(PeerLost):
+        run(engine, read)

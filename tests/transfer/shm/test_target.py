@@ -15,10 +15,10 @@ from tests.transfer.conftest import TOKEN
 from tests.transfer.test_strangers import authenticated, until_closed
 from transfer import Segment, TransferEngine, TransferOptions, scatter
 from transfer.native import address_of
-from transfer.rows import Rows
+from transfer.scatter import Rows
 from transfer.shm.memfd import OwnedMemory
-from transfer.wire.connection import Connection
-from transfer.wire.frames import (
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import (
     HEADER_BYTES,
     Code,
     Header,
@@ -84,42 +84,40 @@ def test_what_is_offered_is_stored_where_it_belongs(target: Target) -> None:
 
 
 @pytest.mark.parametrize("row", [(0, NBYTES, 1), (0, -1, 5), (0, 1, NBYTES), (0, 1 << 62, 1)])
-def test_rows_outside_the_offered_memory_are_refused(
+def test_rows_outside_the_offered_memory_or_of_none_are_refused(
     target: Target, row: tuple[int, int, int]
 ) -> None:
     target.offer(target.source.fd)
     with pytest.raises(InvalidRequest):
         target.write(scatter.rows(row))
+    with pytest.raises(InvalidRequest, match="never offered"):
+        target.write(scatter.rows((0, 0, 1)), source_id=77)
     assert not any(target.segment.buffer)
     target.write(scatter.rows((0, 0, 1)))
 
 
-def test_memory_that_was_never_offered_cannot_be_named(target: Target) -> None:
-    with pytest.raises(InvalidRequest, match="never offered"):
-        target.write(scatter.rows((0, 0, 1)), source_id=77)
-
-
-def test_an_offer_without_memory_or_twice_ends_the_connection(target: Target) -> None:
-    target.offer(target.source.fd)
-    target.offer(target.source.fd)
-    until_closed(target.connection)
-    again = Target(target.engine)
-    again.offer(None)
-    until_closed(again.connection)
-
-
-@pytest.mark.parametrize("nbytes", [0, NBYTES + 1, (1 << 64) - 1])
-def test_an_offer_of_more_than_there_is_ends_the_connection(target: Target, nbytes: int) -> None:
-    target.offer(target.source.fd, nbytes=nbytes)
-    until_closed(target.connection)
-
-
-def test_memory_that_its_owner_could_take_away_is_not_mapped(target: Target) -> None:
+@pytest.fixture
+def loose() -> Iterator[int]:
+    """Memory that its owner could take away."""
     fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 20)
-    target.offer(fd)
+    yield fd
     os.close(fd)
-    until_closed(target.connection)
+
+
+def test_an_offer_that_cannot_be_one_ends_the_connection(target: Target, loose: int) -> None:
+    fd, marker = target.source.fd, OwnedMemory(1)
+    for offers in (
+        [{"fd": fd}, {"fd": fd}],
+        [{"fd": None}],
+        *([{"fd": fd, "nbytes": nbytes}] for nbytes in (0, NBYTES + 1, (1 << 64) - 1)),
+        [{"fd": loose}],
+        *([{"fd": marker.fd, "base": base}] for base in ((1 << 64) - 1, 1 << 63)),
+    ):
+        stranger = Target(target.engine)
+        for offer in offers:
+            stranger.offer(**offer)  # type: ignore[arg-type]
+        until_closed(stranger.connection)
 
 
 def test_memory_offered_by_address_is_read_after_it_was_found_readable(target: Target) -> None:
@@ -135,13 +133,6 @@ def test_memory_offered_by_address_is_read_after_it_was_found_readable(target: T
     marker.retire()
     with pytest.raises(InvalidRequest, match="no longer registered"):
         target.write(scatter.rows((0, 0, 10)))
-
-
-@pytest.mark.parametrize("base", [(1 << 64) - 1, 1 << 63])
-def test_an_address_that_cannot_be_ends_the_connection(target: Target, base: int) -> None:
-    marker = OwnedMemory(1)
-    target.offer(marker.fd, base=base)
-    until_closed(target.connection)
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(target: Target) -> None:

@@ -1,1 +1,0 @@
-"""Which prefixes store nodes copy from each other, and how they are told (docs/replication.md)."""

@@ -1,0 +1,101 @@
+"""GPUs and RDMA ports for `moonserve doctor`: what there is, and whether KV can be computed on and moved over it.
+
+Where the drivers show no GPU, torch is not imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from deploy.doctor.findings import Finding
+from deploy.terminal.output import size
+from engine.device import Gpu, count_gpus, usable_gpus
+from protocol.errors import ConfigError
+from transfer.rdma.device import Port, discover
+
+_ROUTES = Path("/proc/net/route")
+_UP = 0x1  # RTF_UP, linux/route.h
+
+
+def check_gpus() -> list[Finding]:
+    """A line for each GPU; one where there is none, or none that can be used."""
+    num_shown = count_gpus()
+    if num_shown == 0:
+        return [Finding("gpu", "devices", "none; workers compute on the processor")]
+    try:
+        return [_usable(number, gpu) for number, gpu in enumerate(usable_gpus())]
+    except ConfigError as error:
+        why = error.message
+    except ImportError as error:
+        why = f"torch cannot be imported ({error}): pip install torch"
+    text = f"{num_shown} shown by the driver, none used: workers compute on the processor"
+    return [Finding("gpu", "devices", text, why, {"shown": num_shown})]
+
+
+def _usable(number: int, gpu: Gpu) -> Finding:
+    facts = {"name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes}
+    text = f"{gpu.name}, {size(gpu.total_bytes)}, {size(gpu.free_bytes)} free"
+    remedy = "end what uses it (nvidia-smi), or give workers less: --gpu-memory-utilization"
+    is_taken = 2 * gpu.free_bytes < gpu.total_bytes
+    return Finding("gpu", f"cuda:{number}", text, remedy if is_taken else "", facts)
+
+
+def check_rdma() -> Iterator[Finding]:
+    """A line for each port; one where there is none."""
+    ports = discover()
+    if not ports:
+        yield Finding("rdma", "devices", "none; KV between machines goes over tcp")
+        return
+    table = _ROUTES.read_text() if _ROUTES.exists() else ""
+    for port in ports:
+        yield about_port(port, table)
+
+
+def about_port(port: Port, table: str) -> Finding:
+    """`table`: as /proc/net/route has it."""
+    found, gid = routes_of(port, table), port.gid
+    where = f"; routes to {', '.join(found)}" if found else ""
+    facts = {
+        "state": port.state,
+        "link": "Ethernet" if port.is_ethernet else "InfiniBand",
+        "bandwidth_bytes_s": port.bandwidth_bytes_s,
+        "numa_node": port.numa_node,
+        "gid_index": gid.index if gid else None,
+        "gid_kind": gid.kind if gid else None,
+        "gid_address": str(gid.address) if gid else None,
+        "interface": gid.netdev if gid else None,
+        "routes": found,
+    }
+    return Finding("rdma", port.name, f"{port}{where}", _remedy(port, found), facts)
+
+
+def routes_of(port: Port, table: str) -> list[str]:
+    """Networks that are reached through the interface behind its GID, the default one as 0.0.0.0/0."""
+    interface = port.gid.netdev if port.gid else None
+    rows = (line.split() for line in table.splitlines()[1:])
+    return [
+        str(IPv4Network((_address(row[1]), _address(row[7]))))
+        for row in rows
+        if len(row) > 7 and row[0] == interface and int(row[3], 16) & _UP
+    ]
+
+
+def _address(digits: str) -> str:
+    """The kernel prints the number as it lies in memory."""
+    return socket.inet_ntoa(struct.pack("=I", int(digits, 16)))
+
+
+def _remedy(port: Port, routes: Sequence[str]) -> str:
+    """Empty where it can be used; InfiniBand's routes are its subnet manager's."""
+    if port.state != "ACTIVE":
+        return "rdma link show; the cable, or ip link set INTERFACE up"
+    if port.gid is None:
+        return "give its interface an address that peers can route to: ip address add"
+    if port.is_ethernet and port.gid.address.ipv4_mapped is not None and not routes:
+        name = port.gid.netdev
+        return f"no route leads through {name}: ip route add NETWORK dev {name}"
+    return ""

@@ -1,0 +1,197 @@
+"""What only the node that is drained holds, and in which order, and to where, it goes.
+
+What is in memory goes first, since reading the rest from disk may evict it there; then parents before children, as
+memory keeps them, too; a chain goes where the blocks before it are, else to its home as clients compute it
+(`kvstore.client.placement`), so that they find it at once. Calls are bounded in objects and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.kvctl import objects
+from deploy.kvctl.cluster import KEYS_PER_CALL, Cluster, Node, Object, tell_lost
+from deploy.terminal.output import Output
+from kvstore.client.placement import Placement
+from protocol.errors import NoWorker, PeerLost
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+
+MAX_KEYS = 64
+MAX_BYTES = 64 * 2**20
+"""One call's worth: a fraction of a second to copy. A larger object goes alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An object of the leaving node. `pin` is a StorePin."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    length: int
+    pin: int = 0
+    in_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Objects for one call to one node, in order."""
+
+    target: str
+    objects: tuple[Resident, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.length for item in self.objects)
+
+
+def waves(objects: Mapping[BlockKey, Resident]) -> Iterator[dict[BlockKey, Resident]]:
+    """What is to be copied before what."""
+    for in_memory in (True, False):
+        wave = {key: item for key, item in objects.items() if item.in_memory is in_memory}
+        if wave:
+            yield wave
+
+
+def first_of_chain(objects: Mapping[BlockKey, Resident], item: Resident) -> Resident:
+    """The first of `objects` that leads to `item`."""
+    seen: set[BlockKey] = set()
+    while item.parent is not None and item.parent in objects and item.key not in seen:
+        seen.add(item.key)
+        item = objects[item.parent]
+    return item
+
+
+def in_order(objects: Mapping[BlockKey, Resident]) -> Iterator[list[Resident]]:
+    """Trees of chains, each with its parents first; a tree's first block follows none of `objects`."""
+    children: dict[BlockKey | None, list[BlockKey]] = {}
+    for item in objects.values():
+        children.setdefault(item.parent if item.parent in objects else None, []).append(item.key)
+    for top in sorted(children.get(None, ())):
+        found: list[Resident] = []
+        waiting = [top]
+        while waiting:
+            key = waiting.pop()
+            found.append(objects[key])
+            waiting += sorted(children.get(key, ()), reverse=True)
+        yield found
+
+
+def batches(
+    trees: Iterator[list[Resident]], target_of: Callable[[Resident], str]
+) -> dict[str, list[Batch]]:
+    """By target, in the order in which they are to be copied. `target_of` is asked about the first of each tree."""
+    by_target: dict[str, list[Resident]] = {}
+    for tree in trees:
+        by_target.setdefault(target_of(tree[0]), []).extend(tree)
+    return {target: list(_cut(target, objects)) for target, objects in by_target.items()}
+
+
+def _cut(target: str, objects: Sequence[Resident]) -> Iterator[Batch]:
+    part: list[Resident] = []
+    num_bytes = 0
+    for item in objects:
+        if part and (len(part) == MAX_KEYS or num_bytes + item.length > MAX_BYTES):
+            yield Batch(target, tuple(part))
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += item.length
+    if part:
+        yield Batch(target, tuple(part))
+
+
+Stats = kvstore_pb2.StoreStatsReply
+
+
+class Others:
+    """The nodes that stay and take objects, with what they said of themselves."""
+
+    def __init__(self, replies: Sequence[tuple[Node, Stats]]) -> None:
+        self.nodes = {node.name: node for node, _ in replies}
+        self._stats = {node.name: reply for node, reply in replies}
+        self._placement = Placement(
+            {n: max(1.0, float(s.capacity_bytes)) for n, s in self._stats.items()}
+        )
+
+    @classmethod
+    async def of(cls, cluster: Cluster, leaving: Node, output: Output) -> Others:
+        """Raises NoWorker when there is none."""
+        nodes = [node for node in await cluster.all_nodes() if node.name != leaving.name]
+        answers = await cluster.stats(nodes)
+        tell_lost(answers, output)
+        taking = [(node, reply) for node, reply in answers.replies if not reply.draining]
+        if not taking:
+            raise NoWorker(f"no other node takes what {leaving.name} holds; see kvctl nodes")
+        return cls(taking)
+
+    @property
+    def room(self) -> int:
+        """Bytes for which nothing must be evicted."""
+        stats = self._stats.values()
+        return sum(s.free_bytes + max(0, s.disk_limit_bytes - s.disk_live_bytes) for s in stats)
+
+    def home(self, head: BlockKey) -> str:
+        """Where clients look first once the leaving node is gone."""
+        return self._placement.ids[self._placement.ranked([head])[0][0]]
+
+    def candidates(self, first: str) -> list[Node]:
+        """`first`, then the others, those with most room first."""
+        rest = sorted(
+            (name for name in self.nodes if name != first),
+            key=lambda name: (-self._stats[name].free_bytes, name),
+        )
+        return [self.nodes[name] for name in (first, *rest)]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """`alone`: what only the leaving node has. `pinned`: what has a pin there, and replicas elsewhere. `parents_at`:
+    where blocks are that lead to some of `alone`."""
+
+    alone: Mapping[BlockKey, Resident]
+    pinned: Sequence[Resident]
+    parents_at: Mapping[BlockKey, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.length for item in self.alone.values())
+
+
+async def survey(cluster: Cluster, leaving: Node, others: Others) -> Survey:
+    """Raises PeerLost when the leaving node, or all others, cannot be reached."""
+    alone: dict[BlockKey, Resident] = {}
+    pinned: list[Resident] = []
+    async for part in _parts(cluster, leaving):
+        held = await _first_holders(cluster, [item.key for item in part], others)
+        alone |= {item.key: item for item in part if item.key not in held}
+        pinned += [item for item in part if item.key in held and item.pin]
+    outside = {r.parent for r in alone.values() if r.parent is not None and r.parent not in alone}
+    return Survey(alone, pinned, await _first_holders(cluster, sorted(outside), others))
+
+
+async def _parts(cluster: Cluster, leaving: Node) -> AsyncIterator[list[Resident]]:
+    part: list[Resident] = []
+    async for found in cluster.objects(leaving):
+        part.append(_resident(found))
+        if len(part) == KEYS_PER_CALL:
+            yield part
+            part = []
+    yield part
+
+
+async def _first_holders(
+    cluster: Cluster, keys: Sequence[BlockKey], others: Others
+) -> dict[BlockKey, str]:
+    if not keys:
+        return {}
+    answers = await objects.holders(cluster, list(others.nodes.values()), keys)
+    if not answers.replies:
+        raise PeerLost("none of the other nodes answers")
+    return {key: node.name for node, held in reversed(answers.replies) for key in held}
+
+
+def _resident(found: Object) -> Resident:
+    return Resident(
+        BlockKey(found.key), objects.parent_of(found), found.length, found.pin, found.in_memory
+    )

@@ -1,0 +1,275 @@
+"""`kvctl replicas`, `pin`, `drop` and `verify`: what they change, on every node that holds the objects."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Mapping, Sequence
+
+from deploy.kvctl import objects
+from deploy.kvctl.cluster import Answers, Cluster, Node, gathered, tell_lost
+from deploy.kvctl.objects import Replica
+from deploy.terminal.client import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from deploy.terminal.output import Output, Table, count, size
+from kvstore.client.pool import new_removal_id
+from protocol.keys import BlockKey
+from protocol.pb import directory_pb2, kvstore_pb2
+from protocol.progress import Progress
+
+Change = directory_pb2.ChangeReplicaReply
+# The chain comes along, and each call copies for at most 30 s.
+CHANGE_TIMEOUT_S = 120.0
+
+
+def add_replicas(verbs: objects.Verbs, common: ArgumentParser) -> None:
+    parser = objects.add(
+        verbs,
+        "replicas",
+        run_replicas,
+        common,
+        "show an object's replicas; with N, make it so many",
+    )
+    objects.add_key(parser)
+    parser.add_argument(
+        "num_replicas",
+        metavar="N",
+        type=int,
+        nargs="?",
+        help="replicas from now on; what leads to the object gains them too",
+    )
+
+
+async def run_replicas(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    key, wanted = objects.parse(arguments.key, plain=arguments.plain), arguments.num_replicas
+    if wanted is not None and wanted < 1:
+        output.problem("N must be at least 1; `kvctl drop` removes an object")
+        return EXIT_USAGE
+    nodes = await cluster.nodes()
+    changed: Change | None = None
+    if wanted is not None:
+        directory = await cluster.directory()
+        if directory is None:
+            output.problem(
+                "replicas are changed by the directory, and the registry knows none; start moonserve directory"
+            )
+            return EXIT_USAGE
+        request = directory_pb2.ChangeReplicaRequest(keys=key, num_replicas=wanted)
+        call = directory.stub.ChangeReplica
+        changed = await cluster.call(directory, call, request, timeout_s=CHANGE_TIMEOUT_S)
+        if changed.created or changed.dropped:
+            created = count(changed.created, "replica")
+            output.note(f"created {created}, dropped {changed.dropped:,} (its chain's included)")
+    answers = await objects.replicas(cluster, nodes, key)
+    found = objects.present(answers)
+    tell_lost(answers, output)
+    _show_held(found, output)
+    if answers.lost:
+        return EXIT_UNREACHABLE
+    if not found:
+        output.problem(objects.no_such_key(arguments.key))
+    elif changed is not None and len(found) != wanted:
+        output.problem(_why(wanted, len(found), changed))
+    return EXIT_OK if found and wanted in (None, len(found)) else EXIT_NOT_FOUND
+
+
+def _why(wanted: int, there: int, changed: Change) -> str:
+    if changed.missing:
+        return "the directory has not heard of this object yet; run it again in a second"
+    if changed.failed:
+        failed = count(changed.failed, "replica")
+        return f"{failed} could not be made; run it again, another node is tried then"
+    fewer = "no other node takes replicas now; see kvctl nodes"
+    more = "a block that others follow keeps its replicas"
+    return f"{wanted} wanted, {there} there: {fewer if there < wanted else more}"
+
+
+def _show_held(found: list[Replica], output: Output) -> None:
+    table = Table(output, "node", "address", "tier", ">size", "pin")
+    for replica in found:
+        node, item = replica.node, replica.object
+        output.record(**objects.as_json(node, item))
+        table.add(
+            node.name,
+            node.endpoint.rpc_address,
+            objects.tier(item),
+            size(item.length),
+            objects.PINS[item.pin] or "none",
+        )
+    table.flush()
+
+
+_PINS = {name or "none": pin for pin, name in objects.PINS.items()}
+
+
+def add_pin(verbs: objects.Verbs, common: ArgumentParser) -> None:
+    parser = objects.add(
+        verbs, "pin", run_pin, common, "keep objects from being evicted, or let them again"
+    )
+    objects.add_key(parser, several=True)
+    kind = parser.add_mutually_exclusive_group(required=True)
+    for name, text in (
+        ("soft", "evicted after everything without a pin"),
+        ("hard", "never evicted"),
+        ("none", "evicted like others"),
+    ):
+        kind.add_argument(f"--{name}", dest="pin", action="store_const", const=name, help=text)
+    parser.add_argument(
+        "--chain", action="store_true", help="and all resident blocks that lead to them"
+    )
+
+
+async def run_pin(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    texts = objects.texts_by_key(arguments.keys, arguments)
+    nodes = await cluster.nodes()
+    wanted = list(texts)
+    if arguments.chain:
+        chains = [await objects.chain_of(cluster, nodes, key) for key in texts]
+        wanted = list(dict.fromkeys([key for chain in chains for key in chain] + wanted))
+    answers = await objects.holders(cluster, nodes, wanted)
+    there = {node: held for node, held in answers.replies if held}
+
+    async def pin(node: Node) -> int:
+        """How many replicas were there."""
+        pinned = 0
+        for piece in objects.pieces(there[node]):
+            request = kvstore_pb2.StorePinRequest(keys=piece, pin=_PINS[arguments.pin])
+            pinned += (await cluster.call(node, node.stub.Pin, request)).pinned
+        return pinned
+
+    changed = await gathered(list(there), pin)
+    answers.lost += changed.lost
+    pinned = [number for _, number in changed.replies]
+    found = {key for held in there.values() for key in held}
+    done = "unpinned" if arguments.pin == "none" else f"pinned ({arguments.pin})"
+    return _ended(done, {"pin": arguments.pin}, pinned, found, texts, answers, output)
+
+
+UNASKED = 10
+"""More objects than this need --yes: the slip of a glob or of a chain's head."""
+
+
+def add_drop(verbs: objects.Verbs, common: ArgumentParser) -> None:
+    parser = objects.add(verbs, "drop", run_drop, common, "remove objects from every node")
+    objects.add_key(parser, several=True)
+    parser.add_argument(
+        "--chain-below",
+        action="store_true",
+        help="and all blocks that follow them; lists every node",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help=f"needed for more than {UNASKED} objects"
+    )
+
+
+async def run_drop(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    texts = objects.texts_by_key(arguments.keys, arguments)
+    nodes = await cluster.nodes()
+    wanted = list(texts)
+    if arguments.chain_below:
+        wanted = await objects.below(cluster, nodes, wanted)
+    answers = await objects.holders(cluster, nodes, wanted)
+    found = {key for _, held in answers.replies for key in held}
+    if len(found) > UNASKED and not arguments.yes:
+        output.problem(f"this would drop {count(len(found), 'object')}; add --yes if it is meant")
+        return EXIT_USAGE
+    # Every node is told, also those that hold nothing: they tell those that cannot be reached now. With --node it is a
+    # matter of the nodes that were named.
+    removal_id = 0 if cluster.is_limited else new_removal_id()
+
+    async def remove(node: Node) -> int:
+        """In the order given, so that no block is there without what leads to it."""
+        removed = 0
+        for piece in objects.pieces(wanted):
+            request = kvstore_pb2.StoreRemoveRequest(keys=piece, removal_id=removal_id)
+            removed += (await cluster.call(node, node.stub.Remove, request)).removed
+        return removed
+
+    dropped = await gathered([node for node, _ in answers.replies], remove)
+    answers.lost += dropped.lost
+    removed = [number for _, number in dropped.replies if number]
+    code = _ended("dropped", {}, removed, found, texts, answers, output)
+    if answers.lost:
+        output.problem(
+            "nodes that were not reached may still hold them; they hear of it when they are back"
+        )
+    return code
+
+
+def add_verify(verbs: objects.Verbs, common: ArgumentParser) -> None:
+    help = "compare every object with its checksum, in memory and on disk; drop what is corrupt"
+    objects.add(verbs, "verify", run_verify, common, help)
+
+
+async def run_verify(arguments: Namespace, cluster: Cluster, output: Output) -> int:
+    nodes = await cluster.nodes()
+    passes = {node: _Pass(node) for node in nodes}
+    with output.progress() as progress:
+        answers = await gathered(nodes, lambda node: passes[node].run(cluster, progress))
+    # Also of a node that was lost on the way: what it found was dropped.
+    corrupt = [key for done in passes.values() for key in done.corrupt]
+    others = await objects.holders(cluster, await cluster.all_nodes(), corrupt)
+    lost = {node for node, _ in answers.lost}
+    for node, done in passes.items():
+        done.tell(others, output, is_lost=node in lost)
+    tell_lost(answers, output)
+    if answers.lost:
+        return EXIT_UNREACHABLE
+    return EXIT_NOT_FOUND if corrupt else EXIT_OK
+
+
+class _Pass:
+    """Over one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._checked = self._total = 0
+        self.corrupt: list[BlockKey] = []
+
+    async def run(self, cluster: Cluster, progress: Progress) -> None:
+        request = kvstore_pb2.StoreVerifyRequest()
+        async for found in cluster.stream(self._node, self._node.stub.Verify, request):
+            self._checked, self._total = found.checked, found.total
+            self.corrupt += [BlockKey(key) for key in found.corrupt]
+            text = f"{found.checked:,} of {count(found.total, 'object')}"
+            progress.show(self._node.name, found.checked, found.total, text)
+
+    def tell(self, others: Answers[list[BlockKey]], output: Output, *, is_lost: bool) -> None:
+        """`others`: who still has what was corrupt here."""
+        name = self._node.name
+        output.record(
+            node=name,
+            checked=self._checked,
+            total=self._total,
+            corrupt=[key.hex() for key in self.corrupt],
+        )
+        for key in self.corrupt:
+            left = ", ".join(node.name for node, held in others.replies if key in held)
+            fate = f"still on {left}" if left else "it was the only replica"
+            output.line(f"{name}: corrupt {key.hex()}, dropped; {fate}")
+        what = f"{len(self.corrupt):,} corrupt" if self.corrupt else "all good"
+        until = " before it was lost" if is_lost else ""
+        if self._checked or not is_lost:
+            output.line(f"{name}: {count(self._checked, 'object')} checked{until}, {what}")
+
+
+def _ended(
+    done: str,
+    told: Mapping[str, str],
+    changed: Sequence[int],
+    found: Collection[BlockKey],
+    texts: Mapping[BlockKey, str],
+    answers: Answers[list[BlockKey]],
+    output: Output,
+) -> int:
+    """Says what was `done` to the keys that were found, which are missing, and which nodes were not reached. `changed`:
+    replicas by node. The exit code."""
+    output.record(**told, objects=len(found), replicas=sum(changed), nodes=len(changed))
+    if found:
+        where = f"{count(sum(changed), 'replica')} on {count(len(changed), 'node')}"
+        output.line(f"{done} {count(len(found), 'object')}: {where}")
+    missing = [text for key, text in texts.items() if key not in found]
+    for text in missing:
+        output.problem(objects.no_such_key(text))
+    tell_lost(answers, output)
+    if answers.lost:
+        return EXIT_UNREACHABLE
+    return EXIT_NOT_FOUND if missing else EXIT_OK

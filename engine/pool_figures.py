@@ -1,0 +1,120 @@
+"""What a block pool counts of itself: how long allocations took, how fast blocks come back, and both as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from protocol.scraping import LoopCollector
+
+if TYPE_CHECKING:
+    from engine.block_pool import BlockPool
+
+NUM_BUCKETS = 64 * 8
+"""More than 64 bits of nanoseconds need."""
+QUANTILES = (50.0, 99.0, 99.9)
+
+
+class Durations:
+    """A histogram with eight buckets per power of two, in nanoseconds. A percentile is the upper bound of its
+    bucket: never too low, and at most an eighth too high."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * NUM_BUCKETS
+
+    def add(self, nanoseconds: int) -> None:
+        shift = max(0, nanoseconds.bit_length() - 4)
+        self.counts[(shift << 3) + (nanoseconds >> shift)] += 1
+
+    def percentile_s(self, percent: float) -> float:
+        """Seconds within which so many per cent were done; 0 when there was none."""
+        wanted = sum(self.counts) * percent / 100
+        if not wanted:
+            return 0.0
+        reached = accumulate(self.counts)
+        return _bound_s(next(bucket for bucket, sum_ in enumerate(reached) if sum_ >= wanted))
+
+    def sum_s(self) -> float:
+        """Seconds in all, as if each had taken as long as its bucket's upper bound."""
+        return sum(count * _bound_s(bucket) for bucket, count in enumerate(self.counts) if count)
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """(seconds, how many took less) at each power of two from 128 ns to a second."""
+        reached = list(accumulate(self.counts))
+        for power in range(7, 31):
+            yield 2**power / 1e9, reached[((power - 3) << 3) + 7]
+
+
+def _bound_s(bucket: int) -> float:
+    """The first duration of the next bucket."""
+    shift = max(0, (bucket >> 3) - 1)
+    return ((bucket - (shift << 3) + 1) << shift) / 1e9
+
+
+class Turnover:
+    """How many blocks come back per second, from what was freed between two looks at least five seconds apart."""
+
+    SPAN_S = 5.0
+    UNKNOWN_S = 1.0
+    """Answered before anything is known."""
+    SHORTEST_S, LONGEST_S = 0.05, 30.0
+    """Sooner is not worth asking, and later nobody can know."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[float, int]] = []
+
+    def retry_after_s(self, now: float, returned: int, short: int) -> float:
+        """Seconds until `short` more blocks may have come back. `returned`: how many did since the beginning."""
+        if not self._looks:
+            self._looks = [(now, returned)] * 2
+            return self.UNKNOWN_S
+        before, last = self._looks
+        if now - last[0] >= self.SPAN_S:
+            self._looks = [last, (now, returned)]
+        if now <= before[0]:
+            return self.UNKNOWN_S
+        per_s = (returned - before[1]) / (now - before[0])
+        wait_s = short / per_s if per_s > 0 else self.LONGEST_S
+        return min(max(wait_s, self.SHORTEST_S), self.LONGEST_S)
+
+
+def pool_collector(pool: Callable[[], BlockPool]) -> LoopCollector:
+    """To be registered for as long as a worker has the pool; made in its event loop."""
+
+    def collect() -> Iterator[Metric]:
+        now = pool()
+        for event, count in (("allocated", now.num_allocated), ("evicted", now.num_evicted)):
+            yield CounterMetricFamily(
+                f"moonserve_pool_{event}_blocks", f"KV blocks {event}.", value=count
+            )
+        yield CounterMetricFamily(
+            "moonserve_pool_refusals",
+            "Allocations for which there were not enough blocks.",
+            value=now.num_refused,
+        )
+        yield from _durations(now.durations)
+
+    return LoopCollector(collect)
+
+
+def _durations(durations: Durations) -> Iterator[Metric]:
+    histogram = HistogramMetricFamily(
+        "moonserve_pool_allocation_seconds",
+        "Time that one call for KV blocks took, without waiting.",
+    )
+    buckets = [(f"{bound:g}", count) for bound, count in durations.cumulative()]
+    buckets.append(("+Inf", sum(durations.counts)))
+    histogram.add_metric((), buckets, durations.sum_s())
+    yield histogram
+    quantiles = GaugeMetricFamily(
+        "moonserve_pool_allocation_quantile_seconds",
+        "Time within which such a share of the calls for KV blocks was done.",
+        labels=("quantile",),
+    )
+    for percent in QUANTILES:
+        quantiles.add_metric((f"{percent / 100:g}",), durations.percentile_s(percent))
+    yield quantiles

@@ -1,0 +1,130 @@
+"""Keys in a file: JSON that `moonserve keys` writes and gateways read.
+
+Writers take turns by a lock beside the file and replace it whole, so that a reader never sees half of it. The file is
+its owner's alone (mode 0600): digests tell nothing of the keys, but tenants and limits are nobody's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from pathlib import Path
+
+from gateway.access.key_record import ApiKey, from_json
+from protocol.errors import ConfigError, InvalidRequest
+
+MAX_FILE_BYTES = 64 * 2**20
+POLL_S = 1.0
+"""How late a change may be noticed. A look is one stat."""
+Stamp = tuple[int, int, int]
+"""Changes whenever the file does: inode, size, ns of the last change."""
+
+
+def read(path: Path) -> list[ApiKey]:
+    """Blocks. Raises ConfigError that says which key of the file is wrong."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        document = json.loads(raw)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON as `moonserve keys` writes it: {error}") from error
+    records = document.get("keys") if isinstance(document, dict) else None
+    if not isinstance(records, list):
+        raise ConfigError(f'{path} is not {{"keys": […]}} as `moonserve keys` writes it')
+    return [_parsed(path, number, record) for number, record in enumerate(records, 1)]
+
+
+def _parsed(path: Path, number: int, record: object) -> ApiKey:
+    try:
+        return from_json(record)
+    except InvalidRequest as error:
+        raise ConfigError(f"{path}: key {number}: {error.message}") from error
+
+
+def stamp(path: Path) -> Stamp | None:
+    """None while there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class KeyFile:
+    """A KeyStore (`gateway.access.key_holder`). Reading and writing take place in threads."""
+
+    def __init__(self, path: Path, *, poll_s: float = POLL_S) -> None:
+        self._path = path
+        self._poll_s = poll_s
+
+    async def all(self) -> list[ApiKey]:
+        return await asyncio.to_thread(read, self._path)
+
+    async def add(self, key: ApiKey) -> None:
+        await asyncio.to_thread(self._add, key)
+
+    async def revoke(self, key_id: str) -> bool:
+        return await asyncio.to_thread(self._revoke, key_id)
+
+    async def watch(self) -> AsyncGenerator[list[ApiKey], None]:
+        seen: Stamp | None = None
+        while True:
+            # Before reading: who writes meanwhile is seen the next time.
+            if (now := stamp(self._path)) != seen or now is None:
+                yield await self.all()
+                seen = now
+            await asyncio.sleep(self._poll_s)
+
+    async def close(self) -> None: ...
+
+    def _add(self, key: ApiKey) -> None:
+        with self._turn():
+            others = [each for each in self._present() if each.digest != key.digest]
+            self._replace([*others, key])
+
+    def _revoke(self, key_id: str) -> bool:
+        with self._turn():
+            keys = self._present()
+            kept = [key for key in keys if key.key_id != key_id]
+            if len(kept) < len(keys):
+                self._replace(kept)
+            return len(kept) < len(keys)
+
+    def _present(self) -> list[ApiKey]:
+        return read(self._path) if self._path.exists() else []
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        lock = self._path.with_name(self._path.name + ".lock")
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot write beside {self._path}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _replace(self, keys: Iterable[ApiKey]) -> None:
+        text = json.dumps({"keys": [key.to_json() for key in keys]}, indent=1)
+        try:
+            # Made 0600; on the same file system, so that replacing is one step.
+            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".keys-")
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror}") from error

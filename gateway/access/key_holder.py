@@ -1,0 +1,135 @@
+"""The keys that count at a gateway: those of its flags, of a file, of the registry, followed as they change.
+
+Rule: what cannot be read changes nothing. A broken file and a registry that is away leave the keys known so far, which
+is said once and counted. Until a store was read for the first time nobody's key is known, which is another answer than
+a wrong key. Finding takes the same time whatever was presented: the table is asked for the digest of what came, which
+nobody can steer towards a stored one, and what it gives is compared in constant time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from gateway.access.key_record import ApiKey, digest_of
+from protocol.errors import MoonserveError, NoWorker
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+
+class KeyStore(Protocol):
+    """Where keys are kept. Methods raise ConfigError for what is there but no keys, PeerError where it is away."""
+
+    async def all(self) -> list[ApiKey]: ...
+
+    async def add(self, key: ApiKey) -> None:
+        """A record of the same key is replaced."""
+
+    async def revoke(self, key_id: str) -> bool:
+        """False when there is no such key."""
+
+    def watch(self) -> AsyncGenerator[list[ApiKey], None]:
+        """The keys now, and again after each change."""
+
+    async def close(self) -> None: ...
+
+
+class KeyHolder:
+    """`fixed`: keys of flags. Without these and stores the gateway is open to all."""
+
+    def __init__(
+        self, fixed: Sequence[ApiKey], stores: Sequence[KeyStore], registry: CollectorRegistry
+    ) -> None:
+        self.is_open = not fixed and not stores
+        self.names_tenants = bool(stores) or any(key.tenant for key in fixed)
+        self._stores = stores
+        # By place: flags, then each store; None = not read yet.
+        self._parts: list[list[ApiKey] | None] = [list(fixed), *(None for _ in stores)]
+        self._keyring = Keyring(fixed)
+        self._failures = Counter(
+            "moonserve_api_keys_reload_failures",
+            "Times that API keys could not be read; those known before stayed.",
+            registry=registry,
+        )
+        self._count = Gauge("moonserve_api_keys", "API keys that count now.", registry=registry)
+        self._count.set(len(self._keyring))
+
+    def find(self, presented: bytes) -> ApiKey | None:
+        """None for a wrong key. Raises NoWorker while it may be one of a store that could not be read yet."""
+        found = self._keyring.find(presented)
+        if found is None and any(part is None for part in self._parts):
+            raise NoWorker("the API keys are not known yet: their registry does not answer")
+        return found
+
+    async def load(self) -> None:
+        """Reads every store once. Raises ConfigError; a registry that is away is waited for later, by `run`."""
+        for place, store in enumerate(self._stores, 1):
+            try:
+                self._take(place, await store.all())
+            except MoonserveError as error:
+                if not error.retryable:
+                    raise
+                log.warning("API keys: %s", error)
+
+    async def run(self) -> None:
+        """Follows the stores until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for place, store in enumerate(self._stores, 1):
+                tasks.create_task(self._follow(place, store), name=f"API keys {place}")
+
+    async def close(self) -> None:
+        for store in self._stores:
+            await store.close()
+
+    async def _follow(self, place: int, store: KeyStore) -> None:
+        said = ""
+        while True:
+            try:
+                async with contextlib.aclosing(store.watch()) as changes:
+                    async for keys in changes:
+                        self._take(place, keys)
+                        said = ""
+            except MoonserveError as error:
+                self._failures.inc()
+                if str(error) != said:
+                    log.error("the API keys stay as they were: %s", error)
+                said = str(error)
+            await asyncio.sleep(RETRY_S)
+
+    def _take(self, place: int, keys: list[ApiKey]) -> None:
+        before, self._parts[place] = self._parts[place], keys
+        self._keyring = Keyring(key for part in self._parts for key in part or ())
+        self._count.set(len(self._keyring))
+        if before is not None and before != keys:
+            log.info("%d API keys now", len(self._keyring))
+
+
+_NOBODY = "0" * 64
+
+
+class Keyring:
+    """Keys by digest; of two records of one key the later counts."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self._by_digest = {key.digest: key for key in keys}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._by_digest.values())
+
+    def find(self, presented: bytes) -> ApiKey | None:
+        """The key's record; None when it is none of ours."""
+        digest = digest_of(presented)
+        found = self._by_digest.get(digest)
+        known = _NOBODY if found is None else found.digest
+        return found if hmac.compare_digest(digest, known) else None

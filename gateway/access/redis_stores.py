@@ -1,0 +1,235 @@
+"""Keys in the registry's Redis, for gateways on several machines.
+
+Under a prefix per cluster:
+- `…:api-keys` hash of digest → JSON of the record;
+- `…:api-keys:version` counts the changes, so that a look that finds nothing new is one short reply;
+- `…:api-keys:changed` channel with a message after each change.
+
+A Redis that comes back empty has lost the keys, not revoked them: gateways that run keep those that they knew, and say
+so. It must keep its data (`appendonly yes`) for those that start later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Iterable
+from typing import Any, TypeVar
+
+from gateway.access.key_record import ApiKey, KeyLimits, from_json
+from gateway.access.limit_state import DEADLINE_S as LIMIT_DEADLINE_S
+from gateway.access.limit_state import (
+    MINUTE_S,
+    PRECISION_S,
+    STREAM_TTL_S,
+    STREAMS_RETRY_S,
+    Verdict,
+    balance,
+)
+from protocol.errors import ConfigError, InvalidRequest, PeerError
+from protocol.registry import redis_address, redis_client
+from protocol.registry.redis_client import bounded, cancellable, translated
+from protocol.registry.redis_registry import DEADLINE_S, POLL_S, PREFIX
+
+T = TypeVar("T")
+
+
+class RedisKeys:
+    """A KeyStore. Methods raise PeerError (PeerLost within the deadline) and Unauthenticated."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = PREFIX,
+        deadline_s: float = DEADLINE_S,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """Reaches nothing yet. Raises ConfigError for a URL that is none."""
+        self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
+        self._deadline_s = deadline_s
+        self._poll_s = poll_s
+        self._keys, self._version, self._changed = (
+            f"{prefix}:api-keys{part}" for part in ("", ":version", ":changed")
+        )
+
+    async def all(self) -> list[ApiKey]:
+        return _parsed(await self._bounded(self._client.hgetall(self._keys)))
+
+    async def add(self, key: ApiKey) -> None:
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.hset(self._keys, key.digest, json.dumps(key.to_json()))
+        await self._commit(pipeline)
+
+    async def revoke(self, key_id: str) -> bool:
+        found = [key.digest for key in await self.all() if key.key_id == key_id]
+        if not found:
+            return False
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.hdel(self._keys, *found)
+        removed, *_ = await self._commit(pipeline)
+        return bool(removed)
+
+    async def watch(self) -> AsyncGenerator[list[ApiKey], None]:
+        changes, seen = self._client.pubsub(), None
+        try:
+            # Before the first look, so that no change falls in between.
+            await self._bounded(changes.subscribe(self._changed))
+            while True:
+                version = await self._bounded(self._client.get(self._version))
+                if version is None and seen is not None:
+                    raise PeerError("redis has lost the API keys: those known so far go on")
+                if version != seen or seen is None:
+                    yield await self.all()
+                    seen = version or b"0"
+                with cancellable(), translated():
+                    await changes.get_message(timeout=self._poll_s)
+        finally:
+            await changes.aclose()
+
+    async def close(self) -> None:
+        await redis_client.close(self._client)
+
+    async def _commit(self, pipeline: Any) -> list[Any]:
+        pipeline.incr(self._version)
+        pipeline.publish(self._changed, "")
+        replies: list[Any] = await self._bounded(pipeline.execute())
+        return replies
+
+    async def _bounded(self, call: Awaitable[T]) -> T:
+        return await bounded(call, self._deadline_s)
+
+
+def _parsed(entries: dict[bytes, bytes]) -> list[ApiKey]:
+    try:
+        return [from_json(json.loads(text)) for text in entries.values()]
+    except (ValueError, InvalidRequest) as error:
+        raise ConfigError(
+            f"a key in redis is not as `moonserve keys` writes it: {error}"
+        ) from error
+
+
+_COMMON = f"""
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+local limits = {{requests = tonumber(ARGV[1]), tokens = tonumber(ARGV[2]), streams = tonumber(ARGV[3])}}
+local function full_at(name)
+  return math.max(tonumber(redis.call('HGET', KEYS[1], name) or '0'), now)
+end
+local function wait(name, amount)
+  if limits[name] == nil then return 0 end
+  local spare = math.max(0, limits[name] - amount) / limits[name] * {MINUTE_S}
+  local seconds = full_at(name) - now - spare
+  return seconds > {PRECISION_S} and seconds or 0
+end
+local function take(name, amount)
+  if limits[name] == nil then return end
+  local at = full_at(name) + amount / limits[name] * {MINUTE_S}
+  redis.call('HSET', KEYS[1], name, string.format('%.17g', at))
+  local ms = math.ceil((math.max(full_at('requests'), full_at('tokens')) - now) * 1000) + 1000
+  redis.call('PEXPIRE', KEYS[1], string.format('%.0f', ms))
+end
+local function text(number) return string.format('%.17g', number) end
+"""
+
+# ARGV: the three limits ('' = none), request id, tokens, ms for which it counts.
+# Gives whether it was admitted, then in seconds: the waits for each limit, and until each bucket is full.
+_ADMIT = (
+    _COMMON
+    + f"""
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+local waits = {{wait('requests', 1), wait('tokens', tonumber(ARGV[5])), 0}}
+if limits.streams ~= nil and redis.call('ZCARD', KEYS[2]) >= limits.streams then
+  waits[3] = {STREAMS_RETRY_S}
+end
+local admitted = math.max(unpack(waits)) == 0
+if admitted then
+  take('requests', 1)
+  take('tokens', tonumber(ARGV[5]))
+  redis.call('ZADD', KEYS[2], now + ARGV[6] / 1000, ARGV[4])
+  redis.call('PEXPIRE', KEYS[2], ARGV[6])
+end
+return {{admitted and 1 or 0, text(waits[1]), text(waits[2]), text(waits[3]),
+  text(full_at('requests') - now), text(full_at('tokens') - now)}}
+"""
+)
+
+# ARGV: the three limits, request id, tokens to take yet (less than 0 = to give back).
+_SETTLE = (
+    _COMMON
+    + """
+take('tokens', tonumber(ARGV[5]))
+redis.call('ZREM', KEYS[2], ARGV[4])
+"""
+)
+
+# KEYS: sorted sets. ARGV: ms, then a request id for each.
+_RENEW = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+for number, key in ipairs(KEYS) do
+  redis.call('ZADD', key, now + ARGV[1] / 1000, ARGV[number + 1])
+  redis.call('PEXPIRE', key, ARGV[1])
+end
+"""
+
+
+class SharedLimits:
+    """Accounts of all gateways. Methods raise PeerError (PeerLost within the deadline) and
+    Unauthenticated. `url` as in `protocol.registry.redis_address`."""
+
+    def __init__(
+        self, url: str, *, prefix: str = PREFIX, deadline_s: float = LIMIT_DEADLINE_S
+    ) -> None:
+        self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
+        self._prefix = prefix
+        self._deadline_s = deadline_s
+        self._scripts = {
+            text: self._client.register_script(text) for text in (_ADMIT, _SETTLE, _RENEW)
+        }
+
+    async def admit(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict:
+        """As `LimitState.admit`, for all gateways together."""
+        ttl_ms = int(STREAM_TTL_S * 1000)
+        arguments = [*_arguments(limits), request_id, tokens, ttl_ms]
+        reply = await self._run(_ADMIT, self._keys(key_id), arguments)
+        return _verdict(limits, bool(reply[0]), [float(number) for number in reply[1:]])
+
+    async def settle(
+        self, key_id: str, request_id: str, limits: KeyLimits, more_tokens: int
+    ) -> None:
+        """The request has ended and took so many tokens more than it was charged."""
+        arguments = [*_arguments(limits), request_id, more_tokens]
+        await self._run(_SETTLE, self._keys(key_id), arguments)
+
+    async def renew(self, under_way: Iterable[tuple[str, str]]) -> None:
+        """These (key id, request id) go on."""
+        pairs = list(under_way)
+        if pairs:
+            keys = [self._keys(key_id)[1] for key_id, _ in pairs]
+            await self._run(_RENEW, keys, [int(STREAM_TTL_S * 1000), *(id for _, id in pairs)])
+
+    async def close(self) -> None:
+        await redis_client.close(self._client)
+
+    async def _run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
+        return await bounded(self._scripts[script](keys=keys, args=arguments), self._deadline_s)
+
+    def _keys(self, key_id: str) -> list[str]:
+        account = f"{self._prefix}:limit:{{{key_id}}}"
+        return [account, f"{account}:streams"]
+
+
+def _arguments(limits: KeyLimits) -> list[int | str]:
+    values = (limits.requests_per_minute, limits.tokens_per_minute, limits.streams)
+    return ["" if value is None else value for value in values]
+
+
+def _verdict(limits: KeyLimits, admitted: bool, numbers: list[float]) -> Verdict:
+    waits = dict(zip(("requests", "tokens", "streams"), numbers[:3], strict=True))
+    worst = max(waits, key=lambda name: waits[name])
+    return Verdict(
+        refused_by=None if admitted else worst,
+        retry_after_s=0.0 if admitted else waits[worst],
+        requests=balance(limits.requests_per_minute, numbers[3]),
+        tokens=balance(limits.tokens_per_minute, numbers[4]),
+    )

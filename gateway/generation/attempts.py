@@ -1,0 +1,385 @@
+"""One choice under way: runs what its state asks for and brings the results back as events.
+
+The shell around `state`. Everything here happens in one event loop; tasks are held by the gateway's group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gateway.cluster.figures import Figures
+from gateway.cluster.view import Cluster
+from gateway.generation import request_log
+from gateway.generation.detokenize import TextOutput
+from gateway.generation.events import (
+    Aborted,
+    Action,
+    CancelAt,
+    Choice,
+    Emit,
+    Event,
+    Fail,
+    Pause,
+    Piece,
+    Place,
+    Placed,
+    PlaceFailed,
+    Report,
+    ReportPhase,
+    RetryDue,
+    Started,
+    Submit,
+    SubmitFailed,
+    Wish,
+)
+from gateway.generation.state import RequestState
+from gateway.generation.timings import Timings
+from gateway.tasks import LoggedTasks
+from protocol.errors import DeadlineExceeded, MoonserveError
+from protocol.ids import GatewayId, RequestId
+from protocol.keys import BlockKey, block_keys, pack_keys, pack_tokens, root_key
+from protocol.metrics import RequestMetrics
+from protocol.pb import conductor_pb2
+from protocol.prompt_logprobs import PromptLogprobs
+from protocol.request import Placement, Request
+from protocol.tracing import Tracer
+from protocol.wire import submission_to_wire
+
+_TICKET_BYTES = 16
+
+_PHASES = {
+    ReportPhase.FIRST_TOKEN: conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN,
+    ReportPhase.FINISHED: conductor_pb2.ReportRequest.PHASE_FINISHED,
+    ReportPhase.FAILED: conductor_pb2.ReportRequest.PHASE_FAILED,
+    ReportPhase.CANCELLED: conductor_pb2.ReportRequest.PHASE_CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What every generation of a gateway uses."""
+
+    gateway_id: GatewayId
+    cluster: Cluster
+    tasks: LoggedTasks
+    metrics: RequestMetrics
+    routes: dict[str, Generation]  # by the request id of their current attempt
+    tracer: Tracer
+    figures: Figures
+
+
+class Reader(Protocol):
+    """Receiver of the output; `gateway.generation.answer.Answer` is one."""
+
+    def on_piece(self, piece: Piece) -> None: ...
+
+    def on_failure(self, error: MoonserveError) -> None: ...
+
+
+class Generation:
+    """One choice, from its acceptance to its end."""
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        wish: Wish,
+        choice: Choice,
+        output: TextOutput,
+        reader: Reader,
+        surroundings: Surroundings,
+        timeout_s: float,
+        patience_s: float,
+        traceparent: str = "",
+    ) -> None:
+        """`patience_s`: with the absence of workers. `traceparent`: of the request's span; empty = not traced."""
+        self._loop = asyncio.get_running_loop()
+        self._wish = wish
+        self._choice = choice
+        self._reader: Reader | None = reader  # until the end
+        self._around = surroundings
+        arrived_at = wish.arrived_at
+        self.timings = Timings(
+            request_id,
+            surroundings.metrics,
+            surroundings.figures,
+            surroundings.tracer,
+            traceparent,
+            arrived_at,
+        )
+        deadline_at = arrived_at + timeout_s
+        self.state = RequestState(
+            request_id=request_id,
+            prompt=choice.token_ids,
+            sampling=choice.sampling,
+            output=output,
+            deadline_at=deadline_at,
+            num_known=choice.num_known,
+            patience_s=patience_s,
+        )
+        self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
+        self._route_id: RequestId | None = None
+        self._reporting: asyncio.Task[None] | None = None  # the last one
+        self._deadline = self._loop.call_at(deadline_at, self._expire)
+        self._note_reuse = True  # with the first token
+        self._followers: list[Generation] = []  # until the prompt's blocks can be found
+        self._leader: Generation | None = None  # which has the same prompt and goes before
+
+    def start(self) -> None:
+        """Asks for a placement now."""
+        self.timings.accepted(len(self._choice.token_ids))
+        self.deliver(Started())
+
+    def start_after(self, leader: Generation) -> None:
+        """Asks for a placement when `leader`, which has the same prompt, has left its blocks where both workers find
+        them: with its second token, which the decode worker makes, or its end. Then they are shared, not made again."""
+        self.timings.accepted(len(self._choice.token_ids))
+        leader._followers.append(self)
+        self._leader = leader
+
+    def deliver(self, event: Event) -> None:
+        """Takes an event and does what follows from it."""
+        for action in self.state.handle(event, self._loop.time()):
+            self._run(action)
+
+    def abort(self, error: MoonserveError) -> None:
+        """Ends the generation now; nothing happens when it has ended."""
+        self.deliver(Aborted(error=error))
+
+    @property
+    def index(self) -> int:
+        """Index of the choice in the reply."""
+        return self._choice.index
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.state.placement
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it has its prompt's tokens scored."""
+        return self._choice.sampling.num_prompt_logprobs is not None
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of its prompt's own tokens, where they are wanted, from its first token on; its leader's are the same."""
+        report = self.state.report
+        own = None if report is None else report.prompt_logprobs
+        return self._leader.prompt_logprobs if own is None and self._leader is not None else own
+
+    def _run(self, action: Action) -> None:
+        match action:
+            case Emit():
+                self._emit(action)
+            case Place():
+                self._route(action.request_id)
+                self.timings.placing(action.attempt)
+                self._start(self._place(action))
+            case Submit():
+                self.timings.placed()
+                self._start(self._submit(action))
+            case Pause():
+                event = RetryDue(attempt=action.attempt)
+                self._loop.call_later(action.delay_s, self.deliver, event)
+            case CancelAt():
+                for endpoint in action.endpoints:
+                    self._start(self._around.cluster.cancel(endpoint, action.request_id))
+            case Report():
+                self._reporting = self._start(self._report(action, self._reporting))
+            case Fail():
+                self._end()
+                self.timings.failed(action.error)
+                request_log.failed(self.state, action.error)
+                self._hand_over().on_failure(action.error)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        whose = self.state.request_id
+        return self._around.tasks.start(coroutine, name=self.state.attempt_id, request_id=whose)
+
+    def _emit(self, action: Emit) -> None:
+        now = self._loop.time()
+        self.timings.tokens(len(action.tokens), self.state.report)
+        prompt_logprobs = None
+        if self._note_reuse:
+            self._note_reuse = False
+            self._reused(now)
+            prompt_logprobs = self.prompt_logprobs
+        if action.finish_reason is not None:
+            self._end()
+            self.timings.finished(action.finish_reason, self.state)
+            request_log.finished(self.state, action.finish_reason, self.timings.ledger)
+        if self._followers and (action.finish_reason or len(self.state.generated) > 1):
+            self._start_followers()
+        reader = self._reader if action.finish_reason is None else self._hand_over()
+        assert reader is not None, "output behind the last one"
+        reader.on_piece(
+            Piece(
+                index=self._choice.index,
+                text=action.text,
+                tokens=action.tokens,
+                finish_reason=action.finish_reason,
+                prompt_logprobs=prompt_logprobs,
+                is_known=action.is_known,
+            )
+        )
+
+    def _reused(self, now: float) -> None:
+        """Tells whose blocks the prompt's beginning was."""
+        placement, report = self.state.placement, self.state.last_report
+        if placement is None or report is None:
+            return
+        num_blocks = report.cached_tokens // self._around.cluster.facts().block_size
+        if 0 < num_blocks <= len(self._keys):
+            sources = (source.store.instance_id for source in placement.prefix_sources)
+            holders = (placement.prefill.instance_id, *sources)
+            leaf = self._keys[num_blocks - 1]
+            self._around.figures.reused(leaf, report.cached_tokens, holders, now)
+
+    def _start_followers(self) -> None:
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            follower.deliver(Started())
+
+    async def _place(self, action: Place) -> None:
+        cluster = self._around.cluster
+        try:
+            self._keys = self._chain(action.token_ids)
+            placement = await cluster.place(self._place_request(action), action.timeout_s)
+        except MoonserveError as error:
+            failed = PlaceFailed(
+                attempt=action.attempt,
+                error=_bare(error),
+                may_return=cluster.was_ready_within(self.state.patience_s),
+                open_since=cluster.open_since(),
+            )
+            self.deliver(failed)
+            return
+        endpoints = (placement.prefill, placement.decode)
+        await cluster.until_heard(endpoints)
+        replaced = frozenset(each.instance_id for each in endpoints if not cluster.listen(each))
+        placed = Placed(
+            attempt=action.attempt,
+            placement=placement,
+            replaced=replaced,
+            open_since=cluster.open_since(),
+        )
+        self.deliver(placed)
+
+    def _chain(self, token_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
+        """Block keys; tenants with different salts never share a block."""
+        facts = self._around.cluster.facts()
+        root = root_key(facts.fingerprint, self._wish.cache_salt)
+        return tuple(block_keys(root, token_ids, facts.block_size))
+
+    def _place_request(self, action: Place) -> conductor_pb2.PlaceRequest:
+        return conductor_pb2.PlaceRequest(
+            request_id=action.request_id,
+            block_keys=b"" if self._is_scored_now(action) else pack_keys(self._keys),
+            num_prompt_tokens=len(action.token_ids),
+            max_tokens=action.max_tokens,
+            ttft_slo_s=self._wish.ttft_slo_s,
+            tbt_slo_s=self._wish.tbt_slo_s,
+            priority=self._wish.priority,
+            tenant=self._wish.tenant,
+            excluded_instances=sorted(self._around.cluster.to_avoid(action.excluded)),
+            session_id=self._wish.session_id,
+            traceparent=self.timings.traceparent,
+            client_id=self._client_id(action.request_id),
+            ticket=self._ticket(action),
+        )
+
+    def _is_scored_now(self, action: Place) -> bool:
+        """Whether all of the prompt is computed, wherever its blocks are."""
+        is_first = len(action.token_ids) == len(self._choice.token_ids)
+        return is_first and self.is_scored
+
+    def _ticket(self, action: Place) -> bytes:
+        """By which the conductor knows this choice again when its client comes back; none for what goes on."""
+        if action.request_id != self.state.request_id:
+            return b""
+        block_size = self._around.cluster.facts().block_size
+        whole = len(action.token_ids) // block_size * block_size
+        digest = hashlib.blake2b(digest_size=_TICKET_BYTES, person=b"moonserve-ticket")
+        # The last key stands for all tokens before it, and for the salt.
+        digest.update(self._keys[-1] if self._keys else self._wish.cache_salt.encode())
+        digest.update(pack_tokens(action.token_ids[whole:]))
+        asker = (self._wish.tenant, self._wish.session_id, self._choice.index, action.max_tokens)
+        digest.update(repr((len(action.token_ids), *asker)).encode())
+        return digest.digest()
+
+    def _client_id(self, request_id: RequestId) -> str:
+        """With the first placement of a request, where its client knows it by another id."""
+        is_first = request_id == self._wish.request_id
+        return self._wish.client_id if is_first and self._wish.client_id != request_id else ""
+
+    async def _submit(self, action: Submit) -> None:
+        request = Request(
+            request_id=action.request_id,
+            gateway_id=self._around.gateway_id,
+            token_ids=action.token_ids,
+            num_prompt_tokens=len(self._choice.token_ids),
+            block_keys=self._keys,
+            sampling=self._choice.sampling,
+            priority=self._wish.priority,
+            timeout_s=action.timeout_s,
+            tenant=self._wish.tenant,
+            traceparent=self.timings.traceparent,
+        )
+        message = submission_to_wire(request, action.placement)
+        try:
+            await self._around.cluster.submit(action.placement.prefill, message)
+        except MoonserveError as error:
+            self.deliver(SubmitFailed(attempt=action.attempt, error=_bare(error)))
+            return
+        if action.attempt == self.state.attempt:
+            self.timings.taken()
+
+    async def _report(self, action: Report, before: asyncio.Task[None] | None) -> None:
+        """In their order: a first token that is told of after the end teaches the conductor nothing."""
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+        prefill = action.prefill
+        await self._around.cluster.report(
+            conductor_pb2.ReportRequest(
+                request_id=action.request_id,
+                phase=_PHASES[action.phase],
+                elapsed_s=action.elapsed_s,
+                cached_tokens=action.cached_tokens,
+                output_tokens=action.output_tokens,
+                queue_s=None if prefill is None else prefill.queue_s,
+                transfer_s=None if prefill is None else prefill.load_s,
+                prefill_s=None if prefill is None else prefill.compute_s,
+            )
+        )
+
+    def _route(self, request_id: RequestId) -> None:
+        """Events of this attempt are for us, those of an earlier one for nobody."""
+        previous, self._route_id = self._route_id, request_id
+        self._around.routes[request_id] = self
+        if previous is not None and previous != request_id:
+            self._around.routes.pop(previous, None)
+            self.timings.retried()
+            request_log.begun_again(self.state)
+
+    def _end(self) -> None:
+        if self._route_id is not None:
+            self._around.routes.pop(self._route_id, None)
+        self._deadline.cancel()
+
+    def _hand_over(self) -> Reader:
+        """The reader, for the last time: they must not hold each other for ever."""
+        reader, self._reader = self._reader, None
+        assert reader is not None, "two ends"
+        return reader
+
+    def _expire(self) -> None:
+        self.abort(DeadlineExceeded("the request took longer than its time limit"))
+
+
+def _bare(error: MoonserveError) -> MoonserveError:
+    """As a fact of the request: its frames would hold the request that holds it."""
+    return error.with_traceback(None)

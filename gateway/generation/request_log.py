@@ -1,0 +1,73 @@
+"""What a gateway's log says of a request: one line at its end, and one for each time that it had to begin again.
+
+Its rule: the line alone tells what happened, to whom and how long it took, also to somebody who knows no other process.
+A failure of ours is a warning; a client's fault, its leaving and its refusal for lack of room are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from gateway.generation.state import RequestState
+from gateway.generation.timings import Ledger
+from protocol.errors import Cancelled, InvalidRequest, MoonserveError, Overloaded
+from protocol.request import FinishReason
+
+log = logging.getLogger(__name__)
+
+_NOT_OURS = (Cancelled, InvalidRequest, Overloaded)
+
+
+def finished(state: RequestState, reason: FinishReason, ledger: Ledger | None) -> None:
+    """It ended well; `ledger`: of its time, where all reports of it came."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    facts: dict[str, Any] = {**_facts(state), "finish_reason": reason.value}
+    text = (
+        f"finished: {reason.value}; {len(state.prompt)} prompt tokens, {state.cached_tokens} of them cached, "
+        f"{len(state.generated)} generated"
+    )
+    if ledger is not None:
+        facts |= {"ttft_s": round(ledger.ttft_s, 6), "e2e_s": round(ledger.e2e_s, 6)}
+        text += f"; first after {ledger.ttft_s:.3f} s, {ledger.e2e_s:.3f} s in all"
+    log.info("%s%s", text, _where(state), extra=facts)
+
+
+def failed(state: RequestState, error: MoonserveError) -> None:
+    """It ended in `error`, of which the client was told."""
+    level = logging.INFO if isinstance(error, _NOT_OURS) else logging.WARNING
+    text = "failed: %s (%s) after %d tokens%s"
+    facts = {**_facts(state), "code": error.code}
+    log.log(
+        level, text, error.message, error.code, len(state.generated), _where(state), extra=facts
+    )
+
+
+def begun_again(state: RequestState) -> None:
+    """Its attempt was lost; what the client has got stays, and the rest is computed elsewhere."""
+    assert state.setback is not None, "no attempt was lost"
+    text = "goes on elsewhere, attempt %d: %s; the client has %d tokens and sees a pause"
+    num_tokens = len(state.generated)
+    log.info(text, state.attempt, state.setback.message, num_tokens, extra=_facts(state))
+
+
+def _facts(state: RequestState) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "request_id": state.request_id,
+        "attempt": state.attempt,
+        "prompt_tokens": len(state.prompt),
+        "cached_tokens": state.cached_tokens,
+        "output_tokens": len(state.generated),
+    }
+    if state.placement is not None:
+        facts["prefill"] = state.placement.prefill.instance_id
+        facts["decode"] = state.placement.decode.instance_id
+    return facts
+
+
+def _where(state: RequestState) -> str:
+    placement = state.placement
+    if placement is None:
+        return ""
+    return f"; {placement.prefill.instance_id}, then {placement.decode.instance_id}"

@@ -1,0 +1,377 @@
+"""The life of one request at the gateway, from its first placement to its last token, across losses.
+
+    PLACING → PREFILLING → DECODING → FINISHED
+       ↑          │            │
+       └── PAUSED ←────────────┘          any → FAILED
+
+The rule: the client sees each token index exactly once and in order (`arrivals`); one that is missing is a
+loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far. It is given up where
+that gets it nowhere: a request that breaks whoever has it must not break everybody. A worker that is taken out of
+service in order is not held against it.
+
+Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gateway.generation.arrivals import Arrivals
+from gateway.generation.avoidance import Avoidance, suspects
+from gateway.generation.detokenize import TextOutput
+from gateway.generation.events import (
+    Aborted,
+    Action,
+    CancelAt,
+    DecodeReported,
+    Event,
+    Fail,
+    InstanceLost,
+    Pause,
+    Place,
+    Placed,
+    PlaceFailed,
+    PrefillReported,
+    Report,
+    ReportPhase,
+    RetryDue,
+    Started,
+    Submit,
+    SubmitFailed,
+    TokensArrived,
+    WorkerFailed,
+)
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    IntegrityError,
+    MoonserveError,
+    NotLeader,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+)
+from protocol.ids import RequestId
+from protocol.request import (
+    DecodeReport,
+    Placement,
+    PrefillReport,
+    SamplingParams,
+    Token,
+)
+
+MAX_ATTEMPTS = 3  # with too little between them
+_PROGRESS_TOKENS = 16  # that an attempt must bring to count as one that got somewhere
+
+# A killed worker's restart: its import of torch, its weights, its registration, the conductor's lease.
+PATIENCE_S = 20.0
+_PAUSE_S = 0.25
+
+
+class Phase(StrEnum):
+    """Where a request is."""
+
+    PLACING = "placing"
+    PAUSED = "paused"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+LIVE = frozenset({Phase.PLACING, Phase.PAUSED, Phase.PREFILLING, Phase.DECODING})
+_WITH_WORKERS = frozenset({Phase.PREFILLING, Phase.DECODING})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState:
+    """One choice of one prompt."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    output: TextOutput
+    deadline_at: float
+    num_known: int = 0  # first tokens whose output the client has, from a stream that broke off
+    patience_s: float = PATIENCE_S  # with the absence of workers, or of a conductor
+
+    phase: Phase = Phase.PLACING
+    attempt: int = 1
+    losses: int = 0  # attempts that broke, since the last one that got somewhere
+    arrivals: Arrivals = field(init=False)
+    placement: Placement | None = None  # PREFILLING, DECODING; then the last one
+    placed_at: float = 0.0  # with placement
+    report: PrefillReport | None = None  # of the first attempt that had one
+    last_report: PrefillReport | None = None  # of the current attempt
+    decode_report: DecodeReport | None = None  # of the current attempt
+    avoidance: Avoidance = field(default_factory=Avoidance)
+    impatient_at: float | None = None  # from the first failed placing to the next token
+    setback: MoonserveError | None = None  # why the attempt before the current one was lost
+    error: MoonserveError | None = None  # FAILED
+
+    def __post_init__(self) -> None:
+        self.arrivals = Arrivals(self.output, self.num_known)
+
+    @property
+    def generated(self) -> list[int]:
+        """Token ids emitted, in index order."""
+        return self.arrivals.generated
+
+    @property
+    def attempt_id(self) -> RequestId:
+        """The id under which the cluster knows the current attempt."""
+        return attempt_id(self.request_id, self.attempt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was re-used, as far as reported."""
+        return min(self.report.cached_tokens, len(self.prompt)) if self.report else 0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about `event`. Events of a finished request or an earlier attempt are ignored."""
+        if getattr(event, "attempt", self.attempt) != self.attempt:
+            return []
+        if self.phase not in LIVE:
+            return self._give_back(event)
+        handler: Callable[[RequestState, Event, float], list[Action]] = _HANDLERS[type(event)]
+        return handler(self, event, now)
+
+    def validate(self) -> None:
+        """Raises AssertionError where the state contradicts itself."""
+        self.arrivals.validate(self.sampling.max_tokens)
+        assert self.attempt >= 1
+        assert 0 <= self.losses <= MAX_ATTEMPTS
+        assert (self.phase is Phase.FAILED) == (self.error is not None)
+        assert self.phase not in _WITH_WORKERS or self.placement is not None
+        assert not self.arrivals.awaits_first or self.phase is Phase.PREFILLING
+        self.avoidance.validate()
+
+    # Placing
+
+    def _on_started(self, event: Started, now: float) -> list[Action]:
+        return self._place(now)
+
+    def _place(self, now: float) -> list[Action]:
+        if now >= self.deadline_at:
+            return self._fail(DeadlineExceeded("the request took longer than its time limit"), now)
+        self.phase = Phase.PLACING
+        self.arrivals.begin_attempt()
+        return [
+            Place(
+                attempt=self.attempt,
+                request_id=self.attempt_id,
+                token_ids=self._tokens(),
+                max_tokens=self.sampling.max_tokens - len(self.generated),
+                excluded=self.avoidance.incarnations,
+                timeout_s=self.deadline_at - now,
+            )
+        ]
+
+    def _on_placed(self, event: Placed, now: float) -> list[Action]:
+        if self.phase is not Phase.PLACING:
+            return []
+        self.avoidance.connected(event.open_since)
+        # Others may come, or these restarted; it costs no attempt.
+        if event.replaced:
+            error = NoWorker(
+                f"{', '.join(sorted(event.replaced))} was replaced while it was chosen"
+            )
+            return [self._hand_back(), *self._pause(error, now)]
+        if dead := self.avoidance.dead_among(event.placement, now):
+            error = NoWorker(f"{', '.join(sorted(dead))} broke and is not back yet")
+            return [self._hand_back(), *self._pause(error, now)]
+        self.phase = Phase.PREFILLING
+        self.placement, self.placed_at = event.placement, now
+        return [
+            Submit(
+                attempt=self.attempt,
+                request_id=self.attempt_id,
+                token_ids=self._tokens(),
+                placement=event.placement,
+                timeout_s=max(0.001, self.deadline_at - now),
+            )
+        ]
+
+    def _on_place_failed(self, event: PlaceFailed, now: float) -> list[Action]:
+        if self.phase is not Phase.PLACING:
+            return []
+        self.avoidance.connected(event.open_since)
+        may_recover = isinstance(event.error, PeerLost | NotLeader) or (
+            self.attempt > 1 and isinstance(event.error, NoWorker | Overloaded)
+        )
+        may_recover |= event.may_return and isinstance(event.error, NoWorker)
+        if not may_recover:
+            return self._fail(event.error, now)
+        if isinstance(event.error, NoWorker):
+            self.avoidance.found_nobody_else(now)
+        return self._pause(event.error, now)
+
+    def _pause(self, error: MoonserveError, now: float) -> list[Action]:
+        """Places again soon, until patience ends."""
+        if self.impatient_at is None:
+            self.impatient_at = now + self.patience_s
+        if now >= self.impatient_at:
+            return self._fail(error, now)
+        self.phase = Phase.PAUSED
+        return [Pause(attempt=self.attempt, delay_s=_PAUSE_S)]
+
+    def _on_retry_due(self, event: RetryDue, now: float) -> list[Action]:
+        return self._place(now) if self.phase is Phase.PAUSED else []
+
+    # Tokens
+
+    def _on_prefill_reported(self, event: PrefillReported, now: float) -> list[Action]:
+        self.last_report = event.report
+        if self.report is None:
+            self.report = event.report
+        return []
+
+    def _on_decode_reported(self, event: DecodeReported, now: float) -> list[Action]:
+        self.decode_report = event.report
+        return []
+
+    def _on_tokens(self, event: TokensArrived, now: float) -> list[Action]:
+        if self.phase not in _WITH_WORKERS:
+            return []
+        accepted = self.arrivals.in_order(event.tokens)
+        if accepted is None:
+            return self._lose(
+                IntegrityError("a token went missing between worker and gateway"), now
+            )
+        return self._emit(accepted, now) if accepted else []
+
+    def _emit(self, tokens: list[Token], now: float) -> list[Action]:
+        actions: list[Action] = []
+        is_first = self.arrivals.num_of_attempt == 0
+        accepted = self.arrivals.accept(tokens)
+        self.phase = Phase.DECODING
+        if is_first:
+            self.impatient_at = None
+            actions.append(self._report(ReportPhase.FIRST_TOKEN, now))
+        actions += accepted
+        if accepted[-1].finish_reason is not None:
+            self.phase = Phase.FINISHED
+            actions.append(self._report(ReportPhase.FINISHED, now))
+            if self.output.stopped:
+                actions.append(self._cancel())
+        return actions
+
+    # Losses
+
+    def _on_submit_failed(self, event: SubmitFailed, now: float) -> list[Action]:
+        if self.placement is None or self.phase is not Phase.PREFILLING:
+            return []
+        return self._lose(event.error, now, {self.placement.prefill.instance_id})
+
+    def _on_worker_failed(self, event: WorkerFailed, now: float) -> list[Action]:
+        if self.placement is None or self.phase not in _WITH_WORKERS:
+            return []
+        return self._lose(
+            event.error, now, suspects(event.instance_id, event.error, self.placement)
+        )
+
+    def _on_instance_lost(self, event: InstanceLost, now: float) -> list[Action]:
+        if self.placement is None or self.phase not in _WITH_WORKERS:
+            return []
+        if event.instance_id == self.placement.decode.instance_id:
+            return self._lose(event.error, now, {event.instance_id})
+        is_prefill = event.instance_id == self.placement.prefill.instance_id
+        # With the second token of the attempt the handoff is over and prefill no longer matters.
+        if is_prefill and self.arrivals.num_of_attempt < 2:
+            return self._lose(event.error, now, {event.instance_id})
+        return []
+
+    def _on_aborted(self, event: Aborted, now: float) -> list[Action]:
+        return self._fail(event.error, now)
+
+    def _lose(
+        self, error: MoonserveError, now: float, excluded: set[str] | None = None
+    ) -> list[Action]:
+        """The attempt is over; place again where that may help."""
+        if self.arrivals.num_of_attempt >= _PROGRESS_TOKENS:
+            self.losses = 0
+        self.losses += not isinstance(error, NoWorker)
+        if not error.retryable or self.losses == MAX_ATTEMPTS:
+            return self._fail(error, now)
+        actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
+        self._avoid(error, excluded or set(), now)
+        self.attempt += 1
+        self.setback = error
+        self.last_report = self.decode_report = None
+        return [*actions, *self._place(now)]
+
+    def _avoid(self, error: MoonserveError, at_fault: set[str], now: float) -> None:
+        if self.placement is None:
+            return
+        for endpoint in (self.placement.prefill, self.placement.decode):
+            if endpoint.instance_id in at_fault:
+                self.avoidance.add(endpoint, now, broke=isinstance(error, PeerLost))
+
+    def _fail(self, error: MoonserveError, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if self.phase in _WITH_WORKERS:
+            left = isinstance(error, Cancelled)
+            actions.append(self._cancel())
+            actions.append(self._report(ReportPhase.CANCELLED if left else ReportPhase.FAILED, now))
+        self.phase, self.error = Phase.FAILED, error
+        self.arrivals.give_up()
+        return [*actions, Fail(error=error)]
+
+    def _give_back(self, event: Event) -> list[Action]:
+        """A placement that came too late is of no use, and the conductor counts its load."""
+        if self.phase is not Phase.FAILED or not isinstance(event, Placed):
+            return []
+        return [self._hand_back()]
+
+    # Pieces
+
+    def _tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.generated)
+
+    def _cancel(self) -> CancelAt:
+        placement = self.placement
+        endpoints = dict.fromkeys((placement.prefill, placement.decode)) if placement else ()
+        return CancelAt(request_id=self.attempt_id, endpoints=tuple(endpoints))
+
+    def _hand_back(self) -> Report:
+        """A placement that was not used."""
+        return Report(
+            request_id=self.attempt_id,
+            phase=ReportPhase.CANCELLED,
+            elapsed_s=0.0,
+            cached_tokens=0,
+            output_tokens=0,
+        )
+
+    def _report(self, phase: ReportPhase, now: float) -> Report:
+        return Report(
+            request_id=self.attempt_id,
+            phase=phase,
+            elapsed_s=now - self.placed_at if self.placement else 0.0,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.arrivals.num_of_attempt,
+            prefill=self.last_report,
+        )
+
+
+def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
+    """Workers remember cancelled ids for a while, so that each attempt needs its own."""
+    return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")
+
+
+# One row per event; typed loosely because each handler takes its own event class.
+_HANDLERS: dict[type, Callable[..., list[Action]]] = {
+    Started: RequestState._on_started,
+    Placed: RequestState._on_placed,
+    PlaceFailed: RequestState._on_place_failed,
+    RetryDue: RequestState._on_retry_due,
+    SubmitFailed: RequestState._on_submit_failed,
+    TokensArrived: RequestState._on_tokens,
+    PrefillReported: RequestState._on_prefill_reported,
+    DecodeReported: RequestState._on_decode_reported,
+    WorkerFailed: RequestState._on_worker_failed,
+    InstanceLost: RequestState._on_instance_lost,
+    Aborted: RequestState._on_aborted,
+}

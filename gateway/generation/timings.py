@@ -1,0 +1,237 @@
+"""What is measured of one generation: metrics, recent figures, and the ledger of its phases.
+
+Instants are the gateway's own monotonic clock; what workers took comes with their reports.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gateway.cluster.figures import Ended, Figures
+from gateway.generation.state import RequestState
+from protocol.errors import MoonserveError, Overloaded
+from protocol.metrics import RequestMetrics
+from protocol.request import DecodeReport, FinishReason, PrefillReport
+from protocol.tracing import Tracer
+
+PHASES = ("retry", "gateway", "queue", "load", "prefill", "transfer", "decode_queue", "decode")
+"""In their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Seconds of one choice; of several attempts the last one's, with those before it as `retry_s`."""
+
+    e2e_s: float  # arrival of the whole request at the gateway to the last token there
+    ttft_s: float  # arrival to the first token that the client got
+    retry_s: float  # until the last attempt began
+    gateway_s: float  # reading it, placing, until the prefill worker had taken it
+    queue_s: float  # at the prefill worker, for landing blocks and for the engine
+    load_s: float  # by which reading the prefix delayed it
+    prefill_s: float
+    transfer_s: float  # first token to the last byte of KV at the decode worker
+    decode_queue_s: float  # verification, the batch's turn
+    decode_s: float  # first step to the last token at the gateway; of a single token only its way
+
+    @property
+    def unaccounted_s(self) -> float:
+        """What is in no phase: below 0 where workers tell of more time than there was."""
+        return self.e2e_s - sum(self.phases().values())
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by the phase's name."""
+        return {phase: getattr(self, f"{phase}_s") for phase in PHASES}
+
+    def as_json(self) -> dict[str, float]:
+        """Everything, in seconds rounded to microseconds."""
+        names = ("e2e_s", "ttft_s", *(f"{phase}_s" for phase in PHASES), "unaccounted_s")
+        return {name: round(getattr(self, name), 6) for name in names}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Instants:
+    """What the gateway sees of one choice, on its own clock."""
+
+    arrived_at: float
+    attempted_at: float  # the last attempt's beginning
+    submitted_at: float | None = None  # to the last attempt's prefill worker
+    answered_at: float | None = None  # that it has it
+    first_at: float | None = None  # the first token of all
+    handed_at: float | None = None  # the last attempt's first token
+    last_at: float | None = None
+
+    def attempt(self, now: float) -> None:
+        """Once more from the beginning."""
+        self.attempted_at = now
+        self.submitted_at = self.answered_at = self.handed_at = None
+
+    def submitted(self, now: float) -> None:
+        """To the prefill worker."""
+        self.submitted_at = now
+
+    def answered(self, now: float) -> None:
+        """The prefill worker has it; a token may come before one hears of that."""
+        self.answered_at = now
+
+    def tokens(self, now: float) -> None:
+        """One or more arrived together."""
+        if self.first_at is None:
+            self.first_at = now
+        if self.handed_at is None:
+            self.handed_at = now
+        self.last_at = now
+
+
+def ledger(
+    at: Instants, prefill: PrefillReport | None, decode: DecodeReport | None
+) -> Ledger | None:
+    """Ledger of a choice that has ended well; None without a token, or without a report of its prefill."""
+    if prefill is None or at.first_at is None or at.last_at is None or at.submitted_at is None:
+        return None
+    prefilling_s = prefill.queue_s + prefill.load_s + prefill.compute_s
+    landing_s = decode.transfer_s + decode.queue_s if decode is not None else 0.0
+    handed_at = at.last_at if at.handed_at is None else at.handed_at
+    latest = [handed_at - prefilling_s, at.last_at - prefilling_s - landing_s]
+    if at.answered_at is not None:
+        latest.append(at.answered_at)
+    taken_at = max(at.submitted_at, min(latest))
+    return Ledger(
+        e2e_s=at.last_at - at.arrived_at,
+        ttft_s=at.first_at - at.arrived_at,
+        retry_s=at.attempted_at - at.arrived_at,
+        gateway_s=taken_at - at.attempted_at,
+        queue_s=prefill.queue_s,
+        load_s=prefill.load_s,
+        prefill_s=prefill.compute_s,
+        transfer_s=decode.transfer_s if decode is not None else 0.0,
+        decode_queue_s=decode.queue_s if decode is not None else 0.0,
+        decode_s=max(0.0, at.last_at - taken_at - prefilling_s - landing_s),
+    )
+
+
+_clock = time.monotonic  # an event loop's own may be cut to milliseconds
+
+
+class Timings:
+    """Follows one generation from its arrival; exactly one of `finished` and `failed` ends it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        metrics: RequestMetrics,
+        figures: Figures,
+        tracer: Tracer,
+        traceparent: str,
+        arrived_at: float,
+    ) -> None:
+        """`traceparent`: of the request's span; empty = not traced. `arrived_at`: monotonic seconds."""
+        self.traceparent = traceparent
+        self.ledger: Ledger | None = None  # once it has ended well
+        self._request_id = request_id
+        self._metrics = metrics
+        self._figures = figures
+        self._tracer = tracer
+        self._at = Instants(arrived_at=arrived_at, attempted_at=arrived_at)
+        self._attempt = 1
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_tokens = 0
+
+    def accepted(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._metrics.waiting.inc()
+        self._figures.totals["requests"] += 1
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.prompt_length.observe(num_prompt_tokens)
+
+    def placing(self, attempt: int) -> None:
+        """The conductor is asked; after a pause within one attempt, again."""
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self._at.attempt(_clock())
+
+    def placed(self) -> None:
+        """The prefill worker is asked next."""
+        now = _clock()
+        self._at.submitted(now)
+        if self.traceparent:
+            self._tracer.span("placing", self.traceparent, self._at.attempted_at, now)
+
+    def taken(self) -> None:
+        """The prefill worker has it."""
+        self._at.answered(_clock())
+
+    def tokens(self, count: int, report: PrefillReport | None) -> None:
+        """`count` tokens arrived together: one gap, then none."""
+        metrics, now, last_at = self._metrics, _clock(), self._at.last_at
+        metrics.generation_tokens.add(count)
+        self._num_tokens += count
+        self._figures.totals["output_tokens"] += count
+        if last_at is None:
+            self._begin_decoding(now, report)
+            count -= 1
+        elif count:
+            metrics.inter_token_s.add(now - last_at)
+            self._figures.gaps.add(now - last_at, now)
+            count -= 1
+        if count:
+            metrics.inter_token_s.add(0.0, count)
+        self._at.tokens(now)
+
+    def retried(self) -> None:
+        self._metrics.retries.inc()
+
+    def finished(self, reason: FinishReason, state: RequestState) -> None:
+        """With the last token."""
+        metrics, now = self._metrics, _clock()
+        metrics.running.dec()
+        self._figures.totals["finished"] += 1
+        metrics.succeeded(reason.value)
+        metrics.e2e_s.observe(now - self._at.arrived_at)
+        metrics.generation_length.observe(len(state.generated))
+        if self._at.first_at is not None:
+            metrics.decode_s.observe(now - self._at.first_at)
+        self.ledger = ledger(self._at, state.last_report, state.decode_report)
+        if self.ledger is not None:
+            for phase, seconds in self.ledger.phases().items():
+                metrics.phases[phase].observe(seconds)
+        self._ended(reason.value, now)
+
+    def failed(self, error: MoonserveError) -> None:
+        (self._metrics.waiting if self._at.first_at is None else self._metrics.running).dec()
+        self._metrics.failed(error.code)
+        if isinstance(error, Overloaded):
+            self._figures.rejections[error.message] += 1
+        else:
+            self._figures.failures[error.code] += 1
+        self._ended(error.code, _clock())
+
+    def _ended(self, outcome: str, now: float) -> None:
+        first_at, arrived_at = self._at.first_at, self._at.arrived_at
+        self._figures.ended(
+            Ended(
+                request_id=self._request_id,
+                outcome=outcome,
+                prompt_tokens=self._num_prompt_tokens,
+                cached_tokens=self._num_cached_tokens,
+                output_tokens=self._num_tokens,
+                ttft_s=None if first_at is None else first_at - arrived_at,
+                e2e_s=now - arrived_at,
+            )
+        )
+
+    def _begin_decoding(self, now: float, report: PrefillReport | None) -> None:
+        metrics, ttft_s = self._metrics, now - self._at.arrived_at
+        metrics.waiting.dec()
+        metrics.running.inc()
+        metrics.ttft_s.observe(ttft_s)
+        self._figures.ttft.add(ttft_s, now)
+        if report is not None:
+            metrics.queue_s.observe(report.queue_s)
+            metrics.prefill_s.observe(report.load_s + report.compute_s)
+            metrics.prefix_queries.inc(self._num_prompt_tokens)
+            cached = self._num_cached_tokens = min(report.cached_tokens, self._num_prompt_tokens)
+            metrics.prefix_hits.inc(cached)
+            self._figures.totals["prompt_tokens"] += self._num_prompt_tokens
+            self._figures.totals["cached_tokens"] += cached

@@ -1,0 +1,118 @@
+"""What ASGI has no word for: to end a client's connection, to wait for its reading after the last byte, and to write
+without waiting.
+
+uvicorn's `send` is a method of its request cycle, which knows the transport. The front door leaves a Connection in the
+scope; with any other server the methods do nothing and the connection lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope, Send
+
+from gateway.http.errors import ApiError
+from protocol.errors import Cancelled
+
+_KEY = "moonserve.connection"
+_RESET = struct.pack("@ii", 1, 0)  # linger for 0 s: closing discards what is unsent (socket(7))
+
+
+class Connection:
+    """The client's connection behind one request."""
+
+    def __init__(self, send: Send | None) -> None:
+        self._cycle: Any = getattr(send, "__self__", None)
+
+    @classmethod
+    def of(cls, scope: Scope) -> Connection:
+        """The connection that `attach` left in the scope."""
+        found: Connection | None = scope.get(_KEY)
+        return found or cls(None)
+
+    def attach(self, scope: Scope) -> None:
+        scope[_KEY] = self
+
+    def detach(self, scope: Scope) -> None:
+        """The reply is over: what uvicorn keeps of a request holds its scope, and this holds that."""
+        scope.pop(_KEY, None)
+
+    def may_wait(self) -> bool:
+        """Whether sending now could wait for the client; without uvicorn nobody knows."""
+        flow = getattr(self._cycle, "flow", None)
+        return flow is None or flow.write_paused
+
+    def takes_chunks(self) -> bool:
+        """Whether `write_chunk` may be called: the reply has begun, has no known length, and nobody waits."""
+        cycle = self._cycle
+        return (
+            getattr(cycle, "chunked_encoding", None) is True
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+        )
+
+    def write_chunk(self, body: bytes) -> None:
+        """A part of the reply's body, now: what `send` does for one, without the coroutines on the way to it."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    async def drained(self) -> None:
+        """Waits until the client has taken what was sent, but for the last buffer's worth."""
+        flow = getattr(self._cycle, "flow", None)
+        if flow is not None and flow.write_paused:
+            await flow.drain()
+
+    def close_after_reply(self) -> None:
+        """No further request on this connection."""
+        if hasattr(self._cycle, "keep_alive"):
+            self._cycle.keep_alive = False
+
+    def abort(self) -> None:
+        """Drops the connection and whatever is still buffered for it, here and in the kernel."""
+        transport = getattr(self._cycle, "transport", None)
+        if transport is not None:
+            drop(transport)
+
+
+def drop(transport: asyncio.Transport) -> None:
+    """Ends a connection without sending what is still buffered for it. No-op when it has ended."""
+    client = transport.get_extra_info("socket")
+    if (
+        client is not None and client.fileno() >= 0
+    ):  # or the kernel would keep megabytes for a client that hardly reads
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    transport.abort()
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises ApiError: 413 as soon as it is known to be too long, 408 when it does not come."""
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, max_bytes)
+    except TimeoutError as error:
+        raise ApiError(
+            408, "the body did not arrive in time", kind="timeout_error", code="request_timeout"
+        ) from error
+    except ClientDisconnect as error:
+        raise Cancelled("the client went away") from error
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    length = 0
+    async for part in request.stream():
+        length += len(part)
+        if length > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")

@@ -1,0 +1,142 @@
+"""The front door: what holds for every request before a route sees it.
+
+Gives each request its id and echoes it, checks the API key on the paths that cost something, opens and ends its visit
+(`gateway.access.limiter`), and turns what nobody caught into an OpenAI error. Plain ASGI.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.access.key_holder import KeyHolder
+from gateway.access.key_record import KeyLimits
+from gateway.access.limiter import Identity, Limiter, Visit
+from gateway.http.connection import Connection
+from gateway.http.errors import ApiError, reply_for
+from protocol.errors import NoWorker
+from protocol.ids import new_id
+from protocol.logs import of
+
+log = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset(
+    {"/health", "/ready", "/metrics", "/metrics/cluster", "/version", "/dashboard", "/openapi.json"}
+)
+# It becomes a part of ids, headers and log lines.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class FrontDoor:
+    """ASGI middleware around the application."""
+
+    def __init__(self, app: ASGIApp, keys: KeyHolder, limiter: Limiter, limits: KeyLimits) -> None:
+        """`limits`: of keys that have none of their own."""
+        self._app = app
+        self._keys = keys
+        self._limiter = limiter
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode() if _REQUEST_ID.fullmatch(given) else new_id("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["cluster_id"] = _cluster_id(
+            request_id, is_given=request_id.encode() == given
+        )
+        connection = Connection(send)
+        connection.attach(scope)
+        try:
+            await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
+        finally:
+            connection.detach(scope)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]
+    ) -> None:
+        visit: Visit | None = None
+        try:
+            identity = self._identify(scope["path"], headers.get(b"authorization", b""))
+            visit = Visit(identity, scope["state"]["cluster_id"], self._limiter)
+            scope["state"]["visit"] = visit
+            echo.headers = visit.headers
+            if scope["method"] == "POST":
+                visit.look()
+            await self._app(scope, receive, echo.send)
+        except (ApiError, NoWorker) as error:
+            await echo.fail(error)
+        except Exception as error:  # the outermost frame: without it the client would get no reply
+            whose = of(scope["state"]["cluster_id"])
+            log.exception("%s %s failed", scope["method"], scope["path"], extra=whose)
+            await echo.fail(error)
+        finally:
+            if visit is not None:
+                visit.leave()
+
+    def _identify(self, path: str, authorization: bytes) -> Identity:
+        """Raises ApiError (401), or NoWorker while the keys are not known."""
+        if path in _OPEN_PATHS:
+            return Identity()
+        if self._keys.is_open:
+            return Identity(limits=self._limits)
+        scheme, _, presented = authorization.partition(b" ")
+        key = self._keys.find(presented.strip())
+        if scheme.lower() != b"bearer" or key is None:
+            raise ApiError(
+                401,
+                "missing or wrong API key",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return Identity(
+            key_id=key.key_id,
+            tenant=key.tenant if self._keys.names_tenants else None,
+            priority=key.priority,
+            limits=key.limits.or_else(self._limits),
+        )
+
+
+def _cluster_id(request_id: str, *, is_given: bool) -> str:
+    """Clients repeat their ids, on retries and by mistake; within the cluster an id is one request."""
+    return f"{request_id}-{secrets.token_hex(4)}" if is_given else request_id
+
+
+class _Echo:
+    """Adds the request id, and what else the client is told, to the reply's headers."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._started = False
+        self.headers: Mapping[str, str] = {}  # of the reply; as they are when it starts
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", self._request_id),
+                *((name.encode(), value.encode()) for name, value in self.headers.items()),
+            ]
+        await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """An error reply, unless another reply has begun."""
+        if self._started:
+            return
+        reply = reply_for(error)
+        body = reply.body()
+        headers = [(b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(body)).encode()))
+        headers += [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+        await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})

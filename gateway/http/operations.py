@@ -1,0 +1,162 @@
+"""Endpoints for operators: liveness, readiness, metrics, version, the cluster's state and its page."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from gateway.access.isolation import visible_to
+from gateway.access.limiter import visit_of
+from gateway.cluster.metrics import ClusterMetrics
+from gateway.generation.explanations import Explanation
+from gateway.generation.service import Gateway
+from gateway.http.errors import ApiError
+from protocol.errors import NoWorker
+from protocol.pb import conductor_pb2
+from protocol.scraping import package_version
+from protocol.wire import role_from_wire
+
+_PAGE = Path(__file__).with_name("dashboard.html")
+
+
+class Operations:
+    """Handlers that do not concern the model."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        registry: CollectorRegistry,
+        names: tuple[str, ...],
+        of_cluster: ClusterMetrics,
+    ) -> None:
+        self._gateway = gateway
+        self._of_cluster = of_cluster
+        self._registry = registry
+        self._names = names
+        self._page = _PAGE.read_text(encoding="utf-8")
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: a request would be served; 503 while draining or without workers."""
+        if self._gateway.is_draining:
+            raise NoWorker("this gateway is shutting down")
+        if not self._gateway.is_ready:
+            raise NoWorker("the cluster has no prefill or no decode worker")
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: of this gateway, in Prometheus' text form."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def cluster_metrics(self, request: Request) -> Response:
+        """GET /metrics/cluster: of all processes, each sample with the label `process`."""
+        return Response(await self._of_cluster.page(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request) -> Response:
+        """GET /version"""
+        return JSONResponse({"version": package_version()})
+
+    async def cluster(self, request: Request) -> Response:
+        """GET /v1/cluster: what runs where, as of at most a second ago."""
+        view = self._gateway.cluster.view
+        if view is None:
+            raise NoWorker("the conductor does not answer")
+        return JSONResponse(
+            {
+                "ready": self._gateway.is_ready,
+                "models": self._names,
+                "fingerprint": view.fingerprint,
+                "max_model_len": view.max_model_len,
+                "layout": _plain(view.layout) if view.HasField("layout") else None,
+                "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
+                "gateways": [gateway.instance_id for gateway in view.gateways],
+                "instances": [_instance(i) for i in sorted(view.instances, key=_place)],
+            }
+        )
+
+    async def figures(self, request: Request) -> Response:
+        """GET /v1/figures: the last minute as this gateway saw it, and every instance's rails. Prefixes and requests
+        are shown to who may see all tenants."""
+        gateway, now = self._gateway, asyncio.get_running_loop().time()
+        view = gateway.cluster.view
+        figures = gateway.figures.as_json(now)
+        figures["slo"] = {
+            "ttft_s": view.ttft_slo_s if view is not None else None,
+            "tbt_s": view.tbt_slo_s if view is not None else None,
+        }
+        figures["phases"] = dict(gateway.phases())
+        figures["rails"] = await self._of_cluster.rails()
+        if not visit_of(request).identity.tenant:
+            figures["prefixes"] = gateway.figures.hot_prefixes(now)
+            figures["latest"] = gateway.figures.latest_requests()
+        return JSONResponse(figures)
+
+    async def explain(self, request: Request) -> Response:
+        """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""
+        known_id = request.path_params["request_id"]
+        explanation = await self._gateway.explain(known_id)
+        decisions = visible_to(visit_of(request).identity.tenant, explanation.decisions)
+        if not decisions:
+            raise ApiError(404, _not_remembered(known_id, explanation), code="not_found")
+        return JSONResponse({"request_id": explanation.request_id, "decisions": decisions})
+
+    async def dashboard(self, request: Request) -> Response:
+        """GET /dashboard: the cluster's state for people."""
+        return HTMLResponse(self._page)
+
+
+def _not_remembered(known_id: str, explanation: Explanation) -> str:
+    return (
+        f"no decision about {known_id!r} is remembered; the conductor keeps those of the last"
+        f" {explanation.max_decisions} requests and has {explanation.num_decisions} now: give the id of the reply's"
+        " body or its header x-request-id, ask sooner, or start the conductor with a larger --num-decisions"
+    )
+
+
+def _place(instance: conductor_pb2.InstanceView) -> tuple[int, int, str]:
+    """Sort key of an instance. The order in which instances joined would change with every restart."""
+    instance_id = instance.endpoint.instance_id
+    return instance.role, len(instance_id), instance_id
+
+
+def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:
+    return {
+        "instance_id": instance.endpoint.instance_id,
+        "role": role_from_wire(instance.role).value,
+        "rpc_address": instance.endpoint.rpc_address,
+        "host": instance.endpoint.host,
+        "epoch": instance.endpoint.epoch,
+        "draining": instance.draining,
+        "last_heard_s": instance.last_heard_s,
+        "num_blocks": instance.num_blocks,
+        "indexed_blocks": instance.indexed_blocks,
+        "can_switch_role": instance.can_switch_role,
+        "load": {
+            **{name: getattr(instance.load, name) for name in _LOAD_NUMBERS},
+            "traffic": list(map(_numbers, instance.load.traffic)),
+            "steps": _numbers(instance.load.steps),
+        },
+    }
+
+
+def _numbers(message: Any) -> dict[str, Any]:
+    """Fields of a message without messages in it. Not as `MessageToDict`, which makes strings of large numbers."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+_LOAD_NUMBERS = [
+    field.name for field in conductor_pb2.Load.DESCRIPTOR.fields if field.message_type is None
+]
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True)

@@ -1,0 +1,283 @@
+"""uvicorn's HTTP protocol with bounds: a head has a size and a time, a body a time, who does not read is let go, there
+are no more connections than files can be open, and when the gateway stops no request is lost on its way.
+
+Rule: a connection whose reply is under way is ended for one reason only, that its client does not read. What uvicorn
+itself leaves open: heads may be endless, a connection may say nothing for ever, and the body of a request that was
+refused may trickle in for ever. Timers run only while a client is waited for, so that a request that comes in one piece
+costs none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.config import ClientConfig
+from gateway.http.connection import drop
+from gateway.http.errors import ApiError, reply_for
+
+log = logging.getLogger(__name__)
+
+MOST_REFUSED = 64
+"""Connections above the most that are told why they are refused; more are closed at once."""
+
+LINGER_S = 0.5
+"""What a connection that says nothing is still open for when the gateway stops, in seconds: a request that has left its
+client, or waits in the kernel, comes within that and has its reply."""
+
+_LOOK_AGAIN_S = 1.0
+# What a reader must take of its buffer within `slow_client_s` to count as one. The kernel's own buffers, which it
+# empties first, are hundreds of KiB.
+_LEAST_READ_BYTES = 16 * 2**10
+
+
+class _Phase(Enum):
+    """What a client is to send next."""
+
+    HEAD = auto()
+    BODY = auto()
+    NOTHING = auto()
+
+
+class Doors:
+    """All connections of a gateway, and whether they are to end."""
+
+    def __init__(self) -> None:
+        self.are_closing = False
+        self._inside: set[BoundedProtocol] = set()
+        self._nobody_inside = asyncio.Event()
+        self._nobody_inside.set()
+
+    def close(self) -> None:
+        """Each connection ends with its next reply, or in silence."""
+        self.are_closing = True
+        for connection in self._inside:
+            connection.leave()
+
+    async def until_empty(self) -> None:
+        await self._nobody_inside.wait()
+
+    def entered(self, connection: BoundedProtocol) -> None:
+        self._inside.add(connection)
+        self._nobody_inside.clear()
+        if self.are_closing:
+            connection.leave()
+
+    def left(self, connection: BoundedProtocol) -> None:
+        self._inside.discard(connection)
+        if not self._inside:
+            self._nobody_inside.set()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        *args: Any,
+        patience: ClientConfig,
+        max_connections: float,
+        doors: Doors,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._doors = doors
+        self._patience = patience
+        self._max_connections = max_connections
+        self._phase = _Phase.HEAD
+        self._message = 0  # number of the message of `_phase`
+        self._waits_for: tuple[int, _Phase] | None = None  # what the timer is about
+        self._timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0  # of this message, as far as parsed
+        self._fed_bytes = 0  # since its head began, parsed or not
+        self._refusal: ApiError | None = None
+        self._refusal_of_any: ApiError | None = None  # whatever it asks for
+
+    # From the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._doors.entered(self)
+        num_surplus = len(self.connections) - self._max_connections
+        if num_surplus > MOST_REFUSED:
+            transport.abort()
+            return
+        if num_surplus > 0:
+            self._refusal_of_any = _too_many(self._max_connections)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._read_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+        self._doors.left(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        if self._refusal_of_any is not None:
+            self._refusal = self._refusal_of_any
+            self.send_400_response("")
+            return
+        message = self._message
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        # Of a head that began within these data, parsing has told what is complete, and that is enough.
+        self._fed_bytes += len(data) if self._message == message else 0
+        if self._phase is _Phase.HEAD and self._fed_bytes > self._patience.max_header_bytes:
+            self._refusal = self._too_large()
+            self.send_400_response("")
+            return
+        self._wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    # From the parser. What these raise comes back as a parser's error, and ends in `send_400_response`.
+
+    def on_message_begin(self) -> None:
+        self._phase, self._message = _Phase.HEAD, self._message + 1
+        self._head_bytes = self._fed_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._phase = _Phase.BODY
+        super().on_headers_complete()
+        if self._doors.are_closing:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        self._phase = _Phase.NOTHING
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """The refusal if there is one, else that this was no HTTP; then the connection ends."""
+        error = self._refusal or ApiError(400, "this is not HTTP/1.1", code="invalid_http")
+        self._refusal = error
+        if self._is_replying():
+            self.transport.abort()  # what is said now would be taken for a part of the reply
+            return
+        reply = reply_for(error)
+        body = reply.body()
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": f"{len(body)}",
+            **reply.headers,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[reply.status] + f"{lines}\r\n".encode() + body)
+        self.transport.close()
+
+    # Leaving
+
+    def leave(self) -> None:
+        """Ends with the reply under way, or the next one, or once the client has said nothing for `LINGER_S`."""
+        if self._is_replying():
+            self.cycle.keep_alive = False
+        self._linger_timer = self.loop.call_later(LINGER_S, self._end_if_silent)
+
+    def _end_if_silent(self) -> None:
+        if self._is_replying() or (self._phase is _Phase.HEAD and self._message):
+            self._linger_timer = self.loop.call_later(LINGER_S, self._end_if_silent)
+        else:
+            self.transport.close()
+
+    # Waiting
+
+    def _count(self, num_bytes: int) -> None:
+        """Also of trailers, which come after the body."""
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._patience.max_header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal
+
+    def _too_large(self) -> ApiError:
+        most = self._patience.max_header_bytes
+        return ApiError(
+            431, f"the head of the request is larger than {most} bytes", code="headers_too_large"
+        )
+
+    def _wait(self) -> None:
+        """Sees to it that what the client is to send next is not waited for for ever."""
+        awaited = None if self._phase is _Phase.NOTHING else (self._message, self._phase)
+        if awaited == self._waits_for:
+            return
+        self._waits_for = awaited
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if awaited is not None:
+            is_head = self._phase is _Phase.HEAD
+            patience = self._patience
+            self._after(
+                patience.header_timeout_s if is_head else patience.body_timeout_s, self._give_up
+            )
+
+    def _after(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._timer = self.loop.call_later(seconds, callback)
+
+    def _give_up(self) -> None:
+        if self._is_replying():  # a body's reader has its own deadline, and replies
+            self._after(_LOOK_AGAIN_S, self._give_up)
+        elif self._phase is _Phase.HEAD and self._message:
+            self._refusal = ApiError(
+                408,
+                "the head of the request did not arrive in time",
+                kind="timeout_error",
+                code="request_timeout",
+            )
+            self.send_400_response("")
+        else:  # it has said nothing at all, or has its reply and goes on sending
+            self.transport.close()
+
+    def _is_replying(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._read_timer = self.loop.call_later(
+            self._patience.slow_client_s, self._check_reader, unread
+        )
+
+    def _check_reader(self, unread_before: int) -> None:
+        """Lets go of a client that has hardly read since."""
+        if self.transport.get_write_buffer_size() <= unread_before - _LEAST_READ_BYTES:
+            self._watch_reader()
+            return
+        log.info("a client did not read for %.0f s", self._patience.slow_client_s)
+        drop(self.transport)
+
+
+def _too_many(most: float) -> ApiError:
+    return ApiError(
+        503,
+        f"this gateway has {most:,.0f} connections already; try again, or another gateway",
+        kind="service_unavailable_error",
+        code="too_many_connections",
+        headers={"retry-after": "1"},
+    )

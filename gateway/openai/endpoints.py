@@ -1,0 +1,353 @@
+"""The OpenAI endpoints that generate: a checked body in, a reply that waits for the cluster out.
+
+Each endpoint is the same five steps: parse, find the model, make prompts, make choices, ask. A request is charged to
+its key's limits before the cluster is asked. Knows neither sockets nor how a placement comes about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.access.isolation import salt_of
+from gateway.access.limiter import Identity, visit_of
+from gateway.config import GatewayConfig
+from gateway.generation.answer import Answer
+from gateway.generation.events import Choice, Piece, Wish
+from gateway.generation.service import Gateway
+from gateway.http.errors import ApiError, invalid
+from gateway.openai import resuming
+from gateway.openai.chunks import (
+    ChatChunks,
+    Chunks,
+    CompletionChunks,
+    CompletionLike,
+    Heading,
+    Wants,
+)
+from gateway.openai.forms import FormChecker
+from gateway.openai.models import ServedModel
+from gateway.openai.prompts import (
+    Prompt,
+    chat_prompt,
+    completion_prompts,
+    truncated,
+)
+from gateway.openai.replies import (
+    ClusterReply,
+    StreamReply,
+    WholeReply,
+    render_chat,
+    render_completion,
+    usage_of,
+    with_timing,
+)
+from gateway.openai.resuming import EventId, EventIds
+from gateway.openai.sampling import best, choices_for, spellings
+from gateway.openai.schema import (
+    BodyParser,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+)
+from gateway.openai.tools.formats import format_of
+from gateway.openai.tools.plan import ToolPlanner
+from gateway.openai.tools.replies import ToolChunks, message_of
+from protocol.grammar import Grammars
+
+_MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so longer names are known by a digest
+_TENANT_DIGEST_BYTES = 16
+_MAX_SESSION_ID = 256  # characters; the conductor hashes it
+# Tokens of each choice that count against a key's limits before they are there, at most. Without `max_tokens` a client
+# allows the whole context, which few answers fill and most keys may not use within a minute.
+_EXPECTED_TOKENS = 1_024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyPlan:
+    """One request as it goes to the cluster, and how its output becomes a reply."""
+
+    body: SamplingBody
+    prompts: Sequence[Prompt]
+    choices: tuple[Choice, ...]
+    chunks: Chunks  # of a streamed reply
+    heading: Heading
+    last: EventId | None  # event that the client has, of a stream that goes on
+    render: Callable[
+        [list[list[Piece]], dict[str, Any]], bytes
+    ]  # pieces and usage to a whole reply
+
+
+class Api:
+    """Handlers of the endpoints that generate."""
+
+    def __init__(self, gateway: Gateway, model: ServedModel, config: GatewayConfig) -> None:
+        tokenizer = model.tokenizer
+        self._gateway = gateway
+        self._model = model
+        self._tokenizer = tokenizer
+        self._config = config
+        self._parser = BodyParser()
+        self._forms = FormChecker(
+            Grammars(
+                Path(config.model),
+                vocab_size=model.vocab_size,
+                eos_token_ids=sorted(tokenizer.eos_token_ids),
+            )
+        )
+        self._tools = ToolPlanner(
+            format_of(config.tool_call_parser, tokenizer.template_source),
+            self._forms,
+            allows_auto=config.enable_auto_tool_choice,
+            is_special=tokenizer.is_special,
+        )
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        body = self._parser.parse(ChatBody, await self._model.read(request))
+        return await self.reply(request, await self.chat_plan(request, body, "chatcmpl-"))
+
+    async def chat_plan(self, request: Request, body: ChatBody, id_prefix: str) -> ReplyPlan:
+        """A chat completion, ready to be asked for; another API may replace its chunks and its rendering."""
+        self._model.require(body.model)
+        last = resuming.last_event(request, body)
+        body = resuming.seeded(body, last)
+        limits = self._model.limits()
+        form = await self._forms.form_of(body)
+        plan = await self._tools.plan(body, form)
+        prompt = await chat_prompt(
+            self._tokenizer,
+            body.messages,
+            limits,
+            add_generation_prompt=body.adds_generation_prompt,
+            variables=body.chat_template_kwargs,
+            continues=bool(body.continue_final_message),
+            tools=body.tools,
+            template=self._model.template(body.chat_template),
+        )
+        prompt = truncated(prompt, body, limits)
+        grammar = (plan.grammar if plan else "") or (form.grammar if form else "")
+        bad_words = spellings(self._tokenizer, body.bad_words, limits)
+        choices = choices_for(
+            body, [prompt], limits, "messages", grammar=grammar, bad_words=bad_words
+        )
+        if plan is not None:
+            choices = plan.seen_in(choices, body)
+        heading = self._heading(id_prefix, request, body, last)
+        wants = _wants(body, logprobs=bool(body.logprobs))
+        make: Callable[..., Chunks] = ChatChunks
+        if plan is not None:
+            make = partial(ToolChunks, plan=plan)
+        ids = prompt.token_ids
+        chunks = make(
+            heading, wants, self._tokenizer, num_choices=len(choices), prompt_token_ids=ids
+        )
+        return ReplyPlan(
+            body=body,
+            prompts=[prompt],
+            choices=choices,
+            chunks=chunks,
+            heading=heading,
+            last=last,
+            render=lambda pieces, usage: render_chat(
+                heading,
+                wants,
+                self._tokenizer,
+                ids,
+                pieces,
+                usage,
+                None if plan is None else partial(message_of, plan),
+            ),
+        )
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        body = self._parser.parse(CompletionBody, await self._model.read(request))
+        self._model.require(body.model)
+        body.check_best_of()
+        last = resuming.last_event(request, body)
+        body = resuming.seeded(body, last)
+        limits = self._model.limits()
+        prompts = await completion_prompts(self._tokenizer, body, limits)
+        form = await self._forms.form_of(body)
+        choices = choices_for(
+            body,
+            prompts,
+            limits,
+            "prompt",
+            grammar=form.grammar if form else "",
+            bad_words=spellings(self._tokenizer, body.bad_words, limits),
+        )
+        told = [prompt for prompt in prompts for _ in range(body.num_choices)]
+        echoes = [self._echo(body, prompt) for prompt in told]
+        heading = self._heading("cmpl-", request, body, last)
+        wants = _wants(body, logprobs=body.logprobs is not None)
+        prompt_ids = [prompt.token_ids for prompt in told]
+        chunks = CompletionChunks(
+            heading, wants, self._tokenizer, prompt_token_ids=prompt_ids, echoes=echoes
+        )
+        plan = ReplyPlan(
+            body=body,
+            prompts=prompts,
+            choices=choices,
+            chunks=chunks,
+            heading=heading,
+            last=last,
+            render=lambda pieces, usage: render_completion(
+                heading,
+                wants,
+                self._tokenizer,
+                prompt_ids,
+                echoes,
+                best(pieces, num_drawn=body.num_drawn, num_kept=body.num_choices),
+                usage,
+            ),
+        )
+        return await self.reply(request, plan)
+
+    # Steps
+
+    def _heading(
+        self, prefix: str, request: Request, body: SamplingBody, last: EventId | None
+    ) -> Heading:
+        """A stream that goes on keeps its name."""
+        return Heading(
+            id=last.response_id if last else f"{prefix}{request.state.cluster_id}",
+            created=last.created if last else int(time.time()),
+            model=body.model or self._model.name,
+        )
+
+    def _echo(self, body: CompletionBody, prompt: Prompt) -> str:
+        if not body.echo:
+            return ""
+        return self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+    async def reply(self, request: Request, plan: ReplyPlan) -> ClusterReply:
+        """Asks the cluster; the reply waits for it."""
+        body, chunks, last = plan.body, plan.chunks, plan.last
+        fingerprint = self._gateway.cluster.facts().fingerprint
+        choices = resuming.without_known(plan.choices, last, fingerprint)
+        wish = _wish_of(request, body, choices)
+        answer = await _admitted(request, self._gateway, wish, plan.prompts)
+        slow_client_s = self._config.slow_client_s
+
+        def usage() -> dict[str, Any]:
+            return usage_of(answer, plan.prompts)
+
+        if body.stream:
+            timing = event_ids = None
+            if body.x_timing and isinstance(chunks, CompletionLike):
+                timing = partial(_timing_chunk, chunks, answer)
+            if body.includes_event_ids or last is not None:
+                event_ids = EventIds(plan.heading, choices, fingerprint)
+            return StreamReply(
+                answer,
+                slow_client_s,
+                chunks,
+                usage if body.includes_usage else None,
+                timing,
+                event_ids,
+                is_resumed=last is not None,
+            )
+        return WholeReply(
+            answer,
+            slow_client_s,
+            lambda pieces: with_timing(body, plan.render(pieces, usage()), answer),
+        )
+
+
+def _timing_chunk(chunks: CompletionLike, answer: Answer) -> str:
+    return chunks.timing(answer.timing())
+
+
+def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
+    return Wants(
+        usage=body.includes_usage,
+        token_ids=bool(body.return_token_ids),
+        logprobs=logprobs,
+        echoed_logprobs=body.echoed_logprobs if isinstance(body, CompletionBody) else None,
+        prompt_logprobs=body.prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+# From a checked body to the cluster
+
+
+def _wish_of(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> Wish:
+    """The request as the cluster gets it, with what its headers say. Raises ApiError for headers that say nothing."""
+    identity = visit_of(request).identity
+    return Wish(
+        request_id=request.state.cluster_id,
+        client_id=request.state.request_id,
+        arrived_at=request.state.arrived_at,
+        session_id=_session_id(request),
+        choices=choices,
+        priority=identity.priority_of(body.priority),
+        tenant=_tenant(identity, body),
+        cache_salt=salt_of(identity.tenant, body.cache_salt),
+        traceparent=request.headers.get("traceparent", ""),
+        ttft_slo_s=_milliseconds(request, "x-slo-ttft-ms"),
+        tbt_slo_s=_milliseconds(request, "x-slo-tbt-ms"),
+    )
+
+
+def _tenant(identity: Identity, body: SamplingBody) -> str:
+    """The tenant of the key; where keys name none, the one that the client names."""
+    if identity.tenant is not None:
+        return identity.tenant
+    named = body.user or ""
+    if len(named) <= _MAX_TENANT:
+        return named
+    return hashlib.blake2b(named.encode(), digest_size=_TENANT_DIGEST_BYTES).hexdigest()
+
+
+def _session_id(request: Request) -> str:
+    given = request.headers.get("x-session-id", "")
+    if len(given) > _MAX_SESSION_ID:
+        raise invalid(f"x-session-id is longer than {_MAX_SESSION_ID} characters", "x-session-id")
+    return given
+
+
+def _milliseconds(request: Request, header: str) -> float:
+    """A header in milliseconds as seconds; 0 when it is absent."""
+    given = request.headers.get(header)
+    if given is None:
+        return 0.0
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not (0.0 < value < 1e9):
+        raise ApiError(400, f"{header} must be a positive number", param=header)
+    return value / 1000.0
+
+
+async def _admitted(
+    request: Request, gateway: Gateway, wish: Wish, prompts: Sequence[Prompt]
+) -> Answer:
+    """Asks the cluster, at the expense of the key's limits. Raises ApiError where a limit is reached, and what
+    `Gateway.ask` raises."""
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    expected = sum(min(c.sampling.max_tokens, _EXPECTED_TOKENS) for c in wish.choices)
+    visit = visit_of(request)
+    await visit.admit(prompt_tokens, expected)
+    answer = gateway.ask(wish)
+    visit.used = partial(_used, answer, prompt_tokens)
+    return answer
+
+
+def _used(answer: Answer, prompt_tokens: int) -> int:
+    states = [generation.state for generation in answer.generations]
+    if all(state.placement is None for state in states):
+        return 0  # nobody has computed anything for it
+    return prompt_tokens + sum(len(state.generated) for state in states)

@@ -1,0 +1,189 @@
+"""From what a request says of its answer's form to one grammar, checked before anything is placed.
+
+Every way of saying it ends in one text in `protocol.grammar`'s language, which travels with the request. Whatever the
+grammar library cannot follow exactly is refused with 400 naming the parameter, never loosened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.openai.schema import SamplingBody, SchemaOrText, StructuredOutputs
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammars
+
+# Between JSON's tokens: what models write on one line, or a new line and an indentation. As long as one likes would
+# let a model pass its whole budget with spaces.
+WHITESPACE = r" |\n[ \t]{0,64}"
+
+_PREFIX = "start: "
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What an answer must look like."""
+
+    grammar: str
+    param: str  # that asks for it
+    is_json: bool = False
+
+    @property
+    def rule(self) -> str:
+        """Of one that is JSON: the right side of a rule of another grammar."""
+        return self.grammar.removeprefix(_PREFIX)
+
+
+class FormChecker:
+    """Refuses forms that no worker could follow. Remembers those that it has compiled."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+
+    async def form_of(self, body: SamplingBody) -> Form | None:
+        """As the function below, and checked."""
+        if not _asks_for_form(body):
+            return None
+        form = await asyncio.to_thread(form_of, body)  # translating a long GBNF takes long
+        if form is not None:
+            await self.check(form.grammar, form.param)
+        return form
+
+    async def check(self, grammar: str, param: str) -> None:
+        """Compiles in a thread what is new. Raises ApiError naming the parameter."""
+        if self._grammars.knows(grammar):
+            return
+        try:
+            await asyncio.to_thread(self._grammars.start, grammar)
+        except InvalidRequest as error:
+            raise refused(error.message, param) from error
+
+
+def _asks_for_form(body: SamplingBody) -> bool:
+    names = ("response_format", "structured_outputs", *_GUIDED)
+    return any(getattr(body, name) is not None for name in names)
+
+
+def form_of(body: SamplingBody) -> Form | None:
+    """The form that a request asks for; None = any. Raises ApiError for more than one, and for what cannot be had."""
+    forms = [form for form in _forms(body) if form is not None]
+    if len(forms) > 1:
+        first, second = forms[0].param, forms[1].param
+        raise refused(f"{first} already says what the answer looks like; leave one out", second)
+    if forms and body.ignore_eos:
+        raise refused(
+            f"an answer whose form {forms[0].param} gives ends with the end-of-sequence token",
+            "ignore_eos",
+        )
+    return forms[0] if forms else None
+
+
+def _forms(body: SamplingBody) -> Iterator[Form | None]:
+    yield _of_response_format(body)
+    if body.structured_outputs is not None:
+        yield from _of_structured_outputs(body.structured_outputs)
+    if body.guided_json is not None:
+        yield json_form(body.guided_json, "guided_json")
+    if body.guided_regex is not None:
+        yield _regex_form(body.guided_regex, "guided_regex")
+    if body.guided_choice is not None:
+        yield _choice_form(body.guided_choice, "guided_choice")
+    if body.guided_grammar is not None:
+        yield _grammar_form(body.guided_grammar, "guided_grammar")
+
+
+def _of_response_format(body: SamplingBody) -> Form | None:
+    wish = body.response_format
+    if wish is None or wish.type == "text":
+        return None
+    if wish.type == "json_object":
+        return json_form({"type": "object"}, "response_format")
+    if wish.json_schema is None or wish.json_schema.schema_ is None:
+        raise ApiError(
+            400,
+            "response_format of type json_schema needs json_schema with a name and a schema",
+            param="response_format.json_schema",
+            code="missing_required_parameter",
+        )
+    return json_form(wish.json_schema.schema_, "response_format.json_schema.schema")
+
+
+def _of_structured_outputs(wish: StructuredOutputs) -> Iterator[Form]:
+    where = "structured_outputs"
+    for name in ("structural_tag", "disable_additional_properties"):
+        if getattr(wish, name) not in (None, False):
+            raise unsupported(f"{where}.{name} is not supported by this server", f"{where}.{name}")
+    spacing = _spacing(wish)
+    if wish.json_ is not None:
+        yield json_form(wish.json_, f"{where}.json", spacing)
+    if wish.json_object:
+        yield json_form({"type": "object"}, f"{where}.json_object", spacing)
+    if wish.regex is not None:
+        yield _regex_form(wish.regex, f"{where}.regex")
+    if wish.choice is not None:
+        yield _choice_form(wish.choice, f"{where}.choice")
+    if wish.grammar is not None:
+        yield _grammar_form(wish.grammar, f"{where}.grammar")
+
+
+def _spacing(wish: StructuredOutputs) -> dict[str, Any]:
+    if wish.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": wish.whitespace_pattern or WHITESPACE}
+
+
+def json_form(schema: SchemaOrText, param: str, spacing: Mapping[str, Any] | None = None) -> Form:
+    """JSON that follows a schema, given as an object or as text. Raises ApiError where the text is no JSON object."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise refused("is not valid JSON", param) from error
+        if not isinstance(schema, dict):
+            raise refused("must be a JSON schema, which is an object", param)
+    return Form(grammar=_PREFIX + json_rule(schema, spacing), param=param, is_json=True)
+
+
+def json_rule(schema: Mapping[str, Any], spacing: Mapping[str, Any] | None = None) -> str:
+    """JSON that follows a schema, as the right side of a rule. `spacing`: options of llguidance."""
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": spacing or {"whitespace_pattern": WHITESPACE}}
+    )
+
+
+def text_rule(text: str) -> str:
+    """Exactly this text. A JSON string in ASCII is how Lark spells strings, too."""
+    return json.dumps(text)
+
+
+def _choice_form(choices: list[str], param: str) -> Form:
+    return Form(grammar=_PREFIX + " | ".join(map(text_rule, choices)), param=param)
+
+
+def _regex_form(regex: str, param: str) -> Form:
+    from llguidance import regex_to_lark
+
+    num_backslashes = len(regex) - len(regex.rstrip("\\"))
+    if num_backslashes % 2:
+        raise refused("the regular expression ends in the middle of an escape", param)
+    return Form(grammar=f"{_PREFIX}/{regex_to_lark(regex)}/", param=param)
+
+
+def _grammar_form(grammar: str, param: str) -> Form:
+    """Lark as it is, and GBNF made into Lark."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return Form(grammar=any_to_lark(grammar), param=param)
+    except Exception as error:  # bare ones among them, depending on where the text goes wrong
+        raise refused(f"is neither Lark nor GBNF: {error}", param) from error
+
+
+def refused(message: str, param: str) -> ApiError:
+    """400 whose message begins with the parameter."""
+    return invalid(f"{param}: {message}", param)

@@ -1,0 +1,195 @@
+"""The served model as clients know it, and the endpoints that need no worker: models, text to tokens and back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.config import GatewayConfig
+from gateway.generation.service import Gateway
+from gateway.http.connection import read_body
+from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.openai.prompts import Limits, chat_prompt, encode
+from gateway.openai.schema import Body, BodyParser, ChatMessage, ChatTemplateText, TokenId, Tools
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer, load_vocab_size
+
+
+class ServedModel:
+    """What every endpoint that concerns the model begins with."""
+
+    def __init__(self, gateway: Gateway, tokenizer: Tokenizer, config: GatewayConfig) -> None:
+        self.tokenizer = tokenizer
+        self.names = config.names
+        self.vocab_size = load_vocab_size(Path(config.model)) or tokenizer.size
+        self._created = int(time.time())
+        self._gateway = gateway
+        self._config = config
+
+    @property
+    def name(self) -> str:
+        """Name that replies give where the client named none."""
+        return self.names[0]
+
+    async def read(self, request: Request) -> bytes:
+        """The body, within the limits of size and time."""
+        config = self._config
+        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        request.state.arrived_at = time.monotonic()  # what a slow upload takes is the client's
+        return body
+
+    def require(self, name: str | None) -> None:
+        """Raises ApiError (404) for a model that is not served; None is any."""
+        names = self.names
+        if name is not None and name not in names:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; there is {', '.join(names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def template(self, source: str | None) -> ChatTemplate | None:
+        """That a request brings; None = it has none. Raises ApiError where the operator does not allow that, and
+        InvalidRequest for what is no template."""
+        if source is None:
+            return None
+        if not self._config.trust_request_chat_template:
+            raise unsupported(
+                "chat_template: a template is a program, and this server runs none of its clients'; its operator can"
+                " allow it with --trust-request-chat-template",
+                "chat_template",
+            )
+        return self.tokenizer.request_templates.get(source)
+
+    def limits(self) -> Limits:
+        """As the workers have them now."""
+        return Limits(
+            max_model_len=self._gateway.cluster.facts().max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            max_prompt_tokens=self._config.max_prompt_tokens,
+        )
+
+    def card(self, name: str) -> dict[str, Any]:
+        """An entry of /v1/models."""
+        view = self._gateway.cluster.view
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "moonserve",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": view.max_model_len if view and view.max_model_len else None,
+            "vocab_size": self.vocab_size,
+            "block_size": view.layout.block_size if view and view.fingerprint else None,
+        }
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template: ChatTemplateText | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class ModelEndpoints:
+    """Handlers over one served model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._parser = BodyParser()
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings"""
+        raise unsupported(
+            "this model predicts tokens and was not trained to make embeddings; ask a server that serves one that was",
+            "model",
+        )
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models"""
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [self._model.card(name) for name in self._model.names],
+            }
+        )
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}"""
+        name = request.path_params["name"]
+        self._model.require(name)
+        return JSONResponse(self._model.card(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize"""
+        body = self._parser.parse(TokenizeBody, await self._model.read(request))
+        self._model.require(body.model)
+        limits = self._model.limits()
+        ids = await self._tokens_of(body, limits)
+        reply: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": limits.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            reply["token_strs"] = [self._tokenizer.token_name(token_id) for token_id in ids]
+        return JSONResponse(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        body = self._parser.parse(DetokenizeBody, await self._model.read(request))
+        self._model.require(body.model)
+        unknown = [t for t in body.tokens if t >= self._model.vocab_size]
+        if unknown:
+            raise invalid(
+                f"tokens: id {unknown[0]} is not in the vocabulary of {self._model.vocab_size}",
+                "tokens",
+            )
+        return JSONResponse({"prompt": self._tokenizer.decode(body.tokens)})
+
+    async def _tokens_of(self, body: TokenizeBody, limits: Limits) -> tuple[int, ...]:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            prompt = await chat_prompt(
+                self._tokenizer,
+                body.messages,
+                limits,
+                add_generation_prompt=body.add_generation_prompt,
+                variables=body.chat_template_kwargs,
+                tools=body.tools,
+                add_special_tokens=body.add_special_tokens is True,
+                template=self._model.template(body.chat_template),
+            )
+            return prompt.token_ids
+        return await encode(
+            self._tokenizer,
+            body.prompt or "",
+            limits,
+            "prompt",
+            add_special_tokens=body.add_special_tokens is not False,
+        )

@@ -1,0 +1,209 @@
+"""From checked bodies to prompts as tokens, within the model's limits.
+
+Whatever the model or its context cannot read is refused here with 400, so that workers can trust what they get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.http.errors import ApiError, invalid
+from gateway.openai.schema import (
+    MAX_CHOICES,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    SamplingBody,
+    Tool,
+)
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
+
+# Shorter texts encode in less time than a thread takes to start.
+_INLINE_CHARS = 4_096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the served model can take."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_prompt_tokens: int | None = (
+        None  # what the operator accepts; None = what the model can take
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt as tokens, with its text where the client sent text."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+
+
+async def encode(
+    tokenizer: Tokenizer, text: str, limits: Limits, param: str, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """Tokens of a text, in a thread when it is long. Refuses at once what cannot fit in the context."""
+    if len(text) > limits.max_model_len * tokenizer.longest_token:
+        at_least = -(-len(text) // tokenizer.longest_token)
+        raise _too_long(f"at least {at_least}", limits, param)
+    if len(text) <= _INLINE_CHARS:
+        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return tuple(
+        await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    )
+
+
+async def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    limits: Limits,
+    *,
+    add_generation_prompt: bool,
+    variables: Mapping[str, object] | None,
+    tools: Sequence[Tool] | None = None,
+    add_special_tokens: bool = False,
+    continues: bool = False,
+    template: ChatTemplate | None = None,
+) -> Prompt:
+    """A conversation as one prompt. The template writes special tokens itself. `continues`: the prompt ends where the
+    last message's text does. `template`: the request's own, run in a thread, since it may take long; None = the
+    model's."""
+    render = functools.partial(
+        tokenizer.render_chat,
+        [message.for_template() for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+        tools=[tool.for_template() for tool in tools or ()] or None,
+        template=template,
+    )
+    text = render() if template is None else await asyncio.to_thread(render)
+    if continues:
+        text = cut_behind(text, messages[-1])
+    ids = await encode(tokenizer, text, limits, "messages", add_special_tokens=add_special_tokens)
+    return Prompt(token_ids=ids, text=text)
+
+
+def cut_behind(text: str, message: ChatMessage) -> str:
+    """A rendered conversation up to the end of its last message's text, which the answer continues. Templates may strip
+    a text; the prompt then ends as they have it (as transformers does). Raises ApiError."""
+    said = message.for_template()["content"] or ""
+    stripped = said.strip()
+    if not stripped or stripped not in text:
+        raise invalid(
+            "continue_final_message: the last message has no text that the chat template keeps as it is",
+            "continue_final_message",
+        )
+    start = text.rindex(stripped)
+    whole = said.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else stripped)]
+
+
+def truncated(prompt: Prompt, body: SamplingBody, limits: Limits) -> Prompt:
+    """The last `truncate_prompt_tokens` tokens of a prompt; −1: as many as leave room for the answer that is wanted."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return prompt
+    if wanted == 0:
+        raise invalid(
+            "truncate_prompt_tokens: must be at least 1, or -1 for what the model's context holds",
+            "truncate_prompt_tokens",
+        )
+    if wanted < 0:
+        wanted = max(1, limits.max_model_len - max(1, _answer_tokens(body)))
+    if len(prompt.token_ids) <= wanted:
+        return prompt
+    return Prompt(token_ids=prompt.token_ids[-wanted:], text=None)
+
+
+def _answer_tokens(body: SamplingBody) -> int:
+    """Tokens that the client asked for; 0 where it did not say."""
+    chat = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    return chat or body.max_tokens or 0
+
+
+async def completion_prompts(
+    tokenizer: Tokenizer, body: CompletionBody, limits: Limits
+) -> list[Prompt]:
+    """The prompts of a completions request, in order."""
+    prompts = split_prompt(body.prompt)
+    check_count(body, len(prompts), "prompt")
+    made = [
+        Prompt(
+            token_ids=await encode(tokenizer, one, limits, "prompt", add_special_tokens=True),
+            text=one,
+        )
+        if isinstance(one, str)
+        else Prompt(token_ids=tuple(one), text=None)
+        for one in prompts
+    ]
+    return [truncated(prompt, body, limits) for prompt in made]
+
+
+def split_prompt(prompt: object) -> list[str] | list[list[int]]:
+    """A string, strings, token ids or lists of token ids → a list of prompts. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _all(prompt, str):
+            return prompt
+        if _all(prompt, int):
+            return [prompt]
+        if _all(prompt, list) and all(one and _all(one, int) for one in prompt):
+            return prompt
+    raise invalid(
+        "prompt: must be a string, a list of strings, a list of token ids or a list of such lists,"
+        " and not empty",
+        "prompt",
+    )
+
+
+def _all(values: list[object], kind: type) -> bool:
+    return all(type(value) is kind for value in values)  # and not isinstance: True is no token id
+
+
+def check_count(body: SamplingBody, num_prompts: int, param: str) -> None:
+    """Raises ApiError for more choices than one request may have."""
+    count = body.num_drawn
+    if count * num_prompts > MAX_CHOICES:
+        raise invalid(
+            f"{num_prompts} prompts with {body.count_param}={count} are more than {MAX_CHOICES} choices",
+            body.count_param if count > 1 else param,
+        )
+
+
+def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:
+    """Raises ApiError for prompts that the model cannot read or continue."""
+    if not token_ids:
+        raise invalid(f"{param}: the prompt is empty", param)
+    if len(token_ids) >= limits.max_model_len:
+        raise _too_long(str(len(token_ids)), limits, param)
+    most = limits.max_prompt_tokens
+    if most is not None and len(token_ids) > most:
+        raise ApiError(
+            400,
+            f"the prompt has {len(token_ids)} tokens; this server accepts {most}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+    if not 0 <= worst < limits.vocab_size:
+        raise invalid(
+            f"{param}: token id {worst} is not in the vocabulary of {limits.vocab_size}", param
+        )
+
+
+def _too_long(num_tokens: str, limits: Limits, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {num_tokens} tokens; this model's context is {limits.max_model_len}"
+        " tokens, of which at least one is for the output",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,213 @@
+"""The stream of one response: a chat completion's chunks in, the events of the Responses API out. Pure.
+
+    created, in_progress ─► (item added ─► deltas ─► item done)… ─► completed | incomplete | failed
+
+One output item is open at a time: a message while text comes, a function call while its arguments come. Every event has
+the next sequence number. There is no `[DONE]`: the last event says that it is the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gateway.generation.events import Piece
+from gateway.http.errors import ApiError
+from gateway.openai.chunks import Chunks
+from gateway.openai.responses.output import (
+    Item,
+    ResponseForm,
+    call_item,
+    message_item,
+    text_part,
+)
+
+_PREFIX = "data: "
+
+
+class ResponseEvents(Chunks):
+    """`Chunks` of a streamed response, over those of the chat completion behind it."""
+
+    def __init__(
+        self, chunks: Chunks, form: ResponseForm, on_ended: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """`on_ended` gets the response when it is over and did not fail."""
+        self._chunks = chunks
+        self._form = form
+        self._on_ended = on_ended
+        self._sequence_number = 0
+        self._items: list[Item] = []  # done
+        self._open: _OpenMessage | _OpenCall | None = None
+        self._untold: list[Any] = []  # log-probabilities of tokens whose text is to come
+        self._finish_reason = "stop"
+
+    def first(self) -> str:
+        """The response as it begins."""
+        self._chunks.first()  # the role, which no event tells
+        response = self._form.under_way()
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def piece(self, piece: Piece) -> str:
+        """Events for new output."""
+        return "".join(
+            self._choice(choice)
+            for chunk in _parse(self._chunks.piece(piece))
+            for choice in chunk["choices"]
+        )
+
+    def usage(self, usage: dict[str, Any]) -> str:
+        """The end of the open item, and the response as a whole."""
+        text = ""
+        if self._open is None and not self._items:
+            text += self._begin(_OpenMessage(self._form, 0))
+        text += self._close()
+        response = self._form.ended(self._items, self._finish_reason, usage)
+        self._on_ended(response)
+        return text + self._event(f"response.{response['status']}", response=response)
+
+    def ending(self) -> bytes:
+        return b""
+
+    def failure(self, reply: ApiError) -> bytes:
+        return self._event("response.failed", response=self._form.failed(reply.message)).encode()
+
+    def _choice(self, choice: Mapping[str, Any]) -> str:
+        delta, events = choice["delta"], ""
+        calls = list(delta.get("tool_calls") or ())
+        if calls and self._goes_on(calls[0]):  # text in this delta came behind it
+            events += self._call(calls.pop(0))
+        self._untold += (choice.get("logprobs") or {}).get("content") or []
+        if delta.get("content"):
+            events += self._text(delta["content"], self._untold)
+        events += "".join(map(self._call, calls))
+        if delta.get("content") or isinstance(self._open, _OpenCall):  # of calls none are told
+            self._untold = []
+        # Behind these: an item that another one follows was not cut off.
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        return events
+
+    def _text(self, text: str, logprobs: list[Any]) -> str:
+        events = ""
+        if not isinstance(self._open, _OpenMessage):
+            events += self._close() + self._begin(_OpenMessage(self._form, len(self._items)))
+        message = self._open
+        assert isinstance(message, _OpenMessage)
+        message.text += text
+        message.logprobs += logprobs
+        return events + self._event(
+            "response.output_text.delta", **message.place, delta=text, logprobs=logprobs
+        )
+
+    def _call(self, call: Mapping[str, Any]) -> str:
+        events, function = "", call.get("function") or {}
+        if not self._goes_on(call):
+            opened = _OpenCall(self._form, len(self._items), call, function["name"])
+            events += self._close()
+            opened.index = len(self._items)
+            events += self._begin(opened)
+        opened_call = self._open
+        assert isinstance(opened_call, _OpenCall)
+        arguments = function.get("arguments") or ""
+        if not arguments:
+            return events
+        opened_call.arguments += arguments
+        return events + self._event(
+            "response.function_call_arguments.delta", **opened_call.place, delta=arguments
+        )
+
+    def _goes_on(self, call: Mapping[str, Any]) -> bool:
+        """Whether it is the open one."""
+        return isinstance(self._open, _OpenCall) and self._open.number == call["index"]
+
+    def _begin(self, opened: _OpenMessage | _OpenCall) -> str:
+        self._open = opened
+        events = self._event(
+            "response.output_item.added", output_index=opened.index, item=opened.begun()
+        )
+        if isinstance(opened, _OpenMessage):
+            events += self._event("response.content_part.added", **opened.place, part=text_part(""))
+        return events
+
+    def _close(self) -> str:
+        """The open item is whole."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return ""
+        item = opened.done(self._finish_reason)
+        self._items.append(item)
+        return "".join(
+            self._event(kind, **fields) for kind, fields in opened.closing()
+        ) + self._event("response.output_item.done", output_index=opened.index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        data = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+class _OpenMessage:
+    """Text that is under way."""
+
+    def __init__(self, form: ResponseForm, index: int) -> None:
+        self._form = form
+        self.index = index
+        self.text = ""
+        self.logprobs: list[Any] = []
+
+    @property
+    def place(self) -> dict[str, Any]:
+        item_id = self.begun()["id"]
+        return {"item_id": item_id, "output_index": self.index, "content_index": 0}
+
+    def begun(self) -> Item:
+        return message_item(self._form, self.index, "", finish_reason=None)
+
+    def done(self, finish_reason: str) -> Item:
+        return message_item(self._form, self.index, self.text, self.logprobs, finish_reason)
+
+    def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        part = text_part(self.text, self.logprobs)
+        done = {"text": self.text, "logprobs": self.logprobs}
+        yield "response.output_text.done", {**self.place, **done}
+        yield "response.content_part.done", {**self.place, "part": part}
+
+
+class _OpenCall:
+    """A function call whose arguments are under way."""
+
+    def __init__(self, form: ResponseForm, index: int, call: Mapping[str, Any], name: str) -> None:
+        self._form = form
+        self.index = index
+        self.number: int = call["index"]  # among the message's calls
+        self._call_id: str = call["id"]
+        self._name = name
+        self.arguments = ""
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.begun()["id"], "output_index": self.index}
+
+    def begun(self) -> Item:
+        return self._item("", "in_progress")
+
+    def done(self, finish_reason: str) -> Item:
+        return self._item(
+            self.arguments, "incomplete" if finish_reason == "length" else "completed"
+        )
+
+    def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        named = {"name": self._name, "arguments": self.arguments}
+        yield "response.function_call_arguments.done", {**self.place, **named}
+
+    def _item(self, arguments: str, status: str) -> Item:
+        return call_item(self._form, self.index, self._call_id, self._name, arguments, status)
+
+
+def _parse(events: str) -> Iterator[dict[str, Any]]:
+    """The chunks in server-sent events that this gateway has written."""
+    for event in events.split("\n\n"):
+        if event.startswith(_PREFIX):
+            yield json.loads(event[len(_PREFIX) :])

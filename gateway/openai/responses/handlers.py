@@ -1,0 +1,211 @@
+"""The endpoints of `/v1/responses`."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.access.limiter import visit_of
+from gateway.generation.events import Piece
+from gateway.http.errors import ApiError, invalid
+from gateway.openai.endpoints import Api
+from gateway.openai.models import ServedModel
+from gateway.openai.responses.events import ResponseEvents
+from gateway.openai.responses.output import ResponseForm, whole
+from gateway.openai.responses.schema import (
+    RENAMED,
+    ResponsesBody,
+    chat_of,
+    input_messages,
+    output_messages,
+)
+from gateway.openai.schema import BodyParser, ChatBody, validated
+from protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """What a later turn and a look back need."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]  # of the conversation so far, with this response's output
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes."""
+        return len(json.dumps(self.response)) + len(json.dumps(self.messages))
+
+
+class ResponseStore:
+    """Remembered responses, by tenant and id."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` 0: nothing is kept."""
+        self._max_bytes = max_bytes
+        self._num_bytes: dict[str, int] = {}  # by tenant
+        self._kept: dict[str, OrderedDict[str, tuple[StoredResponse, int]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._num_bytes.values())
+
+    def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Makes room by forgetting; what is larger than the bound is not kept."""
+        size = stored.num_bytes
+        if size > self._max_bytes:
+            return
+        self.remove(tenant, response_id)
+        self._kept.setdefault(tenant, OrderedDict())[response_id] = (stored, size)
+        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + size
+        while self.num_bytes > self._max_bytes:
+            self._forget_one()
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """None for what is not kept (any more), or somebody else's."""
+        kept = self._kept.get(tenant)
+        if kept is None or response_id not in kept:
+            return None
+        kept.move_to_end(response_id)
+        return kept[response_id][0]
+
+    def remove(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there."""
+        kept = self._kept.get(tenant)
+        found = kept.pop(response_id, None) if kept is not None else None
+        if found is None:
+            return False
+        self._took(tenant, found[1])
+        return True
+
+    def _forget_one(self) -> None:
+        tenant = max(self._num_bytes, key=lambda name: self._num_bytes[name])
+        _, (_, size) = self._kept[tenant].popitem(last=False)
+        self._took(tenant, size)
+
+    def _took(self, tenant: str, size: int) -> None:
+        self._num_bytes[tenant] -= size
+        if not self._kept[tenant]:
+            del self._kept[tenant], self._num_bytes[tenant]
+
+    def validate(self) -> None:
+        """Raises AssertionError when the bound or the books are broken."""
+        assert self.num_bytes <= self._max_bytes, "more is kept than may be"
+        for tenant, kept in self._kept.items():
+            assert kept, f"{tenant} has a place and nothing in it"
+            assert self._num_bytes[tenant] == sum(size for _, size in kept.values())
+        assert self._kept.keys() == self._num_bytes.keys()
+
+
+class Responses:
+    """Over the chat completions of an `Api`."""
+
+    def __init__(self, api: Api, model: ServedModel, store: ResponseStore) -> None:
+        self._api = api
+        self._model = model
+        self._store = store
+        self._parser = BodyParser()
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/responses"""
+        body = validated(ResponsesBody, await self._model.read(request))
+        self._parser.warn_of_unknown(body.check())
+        tenant = _tenant(request)
+        messages = [*self._earlier(tenant, body), *input_messages(body.input)]
+        with _own_names():
+            chat = self._parser.parse(ChatBody, json.dumps(chat_of(body, messages)).encode())
+
+        def keep(response: dict[str, Any]) -> None:
+            if body.store is not False:
+                answered = [*messages, *output_messages(response["output"])]
+                stored = StoredResponse(response=response, messages=answered)
+                self._store.put(tenant, response["id"], stored)
+
+        with _own_names():
+            plan = await self._api.chat_plan(request, chat, "resp_")
+            form = ResponseForm(plan.heading, body)
+
+            def render(pieces: list[list[Piece]], usage: dict[str, Any]) -> bytes:
+                response = whole(form, json.loads(plan.render(pieces, usage)))
+                keep(response)
+                return json.dumps(response, separators=(",", ":")).encode()
+
+            events = ResponseEvents(plan.chunks, form, keep)
+            return await self._api.reply(request, replace(plan, chunks=events, render=render))
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/responses/{response_id}"""
+        stored = self._find(_tenant(request), request.path_params["response_id"], 404)
+        return JSONResponse(stored.response)
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/responses/{response_id}"""
+        response_id = request.path_params["response_id"]
+        if not self._store.remove(_tenant(request), response_id):
+            raise _unknown(response_id, 404)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    def _earlier(self, tenant: str, body: ResponsesBody) -> list[dict[str, Any]]:
+        if body.previous_response_id is None:
+            return []
+        return self._find(tenant, body.previous_response_id, 400).messages
+
+    def _find(self, tenant: str, response_id: str, status: int) -> StoredResponse:
+        stored = self._store.get(tenant, response_id)
+        if stored is None:
+            raise _unknown(response_id, status)
+        return stored
+
+
+def _tenant(request: Request) -> str:
+    """Whose responses they are; where keys do not say, everybody's."""
+    return visit_of(request).identity.tenant or ""
+
+
+def _unknown(response_id: str, status: int) -> ApiError:
+    return ApiError(
+        status,
+        f"no response {response_id!r} is remembered: this gateway keeps the latest ones in its own memory; send the"
+        " conversation as input instead",
+        param="previous_response_id" if status == 400 else None,
+        code="previous_response_not_found" if status == 400 else "not_found",
+    )
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Refusals of the chat completion name the parameters of this API."""
+    try:
+        yield
+    except ApiError as error:
+        raise ApiError(
+            error.status,
+            _renamed(error.message, error.param),
+            kind=error.kind,
+            param=_own_name(error.param),
+            code=error.code,
+            headers=error.headers,
+        ) from error
+    except InvalidRequest as error:
+        raise invalid(_renamed(error.message, error.param), _own_name(error.param)) from error
+
+
+def _own_name(param: str | None) -> str | None:
+    if param is None:
+        return None
+    theirs = param.partition("[")[0].partition(".")[0]
+    return RENAMED.get(theirs, param)
+
+
+def _renamed(message: str, param: str | None) -> str:
+    own = _own_name(param)
+    return message if param is None or own is None else message.replace(param, own)

@@ -1,0 +1,222 @@
+"""The choices of one request: how many are drawn of each prompt, with which sampling parameters, and which ones the
+client gets.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from gateway.generation.events import Choice, Piece
+from gateway.http.errors import ApiError, invalid
+from gateway.openai.prompts import Limits, Prompt, check_count, check_prompt
+from gateway.openai.schema import ChatBody, CompletionBody, SamplingBody
+from gateway.text.tokenizer import Tokenizer
+from protocol.request import SamplingParams
+
+MAX_PROMPT_LOGPROBS = 131_072
+"""Numbers in one reply; writing them takes a good part of a second, in which the gateway does nothing else."""
+
+
+def choices_for(
+    body: SamplingBody,
+    prompts: Sequence[Prompt],
+    limits: Limits,
+    param: str,
+    *,
+    grammar: str = "",
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> tuple[Choice, ...]:
+    """Those that are drawn of each prompt, numbered through. Choice i of a prompt samples with seed + i. `grammar`:
+    that all of them follow; empty = none. Of a prompt that is scored the first choice has it done. Raises ApiError."""
+    count = body.num_drawn
+    check_count(body, len(prompts), param)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    choices: list[Choice] = []
+    for prompt in prompts:
+        check_prompt(prompt.token_ids, limits, param)
+        num_tokens = len(prompt.token_ids)
+        sampling = sampling_for(body, num_tokens, seed, limits, grammar, bad_words)
+        for offset in range(count):
+            if offset:
+                own = (seed + offset) & SEED_MASK
+                sampling = replace(sampling, seed=own, num_prompt_logprobs=None)
+            choices.append(
+                Choice(
+                    index=len(choices),
+                    token_ids=prompt.token_ids,
+                    sampling=sampling,
+                    stops=body.stops,
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    includes_stop=bool(body.include_stop_str_in_output),
+                )
+            )
+    _check_scored(choices, body.num_choices)
+    return tuple(choices)
+
+
+def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
+    """`num_told`: choices of each prompt, which all tell of it."""
+    wanted = num_told * sum(
+        len(choice.token_ids) * (1 + choice.sampling.num_prompt_logprobs)
+        for choice in choices
+        if choice.sampling.num_prompt_logprobs is not None
+    )
+    if wanted > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            f"{wanted} log-probabilities of prompts are more than {MAX_PROMPT_LOGPROBS} in one reply; ask for fewer of"
+            " each token, or for fewer prompts at once",
+            "prompt_logprobs",
+        )
+
+
+def best(
+    choices: Sequence[Sequence[Piece]], *, num_drawn: int, num_kept: int
+) -> list[Sequence[Piece]]:
+    """Of each prompt's `num_drawn` answers the `num_kept` of the greatest cumulative log-probability, best first; as
+    they are where all are kept."""
+    if num_drawn == num_kept:
+        return list(choices)
+    kept: list[Sequence[Piece]] = []
+    for start in range(0, len(choices), num_drawn):
+        of_prompt = sorted(choices[start : start + num_drawn], key=_cumulative, reverse=True)
+        kept += of_prompt[:num_kept]
+    return kept
+
+
+def _cumulative(pieces: Sequence[Piece]) -> float:
+    tokens = (token for piece in pieces for token in piece.tokens)
+    return sum(token.logprobs.sampled for token in tokens if token.logprobs is not None)
+
+
+N = TypeVar("N", int, float)
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# Below this the division by the temperature overflows in float32; it is greedy by any measure.
+_GREEDY_BELOW = 1e-5
+SEED_MASK = 2**64 - 1
+
+
+def sampling_for(
+    body: SamplingBody,
+    num_prompt_tokens: int,
+    seed: int,
+    limits: Limits,
+    grammar: str = "",
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> SamplingParams:
+    """Parameters of one choice, whose prompt's tokens are scored where that is wanted. Raises ApiError."""
+    max_tokens = _max_tokens(body, num_prompt_tokens, limits)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}", "min_tokens"
+        )
+    temperature = _or(body.temperature, 1.0)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_p=_or(body.top_p, 1.0),
+        top_k=max(0, _or(body.top_k, 0)),
+        min_p=_or(body.min_p, 0.0),
+        seed=seed & SEED_MASK,
+        stop_token_ids=_stop_token_ids(body, limits),
+        num_logprobs=_num_logprobs(body),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body, limits),
+        grammar=grammar,
+        bad_words=bad_words,
+        num_prompt_logprobs=_num_prompt_logprobs(body),
+    )
+
+
+def _or(value: N | None, default: N) -> N:
+    return default if value is None else value
+
+
+def _max_tokens(body: SamplingBody, num_prompt_tokens: int, limits: Limits) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    param, wanted = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        param, wanted = "max_completion_tokens", body.max_completion_tokens
+    if wanted is None:
+        return room if isinstance(body, ChatBody) else min(room, _DEFAULT_COMPLETION_TOKENS)
+    if wanted > room:
+        raise ApiError(
+            400,
+            f"the prompt has {num_prompt_tokens} tokens and {param} is {wanted}; together they"
+            f" exceed this model's context of {limits.max_model_len} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return wanted
+
+
+def _stop_token_ids(body: SamplingBody, limits: Limits) -> frozenset[int]:
+    wanted = frozenset(body.stop_token_ids or ())
+    _check_vocabulary(wanted, limits, "stop_token_ids")
+    return wanted if body.ignore_eos else wanted | limits.eos_token_ids
+
+
+def _num_logprobs(body: SamplingBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        ranked = 0 if body.num_drawn > body.num_choices else None  # by what was sampled
+        return ranked if body.logprobs is None else body.logprobs
+    if isinstance(body, ChatBody) and body.logprobs:
+        return body.top_logprobs or 0
+    if isinstance(body, ChatBody) and body.top_logprobs:
+        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    return None
+
+
+def _num_prompt_logprobs(body: SamplingBody) -> int | None:
+    """Enough for all forms in which they are told."""
+    echoed = body.echoed_logprobs if isinstance(body, CompletionBody) else None
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid(
+            "prompt_logprobs does not go with stream; leave one of the two out", "prompt_logprobs"
+        )
+    wanted = [each for each in (echoed, body.prompt_logprobs) if each is not None]
+    return max(wanted, default=None)
+
+
+def _logit_bias(body: SamplingBody, limits: Limits) -> dict[int, float]:
+    try:
+        bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
+    except ValueError as error:
+        raise invalid("logit_bias: its keys must be token ids", "logit_bias") from error
+    _check_vocabulary(bias, limits, "logit_bias")
+    return bias
+
+
+def _check_vocabulary(
+    token_ids: frozenset[int] | Mapping[int, float], limits: Limits, param: str
+) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise invalid(
+                f"{param}: token id {token_id} is not in the vocabulary of {limits.vocab_size}",
+                param,
+            )
+
+
+def spellings(
+    tokenizer: Tokenizer, words: Sequence[str] | None, limits: Limits
+) -> tuple[tuple[int, ...], ...]:
+    """Each once, in order. Raises ApiError for a word that the model cannot write."""
+    found: dict[tuple[int, ...], None] = {}
+    for place, word in enumerate(words or ()):
+        for text in (word, f" {word.lstrip()}"):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not token_ids or max(token_ids) >= limits.vocab_size:
+                raise invalid(
+                    f"bad_words[{place}]: the model has no tokens for {word!r}",
+                    f"bad_words[{place}]",
+                )
+            found[token_ids] = None
+    return tuple(found)

@@ -1,1 +1,0 @@
-"""What clients are answered: whole bodies, streams of events, and what both end with."""

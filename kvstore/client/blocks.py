@@ -1,0 +1,397 @@
+"""Blocks of store nodes, for workers: read into and put from pieces of their own memory, in an event loop.
+
+A node is named by its endpoint; nobody searches. Its rules: every operation is bounded by its deadline; bytes that do
+not match their writer's checksum never count as read; an operation that fails or is cancelled leaves no lease and no
+reservation behind, and ends only when no transfer touches the caller's memory any more. It does not know what the
+bytes mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from kvstore.client.deadline import PATIENCE, right_s
+from kvstore.client.direct_nodes import INLINE_BYTES, DirectNodes
+from kvstore.client.objects import Fate, PutObject, PutResult, ReadLease, require_lengths
+from kvstore.client.rights import (
+    UNDO_TIMEOUT_S,
+    Call,
+    Steps,
+    Terms,
+    abort,
+    leased,
+    release,
+    renew,
+    stored,
+)
+from kvstore.client.spots import Spots
+from kvstore.express.frames import Put
+from kvstore.removals import Heard
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
+from protocol.ids import new_id
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from protocol.wire import endpoint_from_wire
+from transfer import Batch, Op, ScatterTransfer, TransferEngine
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class BlockStores:
+    """Reads from and writes to any store node. Belongs to one event loop; `close` it before the transfer engine.
+
+    A call goes to the node's lean server, whose address is known once the node is attached.
+    """
+
+    def __init__(
+        self, channels: Channels, transfer: TransferEngine, *, attaches: bool = True
+    ) -> None:
+        """Without `attaches` nothing of a node is mapped here, and every call goes to its published address."""
+        self._channels = channels
+        self._transfer = transfer
+        self._attaches = attaches
+        self._made: DirectNodes | None = None
+        self._undoing: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Waits for what is being given back, and lets go of every node."""
+        await asyncio.gather(*self._undoing)
+        if self._made is not None:
+            await self._made.close()
+
+    # Questions and orders of one short call each
+
+    async def locate(self, rpc_address: str, *, timeout_s: float = 2.0) -> Endpoint:
+        """The endpoint of the node that listens at `host:port`, for use without a conductor."""
+        request = kvstore_pb2.StoreStatsRequest()
+        stub = self._stub(rpc_address)
+        reply = await self._channels.call(stub.Stats, request, timeout_s=timeout_s)
+        return dataclasses.replace(endpoint_from_wire(reply.endpoint), rpc_address=rpc_address)
+
+    async def exists(
+        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
+    ) -> list[bool]:
+        """Whether each of the keys can be read now."""
+        request = kvstore_pb2.StoreExistsRequest(keys=keys)
+        reply = await self._call(store, lambda stub: stub.Exists, request, timeout_s)
+        return list(reply.present)
+
+    async def prefetch(
+        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
+    ) -> int:
+        """Has the node bring the leading run of these keys from disk to memory; gives how many are on their way."""
+        request = kvstore_pb2.StorePrefetchRequest(keys=keys)
+        reply = await self._call(store, lambda stub: stub.Prefetch, request, timeout_s)
+        return int(reply.num_loading)
+
+    async def remove(
+        self,
+        store: Endpoint,
+        keys: Sequence[BlockKey],
+        *,
+        corrupt: bool = False,
+        timeout_s: float = 2.0,
+    ) -> int:
+        """Removes objects, under a reader too, who may finish; gives how many were there."""
+        request = kvstore_pb2.StoreRemoveRequest(keys=keys, corrupt=corrupt)
+        reply = await self._call(store, lambda stub: stub.Remove, request, timeout_s)
+        return int(reply.removed)
+
+    async def last_removals(
+        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
+    ) -> list[Heard | None]:
+        """The last removal of each key that the node knows of; None = of none."""
+        request = kvstore_pb2.StoreRemovalsRequest(keys=keys)
+        reply = await self._call(store, lambda stub: stub.Removals, request, timeout_s)
+        told = zip(keys, reply.ids, reply.ages_s, strict=True)
+        return [Heard(*each) if each[1] else None for each in told]
+
+    async def stats(
+        self, store: Endpoint, *, timeout_s: float = 2.0
+    ) -> kvstore_pb2.StoreStatsReply:
+        """What the node holds, and what it has counted since its start."""
+        request = kvstore_pb2.StoreStatsRequest()
+        reply = await self._call(store, lambda stub: stub.Stats, request, timeout_s)
+        assert isinstance(reply, kvstore_pb2.StoreStatsReply)
+        return reply
+
+    # Reading
+
+    async def read(
+        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float
+    ) -> list[int]:
+        """Reads the longest run of leading keys that the node holds, each into its spot; gives their checksums.
+
+        An object that does not match its checksum ends the run and is removed at the node. Raises PeerLost,
+        DeadlineExceeded, StaleLease, InvalidRequest (objects of another length).
+        """
+        give_up_at = now() + deadline_s
+        checksums: list[int] = []
+        if self._attaches:
+            fates = await self._direct.read(store, keys, spots, deadline_s)
+            if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
+                return cast("list[int]", fates)
+            checksums = _leading(fates)
+            if corrupt := [k for k, fate in zip(keys, fates, strict=True) if fate is Fate.CORRUPT]:
+                await self._remove_corrupt(store, corrupt)
+            if fates[len(checksums)] is not Fate.ASK:
+                return checksums
+        first = len(checksums)
+        rest = spots.at(range(first, len(keys)))
+        return checksums + await self._read_leased(store, keys[first:], rest, give_up_at)
+
+    async def _read_leased(
+        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, give_up_at: float
+    ) -> list[int]:
+        # Granting the lease may mean reading everything from a disk.
+        left_s = left(give_up_at)
+        lease = await self.lease(store, keys, ttl_s=right_s(left_s), timeout_s=left_s)
+        if not lease.objects:
+            return []
+        try:
+            there = spots.at(range(len(lease.objects)))
+            num_good = await self.read_leased(lease, there, deadline_s=left(give_up_at))
+        finally:
+            self.release_soon(lease)
+        return [each.checksum for each in lease.objects[:num_good]]
+
+    async def lease(
+        self,
+        store: Endpoint,
+        keys: Sequence[BlockKey],
+        *,
+        ttl_s: float = 10.0,
+        timeout_s: float = 2.0,
+    ) -> ReadLease:
+        """Leases the longest run of leading keys that the node holds; with none of them there is nothing to release.
+
+        For those who want the objects to stay for longer, or their bytes in an order of their own.
+        """
+        lease_id = new_id("lease")
+        try:
+            steps = leased(store, lease_id, keys, ttl_s, now())
+            return await self._run(store, steps, now() + timeout_s)
+        except BaseException:  # cancellation too: the node may have granted what nobody will use
+            self._undo(store, release(lease_id))
+            raise
+
+    async def read_leased(self, lease: ReadLease, spots: Spots, *, deadline_s: float) -> int:
+        """Reads all leased objects, each into its spot; gives how many leading ones match their checksum.
+
+        Raises as `read`.
+        """
+        require_lengths(lease, spots)
+        rows = spots.rows([each.offset for each in lease.objects])
+        transfer = ScatterTransfer(Op.READ, spots.segment, lease.segment, rows)
+        await self.transfer(lease, transfer, deadline_s=deadline_s)
+        return await self.verify(lease, spots)
+
+    async def transfer(
+        self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
+    ) -> None:
+        """Reads bytes of leased objects; nothing counts before `verify` says so.
+
+        When it returns or raises, no byte of it moves any more. Raises PeerLost, StaleLease (it expired before all was
+        read), DeadlineExceeded.
+        """
+        left_s = lease.expires_at - now()
+        if left_s <= 0:
+            raise StaleLease("the read lease has expired", lease_id=lease.lease_id)
+        await _settled(self._transfer.submit([transfer], deadline_s=min(deadline_s, left_s)))
+
+    async def verify(self, lease: ReadLease, spots: Spots) -> int:
+        """How many leading objects, all of whose bytes have been read into their spots, match their checksum.
+
+        Those that do not are removed at the node. Raises StaleLease.
+        """
+        objects = lease.objects[: len(spots.offsets)]
+        bad = await _mismatches(spots, [each.checksum for each in objects])
+        if not bad:
+            return len(objects)
+        await self.renew(lease)  # else they were not rotten, but no longer the leased ones
+        await self._remove_corrupt(lease.store, [objects[index].key for index in bad])
+        return bad[0]
+
+    async def renew(self, lease: ReadLease, *, ttl_s: float = 10.0) -> ReadLease:
+        """The lease with a new expiry. Raises StaleLease when it has ended."""
+        expires_at = now() + ttl_s
+        await self._call(lease.store, *renew(lease.lease_id, ttl_s), UNDO_TIMEOUT_S)
+        return dataclasses.replace(lease, expires_at=expires_at)
+
+    async def release(self, lease: ReadLease) -> None:
+        """Gives a lease back, also when the caller is cancelled; no-op when it has ended or the node is gone."""
+        if lease.objects:
+            await asyncio.shield(self.release_soon(lease))
+
+    def release_soon(self, lease: ReadLease) -> asyncio.Task[None]:
+        """Gives a lease back without waiting for the node's answer."""
+        return self._undo(lease.store, release(lease.lease_id))
+
+    # Writing
+
+    async def put(
+        self,
+        store: Endpoint,
+        objects: Sequence[PutObject],
+        spots: Spots,
+        *,
+        deadline_s: float | None = None,
+    ) -> PutResult:
+        """Stores objects, each of which fills its spot; what counts as stored is visible when this returns.
+
+        Without a deadline it takes as long as its bytes may (`transfer.config`). When it returns or raises, no
+        transfer reads from their memory any more. Raises PeerLost, InvalidRequest (an object that could never fit),
+        StaleLease, DeadlineExceeded.
+        """
+        if deadline_s is None:
+            deadline_s = PATIENCE.deadline_s(spots.nbytes)
+        give_up_at = now() + deadline_s
+        puts = [Put.LATER] * len(objects)
+        if self._attaches:
+            puts = await self._direct.put(store, objects, spots, left(give_up_at))
+        later = [place for place, put in enumerate(puts) if put is Put.LATER]
+        if later:
+            some = [objects[place] for place in later]
+            written = await self._write(store, some, spots.at(later), give_up_at)
+            for place, put in zip(later, written, strict=True):
+                puts[place] = put
+        return PutResult(
+            stored=puts.count(Put.STORED),
+            present=puts.count(Put.PRESENT) + puts.count(Put.IN_PROGRESS),
+            refused=puts.count(Put.FULL),
+            corrupt=tuple(
+                o.key for o, put in zip(objects, puts, strict=True) if put is Put.CORRUPT
+            ),
+        )
+
+    async def _write(
+        self, store: Endpoint, objects: Sequence[PutObject], spots: Spots, give_up_at: float
+    ) -> list[Put]:
+        name = new_id("put")
+        steps = stored(store.transfer_address, name, objects, spots, Terms(), left(give_up_at))
+        try:
+            return await self._run(store, steps, give_up_at)
+        except BaseException:  # cancellation too: others wait for the space and for the keys
+            self._undo(store, abort(name))
+            raise
+
+    @property
+    def _direct(self) -> DirectNodes:
+        if self._made is None:
+            self._made = DirectNodes(self._channels, self._transfer)
+        return self._made
+
+    async def _call(
+        self,
+        store: Endpoint,
+        method: Callable[[Any], Callable[..., Any]],
+        request: Any,
+        timeout_s: float,
+    ) -> Any:
+        """The reply, from an attached node's lean server. Raises what the node raises, PeerLost, DeadlineExceeded."""
+        give_up_at = now() + timeout_s
+        address = store.rpc_address
+        if self._attaches:
+            address = await self._direct.lean_address(store, timeout_s)
+        try:
+            return await self._channels.call(
+                method(self._stub(address)), request, timeout_s=left(give_up_at)
+            )
+        except PeerLost as error:
+            if self._attaches:
+                await self._direct.lost(store, error)
+            raise
+
+    def _stub(self, address: str) -> Any:
+        return kvstore_pb2_grpc.KvStoreStub(self._channels.to(address))
+
+    async def _remove_corrupt(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
+        log.error("%d objects from %s are corrupt", len(keys), store.instance_id)
+        try:
+            await self.remove(store, keys, corrupt=True)
+        except MoonserveError as error:  # the caller knows not to use them, which matters more
+            log.warning("corrupt objects could not be removed: %s", error)
+
+    async def _run(self, store: Endpoint, steps: Steps[T], give_up_at: float) -> T:
+        """What the steps come to. Raises as calls and transfers do."""
+        answer: Any = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if isinstance(step, Call):
+                answer = await self._call(store, *step, left(give_up_at))
+            else:
+                await _settled(self._transfer.submit([step], deadline_s=left(give_up_at)))
+                answer = None
+
+    def _undo(self, store: Endpoint, call: Call) -> asyncio.Task[None]:
+        """Gives something back in a task of its own, which the end of the caller does not end."""
+        task = asyncio.create_task(self._best_effort(store, call))
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
+        return task
+
+    async def _best_effort(self, store: Endpoint, call: Call) -> None:
+        """What is not given back in time, the node takes back by itself."""
+        try:
+            await self._call(store, *call, UNDO_TIMEOUT_S)
+        except MoonserveError as error:
+            log.info("not given back: %s", error)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def left(give_up_at: float) -> float:
+    """Seconds until then. Raises DeadlineExceeded when there are none."""
+    left_s = give_up_at - now()
+    if left_s <= 0:
+        raise DeadlineExceeded("the deadline passed before the operation was complete")
+    return left_s
+
+
+def _leading(fates: Sequence[int | Fate]) -> list[int]:
+    checksums: list[int] = []
+    for fate in fates:
+        if isinstance(fate, Fate):
+            break
+        checksums.append(fate)
+    return checksums
+
+
+async def _settled(batch: Batch) -> None:
+    """Waits until no byte of the batch moves any more (its deadline bounds it), also when cancelled; then raises."""
+    cancelled: asyncio.CancelledError | None = None
+    while not batch.done:
+        try:
+            await batch
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except MoonserveError:
+            break
+    if cancelled is not None:
+        raise cancelled
+    await batch
+
+
+async def _mismatches(spots: Spots, checksums: Sequence[int]) -> list[int]:
+    """The indexes of the objects that do not match."""
+
+    def compare() -> list[int]:
+        return [
+            index for index, expected in enumerate(checksums) if spots.checksum(index) != expected
+        ]
+
+    return compare() if spots.nbytes <= INLINE_BYTES else await asyncio.to_thread(compare)

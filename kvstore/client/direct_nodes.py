@@ -1,0 +1,164 @@
+"""Quick reads and puts at store nodes, for an event loop: in memory that is mapped here, or in one round trip.
+
+The caller is told what cannot be done so, and then takes a lease or a reservation (`kvstore.client.blocks`). A node is
+attached when it is first used, and anew when another incarnation has taken its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from kvstore.client.at_node import AtNode, used
+from kvstore.client.backstage import Backstage, to_the_end
+from kvstore.client.deadline import Deadline
+from kvstore.client.express import PUT_BYTES
+from kvstore.client.far import Far
+from kvstore.client.node import Means, StoreNode, may_go_express
+from kvstore.client.objects import Fate, PutObject
+from kvstore.client.reports import LAST_REPORTS_S, Counters, Touches
+from kvstore.client.rights import Terms
+from kvstore.client.scratch import Scratch
+from kvstore.client.spots import Spots
+from kvstore.express.frames import Put
+from kvstore.native.layout import Retired
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
+from protocol.keys import BlockKey
+from protocol.request import Endpoint
+from protocol.rpc import Channels
+from transfer import TransferEngine
+
+T = TypeVar("T")
+
+INLINE_BYTES = 2 * 2**20
+"""This much is copied and verified in a few tenths of a millisecond; more goes to a thread."""
+_NUM_THREADS = 8
+"""Calls that wait for a node at once; a further one waits for a thread."""
+
+
+class DirectNodes:
+    """Nodes by id. Belongs to the event loop that runs when it is made."""
+
+    def __init__(self, channels: Channels, engine: TransferEngine) -> None:
+        options, tls = engine.options, channels.tls
+        self._means = Means(
+            engine=engine,
+            scratch=Scratch(engine),
+            backstage=Backstage(asyncio.get_running_loop()),
+            channels=channels,
+            cluster_token=channels.cluster_token,
+            tls=tls,
+            maps="shm" in options.transports,
+            express=tls is None and may_go_express(options),
+            threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore blocks"),
+        )
+        counters = Counters()
+        self._touches = Touches(self._means.backstage, counters)
+        self._at_node = AtNode(self._means, self._touches, counters)
+        self._nodes: dict[str, tuple[Endpoint, StoreNode]] = {}
+        """By id; another incarnation is another node."""
+
+    async def close(self) -> None:
+        await self._touches.last(LAST_REPORTS_S)
+        await self._means.backstage.end()
+        for _, node in self._nodes.values():
+            node.forget()
+        self._means.threads.shutdown()
+        self._means.scratch.close()
+
+    async def read(
+        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, deadline_s: float
+    ) -> list[int | Fate]:
+        """As `AtNode.scatter`."""
+        node = self._node(store)
+        near = node.near
+        if near is not None and spots.nbytes <= INLINE_BYTES:
+            try:
+                fates = near.scatter(keys, spots)
+            except Retired:  # to look at the newer one takes calls
+                pass
+            else:
+                self._at_node.used(node, used(keys, fates))
+                return fates
+        deadline = Deadline(deadline_s)
+        if node.far is not None and spots.nbytes <= INLINE_BYTES:
+            far = await self._far(node, node.far, keys, spots, deadline)
+            if far is not None:
+                return far
+        return await self._ask(
+            node, deadline, lambda: self._at_node.scatter(node, keys, spots, deadline)
+        )
+
+    async def _far(
+        self,
+        node: StoreNode,
+        far: Far,
+        keys: Sequence[BlockKey],
+        spots: Spots,
+        deadline: Deadline,
+    ) -> list[int | Fate] | None:
+        try:
+            fates = await far.scatter_in_loop(keys, spots, self._means.scratch, deadline)
+        except (PeerLost, DeadlineExceeded) as error:
+            if deadline.fair():
+                await to_the_end(self._in_thread(partial(node.lost, error)))
+            raise
+        if fates is not None:
+            self._at_node.used(node, used(keys, fates))
+        return fates
+
+    async def put(
+        self, store: Endpoint, objects: Sequence[PutObject], spots: Spots, deadline_s: float
+    ) -> list[Put]:
+        """LATER for what has to go the long way."""
+        node, deadline = self._node(store), Deadline(deadline_s)
+        if node.near is not None or spots.nbytes > PUT_BYTES or not self._means.express:
+            return [Put.LATER] * len(objects)  # known without a thread
+        return await self._ask(
+            node, deadline, lambda: node.put_at_once(objects, spots, Terms(), deadline)
+        )
+
+    async def lean_address(self, store: Endpoint, timeout_s: float) -> str:
+        """Attaches the node when it is not. Raises PeerLost, DeadlineExceeded."""
+        node = self._node(store)
+        if node.lean_address is not None:
+            return node.lean_address
+        deadline = Deadline(timeout_s)
+        attached = await self._ask(node, deadline, lambda: node.attached(deadline))
+        return attached.lean_address
+
+    async def lost(self, store: Endpoint, error: MoonserveError) -> None:
+        """The node did not answer: nothing of it is used before it does again."""
+        node = self._node(store)
+        if not node.resting:
+            await to_the_end(self._in_thread(lambda: node.lost(error)))
+
+    async def _ask(self, node: StoreNode, deadline: Deadline, call: Callable[[], T]) -> T:
+        """What `call` gives, in a thread, which uses the caller's memory and so is waited for."""
+
+        def ask() -> T:
+            try:
+                return call()
+            except (PeerLost, DeadlineExceeded) as error:
+                if deadline.fair():
+                    node.lost(error)
+                raise
+
+        return await to_the_end(self._in_thread(ask))
+
+    def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._means.threads, call)
+
+    def _node(self, store: Endpoint) -> StoreNode:
+        known = self._nodes.get(store.instance_id)
+        if known is not None:
+            endpoint, node = known
+            if (endpoint.epoch, endpoint.rpc_address) == (store.epoch, store.rpc_address):
+                return node
+            node.forget()
+        node = StoreNode(store.instance_id, store.rpc_address, self._means)
+        self._nodes[store.instance_id] = store, node
+        return node

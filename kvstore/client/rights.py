@@ -1,0 +1,134 @@
+"""Rights to read and to write at a store node, as the calls and transfers that they consist of. Pure.
+
+Each function is a sequence of steps that somebody else takes: `StoreNode.run` in the caller's thread, `BlockStores` in
+an event loop. Its rule: nothing of a put is visible before its commit; a right that was not given back ends by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from kvstore.client.deadline import right_s
+from kvstore.client.objects import ReadLease, leased_from_wire
+from kvstore.client.spots import Spots
+from kvstore.disk.base import Pin
+from kvstore.express.frames import OUTCOMES, Put
+from kvstore.wire import pin_to_wire, slots_from_wire
+from protocol.keys import BlockKey
+from protocol.pb import kvstore_pb2
+from protocol.request import Endpoint
+from transfer import Op, RemoteSegment, ScatterTransfer
+
+T = TypeVar("T")
+
+UNDO_TIMEOUT_S = 2.0
+"""To give a right back is worth so much waiting; afterwards its own end does it."""
+
+
+class Call(NamedTuple):
+    """A unary call of the store's service. Its step comes to the reply."""
+
+    method: Callable[[Any], Callable[..., Any]]
+    """Of a stub."""
+    request: Any
+
+
+Steps = Generator[Call | ScatterTransfer, Any, T]
+
+
+class ToPut(Protocol):
+    """An object to store."""
+
+    @property
+    def key(self) -> BlockKey: ...
+
+    @property
+    def parent(self) -> BlockKey | None:
+        """None = its chain starts here."""
+
+    @property
+    def checksum(self) -> int:
+        """As made by its writer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which objects are stored."""
+
+    pin: Pin = Pin.NONE
+    tenant: str = ""
+
+
+def leased(
+    store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float
+) -> Steps[ReadLease]:
+    """A lease on the longest run of leading keys that the node holds."""
+    request = kvstore_pb2.StoreLeaseRequest(lease_id=lease_id, keys=keys, ttl_s=ttl_s)
+    reply = yield Call(attrgetter("Lease"), request)
+    return ReadLease(
+        lease_id=lease_id,
+        store=store,
+        segment=RemoteSegment(store.transfer_address, reply.segment_id),
+        objects=tuple(map(leased_from_wire, keys, reply.objects)),
+        expires_at=now + ttl_s,
+    )
+
+
+def renew(lease_id: str, ttl_s: float) -> Call:
+    """Raises StaleLease when it has ended."""
+    request = kvstore_pb2.StoreRenewRequest(lease_id=lease_id, ttl_s=ttl_s)
+    return Call(attrgetter("Renew"), request)
+
+
+def release(lease_id: str) -> Call:
+    return Call(attrgetter("Release"), kvstore_pb2.StoreReleaseRequest(lease_id=lease_id))
+
+
+def stored(
+    address: str,
+    reservation_id: str,
+    objects: Sequence[ToPut],
+    spots: Spots,
+    terms: Terms,
+    left_s: float,
+    *,
+    wait_s: float = 0.0,
+) -> Steps[list[Put]]:
+    """What became of each object, all of which fill their spots. Where it does not come to that: `abort`.
+
+    `address`: of the node's transfer engine. `wait_s`: for other writers of the same keys.
+    """
+    request = kvstore_pb2.StoreReserveRequest(
+        reservation_id=reservation_id, ttl_s=right_s(left_s), wait_s=wait_s
+    )
+    pin = pin_to_wire(terms.pin)
+    for each, length in zip(objects, spots.lengths.tolist(), strict=True):
+        request.wishes.add(
+            key=each.key, parent=each.parent or b"", length=length, tenant=terms.tenant, pin=pin
+        )
+    reply = yield Call(attrgetter("Reserve"), request)
+    slots = slots_from_wire(reply)
+    puts = [OUTCOMES[slot.outcome] for slot in slots]
+    granted = [place for place, put in enumerate(puts) if put is Put.STORED]
+    if not granted:
+        return puts
+    rows = spots.at(granted).rows([slots[place].offset for place in granted])
+    remote = RemoteSegment(address, reply.segment_id)
+    yield ScatterTransfer(Op.WRITE, spots.segment, remote, rows, reply.window_id)
+    commit = kvstore_pb2.StoreCommitRequest(
+        reservation_id=reservation_id,
+        keys=[objects[place].key for place in granted],
+        checksums=[objects[place].checksum for place in granted],
+    )
+    corrupt = set((yield Call(attrgetter("Commit"), commit)).corrupt)
+    for place in granted:
+        if objects[place].key in corrupt:
+            puts[place] = Put.CORRUPT
+    return puts
+
+
+def abort(reservation_id: str) -> Call:
+    return Call(attrgetter("Abort"), kvstore_pb2.StoreAbortRequest(reservation_id=reservation_id))

@@ -1,0 +1,178 @@
+"""A channel to one `host:port`: unary calls travel over lean where the peer serves them so, all others over gRPC.
+
+A peer names its lean addresses in the metadata of each gRPC reply. So the first call to a peer travels over gRPC, and a
+lean connection is dialled in the background; no call waits for it. While there is none, for instance after a restart of
+the peer, calls travel over gRPC, whose replies name the new addresses. A call fails with the same error classes over
+either transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
+from protocol.lean.channel import LeanChannel, exchange
+from protocol.lean.connection import Connection
+from protocol.machine import host_identity
+from protocol.tls import Certificates
+
+log = logging.getLogger(__name__)
+
+LEAN_HEADER = "x-moonserve-lean"
+DIAL_S = 30.0
+"""Limit of one attempt to dial. No call waits for it."""
+RETRY_S = 1.0
+"""From the start of one attempt to dial to the next."""
+# A reply that comes with the deadline is as good as none: the caller's clock and its timers differ by milliseconds.
+_AT_DEADLINE_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class LeanAddresses:
+    """Where a server answers lean calls."""
+
+    tcp: str
+    unix: str
+    """For processes of the same host."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """For gRPC replies."""
+        return ((LEAN_HEADER, f"{host_identity()} {self.unix} {self.tcp}"),)
+
+
+def lean_address(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """The lean address that a process on this host should dial, if the reply's metadata name one."""
+    for key, value in metadata:
+        if key == LEAN_HEADER and isinstance(value, str) and value.count(" ") == 2:
+            host, unix, tcp = value.split(" ")
+            return unix if host == host_identity() else tcp
+    return None
+
+
+class RoutedChannel:
+    """What generated stubs need of a `grpc.aio.Channel`. Belongs to one event loop."""
+
+    def __init__(
+        self, grpc_channel: grpc.aio.Channel, cluster_token: str, tls: Certificates | None
+    ) -> None:
+        self._grpc = grpc_channel
+        self._token = cluster_token
+        self._tls = tls
+        self._lean: LeanChannel | None = None
+        self._dialling: asyncio.Task[None] | None = None
+        self._dial_again_at = 0.0
+        self._dial_failed = False
+        """The last attempt failed. Only the first of several failures in a row is logged at level INFO."""
+        self._closed = False
+        self.unary_stream = grpc_channel.unary_stream
+        self.stream_unary = grpc_channel.stream_unary
+        self.stream_stream = grpc_channel.stream_stream
+
+    def unary_unary(
+        self,
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **options: Any,
+    ) -> RoutedCall:
+        over_grpc = self._grpc.unary_unary(
+            path, request_serializer, response_deserializer, **options
+        )
+        return RoutedCall(self, path, request_serializer, response_deserializer, over_grpc)
+
+    def connection_for(self, path: str) -> Connection | None:
+        """The lean connection, if there is one and the peer serves this method over it.
+
+        Raises PeerLost after `close`.
+        """
+        if self._closed:
+            raise PeerLost("the channel was closed")
+        live = None if self._lean is None else self._lean.live()
+        return live if live is not None and live.offers(path) else None
+
+    def learn(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Dials the lean address that a gRPC reply named, unless a connection stands or is being made."""
+        is_connected = self._lean is not None and self._lean.live() is not None
+        now = asyncio.get_running_loop().time()
+        if self._closed or is_connected or self._dialling is not None or now < self._dial_again_at:
+            return
+        address = lean_address(metadata)
+        if address is not None:
+            self._dial_again_at = now + RETRY_S
+            self._dialling = asyncio.create_task(self._dial(address, now + DIAL_S))
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends all calls under way with PeerLost, and an attempt to dial."""
+        self._closed = True
+        if self._dialling is not None:
+            self._dialling.cancel()
+            await asyncio.wait([self._dialling])
+        await self._let_go()
+        await self._grpc.close(grace)
+
+    async def _dial(self, address: str, give_up_at: float) -> None:
+        try:
+            await self._let_go()
+            lean = self._lean = LeanChannel(address, self._token, self._tls)
+            await lean.connect(give_up_at, wait_for_ready=False)
+            self._dial_failed = False
+        except MoonserveError as error:
+            level = logging.DEBUG if self._dial_failed else logging.INFO
+            log.log(level, "calls stay with gRPC: %s", error)
+            self._dial_failed = True
+        finally:
+            self._dialling = None
+
+    async def _let_go(self) -> None:
+        """Closes the lean channel. Before a dial it has no calls under way: they ended when its connection broke."""
+        lean, self._lean = self._lean, None
+        if lean is not None:
+            await lean.close()
+
+
+class RoutedCall:
+    """One method, as a stub calls it."""
+
+    def __init__(
+        self,
+        channel: RoutedChannel,
+        path: str,
+        serialize: Callable[[Any], bytes],
+        deserialize: Callable[[bytes], Any],
+        over_grpc: Callable[..., Any],
+    ) -> None:
+        self._channel = channel
+        self._path = path
+        self._serialize = serialize
+        self._deserialize = deserialize
+        self._over_grpc = over_grpc
+
+    async def __call__(
+        self, request: Any, *, timeout: float, metadata: Any, wait_for_ready: bool = False
+    ) -> Any:
+        connection = self._channel.connection_for(self._path)
+        if connection is not None:
+            return await self._over_lean(connection, request, timeout)
+        call = self._over_grpc(
+            request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready
+        )
+        reply = await call
+        self._channel.learn(await call.trailing_metadata())
+        return reply
+
+    async def _over_lean(self, connection: Connection, request: Any, timeout_s: float) -> Any:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
+        payload = self._serialize(request)
+        try:
+            return self._deserialize(await exchange(connection, self._path, payload, give_up_at))
+        except DeadlineExceeded as error:
+            if loop.time() < give_up_at - _AT_DEADLINE_S:  # the handler's own word
+                raise
+            raise PeerLost(f"deadline_exceeded: {error.message}") from error

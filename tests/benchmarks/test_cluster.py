@@ -1,0 +1,131 @@
+"""Benchmarks of whole clusters, in virtual time and live, each with a handful of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks import admission, conditional, policies, replication
+from benchmarks.coupled_live import cluster_of
+from benchmarks.fidelity import figures_of, journeys_after, relative, spec_of
+from benchmarks.fidelity_page import FIGURES, MORE_FIGURES
+from benchmarks.policies_page import as_page
+from benchmarks.rank_test import mann_whitney_p
+from conductor.policies.least_added_delay import Terms
+from protocol.step_budget import CHUNK_SHARE
+from tests.traces.simulator.small import MODEL, request
+from traces.client import StreamClient
+from traces.format import TraceRecord
+from traces.simulator.spec import Overheads
+
+NEAR = pytest.approx
+
+
+def records(count: int, every_s: float, longest: int) -> list[TraceRecord]:
+    """Long and short prompts in turn, faster than machines compute them."""
+    lengths = (longest, 400)
+    return [
+        TraceRecord(
+            arrived_s=number * every_s,
+            input_length=lengths[number % 2],
+            output_length=4,
+            hash_ids=tuple(range(1_000 * number, 1_000 * number + -(-lengths[number % 2] // 512))),
+        )
+        for number in range(count)
+    ]
+
+
+def test_admission_tells_its_ways_apart_and_has_a_row_per_setting() -> None:
+    setting = admission.Setting(speedup=3.0, num_requests=10)
+    runs = {way.name: setting.run(way, None) for way in admission.WAYS}
+    assert len({run.spec.admission for run in runs.values()}) == 4
+    row = {name: admission.figures(run.do(records(10, 0.1, 16_000))) for name, run in runs.items()}
+    assert setting.name in admission.as_table([(setting, row)])
+
+
+def test_conditional_disaggregation_prefills_where_prompts_are_decoded() -> None:
+    runs = [
+        conditional.run_of(conditional.POLICIES[0], 1.0, share) for share in (None, CHUNK_SHARE)
+    ]
+    without, beside = (
+        conditional.row_of(run, conditional.figures(run.do(records(60, 0.1, 60_000))))
+        for run in runs
+    )
+    assert without["undivided"] == 0.0
+    assert beside["undivided"] > 0.3
+    assert beside["p50_ttft_s"] < without["p50_ttft_s"]
+    assert "| global-cache-aware | 1× | no |" in conditional.as_table([without, beside])
+
+
+def test_policies_are_compared_at_algorithm_1s_best_threshold_and_terms_can_be_left_out() -> None:
+    scenario = policies.Scenario(
+        trace=policies.PUBLISHED, speedup=2.0, num_prefill=2, num_decode=1, thresholds=(1.0, 1.25)
+    )
+    given = records(60, 0.25, 16_000)
+    measured = [(run, policies.figures(run.do(given))) for run in scenario.runs(None)]
+    row = policies.compared(scenario, measured)
+    assert row["threshold"] in (1.0, 1.25)
+    assert row["algorithm_1"]["mean_ttft_s"] == min(row["thresholds"].values())
+    run = measured[0][0]
+    whole = policies.figures(policies.Ablation(run=run, terms=Terms()).do(given))
+    assert whole == measured[0][1]
+    ablated: dict[str, Any] = {"trace": "t", "speedup": 2.0, "requests": 60}
+    ablations = dict.fromkeys(policies.ABLATIONS, whole)
+    assert "conversation (published)" in as_page(
+        {"rows": [row], "ablations": ablations, "ablated": ablated}
+    )
+
+
+def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert replication.main(["--reads", "300"]) == 0
+    _, _, *lines = capsys.readouterr().out.strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    for off, heat in zip(rows[::2], rows[1::2], strict=True):
+        assert (off[1], off[-1], heat[1]) == ("off", "0", "heat")
+        assert float(heat[2]) < float(off[2])
+
+
+def test_figures_of_a_simulation_are_those_of_a_report() -> None:
+    """Prompts of 2 and 1 s at 100 tokens per second, the second one with half of it cached; 50 ms per step."""
+    shared = list(range(5))
+    given = [request(1.0, 200, 11, shared, base=20), request(10.0, 100, 11, shared, base=70)]
+    model = replace(MODEL, overheads=Overheads(request_s=0.5))
+    spec = replace(spec_of(model, 1, 1), block_size=10, chunk_tokens=1000, admission="none")
+    figures = figures_of(spec, journeys_after(spec, given))
+    assert figures["p50_ttft_ms"] == NEAR((2500 + 1000) / 2, rel=1e-3)
+    assert figures["p50_itl_ms"] == NEAR(50, rel=1e-3)
+    assert figures["hit_ratio"] == NEAR(50 / 300)
+    assert figures["request_throughput"] == NEAR(2 / 11.5, rel=1e-3)  # from the trace's begin
+    assert not any(math.isnan(figures[name]) for name in FIGURES | MORE_FIGURES)
+    assert (relative(110.0, 100.0), relative(1.0, 0.0)) == (NEAR(0.1), math.inf)
+
+
+def test_the_rank_test_gives_what_the_textbook_gives() -> None:
+    """scipy.stats.mannwhitneyu(a, b, method="asymptotic") of scipy 1.17."""
+    a, b = [19, 22, 16, 29, 24, 22, 31], [20, 11, 17, 12, 22, 25]
+    assert mann_whitney_p(a, b) == NEAR(0.17235939896143682, rel=1e-9)
+
+
+def test_the_coupled_side_of_the_live_comparison_serves_and_shares_prefixes() -> None:
+    """Real processes. Until the conductor has heard of the first prompt's blocks, a heartbeat later, the next one may
+    go to the worker that lacks them."""
+    first, *others = asyncio.run(_cached_tokens())
+    assert first == 0
+    assert others[-1] == 96
+
+
+async def _cached_tokens() -> list[int]:
+    """Of prompts that begin alike, one after the other, up to the first that found what was there."""
+    found: list[int] = []
+    async with cluster_of("coupled") as url, StreamClient(url) as client:
+        facts = await client.model(None)
+        while len(found) < 20 and not any(found):
+            prompt = [*range(20, 120), *[200 + len(found)] * 40]
+            outcome = await client.complete(facts.name, prompt, max_tokens=5)
+            assert outcome.succeeded
+            found.append(outcome.cached_tokens)
+    return found

@@ -1,0 +1,104 @@
+"""Benchmarks of the store, tiny: each part runs to its table and its bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import store_hit_ratio
+from benchmarks.store import growth_blocks, growth_nodes, replay, restart, seats, servers
+from benchmarks.store.bars import metadata_bars, speed_bars
+from benchmarks.store.contestants import CONTESTANTS
+from benchmarks.store.figures import figures
+from benchmarks.store.report import blocks_report, nodes_report, restart_report
+from benchmarks.store.workload import EXISTS, Load
+from benchmarks.store_directory import LOOKUP_LENGTHS
+from benchmarks.store_directory import measure as measure_directory
+from benchmarks.store_hit_ratio import measure, prompts_of
+from benchmarks.transfer.pair import Placement
+from kvstore import eviction
+from tests.patience import PATIENCE_S
+from tests.public_trace import TRACE, needs_trace
+from traces.format import read_trace
+
+MIB = 1 << 20
+
+
+def test_growth_tells_time_and_memory_of_a_process_of_its_own() -> None:
+    points = growth_blocks.measure([(3_200, "lru"), (16, "nobody")])
+    assert 20 < points[0]["metadata_bytes"] < 1_000
+    assert "3,200" in blocks_report(points)
+    assert "invalid choice" in blocks_report(points)  # a point that fails is a row that says why
+    assert metadata_bars(points)[0]["met"] is not None
+
+
+def test_a_restarted_node_has_all_values_and_the_same_hit_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "DRAM_BYTES", 64 * MIB)
+    part, bars = restart.measure(tmp_path, 0.03, ("made up", replay.synthetic(60)))
+    assert part["num_found"] == part["num_values"] == part["num_read"] == 30
+    assert 0 < part["replay"]["before"] == part["replay"]["after"] < 1
+    assert all(bar["met"] is not False for bar in bars)
+    assert "30 / 30 / 0" in restart_report(part)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cluster_is_measured_with_all_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_nodes, "NUM_VALUES", 40)
+    [point] = growth_nodes.measure([2])
+    assert min(point["put_s"], point["get_s"], point["exists_s"], point["connect_ms"]) > 0
+    assert "| 2 |" in nodes_report([point])
+
+
+def test_this_projects_store_gives_back_what_was_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client and a node with 256 MiB and more each, all of it compared."""
+    monkeypatch.setattr(servers, "SEGMENT_BYTES", 512 * MIB)
+    monkeypatch.setattr(seats, "ANSWER_S", PATIENCE_S)
+    [one] = [each for each in CONTESTANTS if each.name == "moonserve tcp"]
+    loads = (Load("put", MIB, 16), Load("get", MIB, 16), EXISTS)
+    with seats.seated([one], tmp_path, Placement.APART) as seated:
+        seats.verify(seated, loads)
+        seats.measure(seated, loads, rounds=1, min_s=0.001)
+    assert not seated[0].result.errors
+    assert {load for load, _ in seated[0].result.samples} == set(loads)
+    found = figures(seated[0].result, ["16×1 MiB"])
+    assert found["cells"]["16×1 MiB"]["get"]["values_s"] > 0
+    assert speed_bars({"moonserve tcp": found}, [])[0]["measured"] > 0
+
+
+def test_a_small_directory_is_measured_in_full() -> None:
+    row = measure_directory(num_blocks=2_000, num_nodes=4, rounds=1)
+    assert 2_000 <= row["replicas"] <= 6_000
+    assert all(row[f"match_{length}_per_s"] > 0 for length in LOOKUP_LENGTHS)
+
+
+def test_hit_ratios_are_printed_and_written_for_every_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}
+    trace, result = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    trace.write_text((json.dumps(line) + "\n") * 2)
+    arguments = [str(trace), "--capacities", "2048", "--json", str(result), "--full-blocks"]
+    monkeypatch.setattr(sys, "argv", ["store_hit_ratio", *arguments])
+    assert store_hit_ratio.main() == 0
+    assert "| lru | 0.500 (0.500) |" in capsys.readouterr().out
+    points = json.loads(result.read_text())["points"]
+    assert {point["policy"] for point in points} == {*eviction.POLICY_NAMES, "belady", "unlimited"}
+
+
+@pytest.mark.trace
+@needs_trace
+def test_reuse_credit_keeps_more_of_the_conversation_trace_than_lru() -> None:
+    """Of its first requests, in a store that is as small beside them."""
+    prompts = prompts_of(read_trace(TRACE, 2_000))
+    lru, credit = (
+        measure(name, eviction.make(name), prompts, 1_000_000)["block_hit_ratio"]
+        for name in ("lru", "reuse-credit")
+    )
+    assert credit > 1.1 * lru

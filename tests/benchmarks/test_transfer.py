@@ -1,0 +1,71 @@
+"""Benchmarks of the transfer engine: contestants in processes of their own, whose bytes are compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.transfer import rounds
+from benchmarks.transfer.bars import bars
+from benchmarks.transfer.contestant import Contestant
+from benchmarks.transfer.crowd import by_peer
+from benchmarks.transfer.pair import Placement
+from benchmarks.transfer.workload import (
+    KIB,
+    POOL_BYTES,
+    REMOTE,
+    SIZES,
+    Load,
+    differing_blocks,
+    pattern,
+    throughput,
+)
+
+LOAD = throughput("read", *SIZES["1 MiB"])
+
+
+def test_a_contestant_has_samples_and_one_that_is_not_there_says_why(tmp_path: Path) -> None:
+    modules = ("benchmarks.transfer.limits.memory:Copy", "benchmarks.transfer.peers.nobody:")
+    contestants = [
+        Contestant(name=module, group="peer", module=module, options={"huge": False})
+        for module in modules
+    ]
+    with rounds.seated(
+        contestants, lambda _: Path(sys.executable), tmp_path, Placement.APART
+    ) as seats:
+        rounds.verify(seats, [LOAD])
+        rounds.measure(seats, [LOAD], rounds=1, min_s=0.001)
+    copy, nobody = (seat.result for seat in seats)
+    (sample,) = copy.samples[LOAD, ""]
+    assert (copy.absent, copy.errors, sample.nbytes) == (None, {}, 128 << 20)
+    assert "No module named" in (nobody.absent or "")
+
+
+def test_one_wrong_byte_is_one_differing_block() -> None:
+    source, landed = pattern(), np.zeros(POOL_BYTES, np.uint8)
+    for remote, local in np.concatenate(LOAD.batches()).reshape(-1, 2).tolist():
+        landed[local : local + LOAD.block_bytes] = source[remote : remote + LOAD.block_bytes]
+    assert differing_blocks(landed, LOAD) == 0
+    landed[12345] ^= 1
+    assert differing_blocks(landed, LOAD) == 1
+
+
+def test_a_bar_is_the_median_of_the_rounds_ratios() -> None:
+    def figures(*found: float) -> dict[str, object]:
+        cell = {"gb_s": sorted(found)[1], "gb_s_rounds": list(found)}
+        throughputs = {"1 MiB": {"read": cell, "write": cell}}
+        return {"throughput": throughputs, "latency": {"p50_us": 20.0}, "absent": None}
+
+    results = {"moonserve tcp": figures(9, 1, 8), "raw sockets": figures(10, 1, 10)}
+    found = {bar["claim"]: bar["measured"] for bar in bars(results, ["1 MiB"])}
+    assert found["moonserve tcp / raw sockets, 1 MiB read"] == 0.9
+
+
+def test_each_batch_goes_to_one_peer_and_the_peers_take_turns() -> None:
+    load = Load("read", 64 * KIB, requests=4)
+    requests, share = np.concatenate(load.batches()), POOL_BYTES // 4
+    owners = by_peer(requests, share, load.requests)[:, :, 0, REMOTE] // share
+    assert (owners == owners[:, :1]).all()
+    assert owners[:4, 0].tolist() == list(range(4))

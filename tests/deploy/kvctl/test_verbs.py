@@ -1,0 +1,161 @@
+"""ls, stat, nodes, pin, drop, replicas, verify: what is shown is what nodes hold, and changes are on all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.client import plain_key
+from tests.deploy.kvctl.stage import (
+    SEGMENT_BYTES,
+    Kvctl,
+    Stage,
+    chain_keys,
+    get,
+    put,
+    put_chain,
+    stage,
+)
+
+
+def test_ls_shows_what_was_asked_for_and_says_how_many_more(pair: Stage, kvctl: Kvctl) -> None:
+    put(pair.nodes["store-0"], {f"listed-{number}": b"value" for number in range(5)})
+    put(pair.nodes["store-1"], {"big": bytes(200_000)})
+    said = kvctl("ls", "--node", "store-0", "--limit", "2")
+    assert said.code == 0
+    assert " ".join(said.lines[0].split()) == "key node tier size pin holds followers tenant"
+    assert len(said.lines) == 3
+    total = len(kvctl.json("ls", "--node", "store-0", "--limit", "0"))
+    assert f"and {total - 2:,} more object" in said.err
+    key = plain_key(b"big").hex()
+    record = {record["key"]: record for record in kvctl.json("ls", "--limit", "0")}[key]
+    assert (record["node"], record["bytes"], record["in_memory"]) == ("store-1", 200_000, True)
+    [line] = [each for each in kvctl("ls", "--limit", "0").lines if each.startswith(key[:16])]
+    assert "store-1  memory  195.3 KiB" in line
+    assert key in kvctl("ls", "--long", "--limit", "0").out
+    for only in (["--disk-only"], ["--tenant", "nobody"]):
+        said = kvctl("ls", *only)
+        assert (said.code, said.out, said.err) == (0, "", "no objects\n")
+
+
+def test_stat_shows_an_object_and_its_chain_up_to_the_head_or_where_it_is_broken(
+    pair: Stage, kvctl: Kvctl
+) -> None:
+    keys = chain_keys("stat", 5)
+    put_chain(pair.nodes["store-0"], keys)
+    [record] = kvctl.json("stat", keys[-1].hex())
+    assert [replica["node"] for replica in record["replicas"]] == ["store-0"]
+    assert [above["key"] for above in record["chain"]] == [key.hex() for key in keys[-2::-1]]
+    assert record["reaches_head"]
+    said = kvctl("stat", keys[-1].hex())
+    assert f"parent   {keys[-2].hex()}" in said.lines
+    assert "4 blocks above" in said.out
+    assert "store-0 (memory)" in said.out
+    assert kvctl("drop", keys[0].hex()).code == 0
+    assert f"broken   {keys[0].hex()}" in kvctl("stat", keys[-1].hex()).out
+    [record] = kvctl.json("stat", keys[-1].hex())
+    assert not record["reaches_head"]
+
+
+def test_a_plain_key_that_looks_like_a_block_key_can_be_named(pair: Stage, kvctl: Kvctl) -> None:
+    name = "0123456789abcdef0123456789abcdef"
+    put(pair.nodes["store-0"], {name: b"value"})
+    assert kvctl("stat", name).code == 1
+    [record] = kvctl.json("stat", name, "--plain")
+    assert record["key"] == plain_key(name.encode()).hex()
+
+
+def test_nodes_shows_every_node_and_each_can_be_asked_without_a_registry(
+    pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(pair.nodes["store-0"], {"counted": b"value"})
+    first, second = kvctl.json("nodes")
+    assert (first["node"], second["node"]) == ("store-0", "store-1")
+    held = len(kvctl.json("ls", "--node", "store-0", "--limit", "0"))
+    assert (first["capacity_bytes"], first["num_objects"]) == (SEGMENT_BYTES, held)
+    assert first["address"] == pair.address("store-0")
+    said = kvctl("nodes", "--long")
+    assert all(each in said.out for each in (first["epoch"], first["host"], "of 8.0 MiB"))
+    node = ("--node", pair.address("store-1"))
+    for arguments in ((*node, "nodes"), ("nodes", *node)):
+        [record] = Kvctl(capsys).json(*arguments)
+        assert record["node"] == "store-1"
+
+
+def test_a_pin_is_on_all_replicas_until_it_is_taken_away(pair: Stage, kvctl: Kvctl) -> None:
+    for node in pair.nodes.values():
+        put(node, {"pinned": b"value"})
+    said = kvctl("pin", "pinned", "not-there", "--hard")
+    assert said.out == "pinned (hard) 1 object: 2 replicas on 2 nodes\n"
+    assert (said.code, "no such key: not-there" in said.err) == (1, True)
+    assert [r["pin"] for r in kvctl.json("replicas", "pinned")] == ["hard", "hard"]
+    assert kvctl("pin", "pinned", "--none").code == 0
+    assert [r["pin"] for r in kvctl.json("replicas", "pinned")] == ["none", "none"]
+    for kinds in ([], ["--soft", "--hard"]):
+        assert kvctl("pin", "pinned", *kinds).code == 2
+
+
+def test_a_chain_is_pinned_up_to_its_head(pair: Stage, kvctl: Kvctl) -> None:
+    keys = chain_keys("pin", 4)
+    put_chain(pair.nodes["store-0"], keys)
+    assert kvctl("pin", keys[2].hex(), "--soft", "--chain").code == 0
+    pins = [replica["pin"] for key in keys for replica in kvctl.json("replicas", key.hex())]
+    assert pins == ["soft", "soft", "soft", "none"]
+
+
+def test_a_dropped_object_is_gone_from_every_node(pair: Stage, kvctl: Kvctl) -> None:
+    for node in pair.nodes.values():
+        put(node, {"dropped": b"value"})
+    said = kvctl("drop", "dropped")
+    assert said.out == "dropped 1 object: 2 replicas on 2 nodes\n"
+    assert [get(node, "dropped") for node in pair.nodes.values()] == [None, None]
+    assert kvctl("drop", "dropped").code == 1
+
+
+def test_many_objects_are_dropped_only_when_it_is_meant(pair: Stage, kvctl: Kvctl) -> None:
+    keys = chain_keys("drop", 20)
+    put_chain(pair.nodes["store-0"], keys)
+    said = kvctl("drop", keys[4].hex(), "--chain-below")
+    assert said.code == 2
+    assert "would drop 16 objects; add --yes" in said.err
+    assert kvctl("stat", keys[-1].hex()).code == 0
+    assert kvctl("drop", keys[4].hex(), "--chain-below", "--yes").code == 0
+    assert [kvctl("stat", key.hex()).code for key in keys[3:6]] == [0, 1, 1]
+
+
+def test_replicas_are_made_and_taken_away_with_their_chain_by_the_directory(
+    pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = chain_keys("replicas", 3)
+    put_chain(pair.nodes["store-0"], keys)
+    pair.until_indexed(keys)
+    said = kvctl("replicas", keys[-1].hex(), "2")
+    assert said.code == 0, said.err
+    assert "created 3 replicas" in said.err
+    for key in keys:
+        assert {r["node"] for r in kvctl.json("replicas", key.hex())} == {"store-0", "store-1"}
+    said = kvctl("replicas", keys[-1].hex(), "3")
+    assert (said.code, "3 wanted, 2 there" in said.err) == (1, True)
+    said = Kvctl(capsys)("--node", pair.address("store-0"), "replicas", keys[-1].hex(), "2")
+    assert (said.code, "moonserve directory" in said.err) == (2, True)
+
+
+def test_a_flipped_byte_is_found_and_the_other_replica_serves_if_there_is_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    value = bytes(range(256)) * 64
+    with stage(["store-0", "store-1"]) as made:
+        first, second = made.nodes.values()
+        for node in (first, second):
+            put(node, {"doubled": value})
+        first.flip_byte(7, SEGMENT_BYTES)
+        kvctl = Kvctl(capsys, made.registry)
+        said = kvctl("verify")
+        assert said.code == 1
+        corrupt = f"corrupt {plain_key(b'doubled').hex()}, dropped"
+        assert f"store-0: {corrupt}; still on store-1" in said.lines
+        assert "store-1: 1 object checked, all good" in said.lines
+        assert (get(first, "doubled"), get(second, "doubled")) == (None, value)
+        good = {"node": "store-1", "checked": 1, "total": 1, "corrupt": []}
+        assert kvctl.json("verify", "--node", "store-1") == [good]
+        second.flip_byte(7, SEGMENT_BYTES)
+        assert f"store-1: {corrupt}; it was the only replica" in kvctl("verify").lines

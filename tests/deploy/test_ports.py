@@ -1,0 +1,37 @@
+"""Ports for servers that start again."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import ports
+from deploy.ports import free_port
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def test_the_kernel_gives_none_of_them_to_connections_and_none_is_given_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often the search begins at the same one."""
+    monkeypatch.setattr(ports.random, "randrange", lambda span: 0)
+    first = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 32_768
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        given = [free_port() for _ in range(100)]
+        assert taken.getsockname()[1] not in given
+    assert len(set(given)) == len(given)
+    assert max(given) < first
+
+
+def test_another_process_gets_other_ports() -> None:
+    """Also while nobody listens on them, and where it begins to look at the same one."""
+    ours = free_port(3)
+    code = f"from deploy import ports; ports.random.randrange = lambda span: {ours} - {ports.FIRST_PORT}; "
+    code += "print(ports.free_port())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) not in range(ours, ours + 3)

@@ -1,0 +1,165 @@
+"""One real cluster on the path that every request takes: parity, streams, cancellation, the `openai` client, a killed
+worker and a flipped byte. The other files of this folder look at each of these from all sides (`make test-all`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from models import demo_model_path
+from tests.e2e.cluster import (
+    GREEDY,
+    UNHURRIED,
+    Cluster,
+    cached_of,
+    prompt_of,
+    running_cluster,
+    tokens_of,
+)
+from tests.e2e.raw_http import RawClient, read_events
+from tests.e2e.reference import continuations, load_reference, num_ties
+from tests.e2e.sse import read_choice
+
+pytestmark = pytest.mark.e2e
+
+BLOCK_SIZE = 32
+CHUNK = 100
+LENGTHS = (1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK, 2 * CHUNK + 1, 300)
+"""Tokens of prompts that end within and at a border of a block or a chunk."""
+NUM_TOKENS = 12
+WORKERS = ("prefill-0", "decode-0")
+LONG_ANSWER = 4_000
+"""Tokens that take seconds, so that what befalls a worker meets its stream."""
+MODEL = "moonserve-demo"
+QUESTION = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "Complete this Python code:\ndef get_name(self):"},
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cuts = ("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK))
+    keys = ("--api-key", "sesame", "--kv-cache-memory", "64MiB", "--tool-call-parser", "hermes")
+    folder = tmp_path_factory.mktemp("cluster")
+    with running_cluster(None, folder, *UNHURRIED, *cuts, *keys) as started:
+        started.headers["Authorization"] = "Bearer sesame"
+        yield started
+        assert not started.tracebacks(), started.logs()
+        assert "sesame" not in started.logs()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.wait_until_all_is_free()
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="sesame", max_retries=0) as made:
+        yield made
+
+
+def test_tokens_are_those_of_transformers_computed_and_cached(cluster: Cluster) -> None:
+    reference = load_reference(demo_model_path())
+    prompts = [prompt_of(length, length, reference.config.vocab_size) for length in LENGTHS]
+    expected = continuations(reference, prompts, NUM_TOKENS)
+    # The last token is always computed.
+    full_blocks = [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS]
+    for cached in ([0] * len(LENGTHS), full_blocks):
+        answers = [cluster.greedy(prompt, NUM_TOKENS, logprobs=0) for prompt in prompts]
+        ties = [num_ties(*pair) for pair in zip(answers, expected, strict=True)]
+        assert sum(ties) <= 1, "ties are rare"
+        assert list(map(cached_of, answers)) == cached
+
+
+def test_the_openai_client_gets_the_same_chat_streamed_and_whole(client: openai.OpenAI) -> None:
+    wish: dict[str, Any] = {"model": MODEL, "messages": QUESTION}
+    wish |= {"max_tokens": 24, "temperature": 0}
+    options = {"include_usage": True}
+    whole = client.chat.completions.create(**wish)
+    chunks = list(client.chat.completions.create(**wish, stream=True, stream_options=options))
+    parts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(parts) == whole.choices[0].message.content != ""
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+class Paint(pydantic.BaseModel):
+    """Small enough for any model to finish."""
+
+    color: Literal["red", "blue"]
+    name: Annotated[str, pydantic.Field(pattern="^[a-z]{1,8}$")]
+    is_dry: bool
+
+
+def test_the_openai_client_parses_answers_and_calls_in_the_form_it_asked_for(
+    client: openai.OpenAI,
+) -> None:
+    wish: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "seed": 3}
+    answer = client.chat.completions.parse(**wish, response_format=Paint, temperature=1.5)
+    assert isinstance(answer.choices[0].message.parsed, Paint)
+    assert answer.choices[0].finish_reason == "stop"
+    schema = {**Paint.model_json_schema(), "additionalProperties": False}
+    wish["tools"] = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "paint"}}
+    [call] = client.chat.completions.create(**wish, tool_choice=named).choices[0].message.tool_calls
+    Paint.model_validate_json(call.function.arguments)
+    with client.chat.completions.stream(**wish, tool_choice=named) as stream:
+        assert "tool_calls.function.arguments.done" in {event.type for event in stream}
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+
+
+def test_refusals_are_the_openai_clients_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="guess").models.list()
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt=[20] * 9_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
+    dropped = cluster.counter("decode-0", "requests_dropped")
+    with RawClient(cluster) as client:
+        client.ask([5, 6, 7], max_tokens=LONG_ANSWER)
+        read_events(client.reply(), 5)
+        assert cluster.status("decode-0").load.held_blocks > 0
+    cluster.wait_for(
+        "the end", lambda: cluster.counter("decode-0", "requests_dropped") == dropped + 1
+    )
+
+
+@pytest.mark.parametrize("victim", WORKERS)
+def test_a_stream_says_the_same_when_a_worker_is_killed(cluster: Cluster, victim: str) -> None:
+    wish = {"prompt": prompt_of("killed", 75), "max_tokens": 200, "seed": 3}
+    wish |= {**GREEDY, "temperature": 0.8}
+    kill_now, killed = cluster.killer(victim), list[int]()
+
+    def on_tokens(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(kill_now())
+
+    with cluster.client() as client:
+        undisturbed = read_choice(client, wish)
+        disturbed = read_choice(client, wish, on_tokens)
+    assert disturbed.token_ids == undisturbed.token_ids
+    cluster.wait_for("its successor", lambda: cluster.epoch(victim) > killed[0])
+
+
+def test_a_byte_flipped_in_the_store_is_found_and_computed_again(cluster: Cluster) -> None:
+    prompt, bad = prompt_of("flipped", 5 * BLOCK_SIZE + 7), 2
+    before = cluster.greedy(prompt, NUM_TOKENS)
+    cluster.wait_until_stored([prompt], BLOCK_SIZE)
+    cluster.flip_byte(prompt, bad, BLOCK_SIZE)
+    cluster.restart(*WORKERS)
+    after = cluster.greedy(prompt, NUM_TOKENS)
+    assert tokens_of(after) == tokens_of(before)
+    assert cached_of(after) == bad * BLOCK_SIZE
+    assert cluster.counter("store-0", "integrity_failures") == 1

@@ -1,0 +1,408 @@
+"""What operators ask of a live cluster: why a request went where it went, its time across all processes, its way
+through all logs, what workers tell in heartbeats; and `moonserve explain`, `top`, `chat` and `replay` beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from deploy.cli import main
+from gateway.generation.timings import PHASES
+from models import demo_model_path
+from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
+from tests.e2e.sse import read_choice
+from tests.patience import PATIENCE_S
+from tests.public_trace import TRACE, needs_trace
+from tests.terminal import terminal
+
+pytestmark = pytest.mark.e2e
+
+COMMAND = (sys.executable, "-m", "deploy")
+CTRL_C, CTRL_D = "\x03", "\x04"
+TRIES = 10
+DECODES = ("decode-0", "decode-1")
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder: Path = tmp_path_factory.mktemp("operators")
+    flags = (
+        *(*UNHURRIED, "--decode-workers", "2", "--log-format", "json", "--log-level", "debug"),
+        *("--trace-dir", str(folder / "traces"), "--trace-sample-ratio", "0"),
+    )
+    with running_cluster(demo_model_path(), folder / "logs", *flags) as started:
+        # One of them is enough to be ready.
+        started.wait_for("both decode workers", lambda: all(map(started.is_member, DECODES)))
+        yield started
+
+
+def post(cluster: Cluster, body: dict[str, Any], **headers: str) -> httpx.Response:
+    with cluster.client() as client:
+        reply = client.post("/v1/completions", json={"ignore_eos": True, **body}, headers=headers)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+# Explanations
+
+
+def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
+    """Its one decision, once the end of the request has reached the conductor."""
+    found: list[dict[str, Any]] = []
+
+    def is_concluded() -> bool:
+        found[:] = cluster.decisions(request_id)
+        outcome = found[0]["outcome"]
+        return outcome is not None and outcome["phase"] == "finished"
+
+    cluster.wait_for("the report of the request's end", is_concluded)
+    [decision] = found
+    return decision
+
+
+def test_a_decision_has_all_candidates_the_choice_and_what_then_happened(cluster: Cluster) -> None:
+    answer = cluster.complete(list(range(1, 41)), max_tokens=4, ignore_eos=True)
+    decision = explained(cluster, answer["id"])
+    assert [c["instance_id"] for c in decision["prefill_candidates"]] == ["prefill-0"]
+    assert {c["instance_id"] for c in decision["decode_candidates"]} == set(DECODES)
+    assert decision["prefill"] == "prefill-0"
+    assert decision["rank"] > 0.0, "a prompt yields by its own prefill time"
+    (best,) = decision["prefill_candidates"]
+    assert 0 < best["ttft_s"] <= decision["predicted_ttft_s"]
+    assert decision["outcome"]["output_tokens"] == 4
+    assert 0 < decision["outcome"]["ttft_s"] <= decision["outcome"]["elapsed_s"]
+
+
+def test_the_command_shows_tables_or_json_for_the_name_that_the_client_gave(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "my/first+request"
+    reply = post(cluster, {"prompt": [5, 6, 7], "max_tokens": 3}, **{"x-request-id": name})
+    assert reply.headers["x-request-id"] == name
+    decision = explained(cluster, name)
+    capsys.readouterr()
+    assert main(["explain", name, "--url", cluster.url]) == 0
+    text = capsys.readouterr().out
+    marked = [line.split()[1] for line in text.splitlines() if line.startswith("→")]
+    assert marked == ["prefill-0", decision["decode"]]
+    assert "finished after" in text
+    assert "with 3 tokens" in text
+    assert main(["explain", name, "--url", cluster.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"] == [decision]
+
+
+def test_an_unknown_id_is_said_with_what_to_do(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "cmpl-never", "--url", cluster.url]) == 1
+    assert "last 4096 requests" in capsys.readouterr().err
+
+
+# Time
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 100])
+def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster, num_tokens: int) -> None:
+    """Also of answers that take a few milliseconds, and within what the client saw."""
+    shares = []
+    for first in range(5):
+        prompt = list(range(1 + first, 100))
+        began_at = time.monotonic()
+        answer = cluster.complete(prompt, max_tokens=num_tokens, ignore_eos=True, x_timing=True)
+        seen_s = time.monotonic() - began_at
+        (timing,) = answer["x_timing"]
+        phases = {phase: timing[f"{phase}_s"] for phase in PHASES}
+        assert all(seconds >= 0 for seconds in phases.values())
+        assert phases["prefill"] > 0
+        # Nothing where the KV had landed before the first token was here.
+        assert num_tokens > 1 or not phases["transfer"]
+        assert phases["decode"] > 0 or num_tokens < 100  # a few may come as one, at once
+        assert timing["ttft_s"] <= timing["e2e_s"] <= seen_s
+        missing_s = timing["e2e_s"] - sum(phases.values())
+        assert missing_s == pytest.approx(timing["unaccounted_s"], abs=1e-4)
+        shares.append(abs(missing_s) / timing["e2e_s"])
+    assert median(shares) <= 0.02, shares
+
+
+def test_a_stream_has_its_timing_behind_its_output_for_every_choice(cluster: Cluster) -> None:
+    wish = {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, "n": 2, "x_timing": True}
+    lines = post(cluster, {**wish, "stream_options": {"include_usage": True}}).text.split("\n\n")
+    assert lines[-2] == "data: [DONE]"
+    timing, usage = (json.loads(line.removeprefix("data: ")) for line in lines[-4:-2])
+    assert timing["choices"] == []
+    assert [each["index"] for each in timing["x_timing"]] == [0, 1]
+    assert usage["usage"]["completion_tokens"] == 8
+
+
+def spans(cluster: Cluster) -> list[dict[str, Any]]:
+    """Of the one trace."""
+    files = (cluster.log_dir.parent / "traces").glob("*.jsonl")
+    found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    return [span for span in found if span["context"]["trace_id"] == f"0x{TRACE_ID}"]
+
+
+def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
+    """Only this client asks for one: the ratio is 0."""
+    header = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+    wish = {"prompt": list(range(1, 80)), "max_tokens": 8}
+    decode = post(cluster, wish, **header).headers["x-decode-instance-id"]
+    assert "x_timing" not in post(cluster, wish).json()
+    expected = {
+        *(("request", "gateway-0"), ("placing", "gateway-0"), ("place", "conductor")),
+        *((name, "prefill-0") for name in ("prefill", "queue", "load", "compute", "transfer")),
+        *((name, decode) for name in ("decode queue", "decode")),
+    }
+    cluster.wait_for("all spans", lambda: len(spans(cluster)) >= len(expected))
+    found = spans(cluster)
+    who = {(s["name"], s["resource"]["attributes"]["service.instance.id"]) for s in found}
+    assert who == expected
+    assert len(found) == len(expected), "each once, and nobody else's"
+    by_name = {span["name"]: span for span in found}
+    ids = {name: span["context"]["span_id"] for name, span in by_name.items()}
+    parents = dict.fromkeys(("queue", "load", "compute"), ids["prefill"])
+    parents["request"] = "0xb7ad6b7169203331"
+    for name, span in by_name.items():
+        assert span["parent_id"] == parents.get(name, ids["request"]), name
+    assert by_name["request"]["attributes"]["output_tokens"] == 8
+    assert by_name["decode"]["attributes"]["num_tokens"] == 7
+    assert by_name["place"]["attributes"]["decode_instance"] == decode
+
+
+def test_bandwidths_and_steps_that_workers_saw_are_on_the_gateways_page(cluster: Cluster) -> None:
+    wish = {"prompt": prompt_of("heartbeats", 3_000), "max_tokens": 50}
+    decode = post(cluster, wish).headers["x-decode-instance-id"]
+
+    def written() -> dict[str, float]:
+        found = cluster.instance("prefill-0")["load"]["traffic"]
+        return {t["peer"]: t["written_bytes"] / t["written_s"] for t in found if t["written_s"]}
+
+    cluster.wait_for("what was written", lambda: {decode, "store-0"} <= written().keys())
+    assert all(1e5 < rate < 1e12 for rate in written().values())
+
+    def steps() -> dict[str, Any]:
+        found: dict[str, Any] = cluster.instance(decode)["load"]["steps"]
+        return found
+
+    cluster.wait_for("the decode worker's steps", lambda: steps()["num_steps"] >= 49)
+    assert 0 < steps()["seconds"] / steps()["num_steps"] < PATIENCE_S
+    assert steps()["sequences"] >= 49
+    assert steps()["context_tokens"] >= 49 * 3_000
+    store = cluster.instance("store-0")["load"]
+    assert 0 < store["free_bytes"] < store["capacity_bytes"]
+
+
+# Commands
+
+
+def test_top_shows_the_cluster_live_until_it_is_interrupted(cluster: Cluster) -> None:
+    prompt = "the same beginning of every prompt, again and again " * 8
+    for _ in range(2):
+        cluster.complete(prompt, max_tokens=8, ignore_eos=True)
+    with terminal((*COMMAND, "top", "--url", cluster.url, "--interval", "0.2")) as top:
+        top.wait_for("ready")
+        for shown in ("TTFT", "p95", "TBT", "prefix hits"):
+            top.wait_for(shown)
+        # A screen may come in pieces; the next one has it all again.
+        for shown in ("decode-0", "prefill-0", "store-0", "prefilling 0", "hot prefix"):
+            top.wait_for(shown)
+        top.wait_for(r"throughput +\d")  # a second look
+        top.type(CTRL_C)
+        assert top.ended() == 0
+    assert "Traceback" not in top.text
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE_S)
+
+
+def test_in_a_pipe_top_is_one_look_and_a_question_is_answered_and_that_is_all(
+    cluster: Cluster,
+) -> None:
+    look = run("top", "--url", cluster.url)
+    assert (look.returncode, look.stderr) == (0, "")
+    assert "prefill-0" in look.stdout
+    assert "\x1b" not in look.stdout
+    answer = run("chat", "--url", cluster.url, "--max-tokens", "5", "hello", "there")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "5 tokens" in answer.stdout
+
+
+@pytest.mark.parametrize("verb", ["top", "chat"])
+def test_without_a_gateway_one_is_told_how_to_name_it(verb: str) -> None:
+    done = run(verb, "--url", "http://127.0.0.1:9")
+    assert done.returncode == 3
+    assert "--url" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_conversation_streams_and_says_what_it_took(cluster: Cluster) -> None:
+    chat = (*COMMAND, "chat", "--url", cluster.url, "--max-tokens", "24", "--temperature", "0")
+    with terminal(chat) as spoken:
+        spoken.wait_for("> ")
+        spoken.type("Tell me a long story about a moon that serves tea to tired travellers.\n")
+        first = spoken.wait_for(r"TTFT \d+ ms · .*?(\d+) of (\d+) prompt tokens cached")
+        spoken.wait_for("> ")
+        spoken.type("And then?\n")
+        second = spoken.wait_for(r"TTFT \d+ ms · .*?(\d+) of (\d+) prompt tokens cached")
+        assert int(second[2]) > int(first[2]), "the first turn is in the second prompt"
+        assert int(second[1]) > 0, "and in a cache"
+        spoken.wait_for("> ")
+        spoken.type("/reset\n")
+        spoken.wait_for("forgotten")
+        spoken.wait_for("> ")
+        spoken.type(CTRL_D)
+        assert spoken.ended() == 0
+    assert "Traceback" not in spoken.text
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(cluster: Cluster) -> None:
+    """An answer may end by itself before the interrupt comes, which then ends the program: another one is tried."""
+    assert any(is_interrupted(cluster) for _ in range(TRIES))
+
+
+def is_interrupted(cluster: Cluster) -> bool:
+    chat = (*COMMAND, "chat", "--url", cluster.url, "--max-tokens", "2000", "--temperature", "2")
+    with terminal(chat) as spoken:
+        spoken.wait_for("> ")
+        spoken.type("Count as far as you can.\n")
+        spoken.wait_for("can.\n.+")
+        spoken.type(CTRL_C)
+        if spoken.wait_for(r"stopped\n|TTFT \d+ ms")[0] != "stopped\n":
+            return False
+        spoken.wait_for("> ")
+        cluster.wait_for("its end in the cluster", lambda: not any(live(cluster)))
+        spoken.type("/quit\n")
+        assert spoken.ended() == 0
+    return True
+
+
+def live(cluster: Cluster) -> list[int]:
+    with cluster.client() as client:
+        return list(client.get("/v1/figures").json()["phases"].values())
+
+
+def replay(cluster: Cluster, trace: Path, report: Path, *flags: str) -> dict[str, Any]:
+    done = run("replay", str(trace), "--url", cluster.url, "--output", str(report), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hit ratio" in done.stdout
+    written: dict[str, Any] = json.loads(report.read_text())
+    return written
+
+
+def test_repeated_prefixes_of_a_trace_are_reused_as_ideal_says(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Requests far enough apart that every one finds all that came before it."""
+    records = [
+        {"timestamp": 4000 * n, "input_length": 512 * (n + 2), "output_length": 16,
+         "hash_ids": list(range(10**6, 10**6 + n + 2))}  # no other trace has these
+        for n in range(5)
+    ]  # fmt: skip
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(record) + "\n" for record in records))
+    scales = ("--scale-lengths", "0.0625", "--scale-outputs", "0.25")
+    report = replay(cluster, trace, tmp_path / "report.json", *scales)
+    assert (report["completed"], report["failed"], report["rejected"]) == (5, 0, 0)
+    assert report["total_output_tokens"] == 20
+    assert report["hit_ratio"] == report["ideal_hit_ratio"] > 0.6
+
+
+@needs_trace
+@pytest.mark.trace
+def test_the_public_trace_replays_without_a_failure(cluster: Cluster, tmp_path: Path) -> None:
+    scales = ("--scale-lengths", "0.0625", "--scale-outputs", "0.0625", "--speedup", "1")
+    report = replay(cluster, TRACE, tmp_path / "report.json", "--limit", "20", *scales)
+    assert (report["completed"], report["failed"], report["rejected"]) == (20, 0, 0)
+    assert report["ideal_hit_ratio"] >= report["hit_ratio"] > 0
+
+
+# Logs
+
+
+def records(cluster: Cluster, process: str) -> list[dict[str, Any]]:
+    """Every line of its log: each must be an object."""
+    text = (cluster.log_dir / f"{process}.log").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def about(cluster: Cluster, process: str, known_id: str) -> list[str]:
+    """Messages of the lines that concern the request which its client knows by this id."""
+    found = (record for record in records(cluster, process) if "request_id" in record)
+    return [each["message"] for each in found if each["request_id"].startswith(known_id)]
+
+
+def test_a_request_is_followed_by_its_id_through_every_process(cluster: Cluster) -> None:
+    wish = {"prompt": [7] * 100, "max_tokens": 5}
+    decode = post(cluster, wish, **{"x-request-id": "follow-me"}).headers["x-decode-instance-id"]
+    expected = {
+        "conductor": [f"placed: prefill-0, then {decode}"],
+        "prefill-0": ["taken: 100 tokens", "first token: 0 tokens cached", "handed over to dec"],
+        decode: ["landed:", "ended with token 4: length"],
+        "gateway-0": ["finished: length; 100 prompt tokens, 0 of them cached, 5 generated; first "],
+    }
+    for process, beginnings in expected.items():
+        cluster.wait_for(
+            f"the lines of {process}",
+            lambda p=process, b=beginnings: len(about(cluster, p, "follow-me")) >= len(b),
+        )
+        messages = about(cluster, process, "follow-me")
+        for message, beginning in zip(messages, beginnings, strict=False):
+            assert message.startswith(beginning), messages
+    [end] = [
+        r
+        for r in records(cluster, "gateway-0")
+        if r["logger"] == "gateway.generation.request_log" and "follow-me" in r["request_id"]
+    ]
+    assert re.fullmatch(r"follow-me-[0-9a-f]{8}", end["request_id"])
+    assert (end["prefill"], end["decode"]) == ("prefill-0", decode)
+    assert 0 < end["ttft_s"] <= end["e2e_s"]
+
+
+def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster) -> None:
+    """An id in a message alone would be lost to whoever filters by the member."""
+    for process in ("conductor", "prefill-0", *DECODES, "gateway-0"):
+        for record in records(cluster, process):
+            if re.search(r"\b(?:req-[0-9a-f]+|follow-me)", record["message"]):
+                assert "request_id" in record, record
+
+
+def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(
+    cluster: Cluster,
+) -> None:
+    """The stream is long enough to be under way when it is known where it is."""
+    kills = {name: cluster.killer(name) for name in DECODES}
+    killed: list[str] = []
+
+    def on_tokens(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(cluster.decisions("survivor")[0]["decode"])
+            kills[killed[0]]()
+
+    with cluster.client() as client:
+        client.headers["x-request-id"] = "survivor"
+        body = {"prompt": [9] * 40, "max_tokens": 1_000, **GREEDY}
+        assert len(read_choice(client, body, on_tokens).token_ids) == 1_000
+    cluster.wait_for("the launcher's line", lambda: '"exit_code"' in cluster.output)
+    [told] = [line for line in cluster.output.splitlines() if '"exit_code"' in line]
+    death = json.loads(told)
+    assert (death["child"], death["exit_code"], death["level"]) == (killed[0], -9, "error")
+    assert re.match(r"decode-\d was killed by SIGKILL.*; it is started again", death["message"])
+    warnings = [r["message"] for r in records(cluster, "gateway-0") if r["level"] == "warning"]
+    [lost] = [message for message in warnings if f"{killed[0]} is lost" in message]
+    assert "1 of its requests" in lost
+    cluster.wait_for("its end", lambda: len(about(cluster, "gateway-0", "survivor")) >= 2)
+    again, end = about(cluster, "gateway-0", "survivor")
+    assert again.startswith("goes on elsewhere, attempt 2")
+    assert end.startswith("finished: length; 40 prompt tokens")

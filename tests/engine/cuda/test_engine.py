@@ -1,0 +1,133 @@
+"""A whole engine on Triton kernels gives the tokens of transformers, and so it does by graphs: padded, filled again and
+again, and only where they may be.
+
+Without a GPU a replay is the same work run again on the same tensors: what is captured and how it is filled is tested
+here, CUDA's capturing by `benchmarks/gpu_check.sh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
+)
+
+from engine.attention.base import Geometry
+from engine.config import load_model_config
+from engine.cuda.attention import TritonAttention
+from engine.cuda.graphs import GraphedModel, Replay
+from engine.cuda.triton_kernels import TritonKernels
+from engine.engine import Engine
+from engine.kv_pool import KvPool
+from engine.model import Model
+from engine.weights import load_weights
+from protocol.errors import ConfigError
+from tests.engine.ahead import decode_ahead
+from tests.engine.conftest import Pair, tokens_of
+from tests.engine.steps import GREEDY, make_slice, random_prompt
+
+TRITON = {"kernels": "triton", "attention": "triton", "num_blocks": 40}
+
+
+class Captures:
+    """Runs again instead of replaying, once before that as capturing does, and counts."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replayed = 0
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Replay:
+        self.captured += 1
+        work()
+
+        def replay() -> torch.Tensor:
+            self.replayed += 1
+            return work()
+
+        return replay
+
+
+def graphed_engine(pair: Pair, captures: Captures, device: torch.device) -> tuple[Engine, KvPool]:
+    config = load_model_config(pair.path)
+    pool = KvPool(config.kv_layout(16, "float32"), 20, None, device)
+    weights = load_weights(pair.path, config, torch.float32, device=device)
+    geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
+    attention = TritonAttention(geometry, pool)
+    model = Model(config, TritonKernels(config, weights, pool), attention)
+    graphed = GraphedModel(model, config, pool, captures)
+    return Engine(config, graphed, attention, pool, weights.digest), pool
+
+
+@pytest.mark.parametrize("name", ["llama-biases-llama3", "mistral-window", "qwen3-biases"])
+def test_tokens_equal_those_of_transformers(
+    name: str, pairs: dict[str, Pair], device: torch.device
+) -> None:
+    engine = pairs[name].engine(device=str(device), **TRITON)
+    assert (engine.kernels_name, engine.attention_name) == ("triton", "triton")
+    prompts = [random_prompt(length, seed=length) for length in (1, 70)]
+    found = tokens_of(engine, prompts, 3, chunk_size=50)
+    assert found == [pairs[name].generate(prompt, 3) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_tokens_by_graph_equal_those_of_transformers(
+    name: str, pairs: dict[str, Pair], device: torch.device
+) -> None:
+    captures = Captures()
+    engine, _ = graphed_engine(pairs[name], captures, device)
+    prompts = [random_prompt(length, seed=length) for length in (1, 16, 60)]
+    found = tokens_of(engine, prompts, 4, chunk_size=80)
+    assert found == [pairs[name].generate(prompt, 4) for prompt in prompts]
+    assert captures.captured == 1  # three sequences in a graph for four
+    assert captures.replayed == 3
+
+
+@pytest.mark.parametrize("by_graph", [False, True])
+def test_tokens_that_stay_on_the_device_are_those_of_transformers(
+    by_graph: bool, llama: Pair, device: torch.device
+) -> None:
+    """One prompt is a single token, so that the rows of the first steps are in another order than their slices."""
+    captures = Captures()
+    engine = (
+        graphed_engine(llama, captures, device)[0]
+        if by_graph
+        else llama.engine(device=str(device), **TRITON)
+    )
+    prompts = [random_prompt(length, seed=length) for length in (20, 1, 3)]
+    found = decode_ahead(engine, prompts, [GREEDY] * 3, 4)
+    assert found == [llama.generate(prompt, 4) for prompt in prompts]
+    assert captures.replayed == (3 if by_graph else 0)
+
+
+def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: torch.device) -> None:
+    """Three sequences of 20 + 3 tokens, the last never stored, are all that is not as it was."""
+    engine, pool = graphed_engine(llama, Captures(), device)
+    pieces = (*pool.keys, *pool.values)
+    for piece in pieces:
+        piece.fill_(float("nan"))
+    tokens_of(engine, [random_prompt(20, seed=seed) for seed in range(3)], 3)
+    for piece in pieces:
+        assert int(piece.isfinite().all(-1).all(-1).sum()) == 3 * 22
+
+
+def test_steps_whose_layers_are_waited_for_run_without_a_graph(
+    llama: Pair, device: torch.device
+) -> None:
+    captures = Captures()
+    engine, _ = graphed_engine(llama, captures, device)
+    prompt = random_prompt(5)
+    engine.execute([make_slice(prompt, 0, 4, [0])])
+    layers: list[int] = []
+    engine.execute([make_slice(prompt, 4, 5, [0])], layers.append)
+    assert layers == [0, 1]
+    assert captures.captured == 0
+
+
+def test_a_device_that_is_not_here_is_refused(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        llama.engine(device="cuda", **TRITON)

@@ -1,0 +1,246 @@
+"""Attention on CPUs gives dense attention, whatever the shape, and native kernels give the same bits however work is
+cut. Which implementation there is, and that the absence of native kernels is survived.
+
+Every pool is NaN wherever no token may look (`Case`), so each of these tests also finds a read too far.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import Attention, make_attention
+from engine.attention import native as native_attention
+from engine.attention.native import pieces_of
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.kernels.library import FLAGS, load_kernels
+from engine.kv_pool import TORCH_DTYPES
+from protocol import native
+from protocol.errors import ConfigError
+from tests.engine.attention_cases import Case
+from tests.engine.conftest import Pair, tokens_of
+from tests.engine.kernels.calls import kernels_folder
+from tests.engine.steps import random_prompt
+from tests.thoroughness import examples
+
+DTYPES = list(TORCH_DTYPES)
+POOLS = [(dtype, None) for dtype in DTYPES]
+# What the pool is quantised to; a library for each, and some seconds of a compiler.
+QUANTISED = [
+    pytest.param("float32", "int8"),
+    pytest.param("bfloat16", "int8"),
+    pytest.param("float32", "fp8", marks=pytest.mark.slow),
+    pytest.param("bfloat16", "fp8", marks=pytest.mark.slow),
+]
+# Single tokens of all kinds of lengths, whole prompts, and chunks behind cached tokens.
+MIXED = [(0, 1), (15, 16), (16, 17), (599, 600), (0, 2), (0, 17), (0, 130), (70, 75), (100, 301)]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 20, "block_size": 8},
+    {"window": 64, "block_size": 32},
+    {"window": 200, "block_size": 1},
+    {"head_dim": 40, "group": 1, "block_size": 100},
+    {"head_dim": 128, "group": 7, "block_size": 256, "kv_heads": 1},
+    {"head_dim": 256, "group": 2, "block_size": 512, "window": 150, "kv_heads": 1},
+    {"head_dim": 4, "group": 64, "kv_heads": 1, "lengths": MIXED[:7]},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"head_dim": 2, "group": 5},
+    {"head_dim": 7, "group": 4},
+    {"head_dim": 16, "group": 16, "kv_heads": 1},
+    {"head_dim": 80, "group": 8},
+    {"head_dim": 96},
+    {"lengths": [(8_191, 8_192), (8_180, 8_192)], "kv_heads": 1, "group": 2, "head_dim": 32},
+    {"lengths": [(8_191, 8_192), (8_100, 8_192)], "kv_heads": 1, "group": 2, "window": 4_000},
+    {"lengths": [(99, 100), (64, 90), (130, 131), (80, 200)], "num_shared": 64},
+]
+
+
+def make(name: str, case: Case, cache_folder: Path | None = None) -> Attention:
+    return make_attention(name, case.geometry, case.pool, cache_folder or kernels_folder())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check(case: Case) -> None:
+    """Dense attention's numbers; and the same bits in two threads, and for each sequence in a step of its own."""
+    alone = make("native", case)
+    with threads(2):
+        both = make("native", case)
+    found = case.attend(alone)
+    case.check(found)
+    assert torch.equal(case.attend(both), found)
+    assert torch.equal(case.attend_alone(alone), found)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [*POOLS, *QUANTISED])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_shape_equals_dense_attention(
+    shape: dict[str, Any], dtype: str, kept: str | None
+) -> None:
+    check(Case(**{"lengths": MIXED, "dtype": dtype, "kept": kept, **shape}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", OTHERS, ids=str)
+def test_odd_heads_long_contexts_and_shared_blocks_too(shape: dict[str, Any], dtype: str) -> None:
+    check(Case(**{"lengths": MIXED, "dtype": dtype, **shape}))
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    case=st.builds(
+        Case,
+        lengths=st.lists(
+            st.tuples(st.integers(0, 400), st.one_of(st.just(1), st.integers(1, 150))).map(
+                lambda pair: (pair[0], pair[0] + pair[1])
+            ),
+            min_size=1,
+            max_size=5,
+        ),
+        dtype=st.sampled_from(DTYPES),
+        kept=st.sampled_from([None, "int8"]),
+        kv_heads=st.integers(1, 4),
+        group=st.integers(1, 8),
+        head_dim=st.sampled_from([8, 24, 32, 64, 72, 128]),
+        block_size=st.sampled_from([1, 16, 24, 32, 64]),
+        window=st.one_of(st.none(), st.integers(1, 300)),
+        seed=st.integers(0, 1_000),
+    )
+)
+def test_any_step_equals_dense_attention(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "window"), [(16, None), (64, 20), (80, None), (128, 20)])
+def test_torch_equals_dense_attention(dtype: str, head_dim: int, window: int | None) -> None:
+    lengths = [(n - 1, n) for n in (1, 2, 15, 16, 17, 60, 150)] + [(10, 35), (0, 50)]
+    case = Case(lengths=lengths, dtype=dtype, head_dim=head_dim, window=window)
+    for piece in (*case.pool.keys, *case.pool.values):
+        piece.nan_to_num_(9.0)  # it reads whole blocks
+    case.check(case.attend(make("torch", case)))
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [*POOLS, *QUANTISED])
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_how_a_prompt_is_cut_does_not_change_a_bit(
+    dtype: str, kept: str | None, window: int | None
+) -> None:
+    """For the same K and V, that is."""
+    cuts = [(0, 300), (0, 37), (37, 38), (38, 235), (235, 300)]
+    case = Case(lengths=cuts, dtype=dtype, kept=kept, window=window)
+    slots = case.pool.num_blocks * case.block_size
+    heads = torch.randn(2, slots, case.kv_heads, case.head_dim).to(case.queries.dtype)
+    case.pool.write(0, torch.arange(slots), *heads)
+    case.spans = [replace(s, blocks=case.spans[0].blocks, prompt_end=300) for s in case.spans]
+    case.queries = torch.cat([case.queries[:300], case.queries[:300]])
+    found = case.attend(make("native", case))
+    assert torch.equal(found[:300], found[300:])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiler flags of x86-64")
+@pytest.mark.parametrize(
+    ("flag", "pools"),
+    [
+        ("-mno-avx512f", POOLS),
+        ("-march=x86-64", POOLS),
+        ("-mno-avx512f", [("bfloat16", "int8")]),
+        ("-march=x86-64", [("float32", "fp8")]),
+    ],
+)
+@pytest.mark.slow
+def test_processors_without_avx512_compute_the_same(
+    flag: str, pools: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler is needed once for each; it optimises little, which takes a fraction of the time."""
+
+    def load_older(
+        source: Path, folder: Path | None, *, flags: Sequence[str] = FLAGS
+    ) -> ctypes.CDLL:
+        return load_kernels(source, folder, flags=(*flags, "-O1", flag))
+
+    monkeypatch.setattr(native_attention, "load_kernels", load_older)
+    for dtype, kept in pools:
+        case = Case(lengths=MIXED, dtype=dtype, kept=kept, head_dim=40, window=100)
+        case.check(case.attend(make("native", case)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_far_apart_neither_overflow_nor_vanish(dtype: str) -> None:
+    """Weights thousands of powers of two apart still add up to one."""
+    case = Case(lengths=[(199, 200), (0, 100)], dtype=dtype, window=70)
+    case.queries = case.queries * 3_000
+    values = case.pool.values[0]
+    values[~values.isnan()] = 1.0
+    found = case.attend(make("native", case))
+    torch.testing.assert_close(found, torch.ones_like(found))
+
+
+@given(st.integers(1, 10_000), st.none() | st.integers(1, 10_000))
+def test_pieces_are_what_the_token_sees_cut_at_places_of_the_sequence(
+    end: int, window: int | None
+) -> None:
+    pieces = pieces_of(end, window)
+    first = 0 if window is None else max(0, end - window)
+    assert [token for one in pieces for token in range(*one)] == list(range(first, end))
+    assert all(start < stop for start, stop in pieces)
+    assert len(pieces) <= 17  # 16 whole ones, and what the first cut leaves over
+    assert all(start % 256 == 0 for start, _ in pieces[1:])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-biases"])
+def test_tokens_with_the_native_kernel_equal_those_of_transformers(
+    name: str, pairs: dict[str, Pair]
+) -> None:
+    """Also where nobody cleans what earlier holders left in the pool."""
+    engine = pairs[name].engine(attention="native")
+    assert engine.attention_name == "native"
+    engine.memory[:] = b"\xff" * engine.memory.nbytes  # NaN in every element
+    prompts = [random_prompt(length, seed=length) for length in (1, 16, 100, 300)]
+    assert tokens_of(engine, prompts, 12, chunk_size=90) == [
+        pairs[name].generate(prompt, 12) for prompt in prompts
+    ]
+
+
+def test_without_a_compiler_auto_falls_back_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(lengths=[(0, 1)])
+    monkeypatch.setattr(native.shutil, "which", lambda _name: None)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(make("auto", case, tmp_path), TorchPagedAttention)
+    assert "no C++ compiler" in caplog.text
+    for name, complaint in (("native", r"no C\+\+ compiler"), ("flash", "flash")):
+        with pytest.raises(ConfigError, match=complaint):
+            make(name, case, tmp_path)
+
+
+def test_a_damaged_library_is_an_error_of_its_own(tmp_path: Path) -> None:
+    case = Case(lengths=[(0, 1)])
+    make("native", case)
+    (tmp_path / "kernels").mkdir()
+    for library in (kernels_folder() / "kernels").glob("paged-*.so"):
+        (tmp_path / "kernels" / library.name).write_bytes(b"not a library")
+    with pytest.raises(ConfigError, match="not available"):
+        make("native", case, tmp_path)

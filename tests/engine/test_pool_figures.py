@@ -1,0 +1,71 @@
+"""What a pool counts: percentiles are never too low, and refusals tell when to come back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_pool import TIMED_EVERY, BlockPool
+from engine.pool_figures import QUANTILES, Durations, Turnover, pool_collector
+
+
+@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=50), st.floats(1, 100))
+def test_percentiles_are_upper_bounds_and_at_most_an_eighth_too_high(
+    values: list[int], percent: float
+) -> None:
+    durations = Durations()
+    for value in values:
+        durations.add(value)
+    true = sorted(values)[max(math.ceil(len(values) * percent / 100) - 1, 0)]
+    found = durations.percentile_s(percent) * 1e9
+    assert true * (1 - 1e-9) <= found <= true * 9 / 8 * (1 + 1e-9) + 1
+    assert durations.sum_s() * 1e9 >= sum(values) * (1 - 1e-9)
+
+
+def test_cumulative_counts_are_of_durations_below_their_bounds() -> None:
+    durations = Durations()
+    assert durations.percentile_s(99) == 0.0, "nothing has no percentile"
+    for nanoseconds in (100, 127, 128, 1000, 10**6):
+        durations.add(nanoseconds)
+    reached = dict(durations.cumulative())
+    assert [reached[each] for each in (128e-9, 256e-9, 1024e-9)] == [2, 3, 4]
+    assert max(reached.values()) == 5
+
+
+def test_a_refusal_tells_how_long_so_many_blocks_took_to_come_back() -> None:
+    turnover = Turnover()
+    assert turnover.retry_after_s(0.0, 0, 10) == Turnover.UNKNOWN_S
+    assert turnover.retry_after_s(2.0, 40, 10) == pytest.approx(0.5)  # 20 a second
+    assert turnover.retry_after_s(6.0, 120, 10) == pytest.approx(0.5)
+    assert turnover.retry_after_s(12.0, 120, 10) == pytest.approx(1.0)  # none for six seconds
+    assert turnover.retry_after_s(18.0, 120, 10) == Turnover.LONGEST_S
+    assert turnover.retry_after_s(19.0, 10**6, 1) == Turnover.SHORTEST_S
+
+
+async def test_calls_are_counted_by_the_clock_and_shown_to_prometheus() -> None:
+    ticks = iter(range(0, 10**9, 1000))
+    pool = BlockPool(
+        64,
+        on_added=lambda *_: None,
+        on_removed=lambda _: None,
+        clock_ns=lambda: next(ticks),
+    )
+    for _ in range(2 * TIMED_EVERY):
+        blocks = pool.allocate(1)
+        assert blocks is not None
+        pool.release(blocks)
+    assert pool.allocate(65) is None
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in pool_collector(lambda: pool).collect()
+        for sample in metric.samples
+    }
+    assert samples["moonserve_pool_allocated_blocks_total",] == 2 * TIMED_EVERY
+    assert samples["moonserve_pool_refusals_total",] == 1
+    assert samples["moonserve_pool_allocation_seconds_count",] == 2
+    for percent in QUANTILES:
+        value = samples["moonserve_pool_allocation_quantile_seconds", f"{percent / 100:g}"]
+        assert 1e-6 <= value <= 1.125e-6

@@ -1,0 +1,107 @@
+"""A key as it is stored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.access.key_holder import Keyring
+from gateway.access.key_record import (
+    ApiKey,
+    KeyLimits,
+    check_strength,
+    digest_of,
+    from_json,
+    new_key,
+)
+from protocol.errors import InvalidRequest
+
+counts = st.none() | st.integers(1, 2**53)
+texts = st.text(st.characters(codec="ascii", categories=["L", "N"]), max_size=20)
+records = st.builds(
+    ApiKey,
+    digest=st.binary(max_size=8).map(digest_of),
+    tenant=texts,
+    priority=st.none() | st.integers(-(2**31), 2**31 - 1),
+    limits=st.builds(
+        KeyLimits, requests_per_minute=counts, tokens_per_minute=counts, streams=counts
+    ),
+    note=texts,
+)
+
+
+@given(records)
+def test_what_is_written_is_read_again(key: ApiKey) -> None:
+    assert from_json(json.loads(json.dumps(key.to_json()))) == key
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda each: st.dictionaries(
+            st.sampled_from(["digest", "tenant", "priority", "streams", "other"]) | st.text(), each
+        ),
+    )
+)
+def test_whatever_else_is_read_is_refused_or_a_key(record: object) -> None:
+    try:
+        assert isinstance(from_json(record), ApiKey)
+    except InvalidRequest as error:
+        shown = error.message
+    else:
+        shown = ""
+    assert len(shown) < 300
+
+
+def test_wrong_fields_are_named_and_not_quoted() -> None:
+    good = {"digest": digest_of(b"x")}
+    for wrong, name in (
+        ({}, "digest"),
+        ({"digest": "secret"}, "digest"),
+        ({**good, "tenant": "a\nb"}, "tenant"),
+        ({**good, "priority": 2**31}, "priority"),
+        ({**good, "streams": 0}, "streams"),
+        ({**good, "streams": True}, "streams"),
+        ({**good, "requests_per_minute": 1.5}, "requests_per_minute"),
+        ({**good, "key": "secret"}, "key"),
+    ):
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            from_json(wrong)
+        assert "secret" not in str(caught.value)
+
+
+def test_a_presented_key_finds_its_own_record_and_no_other() -> None:
+    keys = [new_key() for _ in range(20)]
+    ring = Keyring(
+        ApiKey(digest=digest_of(key.encode()), tenant=str(i)) for i, key in enumerate(keys)
+    )
+    for number, key in enumerate(keys):
+        found = ring.find(key.encode())
+        assert found is not None
+        assert found.tenant == str(number)
+        for near in (key[:-1], key + "x", key.lower(), digest_of(key.encode()), ""):
+            assert ring.find(near.encode()) is None
+    assert Keyring().find(b"") is None
+
+
+def test_the_later_record_of_a_key_counts() -> None:
+    digest = digest_of(b"key")
+    ring = Keyring([ApiKey(digest=digest, tenant="old"), ApiKey(digest=digest, tenant="new")])
+    assert [key.tenant for key in ring] == ["new"]
+
+
+def test_keys_that_could_be_guessed_are_not_hashed() -> None:
+    check_strength(new_key())
+    for weak in ("", "password", "x" * 31, "x" * 40 + " ", "ü" * 40, "x" * 40 + "\n"):
+        with pytest.raises(InvalidRequest):
+            check_strength(weak)
+
+
+def test_limits_of_a_key_go_before_those_for_all() -> None:
+    own, all_ = KeyLimits(streams=2), KeyLimits(streams=9, tokens_per_minute=7)
+    assert own.or_else(all_) == KeyLimits(streams=2, tokens_per_minute=7)
+    assert KeyLimits().or_else(KeyLimits()).is_unlimited
+    assert not own.is_unlimited

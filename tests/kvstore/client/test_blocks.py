@@ -1,0 +1,161 @@
+"""Blocks in pieces of a worker's memory, at a real node: mapped, in one round trip, or under a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from kvstore.client.blocks import BlockStores
+from kvstore.client.direct_nodes import INLINE_BYTES
+from kvstore.client.spots import Spots
+from protocol.errors import InvalidRequest, PeerLost
+from protocol.request import Endpoint
+from tests.kvstore.nodes import Node, chain_of, connected, key, running_node, until_stats
+from tests.patience import PATIENCE_S, answered
+from transfer import FaultPlan, Segment, TransferEngine
+
+DRAM = 16 * 2**20
+BLOCK = 64 * 1024
+PIECES = 8
+ways = pytest.mark.parametrize("way", ["shm", "tcp"])
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """For tests that leave no trace but objects of their own."""
+    with running_node("--dram", str(DRAM)) as node:
+        yield node
+
+
+def filled(transfer: TransferEngine, nbytes: int) -> Segment:
+    local = transfer.allocate(nbytes)
+    local.buffer[:] = os.urandom(nbytes)
+    return local
+
+
+async def read(client: BlockStores, store: Endpoint, numbers: range, spots: Spots) -> list[int]:
+    return await client.read(store, list(map(key, numbers)), spots, deadline_s=PATIENCE_S)
+
+
+@ways
+@pytest.mark.parametrize("num_blocks", [3, INLINE_BYTES // BLOCK + 1, 4 * INLINE_BYTES // BLOCK])
+async def test_the_leading_run_comes_back_into_its_pieces(
+    node: Node, way: str, num_blocks: int
+) -> None:
+    """Twice, since the first call attaches and connects; the number of bytes decides how."""
+    first = 10_000 * num_blocks + (way == "tcp") * 1000
+    numbers = range(first, first + num_blocks)
+    async with connected(node.rpc_address, way) as (client, transfer, store):
+        local = filled(transfer, num_blocks * BLOCK)
+        before = bytes(local.buffer)
+        objects, spots = chain_of(local, numbers, BLOCK, pieces=PIECES)
+        assert (await client.put(store, objects, spots)).stored == num_blocks
+        assert (await client.put(store, objects, spots)).present == num_blocks
+        for _ in range(2):
+            local.buffer[:] = bytes(local.nbytes)
+            checksums = await read(client, store, numbers, spots)
+            assert checksums == [each.checksum for each in objects]
+            assert local.buffer == before
+        await client.remove(store, [key(numbers[1])])
+        assert await read(client, store, numbers, spots) == checksums[:1]
+        await until_stats(client, store, lambda s: s.leased_bytes == s.reserved_bytes == 0)
+        await client.remove(store, [each.key for each in objects])
+
+
+@ways
+async def test_a_block_that_rots_ends_the_run_and_is_removed(node: Node, way: str) -> None:
+    numbers = range(700, 704) if way == "shm" else range(800, 804)
+    async with connected(node.rpc_address, way) as (client, transfer, store):
+        objects, spots = chain_of(filled(transfer, 4 * BLOCK), numbers, BLOCK, pieces=PIECES)
+        await client.put(store, objects, spots)
+        await read(client, store, numbers, spots)
+        before = (await client.stats(store)).counters["integrity_failures"]
+        lease = await client.lease(store, [each.key for each in objects])
+        node.flip_byte(lease.objects[2].offset + 17, DRAM)
+        await client.release(lease)
+        assert len(await read(client, store, numbers, spots)) == 2
+        there = await client.exists(store, [each.key for each in objects])
+        assert there == [True, True, False, True]
+        assert (await client.stats(store)).counters["integrity_failures"] == before + 1
+
+
+@ways
+async def test_a_block_of_another_length_is_refused(node: Node, way: str) -> None:
+    numbers = range(500, 501) if way == "shm" else range(600, 601)
+    async with connected(node.rpc_address, way) as (client, transfer, store):
+        local = filled(transfer, 2 * BLOCK)
+        await client.put(store, *chain_of(local, numbers, BLOCK))
+        for length in (BLOCK // 2, 2 * BLOCK):
+            for _ in range(2):
+                _, other = chain_of(local, numbers, length, pieces=PIECES)
+                with pytest.raises(InvalidRequest, match=f"{length} bytes"):
+                    await read(client, store, numbers, other)
+
+
+@ways
+async def test_what_is_only_on_disk_is_read_under_a_lease(
+    way: str, tmp_path: os.PathLike[str]
+) -> None:
+    flags = ("--dram", str(4 * 2**20), "--ssd", f"{tmp_path}:64MiB")
+    with running_node(*flags) as own:
+        async with connected(own.rpc_address, way) as (client, transfer, store):
+            local = filled(transfer, 96 * BLOCK)
+            objects, spots = chain_of(local, range(96), BLOCK, pieces=PIECES)
+
+            async def put(places: range) -> bool | None:
+                """None as long as the disk has to take what is in the way."""
+                some = objects[places.start : places.stop]
+                result = await client.put(store, some, spots.at(places))
+                return None if result.refused else True
+
+            for first in range(0, 96, 16):
+                await answered(partial(put, range(first, first + 16)))
+
+            async def got(places: range) -> bool | None:
+                """None as long as there is no memory to bring all of them to."""
+                found = await read(client, store, places, spots.at(places))
+                assert found == [objects[n].checksum for n in places][: len(found)]
+                return len(found) == len(places) or None
+
+            for first in range(0, 96, 4):
+                await answered(partial(got, range(first, first + 4)))
+            await until_stats(client, store, lambda s: s.leased_bytes == 0)
+
+
+@ways
+async def test_a_node_that_is_gone_is_peer_lost_and_its_successor_is_read(way: str) -> None:
+    with running_node("--dram", str(DRAM)) as own, running_node("--dram", str(DRAM)) as successor:
+        async with connected(own.rpc_address, way) as (client, transfer, store):
+            local = filled(transfer, 2 * BLOCK)
+            objects, spots = chain_of(local, range(2), BLOCK, pieces=2)
+            await client.put(store, objects, spots)
+            assert len(await read(client, store, range(2), spots)) == 2
+            own.kill()
+            with pytest.raises(PeerLost):
+                await client.put(store, *chain_of(local, range(7, 8), BLOCK))
+            with pytest.raises(PeerLost):
+                await read(client, store, range(2), spots)
+            later = await client.locate(successor.rpc_address, timeout_s=PATIENCE_S)
+            assert later.instance_id == store.instance_id
+            assert await read(client, later, range(2), spots) == []
+
+
+@ways
+async def test_a_cancelled_put_leaves_nothing_behind(node: Node, way: str) -> None:
+    faults = FaultPlan()
+    async with connected(node.rpc_address, way, faults=faults) as (client, transfer, store):
+        local = filled(transfer, 96 * BLOCK)  # more than goes in one round trip
+        objects, spots = chain_of(local, range(900, 996), BLOCK, pieces=PIECES)
+        faults.held = True
+        put = asyncio.create_task(client.put(store, objects, spots))
+        await until_stats(client, store, lambda s: s.reserved_bytes > 0)
+        put.cancel()
+        faults.held = False
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        transfer.deregister(local)  # refused while a transfer still used it
+        await until_stats(client, store, lambda s: s.reserved_bytes == 0)

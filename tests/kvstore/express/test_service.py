@@ -1,0 +1,318 @@
+"""Express connections to a real node: what its clients rely on, and what a peer may break without leaving a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvstore.client import KvStore
+from kvstore.client.deadline import Deadline
+from kvstore.client.express import EXIST_KEYS, GET_BYTES, Express
+from kvstore.client.keys import plain_key
+from kvstore.client.objects import Fate, PutObject
+from kvstore.client.rights import Terms
+from kvstore.client.spots import Spots
+from kvstore.express import frames
+from kvstore.express.frames import ANSWER, Kind, Put, Status
+from kvstore.express.link import Link, received, send
+from protocol.checksum import checksum
+from protocol.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    InvalidRequest,
+    MoonserveError,
+    PeerLost,
+)
+from protocol.failures import failure_from_wire
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.pb import common_pb2
+from tests.kvstore.client.pools import BOTH, TCP, store_of
+from tests.kvstore.nodes import Node, running_node
+from tests.patience import NEVER_S, PATIENCE_S, until
+from tests.stopping import stopped
+from transfer import Segment
+from transfer.segments import SegmentTable
+
+DRAM = 16 * 2**20
+VALUE = os.urandom(100_000)
+FAR_AHEAD = 2.0**62
+"""A deadline that is none."""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with running_node("--dram", str(DRAM)) as node:
+        yield node
+
+
+@pytest.fixture
+def store(node: Node) -> Iterator[KvStore]:
+    with store_of(f"node://{node.rpc_address}", TCP) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def own_node(*flags: str, transports: tuple[str, ...] = TCP) -> Iterator[tuple[Node, KvStore]]:
+    """For tests that end it."""
+    with (
+        running_node("--dram", str(DRAM), *flags) as node,
+        store_of(f"node://{node.rpc_address}", transports) as store,
+    ):
+        yield node, store
+
+
+@pytest.fixture
+def local(store: KvStore) -> Segment:
+    return store.allocate(GET_BYTES)
+
+
+def express_of(store: KvStore) -> Express:
+    express = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).express
+    assert express is not None
+    return express
+
+
+@contextlib.contextmanager
+def link_to(store: KvStore) -> Iterator[Link]:
+    """A connection for questions that no client asks."""
+    link = Link(express_of(store)._dial(10.0))
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def fresh() -> BlockKey:
+    return BlockKey(os.urandom(16))
+
+
+def put(express: Express, key: BlockKey, value: bytes) -> Put:
+    memory = SegmentTable().allocate(len(value) or 1, "cpu:0", readable=False)
+    memory.buffer[: len(value)] = value
+    spots = Spots.packed(memory, [len(value)])
+    item = PutObject(key=key, parent=None, checksum=checksum([value]))
+    [outcome] = express.put([item], spots, Terms(), Deadline(PATIENCE_S))
+    return outcome
+
+
+def get(express: Express, key: BlockKey, local: Segment, room: int = 2**20) -> object:
+    """The value, or what is said instead of it."""
+    spots = Spots.packed(local, [room])
+    [found] = express.get([key], spots, Deadline(PATIENCE_S))
+    return bytes(spots.memory(0, found)) if isinstance(found, int) else found
+
+
+def begun(key: BlockKey, *lengths: int, deadline_ms: int = 30_000) -> bytes:
+    """The head of a put of values that follow, under `key` and keys after it."""
+    keys = [BlockKey((int.from_bytes(key) + n).to_bytes(16)) for n in range(len(lengths))]
+    head = frames.question(Kind.PUT, len(lengths), deadline_ms, sum(lengths))
+    return head + frames.wishes(keys, [NO_PARENT] * len(lengths), lengths)
+
+
+def checksums_of(*values: bytes) -> bytes:
+    return b"".join(checksum([value]).to_bytes(8, "little") for value in values)
+
+
+def outcomes(link: Link) -> Sequence[int] | MoonserveError:
+    status, _, nbytes = ANSWER.unpack(received(link, ANSWER.size, FAR_AHEAD))
+    body = bytes(received(link, nbytes, FAR_AHEAD))
+    if status == Status.OK:
+        return body
+    return failure_from_wire(common_pb2.Failure.FromString(body))
+
+
+def reserved(store: KvStore) -> int:
+    return store.stats().total.reserved_bytes
+
+
+def test_any_number_of_keys_may_be_asked_about(store: KvStore) -> None:
+    store.put(b"there", b"value")
+    keys = [b"absent %d" % number for number in range(EXIST_KEYS)]
+    assert store.batch_exists([*keys, b"there"]) == [False] * EXIST_KEYS + [True]
+
+
+def is_ended(link: Link) -> bool:
+    with contextlib.suppress(PeerLost):
+        received(link, 1, FAR_AHEAD)
+        return False
+    return True
+
+
+def test_more_than_one_answer_holds_is_read_another_way(store: KvStore) -> None:
+    """A batch larger than GET_BYTES, with a missing key and an empty value in it."""
+    values = {os.urandom(8): os.urandom(700_000) for _ in range(9)}
+    values[b"empty"] = b""
+    for name, value in values.items():
+        store.put(name, value)
+    names = [*values, b"missing"]
+    wanted = [*values.values(), None]
+    assert store.batch_get(names) == wanted
+    segment = store.allocate(sum(map(len, values.values())) + len(names) * 64)
+    offsets, at = [], 0
+    for value in wanted:
+        offsets.append(at)
+        at += len(value or b"") + 64
+    lengths = [len(value or b"") for value in wanted]
+    landed = store.batch_get_into(names, segment, offsets, [max(1, n) for n in lengths])
+    assert landed == [*lengths[:-1], None]
+    for offset, value in zip(offsets, values.values(), strict=False):
+        assert bytes(segment.buffer[offset : offset + len(value)]) == value
+    store.batch_remove(names)
+
+
+def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) -> None:
+    """The one that is damaged is dropped and named, its neighbour is stored."""
+    key = fresh()
+    damaged, good = os.urandom(5_000), os.urandom(6_000)
+    with link_to(store) as link:
+        told = checksums_of(damaged[:-1] + b"!", good)
+        send(link, begun(key, 5_000, 6_000) + damaged + good + told, FAR_AHEAD)
+        assert outcomes(link) == bytes([Put.CORRUPT, Put.STORED])
+    assert get(express_of(store), key, local) is Fate.ABSENT
+    assert reserved(store) == 0
+
+
+def test_a_client_is_told_that_its_value_arrived_damaged(
+    store: KvStore, local: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.puts.checksum", lambda _: 1)
+    with pytest.raises(IntegrityError, match="1 of 1 values arrived damaged"):
+        store.put(b"damaged", VALUE)
+    assert store.get(b"damaged") is None
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 50_000, 100_000, 100_007])
+def test_a_put_that_is_cut_off_leaves_nothing(store: KvStore, local: Segment, nbytes: int) -> None:
+    """Wherever: before the first byte, in the value, before its checksum, in it."""
+    key, held = fresh(), store.stats().total.held_bytes
+    with link_to(store) as link:
+        send(link, (begun(key, len(VALUE)) + VALUE + checksums_of(VALUE))[: 64 + nbytes], FAR_AHEAD)
+        until(lambda: reserved(store) > 0)
+    until(lambda: reserved(store) == 0)
+    assert get(express_of(store), key, local) is Fate.ABSENT
+    assert store.stats().total.held_bytes == held
+    assert put(express_of(store), key, VALUE) is Put.STORED
+
+
+def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
+    """By its own deadline; what it sends later goes nowhere, since its connection has ended."""
+    key = fresh()
+    with link_to(store) as link:
+        send(link, begun(key, len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
+        assert is_ended(link)
+    assert reserved(store) == 0
+
+
+def test_of_two_writers_the_first_stores_and_the_second_is_told(
+    store: KvStore, local: Segment
+) -> None:
+    key = fresh()
+    with link_to(store) as first, link_to(store) as second:
+        send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        until(lambda: reserved(store) > 0)
+        send(second, begun(key, 7) + b"another" + checksums_of(b"another"), FAR_AHEAD)
+        assert outcomes(second) == bytes([Put.IN_PROGRESS])
+        assert get(express_of(store), key, local) is Fate.ABSENT
+        send(first, VALUE[1_000:] + checksums_of(VALUE), FAR_AHEAD)
+        assert outcomes(first) == bytes([Put.STORED])
+        assert get(express_of(store), key, local) == VALUE
+        send(second, begun(key, 7) + b"another" + checksums_of(b"another"), FAR_AHEAD)
+        assert outcomes(second) == bytes([Put.PRESENT])
+
+
+def test_a_second_writer_waits_for_the_first_and_takes_over_when_it_dies(store: KvStore) -> None:
+    key = b"taken over"
+    with link_to(store) as dying:
+        send(dying, begun(plain_key(key), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        until(lambda: reserved(store) > 0)
+        writer = threading.Thread(target=store.put, args=(key, VALUE))
+        writer.start()
+        dying.shut()
+        writer.join()
+    assert store.get(key) == VALUE
+
+
+def test_a_refused_put_is_told_why_and_the_connection_goes_on(store: KvStore) -> None:
+    with link_to(store) as link:
+        value = b"value"
+        question = begun(NO_PARENT, len(value)) + value + checksums_of(value)
+        send(link, question, FAR_AHEAD)
+        assert isinstance(outcomes(link), InvalidRequest)
+        send(link, begun(fresh(), len(value)) + value + checksums_of(value), FAR_AHEAD)
+        assert outcomes(link) == bytes([Put.STORED])
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        frames.question(Kind.PUT, 1, 1000, frames.MAX_BYTES + 1),
+        frames.question(Kind.PUT, 1, 1000, 5) + frames.wishes([fresh()], [NO_PARENT], [6]),
+        frames.question(Kind.PUT, 2, 1000, 4)
+        + frames.wishes([fresh(), fresh()], [NO_PARENT] * 2, [2**64 - 4, 8]),
+    ],
+    ids=["bytes", "sum", "overflow"],
+)
+def test_whoever_breaks_the_rules_is_cut_off_and_the_node_serves_on(
+    store: KvStore, question: bytes
+) -> None:
+    with link_to(store) as link:
+        send(link, question, FAR_AHEAD)
+        assert is_ended(link)
+    store.put(b"still there", b"yes")
+    assert store.get(b"still there") == b"yes"
+
+
+def test_a_node_without_a_place_is_used_the_long_way() -> None:
+    """More connections than it takes: nobody is refused what it asks for."""
+    with running_node("--dram", str(DRAM)) as node:
+        url = f"node://{node.rpc_address}"
+        with store_of(url, TCP) as store, contextlib.ExitStack() as stack:
+            store.put(b"key", VALUE)
+            for _ in range(255):
+                stack.enter_context(link_to(store))
+            with store_of(url, TCP) as late:
+                assert late.get(b"key") == VALUE
+                late.put(b"other", VALUE)
+                assert late.get(b"other") == VALUE
+
+
+@pytest.mark.parametrize("flags", [("--transfer-rails", "127.0.0.1"), ("--transports", "shm")])
+def test_a_node_that_is_told_where_kv_goes_offers_no_other_way(flags: tuple[str, ...]) -> None:
+    with own_node(*flags, transports=BOTH) as (_, store):
+        store.put(b"key", VALUE)
+        assert store.get(b"key") == VALUE
+        lean = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).channel
+        with pytest.raises(MoonserveError, match="no method"):
+            lean.hand_over(frames.METHOD, timeout_s=PATIENCE_S)
+
+
+def test_a_node_that_is_killed_in_the_midst_is_lost_at_once() -> None:
+    """Of a put whose values it was taking in, and of a get that nobody answers any more."""
+    with own_node() as (node, store), link_to(store) as link:
+        store.put(b"key", VALUE)
+        send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        until(lambda: reserved(store) > 0)
+        node.kill()
+        assert is_ended(link)
+        with pytest.raises(PeerLost):
+            store.get(b"key", timeout_s=NEVER_S)
+
+
+def test_a_stopped_node_is_the_deadlines(node: Node, store: KvStore) -> None:
+    store.put(b"key", VALUE)
+    express, spots = express_of(store), Spots.packed(store.allocate(100), [100])
+    with stopped(node.process.pid), pytest.raises(DeadlineExceeded):
+        express.get([fresh()], spots, Deadline(0.3))
+    assert store.get(b"key") == VALUE
+
+
+def test_a_node_stops_in_order_while_connections_are_open() -> None:
+    with own_node() as (node, store), link_to(store) as link:
+        send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        until(lambda: reserved(store) > 0)
+        node.stop()
+        assert is_ended(link)

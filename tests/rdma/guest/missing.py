@@ -1,5 +1,0 @@
-"""What is raised when this host cannot run the guest; its text says what to install."""
-
-
-class GuestUnavailable(Exception):
-    """The guest cannot be had here."""

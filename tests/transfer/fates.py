@@ -1,0 +1,215 @@
+"""Real transports whose slices, connections and fences meet the fates that a test orders or draws by a seed.
+
+What a broken session had sent may still be stored later by its target (`Fate.LATE`), unless the connection is fenced:
+the target is held just before it stores, until `store_what_is_late`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from functools import partial
+from typing import Any
+
+import pytest
+
+from protocol.errors import IntegrityError, PeerLost, StaleLease
+from tests.patience import PATIENCE_S
+from transfer import Op, registry
+from transfer.base import Dial, Feed, Slice
+from transfer.scatter import Rows
+from transfer.tcp.frames import Header
+from transfer.windows import Window
+
+_STEP_S = 0.002
+
+
+class Fate(StrEnum):
+    """What becomes of one slice, one connection attempt or one fence."""
+
+    ARRIVES = auto()
+    REFUSED = auto()
+    CORRUPT = auto()
+    """It arrives with a byte flipped, which is noticed."""
+    LOST = auto()
+    """The session breaks before anything of it moved."""
+    LATE = auto()
+    """The session breaks, and the target stores it some time later."""
+    SILENT = auto()
+    """Nothing happens until its time is over."""
+    BUG = auto()
+    """The transport's own code fails."""
+
+
+@dataclass(eq=False)
+class _Serving:
+    """The target's end of one connection."""
+
+    aborted: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Fates:
+    """Shared by the engines of one test. Orders are used up one by one; then everything arrives. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.orders: dict[str, list[Fate]] = {"slice": [], "connect": [], "fence": [], "list": []}
+        self.on: dict[str, Callable[[], object]] = {}
+        """What happens first, by occasion."""
+        self.draw: Callable[[str], Fate] | None = None
+        """Instead of the orders."""
+        self.silent_connect_s = float("inf")
+        self.counts: Counter[tuple[str, Fate]] = Counter()
+        self.connect_s: list[float] = []
+        """The time that each attempt to connect was given."""
+        self.on_carry: Callable[[Slice, float], None] = lambda part, deadline_at: None
+        """Told of each slice, and of the end of the session's patience with it."""
+        self.open_sessions: set[object] = set()
+        self._lock = threading.Lock()
+        self._late: dict[bytes, threading.Event] = {}
+        """Rows of WRITEs that are to be late, and whether the target has got to them."""
+        self._held: list[_Serving] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        for name in names:
+            make = partial(self._fateful, registry._TRANSPORTS[name])
+            monkeypatch.setitem(registry._TRANSPORTS, name, make)
+
+    def store_what_is_late(self) -> int:
+        """The targets get to what broken sessions left behind; how many were still allowed to."""
+        with self._lock:
+            held, self._held = self._held, []
+        count = sum(not serving.aborted.is_set() for serving in held)
+        for serving in held:
+            serving.released.set()
+            assert serving.ended.wait(PATIENCE_S)
+        return count
+
+    def _of(self, occasion: str) -> Fate:
+        self.on.get(occasion, bool)()
+        with self._lock:
+            if self.draw is not None:
+                fate = self.draw(occasion)
+            else:
+                orders = self.orders[occasion]
+                fate = orders.pop(0) if orders else Fate.ARRIVES
+            self.counts[occasion, fate] += 1
+        return fate
+
+    def _fateful(self, make: Callable[[], Any]) -> Any:
+        transport = make()
+        transport.connect = partial(self._connect, transport.connect)
+        target = transport._target
+        transport._target = lambda hosted, sock: self._watched(target(hosted, sock))
+        return transport
+
+    def _connect(self, connect: Callable[[Dial], Any], dial: Dial) -> Any:
+        began = time.monotonic()
+        self.connect_s.append(dial.deadline_at - began)
+        fate = self._of("connect")
+        if fate is Fate.SILENT:
+            while time.monotonic() < min(dial.deadline_at, began + self.silent_connect_s):
+                dial.while_waiting()
+                time.sleep(_STEP_S)
+        if fate is not Fate.ARRIVES:
+            raise PeerLost("cannot be reached")
+        session = connect(dial)
+        self.open_sessions.add(session)
+        session.ask = partial(self._ask, session, session.ask)
+        session.read_at_once = session.read_alone = lambda *_: False
+        session.fence = partial(self._fence, session.fence)
+        session.list_segments = partial(self._list, session, session.list_segments)
+        session.close = partial(self._close, session, session.close)
+        return session
+
+    def _ask(
+        self, session: Any, ask: Callable[[Slice, Feed], bool], part: Slice, feed: Feed
+    ) -> bool:
+        self.on_carry(part, feed.deadline_at())
+        fate = self._of("slice")
+        match fate:
+            case Fate.REFUSED | Fate.CORRUPT:
+                refused = fate is Fate.REFUSED
+                feed.settle(part, StaleLease("refused") if refused else IntegrityError("corrupt"))
+                return False
+            case Fate.LATE if part.op is Op.WRITE:
+                self._send_late(session, ask, part, feed)
+                raise PeerLost("broken, and not all of it is gone")
+            case Fate.SILENT:
+                self._wait_in_vain(session, threading.Event())
+            case Fate.BUG:
+                raise RuntimeError("a bug of the transport")
+            case Fate.LATE | Fate.LOST:
+                raise PeerLost("broken")
+        return ask(part, feed)
+
+    def _send_late(
+        self, session: Any, ask: Callable[[Slice, Feed], bool], part: Slice, feed: Feed
+    ) -> None:
+        key, reached = part.rows.tobytes(), threading.Event()
+        with self._lock:
+            self._late[key] = reached
+        try:
+            ask(part, feed)
+            session._connection.flush()
+            self._wait_in_vain(session, reached)
+        finally:
+            with self._lock:
+                self._late.pop(key, None)
+
+    def _wait_in_vain(self, session: Any, event: threading.Event) -> None:
+        while not event.wait(_STEP_S):
+            session._connection.keep_time()
+            if session._connection.hung_up():
+                raise PeerLost("aborted")
+
+    def _fence(self, fence: Callable[[int, float], None], connection_id: int, end: float) -> None:
+        if self._of("fence") is not Fate.ARRIVES:
+            raise PeerLost("the fence failed")
+        fence(connection_id, end)
+
+    def _list(self, session: Any, list_segments: Callable[[float], Any], deadline_at: float) -> Any:
+        if self._of("list") is Fate.SILENT:
+            session._connection.set_deadline(deadline_at)
+            self._wait_in_vain(session, threading.Event())
+        return list_segments(deadline_at)
+
+    def _close(self, session: object, close: Callable[[], None]) -> None:
+        self.open_sessions.remove(session)
+        close()
+
+    def _watched(self, target: Any) -> Any:
+        serving = _Serving()
+        abort, close, window_for = target.connection.abort, target.close, target.window_for
+
+        def aborted() -> None:
+            serving.aborted.set()
+            abort()
+
+        def closed() -> None:
+            close()
+            serving.ended.set()
+
+        def held(header: Header, rows: Rows) -> Window:
+            self._hold_what_is_late(serving, rows)
+            window: Window = window_for(header, rows)
+            return window
+
+        target.connection.abort, target.close, target.window_for = aborted, closed, held
+        return target
+
+    def _hold_what_is_late(self, serving: _Serving, rows: Rows) -> None:
+        with self._lock:
+            reached = self._late.pop(rows.tobytes(), None)
+            if reached is None:
+                return
+            self._held.append(serving)
+        reached.set()
+        while not serving.released.wait(_STEP_S):
+            if serving.aborted.is_set():
+                raise PeerLost("the target has ended the connection")

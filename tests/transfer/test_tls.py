@@ -1,0 +1,184 @@
+"""Who is believed over TLS, and what those in between and outside can do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ConfigError, Incompatible, PeerError, PeerLost, Unauthenticated
+from tests.authority import Authority, Files, openssl
+from tests.patience import NEVER_S, PATIENCE_S
+from tests.transfer.conftest import TOKEN, Make, Pair
+from tests.transfer.proxy import Proxy, Towards, Trouble
+from transfer import Op, RemoteSegment, Transfer, TransferEngine
+from transfer.address import parse
+
+
+@pytest.fixture
+def transport() -> str:
+    return "tls"
+
+
+def read(near: TransferEngine, far: TransferEngine, address: str | None = None) -> None:
+    """Ten bytes, or a refusal: no deadline ends it."""
+    memory = far.allocate(4096, readable=True)
+    local = near.allocate(4096)
+    remote = RemoteSegment(address or far.address, memory.segment_id)
+    near.run([Transfer(Op.READ, local, 0, remote, 0, 10)], deadline_s=NEVER_S)
+
+
+@pytest.fixture
+def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start with files that their peers will refuse."""
+    monkeypatch.setattr("protocol.tls._rehearse", lambda *files: {})
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Files:
+    """Signed by another authority, which it believes."""
+    return Authority(tmp_path_factory.mktemp("strangers"), "strangers").sign("stranger")
+
+
+def test_a_peer_of_another_authority_is_refused(make_engine: Make, stranger: Files) -> None:
+    ours, theirs = make_engine(), make_engine(files=stranger)
+    for near, far in ((ours, theirs), (theirs, ours)):
+        with pytest.raises(Unauthenticated, match="peer's TLS certificate is refused"):
+            read(near, far)
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_a_target_refuses_an_initiator_that_its_authority_did_not_sign(
+    make_engine: Make, files: Files, stranger: Files
+) -> None:
+    intruder = make_engine(files=Files(stranger.certificate, stranger.key, files.authority))
+    with pytest.raises(Unauthenticated, match="refuses this process's TLS certificate"):
+        read(intruder, make_engine())
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_an_expired_certificate_is_refused_on_either_side(
+    make_engine: Make, authority: Authority
+) -> None:
+    ours, theirs = make_engine(), make_engine(files=authority.sign("expired", days=-1))
+    with pytest.raises(Unauthenticated, match="expired"):
+        read(ours, theirs)
+    with pytest.raises(Unauthenticated, match=r"refuses this process's TLS certificate.*expired"):
+        read(theirs, ours)
+
+
+def test_a_certificate_for_other_addresses_is_refused(
+    make_engine: Make, authority: Authority
+) -> None:
+    near = make_engine()
+    read(near, make_engine(files=authority.sign("nameless")))
+    read(near, make_engine(files=authority.sign("named", names="DNS:store-0")))
+    with pytest.raises(Unauthenticated, match=r"10\.0\.0\.9 only"):
+        read(near, make_engine(files=authority.sign("elsewhere", names="IP:10.0.0.9")))
+
+
+def test_the_cluster_token_is_asked_for_inside(make_engine: Make) -> None:
+    with pytest.raises(Unauthenticated, match="token"):
+        read(make_engine(token="another token"), make_engine())
+
+
+def test_ends_with_and_without_tls_say_what_to_do(make_engine: Make) -> None:
+    encrypted, plain = make_engine(), make_engine(files=None)
+    with pytest.raises(Incompatible, match="give the peer a TLS certificate"):
+        read(encrypted, plain)
+    with pytest.raises(Incompatible, match=r"the peer speaks TLS.*give it"):
+        read(plain, encrypted)
+
+
+def test_an_address_that_hides_or_claims_tls_gets_nobody_in(make_engine: Make) -> None:
+    encrypted, plain = make_engine(), make_engine(files=None)
+    with pytest.raises(PeerLost):
+        read(plain, encrypted, encrypted.address.replace("tls=1;", ""))
+    with pytest.raises(PeerLost):
+        read(encrypted, plain, plain.address.replace(";tcp=", ";tls=1;tcp="))
+
+
+def test_plain_bytes_on_the_encrypted_port_end_their_connection_only(pair: Pair) -> None:
+    host, _, port = parse(pair.far.address).rails["tcp"][0].endpoint.rpartition(":")
+    for garbage in (b"\0" * 100, b"MOONXFER" + bytes(35), b"\x16\x03\x01\x40\x00" + b"x" * 300):
+        with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(PATIENCE_S)
+            while sock.recv(4096):
+                pass
+    pair.run(pair.read(0, 0, 10))
+
+
+@pytest.fixture
+def proxy(pair: Pair) -> Iterator[Proxy]:
+    """Somebody in between, who listens."""
+    proxy = Proxy(parse(pair.far.address).rails["tcp"][0].endpoint)
+    proxy.seen = bytearray()
+    yield proxy
+    proxy.close()
+
+
+def write_through(proxy: Proxy, pair: Pair, nbytes: int) -> None:
+    pair.local.buffer[:] = b"a secret, often." * (pair.local.nbytes // 16)
+    endpoint = parse(pair.far.address).rails["tcp"][0].endpoint
+    remote = replace(pair.remote, address=pair.far.address.replace(endpoint, proxy.endpoint))
+    write = replace(pair.write(0, 0, nbytes), remote=remote)
+    try:
+        pair.near.run([write], deadline_s=PATIENCE_S)
+    finally:
+        pair.near.forget(remote.address)
+
+
+def test_a_listener_in_between_sees_nothing_of_what_is_sent(pair: Pair, proxy: Proxy) -> None:
+    write_through(proxy, pair, 64 << 10)
+    assert pair.memory.buffer[: 64 << 10] == pair.local.buffer[: 64 << 10]
+    assert proxy.seen is not None
+    assert len(proxy.seen) > 64 << 10
+    assert b"secret" not in proxy.seen
+
+
+def test_a_byte_changed_on_the_way_never_reaches_memory(pair: Pair, proxy: Proxy) -> None:
+    write_through(proxy, pair, 10)
+    assert proxy.seen is not None
+    at = len(proxy.seen) + (6 << 10)  # in the middle of one record
+    proxy.flip = Trouble(Towards.TARGET, at=at, times=100)
+    before = bytes(pair.memory.buffer)
+    with pytest.raises(PeerError):
+        write_through(proxy, pair, 12 << 10)
+    assert pair.memory.buffer == before
+
+
+# Files that cannot work are refused when the engine starts.
+
+
+def refusal(files: Files) -> str:
+    with pytest.raises(ConfigError) as caught:
+        TransferEngine(cluster_token=TOKEN, options=files.transfer_options()).start()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["certificate", "key", "authority"])
+def test_a_file_that_is_missing_or_no_pem_is_named(files: Files, name: str, tmp_path: Path) -> None:
+    (nonsense := tmp_path / "nonsense.pem").write_text("nonsense")
+    assert str(nonsense) in refusal(replace(files, **{name: nonsense}))
+    missing = Path("/nowhere/missing.pem")
+    assert "/nowhere/missing.pem: No such file" in refusal(replace(files, **{name: missing}))
+
+
+def test_files_that_do_not_work_together_or_expired_are_told(
+    files: Files, authority: Authority, tmp_path: Path
+) -> None:
+    other = authority.sign("other")
+    message = refusal(replace(files, key=other.key))
+    assert "do not belong together" in message
+    assert str(other.key) in message
+    locked = tmp_path / "locked.key"
+    openssl(f"pkey -in {files.key} -aes256 -passout pass:secret -out {locked}")
+    assert "password" in refusal(replace(files, key=locked))  # nobody waits for one
+    assert "expired" in refusal(authority.sign("expired", days=-1))
+    stranger = Authority(tmp_path, "other")
+    assert str(stranger.certificate) in refusal(replace(files, authority=stranger.certificate))

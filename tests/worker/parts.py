@@ -1,0 +1,208 @@
+"""Parts of a cluster over real sockets, memory and a real (tiny) model: a decode worker, and the ears of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.generate import generate
+from decode_worker.keeping import KeepingCosts
+from decode_worker.limits import Limits
+from decode_worker.service import DecodeService
+from decode_worker.servicers import LandingServicer, LandingZone
+from decode_worker.state import DecodeState
+from engine.block_pool import BlockPool
+from engine.config import load_model_config
+from engine.engine import Engine
+from engine.runtime import EngineThread
+from engine.staging import staging_of
+from kvstore.client.blocks import BlockStores
+from protocol.layout import KvLayout
+from protocol.machine import host_identity
+from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
+from protocol.request import Endpoint, SamplingParams
+from protocol.rpc import Channels, RpcServer
+from tests.engine.kernels.calls import kernels_folder
+from tests.engine.tensor_parallel.teams import team
+from tests.patience import PATIENCE_S
+from transfer import TransferEngine
+from worker.memory import KvMemory
+from worker.service import WorkerServicer
+
+TOKEN = "secret"
+BLOCK_SIZE = 8
+
+
+@dataclass
+class Ears:
+    """What a gateway heard from all workers."""
+
+    tokens: dict[str, dict[int, int]] = field(default_factory=dict)
+    reports: dict[str, worker_pb2.PrefillReport] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    failures: dict[str, common_pb2.Failure] = field(default_factory=dict)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def listen(self, channels: Channels, address: str, stands: asyncio.Event) -> None:
+        stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+        request = worker_pb2.EventsRequest(gateway_id="gateway-0")
+        async for batch in channels.stream(stub.Events, request):
+            stands.set()
+            async with self.changed:
+                self._take(batch)
+                self.changed.notify_all()
+
+    def _take(self, batch: worker_pb2.EventBatch) -> None:
+        for event in batch.tokens:
+            tokens = self.tokens.setdefault(event.request_id, {})
+            assert event.index not in tokens, "a token came twice"
+            tokens[event.index] = event.token_id
+            if event.finish_reason:
+                self.finished.add(event.request_id)
+        self.reports.update({report.request_id: report for report in batch.prefills})
+        self.failures.update({failed.request_id: failed.failure for failed in batch.failures})
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S), self.changed:
+            await self.changed.wait_for(holds)
+
+    async def all_tokens(self, name: str) -> list[int]:
+        """Once it has finished."""
+        await self.until(lambda: name in self.finished or name in self.failures)
+        assert name not in self.failures, self.failures[name]
+        indexes = sorted(self.tokens[name])
+        assert indexes == list(range(indexes[0], indexes[0] + len(indexes))), "some are missing"
+        return [self.tokens[name][index] for index in indexes]
+
+    async def first_token(self, name: str) -> int:
+        await self.until(lambda: bool(self.tokens.get(name)))
+        return self.tokens[name][0]
+
+    async def failure(self, name: str) -> common_pb2.Failure:
+        await self.until(lambda: name in self.failures)
+        return self.failures[name]
+
+
+@asynccontextmanager
+async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> AsyncIterator[None]:
+    """From the first moment on: a worker gives up the requests of a gateway that stays away for seconds."""
+    stands = asyncio.Event()
+    task = asyncio.create_task(ears.listen(channels, endpoint.rpc_address, stands))
+    try:
+        await asyncio.wait_for(stands.wait(), PATIENCE_S)
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def endpoint_of(name: str, rpc_address: str, transfer_address: str = "") -> Endpoint:
+    return Endpoint(
+        instance_id=name,
+        epoch=1,
+        rpc_address=rpc_address,
+        transfer_address=transfer_address,
+        host=host_identity(),
+    )
+
+
+def layout_of(path: Path, kv_dtype: str = "auto") -> KvLayout:
+    return load_model_config(path).kv_layout(BLOCK_SIZE, "float32", kv_dtype)
+
+
+def load_engine(
+    path: Path,
+    num_blocks: int = 64,
+    memory: memoryview | None = None,
+    *,
+    kv_dtype: str = "auto",
+    device: str = "cpu",
+) -> Engine:
+    """Computes in float32, and, where KV is quantised, with native kernels: there a row's bits do not depend on its
+    batch, and so codes do not either."""
+    layout = layout_of(path, kv_dtype)
+    return Engine.load(
+        path,
+        config=load_model_config(path),
+        layout=layout,
+        dtype="float32",
+        num_blocks=num_blocks,
+        memory=memory,
+        device=device,
+        cache_folder=kernels_folder() if layout.is_quantised else None,
+    )
+
+
+def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The reference: greedy tokens of one sequence alone in one engine. Overwrites the engine's pool."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    (generation,) = generate(engine, [prompt], sampling)
+    return list(generation.token_ids)
+
+
+@contextmanager
+def computing(
+    path: Path, num_blocks: int, memory: memoryview, *, ranks: int = 1, **options: str
+) -> Iterator[EngineThread]:
+    """An engine of one rank or several over this memory."""
+    with ExitStack() as stack:
+        if ranks == 1:
+            engine = load_engine(path, num_blocks, memory, **options)
+        else:
+            shared = team(path, ranks, block_size=BLOCK_SIZE, num_blocks=num_blocks, memory=memory)
+            engine = stack.enter_context(shared)
+        yield stack.enter_context(closing(EngineThread(engine)))
+
+
+@asynccontextmanager
+async def decoding(
+    path: Path,
+    num_blocks: int = 48,
+    *,
+    ranks: int = 1,
+    kv_dtype: str = "auto",
+    device: str = "cpu",
+    keeping: KeepingCosts | None = None,
+    **limits: int | bool,
+) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
+    """The product's decode worker, without its process."""
+    layout = layout_of(path, kv_dtype)
+    pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
+    bounds = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 1000, **limits}
+    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **bounds), keeping=keeping)
+    server = RpcServer(TOKEN)
+    async with AsyncExitStack() as stack:
+        transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
+        segment = transfer.allocate(layout.pool_bytes(num_blocks))
+        pooled = computing(
+            path, num_blocks, segment.buffer, ranks=ranks, kv_dtype=kv_dtype, device=device
+        )
+        thread = stack.enter_context(pooled)
+        staging = stack.enter_context(closing(staging_of(thread.engine)))
+        channels = Channels(TOKEN)
+        stack.push_async_callback(channels.close)
+        stores = BlockStores(channels, transfer)
+        stack.push_async_callback(stores.close)
+        memory = KvMemory(segment, layout, num_blocks, staging=staging)
+        service = DecodeService(state, thread, transfer, memory, stores=stores)
+        zone = LandingZone(
+            transfer_address=transfer.address,
+            segment_id=segment.segment_id,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            fingerprint=thread.engine.fingerprint,
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(service), server.grpc)
+        landing = LandingServicer(service, zone)
+        worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
+        server.add_lean("Landing", landing)
+        address = await server.start("127.0.0.1", 0)
+        try:
+            yield endpoint_of("decode-0", address, transfer.address), service
+        finally:
+            await asyncio.wait_for(service.finish(), PATIENCE_S)
+            await server.stop(0)
+            await service.stop()

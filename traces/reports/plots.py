@@ -1,0 +1,394 @@
+"""What a report draws of results. A result has the same number and line in all drawings; what it lacks has no image."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.reports.drawing import WIDTH_IN, Image, image, label_axes, legend, line_style
+from traces.reports.numbers import tick
+from traces.reports.summary import error_of, summary
+from traces.simulator.results import End, InstanceSample, SimulationResult
+
+Floats = npt.NDArray[np.float64]
+
+MAX_POINTS = 250  # of a curve: more are not seen
+MAX_DECADES = 5  # of latencies; smaller ones lie on the left edge
+MAX_BINS = 60  # of time
+MAX_COLUMNS = 180  # of a table of loads
+MAX_REASONS = 7  # that have a colour of their own; the rest is "other"
+OTHER = "other reasons"
+NEAR = 0.25  # of the actual TTFT: what the caption counts
+RANKS = (1, 3, 10, 30, 100)
+SAME_RATE = 1.01  # the same trace, cut a little differently
+_NUDGE = (
+    1e-6  # of a column: rounding moves no sample into the one before and adds no column at the end
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A result with its place on the page."""
+
+    number: int
+    result: SimulationResult
+    figures: Mapping[str, Any]  # its summary
+
+    @property
+    def title(self) -> str:
+        return f"{self.number} {self.result.name}"
+
+    @property
+    def line(self) -> dict[str, str]:
+        """How its lines look."""
+        return line_style(self.number - 1)
+
+
+def subjects_of(results: Sequence[SimulationResult]) -> list[Subject]:
+    return [
+        Subject(number=number, result=result, figures=summary(result))
+        for number, result in enumerate(results, start=1)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Images that answer one question."""
+
+    title: str
+    note: str
+    images: tuple[Image, ...]
+    is_narrow: bool = False  # small images, several in a row
+
+
+def sections(subjects: Sequence[Subject]) -> list[Section]:
+    """Those for which the results have something to draw."""
+    drawn = (latencies, goodput, hits, rejections, predictions, replicas, loads)
+    return [section for draw in drawn if (section := draw(subjects)).images]
+
+
+def latencies(subjects: Sequence[Subject]) -> Section:
+    """A curve counts all requests of its result, so that what latencies cost is in the same drawing."""
+    ttft = _distribution(
+        "TTFT", "s", subjects, [s.result.ttft_slo_s for s in subjects],
+        [_latencies(s.result, "ttft_s") for s in subjects],
+    )  # fmt: skip
+    tbt = _distribution(
+        "TBT", "ms", subjects, [s.result.tbt_slo_s * 1000 for s in subjects],
+        [_latencies(s.result, "tbt_s") * 1000 for s in subjects],
+    )  # fmt: skip
+    return Section(
+        title="Latencies",
+        note="Share of all requests that completed with at most this latency; a curve that ends below 100 % lacks the"
+        " rejected and failed ones. Dashed: the objective. TBT is the mean of the longest tenth of a request's gaps"
+        " between tokens.",
+        images=(*ttft, *tbt),
+    )
+
+
+def _latencies(result: SimulationResult, name: str) -> Floats:
+    found = [getattr(each, name) for each in result.outcomes if each.end is End.COMPLETED]
+    return np.sort(np.array([each for each in found if each is not None], np.float64))
+
+
+def _distribution(
+    name: str,
+    unit: str,
+    subjects: Sequence[Subject],
+    limits: Sequence[float],
+    samples: Sequence[Floats],
+) -> tuple[Image, ...]:
+    positive = np.concatenate([each[each > 0] for each in samples])
+    if not positive.size:
+        return ()
+    high = max(float(positive.max()), *limits) * 1.15
+    low = max(min(float(positive.min()), *limits), high / 10**MAX_DECADES) / 1.15
+
+    def draw(figure: Any) -> None:
+        panel = figure.add_subplot(xscale="log", xlabel=f"{name}, {unit}")
+        panel.set(xlim=(low, high), ylim=(0, 1.005))
+        label_axes(panel, percent_y=True)
+        for limit in set(limits):
+            panel.axvline(limit, color="grey", linestyle="--", linewidth=1)
+        for subject, sample in zip(subjects, samples, strict=True):
+            if sample.size:
+                x, y = cumulative(sample, len(subject.result.outcomes))
+                xs = np.maximum([*x, high], low)
+                panel.plot(
+                    xs, [*y, y[-1]], drawstyle="steps-post", label=subject.title, **subject.line
+                )
+        legend(figure)
+
+    return (image(name, draw),)
+
+
+def cumulative(ordered: Floats, num_requests: int) -> tuple[Floats, Floats]:
+    """Values and the share of `num_requests` that is at most each; begins at 0, thinned to MAX_POINTS, ends kept."""
+    ranks = np.arange(len(ordered))
+    if len(ranks) > MAX_POINTS:
+        ranks = np.unique(np.linspace(0, len(ordered) - 1, MAX_POINTS).round().astype(np.int64))
+    shares = (ranks + 1) / num_requests
+    return np.concatenate([ordered[:1], ordered[ranks]]), np.concatenate([[0.0], shares])
+
+
+def goodput(subjects: Sequence[Subject]) -> Section:
+    """Without images unless the results' rates differ."""
+    points = [
+        (each, float(each.figures["request_rate"]), float(each.figures["request_goodput"]))
+        for each in subjects
+        if each.figures["request_rate"] is not None
+    ]
+    rates = [x for _, x, _ in points]
+    differ = bool(rates) and max(rates) > SAME_RATE * min(rates)
+    return Section(
+        title="Goodput against rate",
+        note="Goodput counts the requests per second that met both objectives; on the dotted line all would.",
+        images=_sweep(
+            points if differ else [], "arrivals, requests/s", "goodput, requests/s", diagonal=True
+        ),
+    )
+
+
+def hits(subjects: Sequence[Subject]) -> Section:
+    """Without images unless capacities are known and differ."""
+    points = [
+        (each, float(each.result.capacity_tokens), float(each.figures["hit_ratio"]))
+        for each in subjects
+        if each.result.capacity_tokens
+    ]
+    differ = len({x for _, x, _ in points}) > 1
+    return Section(
+        title="Hit rate against capacity",
+        note="Share of the completed requests' prompt tokens that were read instead of computed; capacity is that of"
+        " all machines together.",
+        images=_sweep(points if differ else [], "prefix cache, tokens", "hits / prompt tokens"),
+    )
+
+
+def _sweep(
+    points: Sequence[tuple[Subject, float, float]],
+    x_label: str,
+    y_label: str,
+    *,
+    diagonal: bool = False,
+) -> tuple[Image, ...]:
+    """A point per result, with its number; those of one series are joined."""
+    if not points:
+        return ()
+
+    def draw(figure: Any) -> None:
+        panel = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+        xs = [x for _, x, _ in points]
+        if min(xs) * 8 <= max(xs):
+            panel.set_xscale("log")
+        if diagonal:
+            panel.plot([min(xs), max(xs)], [min(xs), max(xs)], color="grey", linestyle=":")
+        series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for subject, x, y in points:
+            panel.plot([x], [y], "o", color=subject.line["color"], label=subject.title)
+            panel.annotate(str(subject.number), (x, y), (4, 4), textcoords="offset points")
+            if subject.result.series:
+                series[subject.result.series].append((x, y))
+        for members in series.values():
+            panel.plot(*zip(*sorted(members), strict=True), color="grey", linewidth=1, zorder=1)
+        panel.set_ylim(bottom=0)
+        label_axes(panel)
+        legend(figure)
+
+    return (image(y_label.split(",")[0], draw),)
+
+
+def rejections(subjects: Sequence[Subject]) -> Section:
+    """Requests that did not complete, by reason, when they arrived."""
+    found = {
+        each.number: [
+            (o.arrived_s, error_of(o)) for o in each.result.outcomes if o.end is not End.COMPLETED
+        ]
+        for each in subjects
+    }
+    reasons = _reasons([reason for errors in found.values() for _, reason in errors])
+    end_s = max((each.result.duration_s for each in subjects), default=0.0) or 1.0
+
+    def drawn(subject: Subject) -> Image:
+        errors = found[subject.number]
+        columns = [
+            [at for at, r in errors if (r if r in reasons else OTHER) == reason]
+            for reason in reasons
+        ]
+
+        def draw(figure: Any) -> None:
+            panel = figure.add_subplot(xlabel="time, s", ylabel="requests", xlim=(0, end_s))
+            panel.hist(columns, bins=MAX_BINS, range=(0, end_s), stacked=True, label=reasons)
+            legend(figure, least=1)
+
+        note = f"{len(errors):,} in all"
+        return image(subject.title, draw, size_in=(4.2, 3.0), note=note)
+
+    return Section(
+        title="Rejections and failures",
+        note="Requests that did not complete, by reason, when they arrived.",
+        images=tuple(drawn(each) for each in subjects if found[each.number]),
+        is_narrow=True,
+    )
+
+
+def _reasons(found: Sequence[str]) -> list[str]:
+    """The most frequent first."""
+    ordered = sorted(Counter(found).items(), key=lambda item: (-item[1], item[0]))
+    names = [name for name, _ in ordered]
+    return names if len(names) <= MAX_REASONS + 1 else [*names[:MAX_REASONS], OTHER]
+
+
+def predictions(subjects: Sequence[Subject]) -> Section:
+    """Requests with a first token and a prediction."""
+    pairs = [(each, pairs_of(each.result)) for each in subjects]
+    return Section(
+        title="Predicted against actual TTFT",
+        note="Each cell counts requests, on a logarithmic scale. Right of the dotted line the first token came later"
+        " than the scheduler had predicted.",
+        images=tuple(_prediction(each, values) for each, values in pairs if len(values)),
+        is_narrow=True,
+    )
+
+
+def pairs_of(result: SimulationResult) -> Floats:
+    """`[request, 2]`: actual and predicted seconds, of requests that have both, above 0."""
+    pairs = np.array(
+        [(o.ttft_s, o.predicted_ttft_s) for o in result.outcomes if o.ttft_s is not None],
+        np.float64,
+    ).reshape(-1, 2)
+    kept: Floats = pairs[np.isfinite(pairs).all(axis=1) & (pairs > 0).all(axis=1)]
+    return kept
+
+
+def near_share(pairs: Floats) -> float:
+    """Of the requests, whose prediction was off by at most NEAR of the actual TTFT."""
+    return float(np.mean(np.abs(pairs[:, 1] - pairs[:, 0]) <= NEAR * pairs[:, 0]))
+
+
+def _prediction(subject: Subject, pairs: Floats) -> Image:
+    def draw(figure: Any) -> None:
+        panel = figure.add_subplot(xlabel="actual TTFT, s", ylabel="predicted TTFT, s")
+        low, high = pairs.min() / 1.1, pairs.max() * 1.1
+        panel.hexbin(
+            pairs[:, 0], pairs[:, 1], gridsize=40, bins="log", mincnt=1, xscale="log", yscale="log",
+            extent=2 * (math.log10(low), math.log10(high)), cmap="Blues",
+        )  # fmt: skip
+        panel.plot([low, high], [low, high], color="grey", linestyle=":")
+        label_axes(panel)
+
+    note = f"{near_share(pairs):.0%} of {len(pairs):,} within {NEAR:.0%}"
+    return image(subject.title, draw, size_in=(4.2, 3.6), note=note)
+
+
+def replicas(subjects: Sequence[Subject]) -> Section:
+    """How many machines held the blocks of some ranks of popularity."""
+
+    def drawn(subject: Subject) -> Image:
+        samples = subject.result.replicas
+
+        def draw(figure: Any) -> None:
+            panel = figure.add_subplot(xlabel="time, s", ylabel="machines")
+            for rank in RANKS:
+                held = [(s.at_s, s.replicas[rank - 1]) for s in samples if len(s.replicas) >= rank]
+                if held:
+                    panel.plot(
+                        *zip(*held, strict=True), drawstyle="steps-post", label=f"rank {rank}"
+                    )
+            panel.set_ylim(bottom=0)
+            legend(figure)
+
+        return image(subject.title, draw, size_in=(4.2, 3.0))
+
+    return Section(
+        title="Replicas of popular blocks",
+        note="Machines that hold the block of each rank of popularity (uses so far) at that moment.",
+        images=tuple(
+            drawn(s) for s in subjects if any(each.replicas for each in s.result.replicas)
+        ),
+        is_narrow=True,
+    )
+
+
+def loads(subjects: Sequence[Subject]) -> Section:
+    """How busy each instance was: a row per instance, time to the right."""
+    return Section(
+        title="Load of each instance",
+        note="A row per instance, by the root of its load, since a few long queues would leave all others invisible.",
+        images=tuple(_load_image(each) for each in subjects if each.result.instances),
+    )
+
+
+def _load_image(subject: Subject) -> Image:
+    samples = subject.result.instances
+    kinds = kinds_of(samples)
+    end_s = max(subject.result.duration_s, samples[-1].at_s) or 1.0
+    length_s = column_length_s(samples, end_s)
+    heights = [min(max(0.14 * len(names), 0.5), 5.0) for names in kinds.values()]
+
+    def draw(figure: Any) -> None:
+        from matplotlib.colors import PowerNorm
+
+        panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for panel, (kind, names) in zip(panels, kinds.items(), strict=True):
+            table, what = table_of(samples, names, end_s=end_s, length_s=length_s)
+            top = float(np.nanmax(table)) or 1.0
+            shown = panel.imshow(
+                table, aspect="auto", interpolation="none", cmap="Blues",
+                norm=PowerNorm(0.5, vmin=0, vmax=top),
+                extent=(0, table.shape[1] * length_s, len(names) - 0.5, -0.5),
+            )  # fmt: skip
+            step = math.ceil(len(names) / 35)
+            panel.set_yticks(range(0, len(names), step), names[::step], fontsize=8)
+            panel.set_title(f"{kind}: {what}", loc="left", fontsize=9)
+            panel.grid(visible=False)
+            figure.colorbar(shown, ax=panel, format=tick)
+        panels[-1].set_xlabel("time, s")
+
+    return image(subject.title, draw, size_in=(WIDTH_IN, sum(heights) + 0.75 * len(kinds)))
+
+
+def kinds_of(samples: Sequence[InstanceSample]) -> dict[str, list[str]]:
+    """Kinds ("prefill-12" → "prefill") in the order in which they appear, and their instances by number."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for sample in samples:
+        name = sample.instance_id
+        kinds[re.sub(r"[-_.:/ ]*\d+$", "", name) or "instances"].add(name)
+    return {
+        kind: sorted(names, key=lambda name: (len(name), name)) for kind, names in kinds.items()
+    }
+
+
+def column_length_s(samples: Sequence[InstanceSample], end_s: float) -> float:
+    """A whole multiple of the usual time between samples, so that each column has equally many."""
+    times = sorted({sample.at_s for sample in samples})
+    typical_s = float(np.median(np.diff(times))) if len(times) > 1 else end_s
+    return typical_s * math.ceil(end_s / typical_s / MAX_COLUMNS)
+
+
+def table_of(
+    samples: Sequence[InstanceSample], names: Sequence[str], *, end_s: float, length_s: float
+) -> tuple[Floats, str]:
+    """`[instance, column]` mean loads of stretches of `length_s`, NaN where nothing was sampled; and what they are.
+
+    Where instances predict their queue, as prefill machines do, it is that queue; else the requests that they have.
+    """
+    row_of = {name: row for row, name in enumerate(names)}
+    own = [sample for sample in samples if sample.instance_id in row_of]
+    predicted = any(sample.predicted_queue_s > 0 for sample in own)
+    shape = len(names), max(1, math.ceil(end_s / length_s - _NUDGE))
+    sums, counts = np.zeros(shape), np.zeros(shape)
+    for sample in own:
+        column = min(int(sample.at_s / length_s + _NUDGE), shape[1] - 1)
+        at = row_of[sample.instance_id], column
+        sums[at] += sample.predicted_queue_s if predicted else sample.queued + sample.running
+        counts[at] += 1
+    table = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    return table, "predicted queue, s" if predicted else "requests, waiting and running"

@@ -1,0 +1,1 @@
+"""The tcp transport, and the stream connection that shm and rdma use beside their own ways."""

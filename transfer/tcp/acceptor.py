@@ -1,0 +1,176 @@
+"""Takes connections on a listening socket: one thread that accepts, one per peer that serves it.
+
+Its rule: whoever has not proved itself within the handshake's time is dropped, and no number of such
+strangers can take more than `_MAX_CONNECTIONS` threads. Knows no frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protocol.errors import MoonserveError, PeerLost
+from transfer.address import Rail
+from transfer.base import Hosted
+from transfer.tcp import handshake
+from transfer.tcp.connection import Connection
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 5.0
+"""A connection that has not proved itself by then is closed, since it takes one of `_MAX_CONNECTIONS` threads. This
+limits no call: a peer that dials waits until its own deadline, however long this process stands still."""
+_MAX_CONNECTIONS = 1024
+
+
+class Target(Protocol):
+    """What serves one authenticated connection."""
+
+    checksums: bool
+    """Told before `serve`: what the handshake agreed on."""
+
+    @property
+    def connection(self) -> Connection: ...
+    def serve(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Acceptor:
+    """A `base.Listener` on a socket, which it owns."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        rail: Rail,
+        hosted: Hosted,
+        make_target: Callable[[socket.socket], Target],
+    ) -> None:
+        self.rail = rail
+        self._listener = listener
+        self._hosted = hosted
+        self._make_target = make_target
+        self._lock = threading.Lock()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._accept, name=f"transfer-accept {rail.endpoint}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """On return no thread of it runs and nothing more is stored."""
+        self._closed.set()
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            serving = dict(self._serving)
+        for connection in serving:
+            connection.abort()
+        for thread in serving.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed.wait(0.1):  # out of descriptors: give others time to close
+                    _log.warning("cannot accept: %s", error)
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lock:
+            if len(self._serving) >= _MAX_CONNECTIONS:
+                _log.warning("more than %d connections on %s", _MAX_CONNECTIONS, self.rail.endpoint)
+                sock.close()
+                return
+            try:
+                target = self._make_target(sock)
+            except OSError:  # it has hung up already, and the socket knows no peer any more
+                sock.close()
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(target,), name="transfer-target", daemon=True
+            )
+            self._serving[target.connection] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may not have more threads
+                _log.warning("cannot serve a connection: %s", error)
+                del self._serving[target.connection]
+                sock.close()
+
+    def _serve(self, target: Target) -> None:
+        connection = target.connection
+        served = self._hosted.served.add(connection.abort)
+        try:
+            connection.set_deadline(time.monotonic() + _HANDSHAKE_S)
+            agreed = handshake.respond(
+                connection,
+                self._hosted.credentials,
+                served.connection_id,
+                checksums=self._hosted.options.checksums,
+            )
+            target.checksums = agreed.checksums
+            target.serve()
+        except MoonserveError as error:
+            level = logging.DEBUG if type(error) is PeerLost else logging.WARNING
+            _log.log(level, "connection to %s ended: %s", self.rail.endpoint, error)
+        finally:
+            connection.close()
+            target.close()
+            self._hosted.served.remove(served)
+            with self._lock:
+                del self._serving[connection]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedConnection:
+    """One connection while it is served."""
+
+    abort: Callable[[], None]
+    connection_id: int = field(default_factory=lambda: secrets.randbits(63) | 1)
+    """Random: a peer that names it has been told it in its handshake."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class ServedConnections:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._served: dict[int, ServedConnection] = {}
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def add(self, abort: Callable[[], None]) -> ServedConnection:
+        served = ServedConnection(abort)
+        with self._lock:
+            self._served[served.connection_id] = served
+        return served
+
+    def remove(self, served: ServedConnection) -> None:
+        """Its thread stores nothing any more."""
+        with self._lock:
+            self._served.pop(served.connection_id, None)
+        served.ended.set()
+
+    def end(self, connection_id: int, timeout_s: float) -> None:
+        """One that is unknown has ended. Raises PeerLost when it cannot be ended in time."""
+        served = self._served.get(connection_id)
+        if served is None:
+            return
+        served.abort()
+        if not served.ended.wait(timeout_s):
+            raise PeerLost(f"a connection is still served after {timeout_s} s")

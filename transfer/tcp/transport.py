@@ -1,0 +1,173 @@
+"""The `tcp` transport: scatter lists straight from and into registered memory, any two hosts.
+
+One rail per local address, several connections per pair of rails where one cannot fill the link.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from protocol.errors import ConfigError, Incompatible, PeerLost
+from protocol.machine import boot_id
+from protocol.tls import Certificates, load
+from transfer.address import Address, Rail
+from transfer.base import Dial, Hosted
+from transfer.paths.discovery import local_tcp_rails
+from transfer.segments import Segment
+from transfer.tcp.acceptor import Acceptor
+from transfer.tcp.connection import Connection
+from transfer.tcp.session import StreamSession, authenticate
+from transfer.tcp.target import StreamTarget
+from transfer.tcp.tls import TlsConnection
+
+_KEEPALIVE = {  # a host that vanished is noticed within 20 s even by an idle connection
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 2,
+    socket.TCP_USER_TIMEOUT: 20_000,
+}
+
+
+_LOCAL_BUFFER_BYTES = 2 << 20
+"""Within a host the kernel's automatic sizing ends up with buffers that fall out of the cache (LOG.md)."""
+
+
+class TcpSession(StreamSession):
+    reads_alone = True
+
+
+class TcpTransport:
+    name = "tcp"
+
+    def __init__(self) -> None:
+        self._certificates: Certificates | None = None
+        """Read when it listens; None: without TLS."""
+
+    def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
+        """Raises ConfigError when an address cannot be bound or is none that peers can dial, or for TLS files."""
+        files = hosted.options.tls_files
+        self._certificates = None if files is None else load(files)
+        rails = local_tcp_rails(hosted.options.tcp_rails or (hosted.options.host,))
+        acceptors: list[Acceptor] = []
+        try:
+            for rail in rails:
+                acceptors.append(self._listen_on(rail, hosted))  # noqa: PERF401 - closed below when a later one fails
+        except ConfigError:
+            for acceptor in acceptors:
+                acceptor.close()
+            raise
+        return acceptors
+
+    def _listen_on(self, rail: Rail, hosted: Hosted) -> Acceptor:
+        """`rail` without a port yet."""
+        listener, endpoint = listen_on(rail.endpoint)
+        rail = replace(rail, endpoint=endpoint)
+        return Acceptor(listener, rail, hosted, partial(self._target, hosted))
+
+    def reachable(self, address: Address) -> bool:
+        return self.name in address.rails
+
+    def connect(self, dial: Dial) -> TcpSession:
+        _require_same_tls(dial)
+        connection = open_connection(dial, self._encrypted)
+        return TcpSession(dial, connection, authenticate(connection, dial))
+
+    def _target(self, hosted: Hosted, sock: socket.socket) -> StreamTarget:
+        tune_accepted(sock)
+        if self._certificates is None:
+            return StreamTarget(Connection(sock), hosted)
+        return StreamTarget(TlsConnection(sock, self._certificates.target), hosted)
+
+    def _encrypted(self, sock: socket.socket, ip: str) -> Connection:
+        if self._certificates is None:
+            return Connection(sock)
+        return TlsConnection(sock, self._certificates.initiator, peer_ip=ip)
+
+    def segment_added(self, segment: Segment) -> None:
+        """Nothing to register."""
+
+    def segment_removed(self, segment: Segment) -> None:
+        """Nothing was registered."""
+
+
+def listen_on(ip: str) -> tuple[socket.socket, str]:
+    """A listener on a port of the kernel's choice, and what peers dial. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:
+        listener = socket.create_server((ip, 0), family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {ip}: {error}") from error
+    port = listener.getsockname()[1]
+    return listener, f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def _plain(sock: socket.socket, ip: str) -> Connection:
+    return Connection(sock)
+
+
+def open_connection(
+    dial: Dial, make: Callable[[socket.socket, str], Connection] = _plain
+) -> Connection:
+    """Begins to connect to the remote rail, from the local one. Raises PeerLost."""
+    host, _, port = dial.remote.endpoint.rpartition(":")
+    try:
+        ip, port_number = ipaddress.ip_address(host.strip("[]")), int(port)
+    except ValueError as error:  # published addresses are numeric: no resolver to wait for
+        raise PeerLost(f"no address to dial: {dial.remote.endpoint!r}") from error
+    sock = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+    _tune(sock, local=dial.address.host == boot_id())
+    connection = make(sock, str(ip))
+    try:
+        _leave_by(sock, dial.local)
+        code = sock.connect_ex((str(ip), port_number))
+    except OverflowError:
+        code = errno.EINVAL
+    except OSError as error:
+        code = error.errno or errno.EIO
+    if code not in (0, errno.EINPROGRESS):
+        connection.close()
+        reason = errno.errorcode.get(code, str(code))
+        raise PeerLost(f"cannot connect to {dial.remote.endpoint}: {reason}")
+    return connection
+
+
+def _require_same_tls(dial: Dial) -> None:
+    """Said before dialling: the ends would only find each other's bytes unreadable. Raises Incompatible."""
+    if dial.address.tls and not dial.options.tls:
+        raise Incompatible(
+            "the peer speaks TLS on tcp and this process does not: give it a TLS certificate, key and authority"
+        )
+    if dial.options.tls and not dial.address.tls:
+        raise Incompatible(
+            "this process speaks TLS on tcp and the peer does not: give the peer a TLS certificate, key and authority"
+        )
+
+
+def _leave_by(sock: socket.socket, rail: Rail) -> None:
+    """The connection takes the rail that the scheduler meant."""
+    host, _, _ = rail.endpoint.rpartition(":")
+    sock.bind((host.strip("[]"), 0))
+
+
+def tune_accepted(sock: socket.socket) -> None:
+    _tune(sock, local=_same_host(sock))
+
+
+def _same_host(sock: socket.socket) -> bool:
+    mine, theirs = sock.getsockname()[0], sock.getpeername()[0]
+    return bool(mine == theirs or ipaddress.ip_address(theirs).is_loopback)
+
+
+def _tune(sock: socket.socket, *, local: bool) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if local:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOCAL_BUFFER_BYTES)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

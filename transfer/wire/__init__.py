@@ -1,1 +1,0 @@
-"""What travels on a connection, and both ends of one."""
