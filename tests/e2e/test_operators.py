@@ -194,10 +194,10 @@ def test_bandwidths_and_steps_that_workers_saw_are_on_the_gateways_page(cluster:
         found: dict[str, Any] = cluster.instance(decode)["load"]["steps"]
         return found
 
-    cluster.wait_for("the decode worker's steps", lambda: steps()["num_steps"] >= 49)
+    # Not merely so many steps: those of others before this one are counted as well.
+    cluster.wait_for("the decode worker's steps", lambda: steps()["context_tokens"] >= 49 * 3_000)
     assert 0 < steps()["seconds"] / steps()["num_steps"] < PATIENCE_S
-    assert steps()["sequences"] >= 49
-    assert steps()["context_tokens"] >= 49 * 3_000
+    assert min(steps()["num_steps"], steps()["sequences"]) >= 49
     store = cluster.instance("store-0")["load"]
     assert 0 < store["free_bytes"] < store["capacity_bytes"]
 
