@@ -23,7 +23,7 @@ from kvstore.catalog import Catalog
 from kvstore.eviction import POLICY_NAMES, EvictionPolicy, make
 from kvstore.eviction.ranked import Ranked
 from kvstore.native.base import Record
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.stored import Tier, Watermarks
 from protocol.keys import KEY_BYTES, BlockKey
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
@@ -149,7 +149,7 @@ def replay(policy: EvictionPolicy, prompts: Sequence[Prompt], room: int) -> list
     """
     catalog = Catalog(
         room * ALIGNMENT,
-        index=key_index(),
+        index=KeyIndex(),
         policies=lambda: policy,  # of memory; without a disk the other one has nothing to do
         announce=Silence(),
         watermarks=FULL,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvstore.disk.base import Pin
-from kvstore.native.base import NO_RECORD, KeyIndex, Record, RecordArray
+from kvstore.native.base import NO_RECORD, Record, RecordArray
+from kvstore.native.metadata import KeyIndex
 from kvstore.records import Records
 from kvstore.shares import Offers, Share, Shares
 from kvstore.stored import Tier

@@ -23,10 +23,10 @@ from kvstore.generations import Reserving
 from kvstore.native.base import (
     NO_RECORD,
     Entry,
-    KeyIndex,
     Record,
     RecordArray,
 )
+from kvstore.native.metadata import KeyIndex
 from kvstore.records import NO_PLACE, Records, SpareCopies, Visible
 from kvstore.room import Room
 from kvstore.shares import Shares

@@ -25,7 +25,7 @@ from kvstore.express.storing import Storing
 from kvstore.generations import first_generation, first_of
 from kvstore.index_segment import IndexSegments
 from kvstore.metrics import StoreCollector
-from kvstore.native.library import compiled, key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.service import StoreService
 from kvstore.state import StoreState
 from kvstore.stored import Announcements, Tier
@@ -121,7 +121,7 @@ class StoreNode:
             heard.append(ToConductor(self._block_log))
         segments = IndexSegments(transfer)
         self._segment = segment
-        self._index = key_index(segments.allocate, segments.retire)
+        self._index = KeyIndex(segments.allocate, segments.retire)
         catalog = Catalog(
             segment.nbytes,
             index=self._index,
@@ -184,7 +184,7 @@ class StoreNode:
 
     def _express(self) -> ExpressConnections | None:
         """Threads that answer from the same memory; they ask this loop for what is not theirs to decide."""
-        if not offers_express(self._config) or compiled() is None:
+        if not offers_express(self._config):
             return None
         storing = Storing(self._segment, self._service.writes, InLoop(asyncio.get_running_loop()))
         return ExpressConnections(ExpressService(self._index, self._segment, storing).serve)

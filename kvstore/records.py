@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.disk.base import Pin, Place
-from kvstore.native.base import NO_RECORD, Entry, KeyIndex, Record, RecordArray
+from kvstore.native.base import NO_RECORD, Entry, Record, RecordArray
+from kvstore.native.metadata import KeyIndex
 from kvstore.shares import Shares
 from kvstore.stored import StoredObject
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey

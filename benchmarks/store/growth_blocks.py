@@ -23,7 +23,7 @@ from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.eviction import POLICY_NAMES
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.promises import Wish
 from kvstore.state import StoreState
 from kvstore.stored import Tier, Watermarks
@@ -87,7 +87,7 @@ def point(blocks: int, policy: str) -> Point:
     """Measured in this process, which must be new."""
     catalog = Catalog(
         blocks * 6 // 5 * ALIGNMENT,
-        index=key_index(),
+        index=KeyIndex(),
         policies=lambda: eviction.make(policy),
         announce=Silence(),
         watermarks=Watermarks(evict_above=1.0),

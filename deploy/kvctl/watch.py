@@ -23,8 +23,6 @@ from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
 from deploy.terminal.client import EXIT_OK
 from deploy.terminal.output import Output, grid
 from kvstore.client.cluster import STORE_ROLE
-from kvstore.native.base import NO_RECORD, KeyMap
-from kvstore.native.library import key_map
 from protocol.errors import MoonserveError
 from protocol.keys import BlockKey, iter_keys
 from protocol.pb import kvstore_pb2
@@ -47,7 +45,7 @@ class Objects:
     """Which objects one node holds."""
 
     def __init__(self) -> None:
-        self._there: KeyMap = key_map()
+        self._there: set[BlockKey] = set()
         self._in_inventory = False
 
     def __len__(self) -> int:
@@ -56,7 +54,7 @@ class Objects:
     def apply(self, message: kvstore_pb2.StoreEvents) -> Iterator[Change]:
         """Iterate to the end; nothing is changed before."""
         if message.snapshot:
-            self._there, self._in_inventory = key_map(), True
+            self._there, self._in_inventory = set(), True
         for change in self._changes(message):
             if not self._in_inventory:
                 yield change
@@ -64,11 +62,11 @@ class Objects:
 
     def _changes(self, message: kvstore_pb2.StoreEvents) -> Iterator[Change]:
         for key, tier in zip(iter_keys(message.added_keys), message.added_tiers, strict=True):
-            is_new = self._there.get(key) == NO_RECORD
-            self._there.put(key, 1)
+            is_new = key not in self._there
+            self._there.add(key)
             yield Change("added" if is_new else "moved", key, _TIERS.get(tier, "?"))  # type: ignore[call-overload]
         for key in iter_keys(message.removed_keys):
-            self._there.pop(key)
+            self._there.discard(key)
             yield Change("removed", key)
         for key in iter_keys(message.read_keys):
             yield Change("read", key)

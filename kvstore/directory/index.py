@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore.directory.table import Bits, Leading, Slots, Table, bits_of, runs_by_bit
 from kvstore.native.base import NO_RECORD
-from kvstore.native.slot_index import WORD_BITS, holder_kernel
+from kvstore.native.slot_index import WORD_BITS, HolderKernel
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId
 from protocol.keys import KEY_BYTES, BlockKey
@@ -86,7 +86,7 @@ class Directory:
         self._live = 0  # union of the live bits
         self._live_words = [np.uint64(0)]  # the same, one per column
         self._live_column = np.zeros(1, np.uint64)  # once more
-        self._kernel = holder_kernel()
+        self._kernel = HolderKernel()
         self._retired = 0  # bits that may still be set in the table but count no more
         self._num_retired_blocks = 0  # at most so many rows have them
 

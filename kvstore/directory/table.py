@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.native.base import NO_RECORD
-from kvstore.native.slot_index import WORD_BITS, slot_index
+from kvstore.native.slot_index import WORD_BITS, SlotIndex
 from protocol.keys import KEY_BYTES, BlockKey, iter_keys
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class Table:
     """The rows of all blocks that somebody holds, or that are parents of such."""
 
     def __init__(self) -> None:
-        self._index = slot_index()
+        self._index = SlotIndex()
         self._free = array("I")
         self._end = 0  # slots from here on were never used
         self.keys: npt.NDArray[Any] = np.empty(_FIRST_CAPACITY, _KEY)

@@ -12,7 +12,6 @@ from kvstore.eviction.ranked import (
     LengthAware,
 )
 from kvstore.eviction.reuse_credit import ReuseCredit
-from kvstore.eviction.s3_fifo import S3Fifo
 from protocol.errors import ConfigError
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "LeastRecentlyUsed",
     "LengthAware",
     "ReuseCredit",
-    "S3Fifo",
     "make",
 ]
 
@@ -35,7 +33,6 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     LeastFrequentlyUsed.name: LeastFrequentlyUsed,
     FirstInFirstOut.name: FirstInFirstOut,
     LengthAware.name: LengthAware,
-    S3Fifo.name: S3Fifo,
     ReuseCredit.name: ReuseCredit,
 }
 

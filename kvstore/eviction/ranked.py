@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from kvstore.eviction.base import Column
 from kvstore.native.base import NO_RECORD, Record, RecordArray
-from kvstore.native.library import rank_heap
+from kvstore.native.metadata import RankHeap
 from protocol.keys import BlockKey
 
 
@@ -15,7 +15,7 @@ class Ranked(ABC):
 
     def __init__(self) -> None:
         self._clock = 0  # counts uses; part of most ranks, since it makes them differ
-        self._ranks = rank_heap()  # of every resident record; in the heap are those on offer
+        self._ranks = RankHeap()  # of every resident record; in the heap are those on offer
 
     @abstractmethod
     def used(self, record: Record) -> None:

@@ -23,7 +23,8 @@ from kvstore.express.frames import ANSWER, QUESTION, Kind, MalformedQuestion, St
 from kvstore.express.link import Link, received
 from kvstore.express.storing import Storing
 from kvstore.native.answering import Desk, End
-from kvstore.native.layout import PublishedIndex, Retired
+from kvstore.native.layout import Retired
+from kvstore.native.metadata import KeyIndex
 from kvstore.native.reader import MappedReader
 from protocol.errors import DeadlineExceeded, Overloaded, PeerLost
 from protocol.keys import KEY_BYTES
@@ -43,7 +44,7 @@ _RETRY_S = 10.0
 class ExpressService:
     """Answers questions of any number of connections: `serve` is called for each, in a thread of its own."""
 
-    def __init__(self, index: PublishedIndex, segment: Segment, storing: Storing) -> None:
+    def __init__(self, index: KeyIndex, segment: Segment, storing: Storing) -> None:
         self._index = index
         self._memory = segment.buffer
         self._storing = storing
@@ -73,7 +74,7 @@ class ExpressService:
             idle_s=IDLE_S,
             spin_ns=link.spin_ns,
         )
-        desk.use(self._reader.lookups)
+        desk.use(self._reader)
         return desk
 
     def _gets_answered(self, desk: Desk) -> bytes:
@@ -85,7 +86,7 @@ class ExpressService:
                 raise PeerLost("the connection broke")
             with contextlib.suppress(Retired):  # it grows again: then the desk will say so
                 self._reader = MappedReader(self._index.memory, self._memory)
-            desk.use(self._reader.lookups)
+            desk.use(self._reader)
         return desk.take_head()
 
     def _get(self, link: Link, count: int, budget: int, give_up_at: float) -> None:

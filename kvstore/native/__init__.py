@@ -1,1 +1,1 @@
-"""Memory for the metadata of millions of blocks: `metadata.c` and its Python twin, behind `base`."""
+"""Memory for the metadata of millions of blocks: C over memory that Python owns."""

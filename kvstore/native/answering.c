@@ -2,7 +2,7 @@
  *
  * Called through ctypes, without the interpreter's lock: a get needs none of it, whatever Python does meanwhile. Takes
  * addresses as they are: Python checks all bounds and keeps the memory alive. Knows no index: `locate` is
- * `reader_locate` of metadata.c. kvstore/express/service.py does the same in Python.
+ * `reader_locate` of metadata.c.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.native.prototypes import Function
-from kvstore.native.reader import NativeLookups
+from kvstore.native.reader import MappedReader
 from protocol.native import C_FLAGS, load_library, shared_cache
 from transfer.native.base import address_of
 
@@ -83,7 +83,7 @@ class Desk:
         self._question = np.zeros(_HEAD_BYTES + MOST_KEYS * _KEY_BYTES, np.uint8)
         self._answer = np.zeros(_ANSWER_BYTES + MOST_KEYS * _ROW_BYTES, np.uint8)
         self._pieces = np.zeros((MOST_KEYS + 1, 2), np.uint64)
-        self._lookups: NativeLookups | None = None
+        self._reader: MappedReader | None = None
         self._state = _State(
             question=address_of(self._question),
             answer=address_of(self._answer),
@@ -96,14 +96,14 @@ class Desk:
         )
         self._at = ctypes.addressof(self._state)
 
-    def use(self, lookups: NativeLookups) -> None:
+    def use(self, reader: MappedReader) -> None:
         """What is answered from this index from now on."""
-        self._lookups = lookups  # kept alive
-        self._state.locate, self._state.mapping = lookups.locate_at, lookups.mapping_at
+        self._reader = reader  # kept alive
+        self._state.locate, self._state.mapping = reader.locate_at, reader.mapping_at
 
     def answer(self) -> End:
         """Answers gets until there is a reason to stop."""
-        assert self._lookups is not None
+        assert self._reader is not None
         return End(self._answer_gets(self._fd, self._at))
 
     def take_head(self) -> bytes:

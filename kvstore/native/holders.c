@@ -1,6 +1,6 @@
 /* Who holds the leading blocks of a chain, 64 holders to a word, and how far each of them goes without a gap.
  *
- * As slot_index.c: Python allocates all memory and checks all bounds. holders.py does the same with numpy.
+ * As slot_index.c: Python allocates all memory and checks all bounds.
  */
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-"""The memory of a key index: what stands where, how a key finds its slot, and what a reader is told of a key.
+"""The memory of a key index: what stands where, and what a reader is told of a key.
 
 A header of 64 bytes, `num_slots` home slots and a tail of more slots, so that a run of occupied ones never wraps
 around. An entry lies in the first free slot from its key's home on; a search ends at an empty slot. Pure: knows neither
@@ -11,14 +11,13 @@ import secrets
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.native.base import MAX_OBJECT_BYTES, MAX_RECORDS, OFFSET_UNIT, Entry, KeyIndex
+from kvstore.native.base import MAX_OBJECT_BYTES, MAX_RECORDS, OFFSET_UNIT, Entry
 from protocol.errors import Incompatible
-from protocol.keys import KEY_BYTES, BlockKey
+from protocol.keys import KEY_BYTES
 
 # Native alignment and byte order: each field is then read and written as a whole, also from Python.
 HEADER = struct.Struct("@8sIIQQQQQQ")
@@ -38,8 +37,6 @@ NOWHERE = 2**32 - 1
 """An offset: not in memory."""
 
 _WORD = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX = 0xFFFFFF
 
 Fields = tuple[bytes, int, int, int, int, int, int]
 """What `SLOT` holds."""
@@ -94,42 +91,10 @@ class Geometry:
     def header(self) -> bytes:
         return HEADER.pack(MAGIC, FORMAT, 0, 0, self.num_slots, self.seed, 0, self.num_tail, 0)
 
-    def home_of(self, key: BlockKey) -> int:
-        """Offset in the memory of the slot where the search for `key` begins."""
-        return HEADER.size + home(key, self.seed, self.num_slots) * SLOT.size
-
 
 def more_slots(num_slots: int) -> int:
     """Small tables double; for large ones what is not used would cost more than growing more often."""
     return num_slots * 2 if num_slots < 4096 else num_slots + num_slots // 4
-
-
-def home(key: BlockKey, seed: int, num_slots: int) -> int:
-    """Number of the slot where the search for `key` begins."""
-    low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
-    mixed = _fold(low ^ seed, high ^ (seed * _GOLDEN & _WORD)) ^ seed
-    return _fold(mixed, _GOLDEN) * num_slots >> 64
-
-
-def _fold(a: int, b: int) -> int:
-    product = a * b
-    return (product ^ (product >> 64)) & _WORD
-
-
-def is_sealed(fields: Fields) -> bool:
-    """Whether the fields belong together: false while somebody overwrites what was read."""
-    return fields[6] & _MIX == _mix_of(fields)
-
-
-def _mix_of(fields: Fields) -> int:
-    key, checksum, generation, record, place, length, tag = fields
-    low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
-    extent = length | (tag & ~_MIX) << 32
-    mix = 0
-    for word in (low, high, checksum, generation, record | place << 32, extent):
-        mix = (mix + word) * _GOLDEN & _WORD
-    mix ^= mix >> 29
-    return (mix * _GOLDEN & _WORD) >> 40
 
 
 def entry_of(fields: Fields) -> Entry:
@@ -235,11 +200,3 @@ class Copied:
 def _unsigned(row: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     words: npt.NDArray[np.uint64] = row.view(np.uint64)
     return words
-
-
-class PublishedIndex(KeyIndex, Protocol):
-    """An index that other processes read: a `KeyIndex`, and where readers find it (`kvstore.native.reader`)."""
-
-    @property
-    def memory(self) -> memoryview:
-        """Another one after the index has grown; the one before was marked and retired then."""

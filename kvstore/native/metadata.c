@@ -2,7 +2,7 @@
  *
  * Called through ctypes. Takes addresses as they are: Python allocates all memory, zeroed, checks bounds once, and keeps
  * it alive. One thread changes an index; others may read it meanwhile, and other processes (`look` below). Layout and
- * constants are repeated in layout.py; twin.py does the same in Python. Private maps of keys are key_map.c.
+ * constants are repeated in layout.py.
  */
 #define _GNU_SOURCE
 #include <sched.h>

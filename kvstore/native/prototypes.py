@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.native import C_FLAGS, load_library
+from protocol.native import C_FLAGS, load_library, shared_cache
 
 METADATA_SOURCE = Path(__file__).with_name("metadata.c")
-MAP_SOURCE = Path(__file__).with_name("key_map.c")
 HEAP_SOURCE = Path(__file__).with_name("rank_heap.c")
 _pointer, _double = ctypes.c_void_p, ctypes.c_double
 _int64, _uint64 = ctypes.c_int64, ctypes.c_uint64
@@ -32,20 +32,6 @@ class Mapping(ctypes.Structure):
     """An index and the data it tells of. `Mapping` of metadata.c."""
 
     _fields_ = (("index", Table), ("data", _pointer), ("data_bytes", _uint64))
-
-
-class MapState(ctypes.Structure):
-    """`Map` of key_map.c."""
-
-    _fields_ = (
-        ("slots", _pointer),
-        ("num_slots", _uint64),
-        ("seed", _uint64),
-        ("count", _uint64),
-    )
-    num_slots: int
-    seed: int
-    count: int
 
 
 class HeapState(ctypes.Structure):
@@ -74,20 +60,20 @@ def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: 
     return function  # type: ignore[no-any-return]
 
 
-def _load(source: Path, folder: Path | None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+def _load(source: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """The library for calls that are long, without the GIL, and for calls that are over sooner than it changes hands.
 
     Raises CompilerError.
     """
-    library = load_library(source, C_FLAGS, folder)
+    library = load_library(source, C_FLAGS, shared_cache())
     return library, ctypes.PyDLL(library._name, handle=library._handle)
 
 
 class MetadataLibrary:
-    """metadata.c and key_map.c."""
+    """metadata.c."""
 
-    def __init__(self, folder: Path | None) -> None:
-        long, short = _load(METADATA_SOURCE, folder)
+    def __init__(self) -> None:
+        long, short = _load(METADATA_SOURCE)
         fields = _uint64, _uint64, _uint32, _uint32, _uint32
         self.index_find = _function(short, "index_find", _int32, _pointer, _pointer, _pointer)
         records = "index_records", None, _pointer, _pointer, _int64, _pointer
@@ -102,7 +88,6 @@ class MetadataLibrary:
         self.index_retire = _function(short, "index_retire", None, _pointer)
         self.index_check = _function(long, "index_check", _int64, _pointer)
         self._declare_reader(long, short)
-        self._declare_map(*_load(MAP_SOURCE, folder))
 
     def _declare_reader(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
         batch = _pointer, _pointer, _int64
@@ -113,21 +98,30 @@ class MetadataLibrary:
             long, "reader_locate", _int64, *3 * (_pointer,), _int64, _uint64, *2 * (_pointer,)
         )
 
-    def _declare_map(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
-        self.map_get = _function(short, "map_get", _int64, _pointer, _pointer)
-        self.map_put = _function(short, "map_put", _int32, _pointer, _pointer, _uint32)
-        self.map_pop = _function(short, "map_pop", _int64, _pointer, _pointer)
-        self.map_move = _function(long, "map_move", None, _pointer, _pointer)
-
 
 class HeapLibrary:
     """rank_heap.c."""
 
-    def __init__(self, folder: Path | None) -> None:
-        long, short = _load(HEAP_SOURCE, folder)
+    def __init__(self) -> None:
+        long, short = _load(HEAP_SOURCE)
         self.heap_rank = _function(short, "heap_rank", _int32, _pointer, _uint32, _double, _uint64)
         self.heap_rank_all = _function(
             long, "heap_rank_all", None, _pointer, _pointer, _int64, _uint64
         )
         self.heap_offer = _function(short, "heap_offer", _int32, _pointer, _uint32)
         self.heap_discard = _function(short, "heap_discard", None, _pointer, _uint32)
+
+
+@functools.cache
+def metadata_library() -> MetadataLibrary:
+    """The one of this process: code, like an imported module, so it is loaded once and has no state.
+
+    The first call on a machine takes as long as the compiler does; a node makes it when it starts.
+    """
+    return MetadataLibrary()
+
+
+@functools.cache
+def heap_library() -> HeapLibrary:
+    """As `metadata_library`."""
+    return HeapLibrary()

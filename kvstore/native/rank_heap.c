@@ -1,7 +1,7 @@
 /* Heaps of records by rank.
  *
  * Called through ctypes. Takes addresses as they are: Python allocates the columns, zeroed, says how long they are, and
- * keeps them alive. twin.py does the same in Python.
+ * keeps them alive.
  */
 #include <stddef.h>
 #include <stdint.h>

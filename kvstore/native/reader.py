@@ -1,4 +1,4 @@
-"""Reading another process's key index: in mapped memory, or piecewise by one-sided READs.
+"""Reading another process's key index in mapped memory.
 
 Owns what a reader may believe. Its rule: an entry counts when its tag fits, its absence when nothing changed meanwhile,
 copied bytes when their object lay there before and after, and nothing once the memory is retired; what cannot be
@@ -9,109 +9,31 @@ neither who maps it nor checksums of data.
 from __future__ import annotations
 
 import ctypes
-from enum import Enum
 
 import numpy as np
 
 from kvstore.native.base import Entry
-from kvstore.native.compiled import table_over
 from kvstore.native.layout import (
     HEADER,
     SLOT,
     Addresses,
     Copied,
     Geometry,
-    NotCopied,
     Presence,
     Retired,
-    Standing,
     check_key,
     check_keys,
     entry_of,
-    is_sealed,
 )
-from kvstore.native.library import compiled
-from kvstore.native.prototypes import Mapping, MetadataLibrary
-from protocol.errors import Incompatible
+from kvstore.native.metadata import table_over
+from kvstore.native.prototypes import Mapping, metadata_library
 from protocol.keys import BlockKey
 from transfer.native.base import address_of
 
 _ALIGNMENT = 8
 _FOUND, _RETIRED = 1, 3
-
-
-class NativeLookups:
-    """Lookups by C in memory whose bounds were checked: one call per batch, long ones without the GIL. Raises Retired.
-
-    Keeps the memory alive that it reads.
-    """
-
-    def __init__(
-        self,
-        library: MetadataLibrary,
-        index_memory: memoryview,
-        geometry: Geometry,
-        data_memory: memoryview,
-    ) -> None:
-        if address_of(index_memory) % _ALIGNMENT:
-            raise ValueError(f"the index must be mapped at a multiple of {_ALIGNMENT} bytes")
-        self._library = library
-        self._memories = index_memory, data_memory
-        data = address_of(data_memory) if len(data_memory) else 0
-        self._mapping = Mapping(table_over(index_memory, geometry), data, len(data_memory))
-        self._at = ctypes.addressof(self._mapping)
-
-    @property
-    def mapping_at(self) -> int:
-        """The address of what C knows of this memory; good for as long as this lives."""
-        return self._at
-
-    @property
-    def locate_at(self) -> int:
-        """The address of `reader_locate`."""
-        return ctypes.cast(self._library.reader_locate, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-
-    def find(self, key: BlockKey) -> tuple[int, Entry | None]:
-        """The entry is given with PRESENT."""
-        found = ctypes.create_string_buffer(SLOT.size)
-        status = self._library.reader_find(self._at, key, found)
-        if status == _RETIRED:
-            raise Retired
-        return status, entry_of(SLOT.unpack(found)) if status == _FOUND else None
-
-    def exists(self, packed_keys: bytes, count: int) -> bytes:
-        statuses = ctypes.create_string_buffer(count)
-        if not self._library.reader_exists(self._at, packed_keys, count, statuses):
-            raise Retired
-        return statuses.raw
-
-    def copy(
-        self, packed_keys: bytes, addresses: Addresses, capacities: Addresses, into: Copied
-    ) -> None:
-        count, rows = len(addresses), address_of(into.rows)
-        pieces = addresses.size // count if count else 0
-        places = pieces, address_of(addresses), address_of(capacities)
-        outcomes = rows, rows + 8 * count, rows + 16 * count
-        if not self._library.reader_copy(self._at, packed_keys, count, *places, *outcomes):
-            raise Retired
-
-    def locate(
-        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
-    ) -> int:
-        """How many pieces there are."""
-        places = address_of(rows), address_of(pieces)
-        num_pieces = self._library.reader_locate(
-            self._at, packed_keys, address_of(rooms), len(rooms), budget, *places
-        )
-        if num_pieces < 0:
-            raise Retired
-        return num_pieces
-
-
 ROW_WORDS = 4
 """Of `MappedReader.locate`."""
-HOME_SLOTS = 8
-"""One READ of 384 bytes finds nine in ten of the keys that are there, at the highest load."""
 
 
 class Unknown(Exception):
@@ -119,32 +41,47 @@ class Unknown(Exception):
 
 
 class MappedReader:
-    """An index and its owner's data, both mapped here, read-only or not. May be used by several threads.
+    """An index and its owner's data, both mapped here, read-only or not: one call of C per batch, long ones without the
+    GIL. May be used by several threads, and keeps the memory alive that it reads.
 
     Every call raises Retired when the index has moved; then a reader over its new memory is to be made.
     """
 
     def __init__(self, index_memory: memoryview, data_memory: memoryview) -> None:
-        """Raises Retired for an index that has moved, Incompatible for memory that is none, and where there is no
-        compiler: then nodes are asked."""
+        """Raises Retired for an index that has moved, Incompatible for memory that is none."""
         geometry = Geometry.parse(index_memory[: HEADER.size], len(index_memory))
-        libraries = compiled()
-        if libraries is None:
-            raise Incompatible("mapped indexes are read by compiled code, which cannot be had here")
-        self.lookups = NativeLookups(libraries[0], index_memory, geometry, data_memory)
-        """Also for other compiled code that looks here."""
+        if address_of(index_memory) % _ALIGNMENT:
+            raise ValueError(f"the index must be mapped at a multiple of {_ALIGNMENT} bytes")
+        self._library = metadata_library()
+        self._memories = index_memory, data_memory
+        data = address_of(data_memory) if len(data_memory) else 0
+        self._mapping = Mapping(table_over(index_memory, geometry), data, len(data_memory))
+        self.mapping_at = ctypes.addressof(self._mapping)
+        """The address of what C knows of this memory; good for as long as this lives."""
+
+    @property
+    def locate_at(self) -> int:
+        """The address of `reader_locate`, for other compiled code that looks here."""
+        return ctypes.cast(self._library.reader_locate, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
     def find(self, key: BlockKey) -> Entry | None:
         """Raises Unknown."""
         check_key(key)
-        presence, entry = self.lookups.find(key)
-        if presence == Presence.UNKNOWN:
+        found = ctypes.create_string_buffer(SLOT.size)
+        status = self._library.reader_find(self.mapping_at, key, found)
+        if status == _RETIRED:
+            raise Retired
+        if status == Presence.UNKNOWN:
             raise Unknown
-        return entry
+        return entry_of(SLOT.unpack(found)) if status == _FOUND else None
 
     def exists(self, packed_keys: bytes) -> bytes:
         """A `Presence` per key."""
-        return self.lookups.exists(packed_keys, check_keys(packed_keys))
+        count = check_keys(packed_keys)
+        statuses = ctypes.create_string_buffer(count)
+        if not self._library.reader_exists(self.mapping_at, packed_keys, count, statuses):
+            raise Retired
+        return statuses.raw
 
     def copy(self, packed_keys: bytes, addresses: Addresses, capacities: Addresses) -> Copied:
         """Copies each object that is in memory to its address, if there is room for it.
@@ -159,7 +96,11 @@ class MappedReader:
         into = Copied(np.empty((3, count), np.int64))
         if not (addresses.flags.c_contiguous and capacities.flags.c_contiguous):
             addresses, capacities = map(np.ascontiguousarray, (addresses, capacities))
-        self.lookups.copy(packed_keys, addresses, capacities, into)
+        rows, pieces = address_of(into.rows), addresses.size // count if count else 0
+        places = pieces, address_of(addresses), address_of(capacities)
+        outcomes = rows, rows + 8 * count, rows + 16 * count
+        if not self._library.reader_copy(self.mapping_at, packed_keys, count, *places, *outcomes):
+            raise Retired
         return into
 
     def locate(
@@ -181,50 +122,9 @@ class MappedReader:
             raise ValueError(f"{count} keys need as many rooms, rows and pieces")
         if any(a.dtype != np.uint64 or not a.flags.c_contiguous for a in (rooms, rows, pieces)):
             raise ValueError("rooms, rows and pieces must be contiguous uint64")
-        return self.lookups.locate(packed_keys, rooms, budget, rows, pieces)
-
-
-class Miss(Enum):
-    """What `scan` says without an entry."""
-
-    ABSENT = "absent"
-    """From a READ this is a hint: entries move, and the slots may have been read in the midst of that."""
-    NEED_MORE = "need more"
-    """The run goes on behind what was read, or was being changed."""
-
-
-def slots_of(geometry: Geometry, key: BlockKey, num_slots: int = HOME_SLOTS) -> tuple[int, int]:
-    """Offset and length of what to READ of an index to find `key`; never beyond its end."""
-    check_key(key)
-    offset = geometry.home_of(key)
-    return offset, min(num_slots * SLOT.size, geometry.nbytes - offset)
-
-
-def scan(slots: bytes | memoryview, key: BlockKey) -> Entry | Miss:
-    """What slots that were READ from `slots_of` on say about `key`.
-
-    The header's `retired` must be READ after the slots, and the slots again after the data.
-    """
-    for fields in SLOT.iter_unpack(slots):
-        if not fields[2]:
-            return Miss.ABSENT
-        if not is_sealed(fields):
-            return Miss.NEED_MORE
-        if fields[0] == key:
-            return entry_of(fields)
-    return Miss.NEED_MORE
-
-
-__all__ = [
-    "Copied",
-    "Geometry",
-    "MappedReader",
-    "Miss",
-    "NotCopied",
-    "Presence",
-    "Retired",
-    "Standing",
-    "Unknown",
-    "scan",
-    "slots_of",
-]
+        asked = packed_keys, address_of(rooms), count, budget
+        places = address_of(rows), address_of(pieces)
+        num_pieces = self._library.reader_locate(self.mapping_at, *asked, *places)
+        if num_pieces < 0:
+            raise Retired
+        return num_pieces

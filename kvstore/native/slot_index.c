@@ -1,7 +1,7 @@
 /* Where the rows of a table of keys are: numbers of rows, 4 bytes each, by hash of the keys that stand in the table.
  *
- * As metadata.c: Python allocates all memory, zeroed, and checks all bounds; one thread uses it. slot_index.py does the
- * same in Python. The table of keys is not copied, so a lookup goes to it once more than in a map with keys of its own,
+ * As metadata.c: Python allocates all memory, zeroed, and checks all bounds; one thread uses it.
+ * The table of keys is not copied, so a lookup goes to it once more than in a map with keys of its own,
  * and the index takes a fifth of the memory of such a map.
  */
 #include <stdint.h>

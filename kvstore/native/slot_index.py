@@ -1,6 +1,6 @@
-"""Finding rows by key where the keys stand in a column anyway: an index of row numbers, compiled or in Python.
+"""Finding rows by key where the keys stand in a column anyway: an index of row numbers; and reading who holds them.
 
-The column is the caller's and is handed to every call; its first rows are 16-byte keys. The rule of `compiled` holds:
+The column is the caller's and is handed to every call; its first rows are 16-byte keys. The rule of `metadata` holds:
 no address goes to C that Python has not checked the bounds of and keeps alive.
 """
 
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import operator
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.native.base import NO_RECORD
-from protocol.keys import KEY_BYTES, iter_keys
-from protocol.native import C_FLAGS, CompilerError, load_library, shared_cache
+from protocol.keys import KEY_BYTES
+from protocol.native import C_FLAGS, load_library, shared_cache
 from transfer.native.base import address_of
-
-log = logging.getLogger(__name__)
 
 SLOTS_SOURCE = Path(__file__).with_name("slot_index.c")
 MAX_ROWS = 2**32 - 2
@@ -36,39 +32,17 @@ Column: TypeAlias = npt.NDArray[Any]
 """Of keys; contiguous, 16 bytes each."""
 
 
-class SlotIndex(Protocol):
-    """Key → row."""
-
-    def find_all(self, column: Column, packed_keys: bytes) -> Rows:
-        """Of each key, NO_RECORD where it is absent."""
-
-    def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
-        """Up to and without the first absent key."""
-
-    def insert(self, column: Column, rows: Rows) -> None:
-        """Rows that were written to the column; none of their keys is present or named twice."""
-
-    def remove(self, column: Column, rows: Rows) -> None:
-        """Rows that are present, and still stand in the column."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def slot_index() -> SlotIndex:
-    """Empty; compiled where there is a compiler."""
-    library = _library()
-    return PythonSlotIndex() if library is None else NativeSlotIndex(library)
+def _loaded(source: Path) -> ctypes.PyDLL:
+    """Calls are short or rare, so they keep the GIL. Raises CompilerError."""
+    loaded = load_library(source, C_FLAGS, shared_cache())
+    return ctypes.PyDLL(loaded._name, handle=loaded._handle)
 
 
 class SlotLibrary:
-    """slot_index.c. Its calls are short or rare, so they keep the GIL."""
+    """slot_index.c."""
 
-    def __init__(self, folder: Path | None) -> None:
-        loaded = load_library(SLOTS_SOURCE, C_FLAGS, folder)
-        library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
+    def __init__(self) -> None:
+        library = _loaded(SLOTS_SOURCE)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.find = library.slots_find
         self.find.argtypes = pointer, pointer, pointer, number, pointer, ctypes.c_int32
@@ -81,6 +55,12 @@ class SlotLibrary:
         self.insert.argtypes = self.remove.argtypes = pointer, pointer, pointer, number
         self.move.argtypes = pointer, pointer, pointer
         self.insert.restype = self.remove.restype = self.move.restype = None
+
+
+@functools.cache
+def _slot_library() -> SlotLibrary:
+    """The one of this process: code, like an imported module."""
+    return SlotLibrary()
 
 
 class _State(ctypes.Structure):
@@ -96,11 +76,11 @@ class _State(ctypes.Structure):
     count: int
 
 
-class NativeSlotIndex:
-    """`SlotIndex`."""
+class SlotIndex:
+    """Key → row. Raises CompilerError."""
 
-    def __init__(self, library: SlotLibrary) -> None:
-        self._library = library
+    def __init__(self) -> None:
+        self._library = _slot_library()
         self._seed = secrets.randbits(64)
         self._column: Column = np.empty(0, np.uint8)  # the last one given, whose address is known
         self._keys_at = 0
@@ -114,12 +94,15 @@ class NativeSlotIndex:
         return self._places.nbytes
 
     def find_all(self, column: Column, packed_keys: bytes) -> Rows:
+        """Of each key, NO_RECORD where it is absent."""
         return self._find(column, packed_keys, leading=False)
 
     def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
+        """Up to and without the first absent key."""
         return self._find(column, packed_keys, leading=True)
 
     def insert(self, column: Column, rows: Rows) -> None:
+        """Rows that were written to the column; none of their keys is present or named twice."""
         _check_rows(column, rows)
         wanted = len(self) + len(rows)
         if wanted > self._state.num_places * _MOST_LOADED:
@@ -130,6 +113,7 @@ class NativeSlotIndex:
         self._library.insert(self._at, self._address(column), address_of(rows), len(rows))
 
     def remove(self, column: Column, rows: Rows) -> None:
+        """Rows that are present, and still stand in the column."""
         _check_rows(column, rows)
         self._library.remove(self._at, self._address(column), address_of(rows), len(rows))
 
@@ -155,40 +139,6 @@ class NativeSlotIndex:
         self._at = ctypes.addressof(state)
 
 
-class PythonSlotIndex:
-    """`SlotIndex`, with keys of its own."""
-
-    def __init__(self) -> None:
-        self._rows: dict[bytes, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._rows) * (104 + 49 + 32)  # of the dictionary, a key, a number
-
-    def find_all(self, column: Column, packed_keys: bytes) -> Rows:
-        count = _num_keys(packed_keys)
-        rows = (self._rows.get(key, NO_RECORD) for key in iter_keys(packed_keys))
-        return np.fromiter(rows, np.int64, count)
-
-    def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
-        rows = self.find_all(column, packed_keys)
-        absent = np.flatnonzero(rows == NO_RECORD)
-        return rows[: absent[0]] if absent.size else rows
-
-    def insert(self, column: Column, rows: Rows) -> None:
-        _check_rows(column, rows)
-        keys = iter_keys(column[rows].tobytes())
-        self._rows.update(zip(keys, rows.tolist(), strict=True))
-
-    def remove(self, column: Column, rows: Rows) -> None:
-        _check_rows(column, rows)
-        for key in iter_keys(column[rows].tobytes()):
-            self._rows.pop(key, None)
-
-
 def _num_keys(packed_keys: bytes) -> int:
     """Raises ValueError when it is not a whole number of keys."""
     count, rest = divmod(len(packed_keys), KEY_BYTES)
@@ -205,55 +155,34 @@ def _check_rows(column: Column, rows: Rows) -> None:
         raise ValueError("a row that the column does not have")
 
 
-@functools.cache
-def _library() -> SlotLibrary | None:
-    """As `library.compiled`, whose folder it shares."""
-    try:
-        return SlotLibrary(shared_cache())
-    except CompilerError as error:
-        log.warning("the compiled index of rows is not available, using Python: %s", error)
-        return None
-
-
 HOLDERS_SOURCE = Path(__file__).with_name("holders.c")
 WORD_BITS = 64
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 
-class HolderKernel(Protocol):
-    """Reads who holds some rows of a table, and how far each holder's run goes."""
-
-    def leading(self, columns: Sequence[Words], live: Words, rows: Rows) -> tuple[Words, Rows]:
-        """The live holders of each row [words, rows], and of each holder in how many leading rows it is [words · 64].
-
-        `live`: a word per column; `rows`: as an index of this table gave them, so that every column has them."""
-
-
-class PythonHolders:
-    """`HolderKernel` in numpy."""
-
-    def leading(self, columns: Sequence[Words], live: Words, rows: Rows) -> tuple[Words, Rows]:
-        held = np.empty((len(columns), len(rows)), np.uint64)
-        for own, column, word in zip(held, columns, live, strict=True):
-            np.bitwise_and(column.take(rows), word, out=own)
-        return held, run_lengths(held)
+@functools.cache
+def _holders_leading() -> Any:
+    leading = _loaded(HOLDERS_SOURCE).holders_leading
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    leading.argtypes = pointer, pointer, number, pointer, number, pointer, pointer
+    leading.restype = None
+    return leading
 
 
-class NativeHolders:
-    """`HolderKernel` over holders.c. Raises CompilerError where it cannot be had."""
+class HolderKernel:
+    """Reads who holds some rows of a table, and how far each holder's run goes. Raises CompilerError."""
 
-    def __init__(self, folder: Path | None) -> None:
-        loaded = load_library(HOLDERS_SOURCE, C_FLAGS, folder)
-        library = ctypes.PyDLL(loaded._name, handle=loaded._handle)  # short calls keep the GIL
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._leading = library.holders_leading
-        self._leading.argtypes = pointer, pointer, number, pointer, number, pointer, pointer
-        self._leading.restype = None
+    def __init__(self) -> None:
+        self._leading = _holders_leading()
         self._columns: tuple[Words, ...] = ()  # the last ones given, whose addresses are known
         self._places = np.zeros(0, np.uint64)
 
     def leading(self, columns: Sequence[Words], live: Words, rows: Rows) -> tuple[Words, Rows]:
+        """The live holders of each row [words, rows], and of each holder in how many leading rows it is [words · 64].
+
+        `live`: a word per column; `rows`: as an index of this table gave them, so that every column has them.
+        """
         num_words, num_rows = len(columns), len(rows)
         assert len(live) == num_words, "a word of who is live per column"
         held = np.empty((num_words, num_rows), np.uint64)
@@ -270,33 +199,3 @@ class NativeHolders:
         if not (same and all(map(operator.is_, columns, self._columns))):
             self._columns = tuple(columns)
             self._places = np.array([address_of(column) for column in columns], np.uint64)
-
-
-def run_lengths(held: Words) -> Rows:
-    """Of each holder, in how many leading rows of `held` [words, rows] it is."""
-    num_words, num_rows = held.shape
-    if not num_rows:
-        return np.zeros(num_words * WORD_BITS, np.int64)
-    common = np.bitwise_and.accumulate(held, axis=1)
-    # Few different runs among many rows: bits are spread out only where one ends.
-    changed = common[:, 1:] != common[:, :-1]
-    ends = np.logical_or.reduce(changed, axis=0).nonzero()[0]
-    lasts = np.empty(len(ends) + 1, np.int64)
-    lasts[:-1], lasts[-1] = ends, num_rows - 1
-    lengths = lasts + 1
-    lengths[1:] -= lasts[:-1] + 1
-    words = np.ascontiguousarray(common.T[lasts])
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    runs: Rows = np.matmul(lengths, bits, dtype=np.int64)
-    return runs
-
-
-@functools.cache
-def holder_kernel() -> HolderKernel:
-    """The one of this process: code, like an imported module, so it is loaded once. As `library.compiled`, whose
-    folder it shares."""
-    try:
-        return NativeHolders(shared_cache())
-    except CompilerError as error:
-        log.warning("compiled reading of holders is not available, using numpy: %s", error)
-        return PythonHolders()

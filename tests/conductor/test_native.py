@@ -24,7 +24,6 @@ from conductor.native.sequences import SequenceKernel
 from conductor.policies import make_policy
 from conductor.policies.least_added_delay import LeastAddedDelay, Terms
 from conductor.state import ConductorState
-from kvstore.native.slot_index import PythonHolders
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.native import C_FLAGS
 from protocol.profile import DecodeProfile, PrefillProfile
@@ -49,7 +48,6 @@ def no_compiler() -> Iterator[None]:
         patch.setattr("conductor.transfers.flow_kernel", Flows)
         patch.setattr("conductor.outlook.sequence_kernel", SequenceKernel)
         patch.setattr("conductor.policies.least_added_delay.prefill_library", lambda: None)
-        patch.setattr("kvstore.directory.index.holder_kernel", PythonHolders)
         yield
 
 

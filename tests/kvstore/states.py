@@ -8,7 +8,7 @@ from kvstore import eviction
 from kvstore.allocator import ALIGNMENT, padded
 from kvstore.catalog import Catalog
 from kvstore.disk.base import Place
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.state import StoreState
 from kvstore.stored import Announcements, Tier, Watermarks
 from protocol.keys import BlockKey
@@ -72,7 +72,7 @@ def make_state(
 ) -> StoreState:
     catalog = Catalog(
         nbytes,
-        index=key_index(),
+        index=KeyIndex(),
         policies=lambda: eviction.make(policy),
         announce=announce,
         watermarks=watermarks,

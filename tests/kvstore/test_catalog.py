@@ -8,7 +8,7 @@ from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.native.base import Entry
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.promises import Outcome
 from kvstore.room import MAX_PASSED_OVER
 from kvstore.stored import StoredObject, Tier
@@ -44,7 +44,7 @@ def make(units: int = 4) -> tuple[Catalog, Witness]:
     heard = Witness()
     catalog = heard.catalog = Catalog(
         units * ALIGNMENT,
-        index=key_index(),
+        index=KeyIndex(),
         policies=lambda: eviction.make("lru"),
         announce=heard,
         watermarks=NO_TRIM,

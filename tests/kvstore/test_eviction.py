@@ -6,30 +6,18 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvstore import eviction
 from kvstore.eviction import EvictionPolicy
-from kvstore.native import library
 from kvstore.native.base import NO_RECORD, Record
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
-from tests.compilers import need_compiler
 from tests.thoroughness import examples
 
 RECORDS = list(range(8))
-
-
-@pytest.fixture(autouse=True, params=["native", "python"])
-def structures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What policies keep their ranks in."""
-    if request.param == "python":
-        monkeypatch.setattr(library, "compiled", lambda: None)
-    else:
-        need_compiler()
-        assert library.compiled() is not None
 
 
 def key_of(record: Record) -> BlockKey:
@@ -180,7 +168,6 @@ def fill(policy: EvictionPolicy, count: int, generation: int = 0) -> None:
         policy.used(record)
 
 
-@pytest.mark.parametrize("structures", ["native"], indirect=True)  # Python's take what they take
 @pytest.mark.parametrize("name", eviction.POLICY_NAMES)
 def test_a_policy_keeps_few_bytes_per_block(name: str) -> None:
     policy = eviction.make(name)
@@ -189,7 +176,7 @@ def test_a_policy_keeps_few_bytes_per_block(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", eviction.POLICY_NAMES)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(deadline=None)
 @given(used=st.lists(st.sampled_from(RECORDS), max_size=40), cut=st.integers(0, 40))
 def test_many_uses_at_once_count_as_one_after_the_other(
     name: str, used: list[Record], cut: int
@@ -208,7 +195,7 @@ def test_many_uses_at_once_count_as_one_after_the_other(
 
 
 def test_an_unknown_policy_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="lru, lfu, fifo, length-aware, s3-fifo"):
+    with pytest.raises(ConfigError, match="lru, lfu, fifo, length-aware, reuse-credit"):
         eviction.make("random")
 
 
@@ -269,39 +256,6 @@ def test_length_aware_takes_a_block_whose_parent_is_not_here_for_the_first_of_it
     add(policy, 2, 1)
     add(policy, 3)
     assert drain(policy) == [2, 1, 3]
-
-
-def test_s3_fifo_keeps_what_was_read_twice_while_it_was_new() -> None:
-    policy = make_with("s3-fifo", RECORDS[:3])
-    for record in (0, 0, 2, 1):
-        policy.used(record)
-    # Read once is not enough, and being read later does not help.
-    assert drain(policy) == [1, 2, 0]
-
-
-def test_s3_fifo_takes_a_ghost_straight_into_the_main_queue() -> None:
-    policy = make_with("s3-fifo", RECORDS[:3])
-    assert evict(policy) == 0
-    add(policy, 0)
-    add(policy, 3)
-    assert drain(policy) == [1, 2, 3, 0]
-
-
-def test_s3_fifo_sends_what_was_read_round_the_main_queue_again() -> None:
-    policy = make_with("s3-fifo", RECORDS[:4])
-    for record in RECORDS[:2] * 2:
-        policy.used(record)
-    assert [evict(policy), evict(policy)] == RECORDS[2:4]  # the others are in the main queue now
-    policy.used(0)
-    assert drain(policy) == [1, 0]
-
-
-def test_s3_fifo_judges_a_head_of_a_chain_when_it_is_offered_where_it_stood() -> None:
-    policy = make_with("s3-fifo", RECORDS[:3])
-    policy.withdraw(0)
-    assert evict(policy) == 1
-    policy.offer(0)
-    assert drain(policy) == [0, 2]
 
 
 def make_with_lifetime(lifetime: int) -> EvictionPolicy:

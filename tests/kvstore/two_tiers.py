@@ -11,7 +11,7 @@ from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.moves import Load, Store
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.native.reader import MappedReader
 from kvstore.promises import Lease
 from kvstore.state import StoreState
@@ -49,7 +49,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         """A node without memory of another's life, but for what its disk holds."""
         self.memory = Memory(MEMORY_UNITS)
         self.law = Law()
-        self.index = key_index()
+        self.index = KeyIndex()
         catalog = Catalog(
             self.memory.nbytes,
             index=self.index,

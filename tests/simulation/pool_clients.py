@@ -11,8 +11,7 @@ import numpy as np
 
 from kvstore.allocator import ALIGNMENT
 from kvstore.client.blocks import BlockStores
-from kvstore.native.layout import RETIRED_AT, SLOT, Fields, entry_of
-from kvstore.native.reader import slots_of
+from kvstore.native.layout import HEADER, RETIRED_AT, SLOT, Fields, entry_of
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerError
 from protocol.ids import new_id
@@ -217,14 +216,12 @@ class PoolClient:
     async def _peek(self, node: PoolNode) -> None:
         """Without a lease, in the node's own memory: the entry, the bytes in two halves, and the entry again."""
         key, index = self._chain()[-1], node.index
-        memory, geometry = index.memory, index.geometry
-        at, length = slots_of(geometry, key, geometry.num_all)
+        memory = index.memory
+        slots = memory[HEADER.size : index.geometry.nbytes]
 
         def look() -> Fields | None:
-            for fields in SLOT.iter_unpack(memory[at : at + length]):
-                if not fields[2] or fields[0] == key:
-                    return None if memory[RETIRED_AT] or not fields[2] else fields
-            return None
+            found = next((f for f in SLOT.iter_unpack(slots) if f[0] == key and f[2]), None)
+            return None if memory[RETIRED_AT] else found
 
         before = look()
         if before is None or (entry := entry_of(before)).offset is None:

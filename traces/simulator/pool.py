@@ -15,7 +15,7 @@ from conductor.events import BlockChanges
 from kvstore.catalog import Catalog
 from kvstore.disk.base import Place
 from kvstore.eviction import make
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.stored import StoredObject, Tier, Watermarks
 from protocol.keys import NO_PARENT, BlockKey
 
@@ -105,7 +105,7 @@ class Store:
         self._num_places = 0
         self._catalog = Catalog(
             num_blocks * UNIT,
-            index=key_index(),
+            index=KeyIndex(),
             policies=lambda: make(eviction),
             announce=self._changes,
             watermarks=_FOR_SPACE_ONLY,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.native.base import OFFSET_UNIT, Entry, dropped
-from kvstore.native.layout import PublishedIndex
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from transfer import Segment, TransferEngine
@@ -23,12 +22,12 @@ class Published:
     engine: TransferEngine
     data: Segment
     index_segments: list[Segment] = field(default_factory=list)
-    index: PublishedIndex = field(init=False)
+    index: KeyIndex = field(init=False)
     used: int = 0
     generation: int = 0
 
     def __post_init__(self) -> None:
-        self.index = key_index(self._allocate, dropped)
+        self.index = KeyIndex(self._allocate, dropped)
 
     def _allocate(self, nbytes: int) -> memoryview:
         self.index_segments.append(self.engine.allocate(nbytes, readable=True, name="index"))

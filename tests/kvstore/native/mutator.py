@@ -16,9 +16,8 @@ import sys
 import numpy as np
 
 from kvstore.native.base import Entry
-from kvstore.native.library import compiled
+from kvstore.native.metadata import KeyIndex
 from protocol.keys import BlockKey
-from tests.kvstore.native.conftest import Kind
 
 PAGE = 4096
 NUM_PLACES = 48
@@ -47,12 +46,12 @@ def content_of(number: int, generation: int) -> int:
 class Mutator:
     """One step at a time."""
 
-    def __init__(self, kind: Kind, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memoryview(memory)
         self._data = np.frombuffer(self._memory[PAGE:DATA_END], np.uint64).reshape(NUM_PLACES, -1)
         self._end = DATA_END
         self._where = 0
-        self._index = kind.key_index(self._allocate)
+        self._index = KeyIndex(self._allocate)
         self._generation = 0
         self._free = list(range(NUM_PLACES))
         self._resident: dict[int, tuple[int, int | None]] = {}  # number → generation, place
@@ -121,10 +120,7 @@ class Mutator:
 
 def main() -> None:
     fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
-    mutator = Mutator(
-        Kind(compiled()),
-        mmap.mmap(fd, nbytes),
-    )
+    mutator = Mutator(mmap.mmap(fd, nbytes))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     parent = os.getppid()

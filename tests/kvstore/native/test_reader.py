@@ -17,42 +17,44 @@ import pytest
 
 from kvstore.native.base import Entry
 from kvstore.native.layout import (
+    HEADER,
     RETIRED_AT,
+    SLOT,
     VERSION_AT,
     Copied,
+    Geometry,
     NotCopied,
     Presence,
-    PublishedIndex,
+    Retired,
     Standing,
 )
-from kvstore.native.reader import Geometry, MappedReader, Miss, Retired, Unknown, scan, slots_of
+from kvstore.native.metadata import KeyIndex
+from kvstore.native.reader import MappedReader, Unknown
 from protocol.errors import Incompatible
-from protocol.keys import BlockKey
 from tests.kvstore.native import mutator
-from tests.kvstore.native.conftest import Kind, MakeKind
 from tests.kvstore.native.mutator import key_of
 
 DATA = bytes(random.Random(3).randbytes(1 << 16))
 
 
-@pytest.fixture
-def kind(make_kind: MakeKind) -> Kind:
-    """The one that others can read."""
-    return make_kind("native")
-
-
-def index_of(kind: Kind, entries: dict[int, Entry]) -> PublishedIndex:
-    index = kind.key_index()
+def index_of(entries: dict[int, Entry]) -> KeyIndex:
+    index = KeyIndex()
     for number, entry in entries.items():
         index.insert(key_of(number), entry)
     return index
+
+
+def slot_of(index: KeyIndex) -> int:
+    """Where the only entry of an index lies."""
+    table = bytes(index.memory[HEADER.size :])
+    return HEADER.size + next(at for at in range(0, len(table), SLOT.size) if any(table[at:][:48]))
 
 
 def entry_at(offset: int | None, length: int = 1000, generation: int = 9) -> Entry:
     return Entry(1, generation, 77, length, offset)
 
 
-def reader_of(index: PublishedIndex, data: bytes = DATA) -> MappedReader:
+def reader_of(index: KeyIndex, data: bytes = DATA) -> MappedReader:
     return MappedReader(index.memory.toreadonly(), memoryview(data))
 
 
@@ -65,9 +67,9 @@ def copy(reader: MappedReader, *numbers: int, room: int = 4096) -> tuple[Copied,
     return reader.copy(b"".join(map(key_of, numbers)), addresses, capacities), into
 
 
-def test_a_reader_finds_what_is_there(kind: Kind) -> None:
+def test_a_reader_finds_what_is_there() -> None:
     entries = {number: entry_at(256 * number) for number in range(100)}
-    reader = reader_of(index_of(kind, entries))
+    reader = reader_of(index_of(entries))
     assert [reader.find(key_of(number)) for number in range(100)] == list(entries.values())
     assert reader.find(key_of(100)) is None
     packed = b"".join(key_of(number) for number in (5, 100, 6))
@@ -75,7 +77,7 @@ def test_a_reader_finds_what_is_there(kind: Kind) -> None:
     assert reader.exists(b"") == b""
 
 
-def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it(kind: Kind) -> None:
+def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it() -> None:
     entries = {
         1: entry_at(512, 1000),
         2: entry_at(None),
@@ -84,7 +86,7 @@ def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it(kind: Kind) -> None:
         6: entry_at(len(DATA) - 256, 257),
         7: entry_at(len(DATA) - 256, 256),
     }
-    copied, into = copy(reader_of(index_of(kind, entries)), *range(1, 8))
+    copied, into = copy(reader_of(index_of(entries)), *range(1, 8))
     assert copied.lengths.tolist() == [
         1000,
         NotCopied.ON_DISK,
@@ -101,8 +103,8 @@ def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it(kind: Kind) -> None:
     assert copied.generations.tolist() == [9, 9, 9, 9, 0, 9, 9]
 
 
-def test_calls_over_retired_memory_say_so(kind: Kind) -> None:
-    index = index_of(kind, {1: entry_at(0)})
+def test_calls_over_retired_memory_say_so() -> None:
+    index = index_of({1: entry_at(0)})
     reader, memory = reader_of(index), index.memory
     for number in range(2, 200):
         index.insert(key_of(number), entry_at(0))
@@ -119,8 +121,8 @@ def test_calls_over_retired_memory_say_so(kind: Kind) -> None:
             call()
 
 
-def test_a_writer_that_stopped_in_the_midst_of_a_change_does_not_stop_readers(kind: Kind) -> None:
-    index = index_of(kind, {1: entry_at(0, 100)})
+def test_a_writer_that_stopped_in_the_midst_of_a_change_does_not_stop_readers() -> None:
+    index = index_of({1: entry_at(0, 100)})
     index.memory[VERSION_AT] |= 1
     reader = reader_of(index)
     assert reader.find(key_of(1)) == entry_at(0, 100)
@@ -132,25 +134,24 @@ def test_a_writer_that_stopped_in_the_midst_of_a_change_does_not_stop_readers(ki
     assert copied.lengths.tolist() == [100, NotCopied.UNKNOWN]
 
 
-def test_an_entry_whose_fields_do_not_belong_together_is_not_believed(kind: Kind) -> None:
-    index = index_of(kind, {1: entry_at(0)})
-    offset, _ = slots_of(index.geometry, key_of(1), 1)
+def test_an_entry_whose_fields_do_not_belong_together_is_not_believed() -> None:
+    index = index_of({1: entry_at(0)})
+    offset = slot_of(index)
     for at in range(16, 48):
         index.memory[offset + at] ^= 4
         with pytest.raises(Unknown):
             reader_of(index).find(key_of(1))
-        assert scan(index.memory[offset : offset + 48], key_of(1)) is Miss.NEED_MORE
         index.memory[offset + at] ^= 4
     assert reader_of(index).find(key_of(1)) == entry_at(0)
 
 
-def test_an_entry_that_left_its_place_and_came_back_is_not_what_it_was(kind: Kind) -> None:
-    index = index_of(kind, {1: entry_at(256)})
-    offset, nbytes = slots_of(index.geometry, key_of(1), 1)
-    before = bytes(index.memory[offset : offset + nbytes])
+def test_an_entry_that_left_its_place_and_came_back_is_not_what_it_was() -> None:
+    index = index_of({1: entry_at(256)})
+    slot = slice(slot_of(index), slot_of(index) + SLOT.size)
+    before = bytes(index.memory[slot])
     index.relocate(key_of(1), None)
     index.relocate(key_of(1), 256)
-    assert bytes(index.memory[offset : offset + nbytes]) != before
+    assert bytes(index.memory[slot]) != before
     assert index.find(key_of(1)) == entry_at(256)
 
 
@@ -164,8 +165,8 @@ def test_an_entry_that_left_its_place_and_came_back_is_not_what_it_was(kind: Kin
         pytest.param(48, b"\xff" * 8, id="a longer tail than memory"),
     ],
 )
-def test_memory_that_is_not_an_index_is_refused(kind: Kind, at: int, value: bytes) -> None:
-    index = index_of(kind, {})
+def test_memory_that_is_not_an_index_is_refused(at: int, value: bytes) -> None:
+    index = index_of({})
     index.memory[at : at + len(value)] = value
     with pytest.raises(Incompatible):
         reader_of(index)
@@ -173,45 +174,21 @@ def test_memory_that_is_not_an_index_is_refused(kind: Kind, at: int, value: byte
         Geometry.parse(b"", 0)
 
 
-def test_a_table_without_an_empty_slot_ends_where_its_memory_does(kind: Kind) -> None:
-    index = index_of(kind, {1: entry_at(0)})
-    offset, _ = slots_of(index.geometry, key_of(1), 1)
+def test_a_table_without_an_empty_slot_ends_where_its_memory_does() -> None:
+    index = index_of({1: entry_at(0)})
+    offset = slot_of(index)
     slot = bytes(index.memory[offset : offset + 48])
     index.memory[64:] = slot * ((len(index.memory) - 64) // 48)
     assert reader_of(index).find(key_of(2)) is None
 
 
-def test_arrays_of_a_wrong_shape_or_type_are_refused(kind: Kind) -> None:
-    reader = reader_of(index_of(kind, {}))
+def test_arrays_of_a_wrong_shape_or_type_are_refused() -> None:
+    reader = reader_of(index_of({}))
     for wrong in (np.zeros(2, np.uint64), np.zeros(1, np.int64)):
         with pytest.raises(ValueError, match="uint64"):
             reader.copy(key_of(1), wrong, np.zeros(1, np.uint64))
         with pytest.raises(ValueError, match="uint64"):
             reader.copy(key_of(1), np.zeros(1, np.uint64), wrong)
-
-
-def test_eight_slots_from_its_home_on_hold_nine_of_ten_entries_at_the_highest_load(
-    kind: Kind,
-) -> None:
-    index = index_of(kind, {number: entry_at(256 * number) for number in range(716)})
-    assert len(index) / index.geometry.num_slots > 0.69
-    num_found, header = 0, bytes(index.memory[:64])
-    for number in range(716):
-        geometry = Geometry.parse(header, len(index.memory))
-        found = read_remote(index, geometry, key_of(number), 8)
-        num_found += found == entry_at(256 * number)
-        if found is Miss.NEED_MORE:
-            found = read_remote(index, geometry, key_of(number), 200)
-        assert found == entry_at(256 * number)
-    assert num_found > 0.9 * 716
-    assert read_remote(index, geometry, key_of(1000), 200) is Miss.ABSENT
-
-
-def read_remote(
-    index: PublishedIndex, geometry: Geometry, key: BlockKey, num_slots: int
-) -> Entry | Miss:
-    offset, nbytes = slots_of(geometry, key, num_slots)
-    return scan(index.memory[offset : offset + nbytes], key)
 
 
 @contextmanager
@@ -245,7 +222,6 @@ def reader_over(memory: memoryview) -> MappedReader:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("kind")
 def test_whatever_is_copied_while_another_process_rewrites_it_is_whole() -> None:
     seen: Counter[str] = Counter()
     with mutating() as memory:
@@ -288,7 +264,7 @@ def located(
     ]
 
 
-def test_a_batch_is_located_with_the_memory_of_what_fits(kind: Kind) -> None:
+def test_a_batch_is_located_with_the_memory_of_what_fits() -> None:
     """What is too large, beyond the budget, on disk, absent or out of bounds is told, not given."""
     entries = {
         1: entry_at(512, 1000),
@@ -299,7 +275,7 @@ def test_a_batch_is_located_with_the_memory_of_what_fits(kind: Kind) -> None:
         6: entry_at(1024, 1500),
         7: entry_at(2048, 500),
     }
-    reader = reader_of(index_of(kind, entries))
+    reader = reader_of(index_of(entries))
     told, pieces = located(reader, 1, 2, 3, 4, 5, 99, 6, 7, budget=1500)
     standings = [Standing(row[0]) for row in told]
     assert standings == [

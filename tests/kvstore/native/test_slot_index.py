@@ -1,36 +1,16 @@
-"""The index of rows, compiled and in Python: what was inserted is found, whatever came and went before."""
+"""The index of rows: what was inserted is found, whatever came and went before. And who holds leading rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.native.base import NO_RECORD
-from kvstore.native.slot_index import (
-    Column,
-    NativeSlotIndex,
-    PythonSlotIndex,
-    SlotIndex,
-    SlotLibrary,
-)
+from kvstore.native.slot_index import WORD_BITS, Column, HolderKernel, SlotIndex
 from protocol.keys import KEY_BYTES
-from tests.compilers import need_compiler
 from tests.thoroughness import examples
-
-Make = Callable[[], SlotIndex]
-
-
-@pytest.fixture(params=["native", "python"], scope="module")
-def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    if request.param == "python":
-        return PythonSlotIndex
-    need_compiler()
-    library = SlotLibrary(tmp_path_factory.mktemp("native"))
-    return lambda: NativeSlotIndex(library)
 
 
 def column_of(num_rows: int, seed: int = 1) -> Column:
@@ -43,12 +23,13 @@ def rows_of(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def test_every_key_is_found_at_its_row_while_the_index_grows_and_shrinks(make: Make) -> None:
-    index, column = make(), column_of(20_000)
+def test_every_key_is_found_at_its_row_while_the_index_grows_and_shrinks() -> None:
+    index, column = SlotIndex(), column_of(20_000)
     order = np.random.default_rng(2).permutation(20_000)
     for part in np.array_split(order, 30):
         index.insert(column, part)
     assert np.array_equal(index.find_all(column, column.tobytes()), np.arange(20_000))
+    assert index.nbytes < 9 * len(index)
     index.remove(column, order[:15_000])
     left = np.sort(order[15_000:])
     found = index.find_all(column, column.tobytes())
@@ -57,8 +38,8 @@ def test_every_key_is_found_at_its_row_while_the_index_grows_and_shrinks(make: M
     assert len(index) == 5_000
 
 
-def test_leading_keys_end_at_the_first_absent_one(make: Make) -> None:
-    index, column = make(), column_of(100)
+def test_leading_keys_end_at_the_first_absent_one() -> None:
+    index, column = SlotIndex(), column_of(100)
     index.insert(column, rows_of(0, 1, 2, 4))
     assert index.find_leading(column, column.tobytes()).tolist() == [0, 1, 2]
     assert index.find_leading(column, column[3:].tobytes()).tolist() == []
@@ -66,16 +47,16 @@ def test_leading_keys_end_at_the_first_absent_one(make: Make) -> None:
     assert index.find_leading(column, column[:2].tobytes()).tolist() == [0, 1]
 
 
-def test_a_column_that_moved_is_followed(make: Make) -> None:
-    index, column = make(), column_of(10)
+def test_a_column_that_moved_is_followed() -> None:
+    index, column = SlotIndex(), column_of(10)
     index.insert(column, rows_of(3))
     moved = column.copy()
     column[:] = bytes(KEY_BYTES)
     assert index.find_all(moved, moved[3:4].tobytes()).tolist() == [3]
 
 
-def test_rows_that_the_column_lacks_and_torn_keys_are_refused(make: Make) -> None:
-    index, column = make(), column_of(10)
+def test_rows_that_the_column_lacks_and_torn_keys_are_refused() -> None:
+    index, column = SlotIndex(), column_of(10)
     for rows in (rows_of(10), rows_of(-1), rows_of(1).astype(np.int32)):
         with pytest.raises(ValueError, match="row"):
             index.insert(column, rows)
@@ -88,24 +69,10 @@ def test_rows_that_the_column_lacks_and_torn_keys_are_refused(make: Make) -> Non
     assert len(index) == 0
 
 
-def test_the_compiled_index_takes_few_bytes_per_row(make: Make) -> None:
-    index, column = make(), column_of(100_000)
-    for part in np.array_split(np.arange(100_000), 100):
-        index.insert(column, part)
-    if isinstance(index, NativeSlotIndex):
-        assert index.nbytes < 9 * len(index)
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 199)), max_size=400))
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-def test_any_order_of_changes_leaves_exactly_what_is_there(
-    make: Make, changes: list[tuple[bool, int]]
-) -> None:
-    index, column, present = make(), column_of(200), set()
+@settings(max_examples=examples(40), deadline=None)
+def test_any_order_of_changes_leaves_exactly_what_is_there(changes: list[tuple[bool, int]]) -> None:
+    index, column, present = SlotIndex(), column_of(200), set()
     for adds, row in changes:
         if adds and row not in present:
             index.insert(column, rows_of(row))
@@ -117,3 +84,39 @@ def test_any_order_of_changes_leaves_exactly_what_is_there(
     assert set(np.flatnonzero(found != NO_RECORD).tolist()) == present
     assert all(found[row] == row for row in present)
     assert len(index) == len(present)
+
+
+NUM_ROWS = 8
+# Mostly held by all, as prefixes are, so that runs are not all 0.
+words = st.sampled_from([2**64 - 1, 2**63, 1, 0, 2**64 - 2, 0xF0F0])
+
+
+@given(
+    columns=st.lists(st.lists(words, min_size=NUM_ROWS, max_size=NUM_ROWS), min_size=1, max_size=3),
+    live=st.lists(words, min_size=3, max_size=3),
+    rows=st.lists(st.integers(0, NUM_ROWS - 1), max_size=20),
+)
+def test_runs_are_those_of_a_loop_over_all_bits(
+    columns: list[list[int]], live: list[int], rows: list[int]
+) -> None:
+    table = [np.array(column, np.uint64) for column in columns]
+    alive = np.array(live[: len(columns)], np.uint64)
+    places = np.array(rows, np.int64)
+    held, runs = HolderKernel().leading(table, alive, places)
+    expected_held = [column[places] & word for column, word in zip(table, alive, strict=True)]
+    assert held.tolist() == [column.tolist() for column in expected_held]
+    for bit in range(WORD_BITS * len(columns)):
+        word, mask = divmod(bit, WORD_BITS)
+        has = [bool(columns[word][row] & live[word] >> mask << mask & 1 << mask) for row in rows]
+        expected = has.index(False) if False in has else len(has)
+        assert runs[bit] == expected
+
+
+def test_columns_that_moved_are_found_again() -> None:
+    """A table that grows has other columns, and they are read from then on."""
+    kernel = HolderKernel()
+    alive, rows = np.array([2**64 - 1], np.uint64), np.array([0], np.int64)
+    for size in (1, 1000):
+        column = np.full(size, size, np.uint64)
+        held, _ = kernel.leading([column], alive, rows)
+        assert held.tolist() == [[size]]

@@ -1,9 +1,10 @@
-"""Index, map and heap against a model of Python's own containers: compiled and in Python."""
+"""Index and heap against a model of Python's own containers."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +18,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvstore.native import metadata
 from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry
-from kvstore.native.layout import MAX_LOAD, NUM_TAIL, SLOT, home, more_slots
+from kvstore.native.layout import HEADER, MAX_LOAD, NUM_TAIL, SLOT, more_slots
+from kvstore.native.metadata import KeyIndex, RankHeap
 from protocol.keys import BlockKey
-from tests.kvstore.native.conftest import Kind, MakeKind
+from protocol.native import C_FLAGS
+from tests.compilers import compile_strictly
 from tests.thoroughness import examples
 
+SOURCES = sorted(Path(metadata.__file__).parent.glob("*.c"))
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
@@ -51,12 +56,10 @@ entries = st.builds(
 class IndexMachine(RuleBasedStateMachine):
     """Beyond 45 entries the index grows."""
 
-    kind: Kind
-
     @initialize()
     def make(self) -> None:
         self.retired: list[memoryview] = []
-        self.index = self.kind.key_index(retire=self.retired.append)
+        self.index = KeyIndex(retire=self.retired.append)
         self.model: dict[BlockKey, Entry] = {}
 
     @rule(number=numbers, entry=entries, times=st.sampled_from([1, 1, 1, 50]))
@@ -94,43 +97,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.validate()
 
 
-class MapMachine(RuleBasedStateMachine):
-    kind: Kind
-
-    @initialize()
-    def make(self) -> None:
-        self.map = self.kind.key_map()
-        self.model: dict[BlockKey, int] = {}
-
-    @rule(number=numbers, value=u32, times=st.sampled_from([1, 1, 1, 60]))
-    def put(self, number: int, value: int, times: int) -> None:
-        for each in map(key_of, range(number, number + times)):
-            self.map.put(each, value)
-            self.model[each] = value
-
-    @rule(number=numbers, times=st.sampled_from([1, 1, 20]))
-    def pop(self, number: int, times: int) -> None:
-        for each in map(key_of, range(number, number + times)):
-            assert self.map.pop(each) == self.model.pop(each, NO_RECORD)
-
-    @invariant()
-    def agrees_with_the_model(self) -> None:
-        keys = [key_of(number) for number in range(360)]
-        values = [self.model.get(key, NO_RECORD) for key in keys]
-        assert [self.map.get(key) for key in keys] == values
-        assert len(self.map) == len(self.model)
-
-
 class HeapMachine(RuleBasedStateMachine):
     """Ranks differ, as those of policies do."""
 
-    kind: Kind
     records = st.integers(0, 8) | st.integers(0, 500)
     primaries = st.sampled_from([0.0, 0.0, -1.5, 1e300]) | st.floats(-10, 10)
 
     @initialize()
     def make(self) -> None:
-        self.heap = self.kind.rank_heap()
+        self.heap = RankHeap()
         self.ranks: dict[int, tuple[float, int]] = {}
         self.offered: set[int] = set()
         self.clock = 2**63
@@ -147,14 +122,6 @@ class HeapMachine(RuleBasedStateMachine):
         for record in ranked:
             self.clock += 1
             self.ranks[record] = 0.0, self.clock
-
-    @rule(record=records, primary=primaries, times=st.sampled_from([1, 1, 40]))
-    def put(self, record: int, primary: float, times: int) -> None:
-        for each in range(record, record + times):
-            self.clock += 1
-            self.heap.put(each, primary, 2**64 - self.clock)
-            self.ranks[each] = primary, 2**64 - self.clock
-            self.offered.add(each)
 
     @rule(record=records)
     def offer(self, record: int) -> None:
@@ -181,38 +148,33 @@ class HeapMachine(RuleBasedStateMachine):
         least = min(self.offered, key=self.ranks.__getitem__, default=NO_RECORD)
         assert self.heap.first() == least
         assert len(self.heap) == len(self.offered)
-        assert all((record in self.heap) == (record in self.offered) for record in range(9))
         assert all(self.heap.rank_of(record) == rank for record, rank in self.ranks.items())
 
 
-@pytest.mark.parametrize("machine", [IndexMachine, MapMachine, HeapMachine])
+@pytest.mark.parametrize("machine", [IndexMachine, HeapMachine])
 def test_any_sequence_of_calls_agrees_with_pythons_own_containers(
-    machine: type[RuleBasedStateMachine], kind: Kind
+    machine: type[RuleBasedStateMachine],
 ) -> None:
-    run_state_machine_as_test(type("Machine", (machine,), {"kind": kind}), settings=SETTINGS)
+    run_state_machine_as_test(machine, settings=SETTINGS)
 
 
-def filled(kind: Kind, count: int) -> Iterator[tuple[int, int, int]]:
-    """Count, bytes of the index and of the map, after each insertion."""
-    index, keys = kind.key_index(), kind.key_map()
-    for number in range(count):
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_compilers_have_nothing_to_complain_about(
+    compiler: str, source: Path, tmp_path: Path
+) -> None:
+    compile_strictly(compiler, source, C_FLAGS, tmp_path)
+
+
+def test_a_block_takes_at_most_86_bytes_of_the_index() -> None:
+    index, beside = KeyIndex(), NUM_TAIL * SLOT.size + HEADER.size
+    for number in range(60_000):
         index.insert(key_of(number), entry_with(number))
-        keys.put(key_of(number), number)
-        yield number + 1, index.nbytes, keys.nbytes
+        if number > 4096 * MAX_LOAD:
+            assert (index.nbytes - beside) / (number + 1) <= 86
 
 
-def test_a_block_takes_at_most_86_bytes_of_the_index_and_34_of_a_map(
-    make_kind: MakeKind,
-) -> None:
-    tail = NUM_TAIL * SLOT.size
-    for count, index_bytes, map_bytes in filled(make_kind("native"), 60_000):
-        if count > 4096 * MAX_LOAD:
-            assert (index_bytes - tail - 64) / count <= 86
-            assert map_bytes / count <= 34
-
-
-def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(make_kind: MakeKind) -> None:
-    kind = make_kind("native")
+def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves() -> None:
     given: list[memoryview] = []
     retired: list[memoryview] = []
 
@@ -220,7 +182,7 @@ def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(make_kind
         given.append(memoryview(bytearray(nbytes)))
         return given[-1]
 
-    index = kind.key_index(allocate, retired.append)
+    index = KeyIndex(allocate, retired.append)
     for number in range(1000):
         index.insert(key_of(number), entry_with(number))
     assert retired == given[:-1]
@@ -232,42 +194,45 @@ def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves(make_kind
     assert index.records_of([key_of(999), key_of(1000)]) == [999, NO_RECORD]
 
 
-def test_an_index_grows_early_when_entries_would_run_over_its_end(make_kind: MakeKind) -> None:
-    kind = make_kind("native")
-    index = kind.key_index()
-    seed, num_slots = index.geometry.seed, index.geometry.num_slots
-    assert num_slots * MAX_LOAD < NUM_TAIL  # so the tail of the smallest one cannot run over, but …
-    sizes = [num_slots]
+def test_an_index_grows_early_when_entries_would_run_over_its_end() -> None:
+    """Keys that all live in the last slot, which no load of its smallest size could crowd so."""
+    index = KeyIndex()
+    geometry = index.geometry
+    assert geometry.num_slots * MAX_LOAD < NUM_TAIL
+    sizes = [geometry.num_slots]
     while sizes[-1] * MAX_LOAD < NUM_TAIL + 40:
         sizes.append(more_slots(sizes[-1]))
-    # … keys that all live in the last slot of a larger one, and so of all smaller ones, do.
-    crowd = list(itertools.islice(keys_at_the_end(seed, sizes[-1]), NUM_TAIL + 10))
+    crowd = list(islice(keys_at_the_end(geometry.seed, sizes[-1]), NUM_TAIL + 10))
     for record, key in enumerate(crowd):
         index.insert(key, entry_with(record))
     assert index.geometry.num_slots > sizes[-1]
     assert index.records_of(crowd) == list(range(len(crowd)))
-    assert home(crowd[0], seed, sizes[-1]) == sizes[-1] - 1
     index.validate()
 
 
 def keys_at_the_end(seed: int, num_slots: int) -> Iterator[BlockKey]:
-    keys = map(key_of, itertools.count())
-    return (key for key in keys if home(key, seed, num_slots) == num_slots - 1)
+    return (key for key in map(key_of, count()) if home(key, seed, num_slots) == num_slots - 1)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param([key_of(n) for n in range(20_000)], id="counting up"),
-        pytest.param([key_of(n << 100) for n in range(20_000)], id="high bits"),
-        pytest.param([key_of(n * (2**64 + 1)) for n in range(20_000)], id="equal halves"),
-        pytest.param([key_of(n << 64 | (2**64 - n)) for n in range(20_000)], id="opposite halves"),
-    ],
-)
-def test_homes_of_regular_keys_are_spread_like_random_ones(keys: list[BlockKey]) -> None:
-    homes = np.array([home(key, 0x1234_5678_9ABC_DEF0, 2000) for key in keys])
-    counts = np.bincount(homes, minlength=2000)
-    chi_square = float((((counts - 10) ** 2) / 10).sum())
+def home(key: BlockKey, seed: int, num_slots: int) -> int:
+    """The slot where metadata.c begins to look for `key`."""
+    golden, word = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def fold(a: int, b: int) -> int:
+        return (a * b ^ a * b >> 64) & word
+
+    low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+    mixed = fold(low ^ seed, high ^ (seed * golden & word)) ^ seed
+    return fold(mixed, golden) * num_slots >> 64
+
+
+@pytest.mark.parametrize("step", [1, 1 << 100, 2**64 + 1, (1 << 64) - 1])
+def test_regular_keys_are_spread_like_random_ones(step: int) -> None:
+    """Counting up, in the high bits, with equal and with opposite halves."""
+    seed, homes = 0x1234_5678_9ABC_DEF0, np.zeros(2000, np.int64)
+    for number in range(20_000):
+        homes[home(key_of(number * step), seed, 2000)] += 1
+    chi_square = float((((homes - 10) ** 2) / 10).sum())
     assert abs(chi_square - 1999) < 6 * (2 * 1999) ** 0.5
 
 
@@ -284,30 +249,28 @@ def test_homes_of_regular_keys_are_spread_like_random_ones(keys: list[BlockKey])
         Entry(0, 1, 0, 0, 2**40),
     ],
 )
-def test_what_does_not_fit_into_a_slot_is_refused(kind: Kind, entry: Entry) -> None:
-    index = kind.key_index()
+def test_what_does_not_fit_into_a_slot_is_refused(entry: Entry) -> None:
+    index = KeyIndex()
     with pytest.raises(ValueError, match=r"no slot|multiple"):
         index.insert(key_of(1), entry)
     assert index.find(key_of(1)) is None
 
 
-def test_keys_of_a_wrong_length_are_refused(kind: Kind) -> None:
-    index, keys, short = kind.key_index(), kind.key_map(), BlockKey(b"short")
-    for call in (index.find, index.record_of, index.remove, keys.get, keys.pop):
+def test_what_compiled_code_would_misread_is_refused() -> None:
+    index, short = KeyIndex(), BlockKey(b"short")
+    for call in (index.find, index.record_of, index.remove, index.records_in):
         with pytest.raises(ValueError, match="bytes"):
             call(short)
     with pytest.raises(ValueError, match="bytes"):
         index.records_of([short])
-    with pytest.raises(ValueError, match="bytes"):
-        index.records_in(short)
     with pytest.raises(ValueError, match="record"):
-        kind.rank_heap().offer(-1)
+        RankHeap().offer(-1)
     with pytest.raises(ValueError, match="record"):
-        kind.rank_heap().rank_all(np.array([0, -1]), 1)
+        RankHeap().rank_all(np.array([0, -1]), 1)
 
 
-def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug(kind: Kind) -> None:
-    index = kind.key_index()
+def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug() -> None:
+    index = KeyIndex()
     index.insert(key_of(1), entry_with(1))
     with pytest.raises(AssertionError):
         index.insert(key_of(1), entry_with(2))

@@ -18,7 +18,7 @@ from kvstore.directory.index import Directory
 from kvstore.event_log import EventLog, ToAll
 from kvstore.generations import first_of
 from kvstore.index_segment import IndexSegments
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.removals import Removal
 from kvstore.service import StoreService
 from kvstore.state import StoreState
@@ -95,7 +95,7 @@ class PoolNode(Process):
         self.transfer = SimulatedTransfer(self.world.network, self.life, self.world.engines)
         self.memory = self.transfer.allocate(MEMORY_UNITS * ALIGNMENT)
         self.indexes = IndexSegments(self.transfer, self.life.clock)  # type: ignore[arg-type]
-        self.index = key_index(self.indexes.allocate, self.indexes.retire)
+        self.index = KeyIndex(self.indexes.allocate, self.indexes.retire)
         self.shown = Shown(name, self.world.truth, lambda key: self.state.find(key))
         events, policy = EventLog(), rng.choice(eviction.POLICY_NAMES)
         self.state = StoreState(

@@ -9,7 +9,7 @@ from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.config import StoreConfig
 from kvstore.event_log import EventLog, ToAll
-from kvstore.native.library import key_index
+from kvstore.native.metadata import KeyIndex
 from kvstore.node import ToConductor
 from kvstore.service import StoreService
 from kvstore.state import StoreState
@@ -37,7 +37,7 @@ class Store(Member):
         self.blocks = BlockLog(self._inventory)
         catalog = Catalog(
             segment.nbytes,
-            index=key_index(),
+            index=KeyIndex(),
             policies=lambda: eviction.make("lru"),
             announce=ToAll([events, ToConductor(self.blocks)]),
             watermarks=Watermarks(evict_above=0.9, evict_share=0.05),

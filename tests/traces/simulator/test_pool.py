@@ -85,7 +85,7 @@ IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
     data=st.data(),
     num_blocks=st.integers(5, 9),
     num_disk=st.sampled_from([0, 0, 3, 12]),
-    policy=st.sampled_from(["lru", "lfu", "fifo", "length-aware", "s3-fifo"]),
+    policy=st.sampled_from(["lru", "lfu", "fifo", "length-aware", "reuse-credit"]),
 )
 def test_whoever_follows_the_changes_knows_what_is_here(
     data: st.DataObject, num_blocks: int, num_disk: int, policy: str

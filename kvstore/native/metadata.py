@@ -1,4 +1,4 @@
-"""Index and map of `base` over the compiled library: Python owns the memory, C changes it.
+"""The index of a node's objects and the heaps of its eviction policies: Python owns the memory, C changes it.
 
 Its rule: no address goes to C that Python has not checked the bounds of and keeps alive. Knows nothing of readers.
 """
@@ -6,31 +6,36 @@ Its rule: no address goes to C that Python has not checked the bounds of and kee
 from __future__ import annotations
 
 import ctypes
-import secrets
 from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.native.base import MAX_RECORDS, NO_RECORD, Allocate, Entry, Record, RecordArray, Retire
+from kvstore.native.base import (
+    MAX_RECORDS,
+    NO_RECORD,
+    Allocate,
+    Entry,
+    Record,
+    RecordArray,
+    Retire,
+    anonymous,
+    dropped,
+)
 from kvstore.native.layout import (
     HEADER,
-    MIN_SLOTS,
     SLOT,
     Geometry,
     check_entry,
     check_key,
     check_keys,
     entry_of,
-    more_slots,
     place_of,
 )
-from kvstore.native.prototypes import HeapLibrary, HeapState, MapState, MetadataLibrary, Table
+from kvstore.native.prototypes import HeapState, Table, heap_library, metadata_library
 from protocol.keys import KEY_BYTES, BlockKey, pack_keys
 from transfer.native.base import address_of
-
-MAP_SLOT_BYTES = 20
 
 
 def table_over(memory: memoryview, geometry: Geometry) -> Table:
@@ -39,11 +44,16 @@ def table_over(memory: memoryview, geometry: Geometry) -> Table:
     return Table(at, at + HEADER.size, geometry.num_slots, geometry.num_all, geometry.seed)
 
 
-class NativeKeyIndex:
-    """`KeyIndex` in memory from `allocate`."""
+class KeyIndex:
+    """Visible objects by key, in memory from `allocate` that other processes map or READ while its owner changes it.
 
-    def __init__(self, library: MetadataLibrary, allocate: Allocate, retire: Retire) -> None:
-        self._library = library
+    The owner is one thread. Readers see each entry as it was before or after a change, never between, and find an entry
+    that is there throughout their search (mapped readers; a one-sided READ may miss, and then asks).
+    """
+
+    def __init__(self, allocate: Allocate = anonymous, retire: Retire = dropped) -> None:
+        """`retire` gets what it has outgrown. Raises CompilerError."""
+        self._library = metadata_library()
         self._allocate, self._retire = allocate, retire
         self._found = ctypes.create_string_buffer(SLOT.size)
         self._one = (ctypes.c_int64 * 1)()
@@ -60,12 +70,14 @@ class NativeKeyIndex:
 
     @property
     def nbytes(self) -> int:
+        """Memory that it takes now."""
         return len(self._memory)
 
     def __len__(self) -> int:
         return int(HEADER.unpack_from(self._memory)[6])
 
     def insert(self, key: BlockKey, entry: Entry) -> None:
+        """`key` is not present. May move to larger memory."""
         check_key(key)
         check_entry(entry)
         fields = entry.checksum, entry.generation, entry.record, place_of(entry.offset)
@@ -80,11 +92,13 @@ class NativeKeyIndex:
         return entry_of(SLOT.unpack(self._found))
 
     def record_of(self, key: BlockKey) -> Record:
+        """NO_RECORD when `key` is absent."""
         check_key(key)
         self._library.index_records(self._at, key, 1, self._one)
         return self._one[0]
 
     def records_of(self, keys: Sequence[BlockKey]) -> list[Record]:
+        """Of each key, NO_RECORD where it is absent. One pass, for prefixes of many blocks."""
         packed = pack_keys(keys)
         if len(packed) != len(keys) * KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
@@ -93,22 +107,26 @@ class NativeKeyIndex:
         return records[:]
 
     def records_in(self, packed_keys: bytes) -> RecordArray:
+        """As `records_of`, of 16-byte keys back to back, and without the interpreter's lock: others run meanwhile."""
         count = check_keys(packed_keys)
         records = np.empty(count, np.int64)
         self._library.index_records_unlocked(self._at, packed_keys, count, address_of(records))
         return records
 
     def relocate(self, key: BlockKey, offset: int | None) -> None:
+        """`key`, which is present, lies elsewhere from now on. Readers who copied from the old place before notice."""
         check_key(key)
         found = self._library.index_relocate(self._at, key, place_of(offset))
         assert found, "the key is not there"
 
     def remove(self, key: BlockKey) -> None:
+        """`key` is present. On return no reader that starts finds it, and one that was copying notices."""
         check_key(key)
         found = self._library.index_remove(self._at, key)
         assert found, "the key is not there"
 
     def validate(self) -> None:
+        """Raises AssertionError unless every entry can be found and the count is right."""
         assert self._library.index_check(self._at) == len(self)
 
     def _make(self, geometry: Geometry) -> tuple[memoryview, Geometry]:
@@ -139,58 +157,20 @@ class NativeKeyIndex:
         return True
 
 
-class NativeKeyMap:
-    """`KeyMap`."""
-
-    def __init__(self, library: MetadataLibrary) -> None:
-        self._library = library
-        self._settle(*self._make(MIN_SLOTS, secrets.randbits(64)))
-
-    @property
-    def nbytes(self) -> int:
-        return self._slots.nbytes
-
-    def __len__(self) -> int:
-        return int(self._map.count)
-
-    def get(self, key: BlockKey) -> int:
-        check_key(key)
-        return int(self._library.map_get(self._at, key))
-
-    def put(self, key: BlockKey, value: int) -> None:
-        check_key(key)
-        if not 0 <= value < MAX_RECORDS:
-            raise ValueError(f"{value} is not a number below {MAX_RECORDS}")
-        while not self._library.map_put(self._at, key, value):
-            self._grow()
-
-    def pop(self, key: BlockKey) -> int:
-        check_key(key)
-        return int(self._library.map_pop(self._at, key))
-
-    def _make(self, num_slots: int, seed: int) -> tuple[npt.NDArray[np.uint8], MapState]:
-        slots = np.zeros(num_slots * MAP_SLOT_BYTES, np.uint8)
-        return slots, MapState(address_of(slots), num_slots, seed, 0)
-
-    def _settle(self, slots: npt.NDArray[np.uint8], state: MapState) -> None:
-        self._slots, self._map = slots, state
-        self._at = ctypes.addressof(state)
-
-    def _grow(self) -> None:
-        slots, state = self._make(more_slots(self._map.num_slots), self._map.seed)
-        self._library.map_move(ctypes.addressof(state), self._at)
-        self._settle(slots, state)
-
-
 _MIN_ROOM = 64
 Number = TypeVar("Number", bound=np.generic)
 
 
-class NativeRankHeap:
-    """`RankHeap`: columns indexed by record, and the records on offer in the order of a heap."""
+class RankHeap:
+    """Records by rank: columns indexed by record, and the records on offer in the order of a heap. O(log n) each.
 
-    def __init__(self, library: HeapLibrary) -> None:
-        self._library = library
+    A rank is (primary, secondary); the smallest is first. A record keeps its rank while it is not in the heap.
+    Primaries take no memory while all of them are 0.
+    """
+
+    def __init__(self) -> None:
+        """Raises CompilerError."""
+        self._library = heap_library()
         self._records = np.zeros(0, np.uint32)
         self._positions = np.zeros(0, np.uint32)
         self._secondaries = np.zeros(0, np.uint64)
@@ -206,21 +186,15 @@ class NativeRankHeap:
     def __len__(self) -> int:
         return int(self._heap.count)
 
-    def __contains__(self, record: object) -> bool:
-        if not isinstance(record, int) or not 0 <= record < len(self._positions):
-            return False
-        return bool(self._positions[record])
-
-    def put(self, record: Record, primary: float, secondary: int) -> None:
-        self.rank(record, primary, secondary)
-        self.offer(record)
-
     def rank(self, record: Record, primary: float, secondary: int) -> None:
+        """Its rank from now on, whether it is in the heap or not."""
         check_record(record)
         while not self._library.heap_rank(self._at, record, primary, secondary):
             self._widen(record, primary)
 
     def rank_all(self, records: RecordArray, secondary: int) -> None:
+        """As `rank` with primary 0 for each in order, with `secondary` and the numbers behind it; a record may come
+        twice. Without the interpreter's lock."""
         if not len(records):
             return
         check_record(int(records.min()))
@@ -231,10 +205,12 @@ class NativeRankHeap:
         self._library.heap_rank_all(self._at, address_of(records), len(records), secondary)
 
     def rank_of(self, record: Record) -> tuple[float, int]:
+        """The last one given; `record` had one."""
         primary = 0.0 if self._primaries is None else float(self._primaries[record])
         return primary, int(self._secondaries[record])
 
     def offer(self, record: Record) -> None:
+        """Adds `record` with the rank that it had last; no-op when it is there."""
         check_record(record)
         while not (done := self._library.heap_offer(self._at, record)):
             self._records = longer(self._records, len(self._records) + 1)
@@ -242,10 +218,12 @@ class NativeRankHeap:
         assert done > 0, "the record has no rank"
 
     def discard(self, record: Record) -> None:
+        """No-op when absent."""
         check_record(record)
         self._library.heap_discard(self._at, record)
 
     def first(self) -> Record:
+        """NO_RECORD when empty."""
         return int(self._records[0]) if self._heap.count else NO_RECORD
 
     def _widen(self, record: Record, primary: float) -> None:
