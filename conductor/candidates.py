@@ -106,7 +106,7 @@ def offers_for(
     now: float,
 ) -> Offers:
     """The columns that a policy weighs: one row per candidate, as it is for this prompt."""
-    prefills, instances = able.table, able.instances
+    prefills = able.table
     device_blocks, prefix_blocks = prefixes.own_blocks(prefills)
     local_s = layout.block_bytes / prefills.local_bytes_per_s
     remote_s = prefixes.remote_s_per_block(prefills, prefix_blocks, layout.block_bytes, now)
@@ -122,7 +122,7 @@ def offers_for(
         prefills.c1,
         prefills.c2,
         now,
-        Looks(lambda row: instances[row].queue, now),
+        Looks(able.instances, now),
     )
 
 

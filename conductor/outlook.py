@@ -5,7 +5,7 @@ runs and grows by a token per step from its begin, and ends at a constant rate t
 (how long those that got so far went on), at its limit in any case. One that is over before the next instant counts by
 the share of the time that it runs. Per instance the sums of that are kept at INSTANTS after the time of drawing, and
 change with every sequence; between two instants they are straight lines. So a placement asks for all instances at once,
-however many sequences they have. The arithmetic is `conductor.native.sequences`. Pure; knows no blocks.
+however many sequences they have. The arithmetic is `sequences.c`. Pure; knows no blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.columns import DecodeTable, Floats, Ints
-from conductor.native.sequences import (
+from conductor.native.kernels import (
     NUM_SUMS,
     Decodes,
     Question,
+    SequenceKernel,
     Sequences,
     Steps,
-    sequence_kernel,
 )
 
 # Seconds after drawing. Denser where prompts' first tokens lie; an answer of 1,000 tokens takes about half a minute.
@@ -72,7 +72,7 @@ class Outlook:
         self._free_numbers: list[int] = []
         self._instants = INSTANTS.copy()
         self.pace_s = 0.0  # of late, predicted between two tokens of a sequence
-        self._kernel = sequence_kernel()
+        self._kernel = SequenceKernel()
         self._bind()
 
     def __len__(self) -> int:

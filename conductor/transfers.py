@@ -8,7 +8,7 @@ busiest link, where it and every flow there get equal shares until it is done:
     t(b) = max(b / pair, (b + Σ_out min(left, b)) / out, (b + Σ_in min(left, b)) / in)
 
 exact where one link is the bottleneck of all its flows and nothing comes later. The arithmetic is
-`conductor.native.flows`; rates are those of `conductor.cost.bandwidth`.
+`flows.c`; rates are those of `conductor.cost.bandwidth`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from conductor.columns import Floats, Ints
 from conductor.cost.bandwidth import Bandwidths
-from conductor.native.flows import ALONE, FLOW_COLUMNS, INTO, LEFT, OUT, flow_kernel
+from conductor.native.kernels import ALONE, FLOW_COLUMNS, INTO, LEFT, OUT, flow_kernel
 from protocol.ids import RequestId
 
 # The clock ticks this coarsely: moving all flows on costs as much as a placement, and a prefix takes longer.

@@ -5,7 +5,8 @@ compiled on first use, once per source, compiler flags and processor: in a check
 those whose code depends on the machine's instruction set (`-march=native`: the engine's layers and attention).
 
 A source is its text and that of the files it includes by `#include "…"`, wherever they lie relative to the includer.
-Its rule: compiled code is never required. Whoever cannot have it (`CompilerError`) has another way.
+Its rule: compiled code is required, so a process that can have none of it ends with one line that says what to install
+(`CompilerError`). Only the engine has another way: torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from protocol.errors import ConfigError
 from protocol.machine import cache_folder, processor
 
 _TIMEOUT_S = 120.0
@@ -30,7 +32,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 C_FLAGS = (
     "-std=gnu11",
     "-O3",
-    "-ffp-contract=off",  # numbers like those of the Python twins
+    "-ffp-contract=off",  # the same numbers on every processor
     "-fno-math-errno",
     "-fvisibility=hidden",
 )
@@ -38,7 +40,7 @@ C_FLAGS = (
 COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
 
-class CompilerError(Exception):
+class CompilerError(ConfigError):
     """No compiler, or it refused."""
 
 
@@ -135,5 +137,6 @@ def _compiler(language: str) -> str:
         if path is not None:
             return path
     raise CompilerError(
-        f"no {language} compiler ({names[0]}, {names[1]} or {names[2]}) is installed"
+        f"no {language} compiler ({names[0]}, {names[1]} or {names[2]}) is installed: install one, or a wheel of "
+        "moonserve, which brings what is compiled"
     )

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from conductor.columns import Floats
-from conductor.native.flows import Links
+from conductor.native.kernels import Links
 
 # Between hosts, until an instance has measured its own: what one TCP stream between two Python processes carries.
 DEFAULT_BYTES_PER_S = 1e9
@@ -63,7 +63,7 @@ class Bandwidths:
         return 2 * source + local, 2 * destination + local
 
     def all_links(self) -> Links:
-        """As `conductor.native.flows` takes them."""
+        """As `flows.c` takes them."""
         links = self._links
         if links is None or links.out_rates is not self.out_rates:
             links = self._links = Links(self._hosts, self.out_rates, self.in_rates)

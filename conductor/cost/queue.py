@@ -8,6 +8,7 @@ it ended. Pure; does not know where predictions come from.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from array import array
 from bisect import bisect_left, bisect_right
@@ -17,7 +18,7 @@ from itertools import accumulate
 
 from conductor.columns import PrefillTable, Seat
 from conductor.events import Load
-from conductor.native.prefills import QueueRecord
+from conductor.native.kernels import QueueRecord
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
 
@@ -137,6 +138,7 @@ class PrefillQueue:
         self._total_tokens = 0
         self._surplus_s = 0.0  # work the instance reports beyond what was placed by this conductor
         self._record = QueueRecord()  # as it was when somebody last asked
+        self._record_at = ctypes.addressof(self._record)
         self._is_recorded = False  # and still is
 
     def __len__(self) -> int:
@@ -194,18 +196,11 @@ class PrefillQueue:
             left_s, num_delayed = self._step_s, num_delayed + 1
         return left_s + wait_s + self._surplus_s, num_delayed
 
-    def record(self) -> QueueRecord:
-        """All that `look` needs to know as numbers, until the next change."""
-        record = self._record
+    def record(self) -> int:
+        """Address of all that `look` needs to know (`QueueRecord`), until the next change."""
         if not self._is_recorded:
-            record.places, record.sums, record.count = self._waiting.columns()
-            record.is_running, record.began_at = self._running is not None, self._began_at
-            record.step_s, record.surplus_s = self._step_s, self._surplus_s
-            record.running_s = self._running_s
-            if self._running is not None:
-                record.running_place = self._running.place[0]
-            self._is_recorded = True
-        return record
+            self._write_record()
+        return self._record_at
 
     def correct(self, load: Load, profile: PrefillProfile, now: float) -> list[RequestId]:
         """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already, and
@@ -226,6 +221,16 @@ class PrefillQueue:
         self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
         self._show()
         return gone
+
+    def _write_record(self) -> None:
+        record = self._record
+        record.places, record.sums, record.count = self._waiting.columns()
+        record.is_running, record.began_at = self._running is not None, self._began_at
+        record.step_s, record.surplus_s = self._step_s, self._surplus_s
+        record.running_s = self._running_s
+        if self._running is not None:
+            record.running_place = self._running.place[0]
+        self._is_recorded = True
 
     def _in_order(self) -> list[_Job]:
         """As they will run. O(n)."""

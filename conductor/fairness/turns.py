@@ -55,15 +55,13 @@ def offers_in_turn(offers: Offers, own: Queueing, *, passes_others: bool) -> Off
     """As they are for a prompt that waits like this. `passes_others`: some are of less urgent priority."""
     if own.limit is None and own.priority == 0 and not passes_others:
         return offers
-    rows = len(offers.queue_s)
     last_s = PRIORITY_STEP_S / 2  # behind all of its priority
-    limits = [last_s] * rows if own.limit is None else np.minimum(own.limit, last_s).tolist()
-    look, shift_s = offers.look, own.shift_s
-    queue_s = offers.queue_s.copy()
-    for row, limit in enumerate(limits):
-        if passes_others or limit < last_s:
-            queue_s[row], _ = look(row, limit + shift_s)
-    return offers._replace(
-        queue_s=queue_s,
-        look=lambda row, rank: look(row, min(rank, limits[row]) + shift_s),
+    limits = (
+        np.full(len(offers.queue_s), last_s) if own.limit is None else np.minimum(own.limit, last_s)
     )
+    look = offers.look.in_turn(limits, own.shift_s)
+    queue_s = offers.queue_s.copy()
+    rows = range(len(limits)) if passes_others else np.flatnonzero(limits < last_s).tolist()
+    for row in rows:
+        queue_s[row], _ = look(row, last_s)
+    return offers._replace(queue_s=queue_s, look=look)

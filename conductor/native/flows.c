@@ -1,6 +1,6 @@
 /* Flows on links: moving them on in time, and how long new ones would take beside them.
  *
- * Python allocates all memory and checks all bounds; one thread uses it. flows.py does the same with numpy.
+ * Python allocates all memory and checks all bounds; one thread uses it.
  */
 #include <math.h>
 #include <stdint.h>

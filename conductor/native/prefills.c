@@ -1,7 +1,7 @@
 /* Predictions of TTFT at prefill instances, and waits in their queues by rank.
  *
- * Python allocates all memory and checks all bounds; one thread uses it. prefills.py and the policies do the same in numpy
- * and Python, in the same order, so that both give the same numbers.
+ * Python allocates all memory and checks all bounds; one thread uses it. Sums are added in the same order as in Python,
+ * so that both give the same numbers.
  */
 #include <math.h>
 #include <stdint.h>
@@ -44,6 +44,8 @@ PUBLIC void prefills_faster(const Offers *offers, int64_t count, double num_toke
     }
 }
 
+static double least(double a, double b) { return a < b ? a : b; }
+
 /* What waits at one instance, in order, and what runs; see `QueueRecord`. */
 typedef struct {
     const double *places; /* of what waits */
@@ -80,7 +82,8 @@ static double look(const Queue *queue, double now, double rank, double *num_dela
     return left_s + queue->sums[before] + queue->surplus_s;
 }
 
-/* `yields_s` of least_added_delay.py. */
+/* For how long a prompt lets others pass where `queue_s` waits before all that is late (terms 1 to 3 of
+ * least_added_delay.py). */
 static double yields_s(double prefill_s, double queue_s, double slo_s, const Terms *terms) {
     double patience_s = terms->patience * prefill_s;
     if (isinf(slo_s)) return patience_s;
@@ -94,28 +97,31 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
     return rest_s < patience_s ? rest_s : patience_s;
 }
 
-/* Rank, wait and what others wait longer, of one instance; `queue_s` until all that is there has run. */
+/* Rank, wait and what others wait longer, of one instance; `queue_s` until all that is there has run. No rank counts as
+ * more than `limit`, and all are shifted. */
 static void look_at(const Queue *queue, const Terms *terms, double now, double slo_s, double prefill_s, double queue_s,
-                    double *rank, double *wait_s, double *added_s) {
+                    double limit, double shift_s, double *rank, double *wait_s, double *added_s) {
     double num_delayed = 0.0;
     if (queue_s == 0.0) {
         *rank = yields_s(prefill_s, 0.0, slo_s, terms);
         *wait_s = *added_s = 0.0;
         return;
     }
-    double before_late_s = isinf(slo_s) ? queue_s : look(queue, now, slo_s, &num_delayed);
+    /* Prompts that are late have ranks beyond the objective, until their time comes. */
+    double before_late_s = queue_s;
+    if (!isinf(slo_s)) before_late_s = look(queue, now, least(slo_s, limit) + shift_s, &num_delayed);
     *rank = yields_s(prefill_s, before_late_s, slo_s, terms);
-    *wait_s = look(queue, now, *rank, &num_delayed);
+    *wait_s = look(queue, now, least(*rank, limit) + shift_s, &num_delayed);
     *added_s = prefill_s * num_delayed;
 }
 
 enum { RANK, QUEUE, ADDED, NEW_TTFT, SCORE };
 
 /* All instances, those in `rows` by their queues, the others in order of arrival and never chosen. `found`: what
- * prefills_faster wrote. `out`: [SCORE + 1][count]. */
+ * prefills_faster wrote; `limits`: of each instance, may be null. `out`: [SCORE + 1][count]. */
 PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t count, const int64_t *rows,
                            const Queue *const *queues, int64_t num_rows, const Terms *terms, double now, double slo_s,
-                           double *out) {
+                           const double *limits, double shift_s, double *out) {
     const double *prefill_s = found + PREFILL * count, *ttft_s = found + TTFT * count;
     const double *copied_s = found + NUM_TERMS * count;
     double *rank = out + RANK * count, *wait_s = out + QUEUE * count, *added_s = out + ADDED * count;
@@ -127,7 +133,9 @@ PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t c
     }
     for (int64_t k = 0; k < num_rows; k++) {
         int64_t i = rows[k];
-        look_at(queues[k], terms, now, slo_s, prefill_s[i], queue_s[i], &rank[i], &wait_s[i], &added_s[i]);
+        double limit = limits ? limits[i] : INFINITY;
+        look_at(queues[k], terms, now, slo_s, prefill_s[i], queue_s[i], limit, shift_s, &rank[i], &wait_s[i],
+                &added_s[i]);
         double cost_s = ttft_s[i] - queue_s[i] + wait_s[i] + terms->copy * copied_s[i];
         score[i] = terms->counts_delayed != 0.0 ? cost_s + added_s[i] : cost_s;
     }

@@ -1,7 +1,6 @@
 /* Sequences at decode instances: what each adds to sums at a few instants, and decode steps with a newcomer among them.
  *
- * Python allocates all memory and checks all bounds; one thread uses it. sequences.py does the same with numpy; the last
- * bit may differ, since exponentials do.
+ * Python allocates all memory and checks all bounds; one thread uses it.
  */
 #include <math.h>
 #include <stdint.h>

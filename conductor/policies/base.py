@@ -6,21 +6,20 @@ are stateless and deterministic. Ties between equal scores are broken by the cal
 A policy may also say in which order prompts wait at their instance: by arrival + *rank*, lowest first. A rank is in
 seconds and not below 0: how much later others of rank 0 may arrive and still go before this one. So nobody starves, all
 ranks 0 are the order of arrival, and a rank means the same on every clock. The column `queue_s` is what waits for a
-rank that is behind all others; who gives lower ones takes the column for a first look at all instances and asks
-`wait_s` or `look` of the few best.
+rank that is behind all others; who gives lower ones takes the column for a first look at all instances and asks `look`
+of the few best.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from conductor.columns import Floats, Ints, Words
-from conductor.cost.queue import PrefillQueue
-from conductor.native.prefills import QueueRecord
+from conductor.members import Instance
 
 
 class Prompt(NamedTuple):
@@ -33,6 +32,37 @@ class Prompt(NamedTuple):
     # What its conversation's other requests have too; only for policies `by_session`.
     session: bytes = b""
     ttft_slo_s: float = math.inf
+
+
+class Looks:
+    """What waits at the instances, exactly, for a prompt whose rank counts as no more than the limit of the row (None =
+    none has one) and whose places are shifted by so many seconds (`conductor.fairness.turns`)."""
+
+    __slots__ = ("_instances", "limits", "now", "shift_s")
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        now: float,
+        limits: Floats | None = None,
+        shift_s: float = 0.0,
+    ) -> None:
+        self._instances, self.now, self.limits, self.shift_s = instances, now, limits, shift_s
+
+    def __call__(self, row: int, rank: float) -> tuple[float, int]:
+        """Seconds that a prompt of this rank waits at the instance of this row, and how many prompts it would go before
+        there, or before the rest of them: O(log of what waits)."""
+        if self.limits is not None:
+            rank = min(rank, float(self.limits[row]))
+        return self._instances[row].queue.look(self.now, rank + self.shift_s)
+
+    def records(self, rows: Ints) -> Words:
+        """Where `Queue`s of prefills.c lie, of these instances: until the next change."""
+        instances = self._instances
+        return np.array([instances[row].queue.record() for row in rows.tolist()], np.uint64)
+
+    def in_turn(self, limits: Floats | None, shift_s: float) -> Looks:
+        return Looks(self._instances, self.now, limits, shift_s)
 
 
 class Offers(NamedTuple):
@@ -50,13 +80,7 @@ class Offers(NamedTuple):
     c1: Floats
     c2: Floats
     now: float  # monotonic seconds
-    # Seconds that a prompt of this rank waits at the instance of this row, exactly, and how many prompts it would go
-    # before there, or before the rest of them: O(log of what waits).
-    look: Callable[[int, float], tuple[float, int]] = lambda _row, _rank: (0.0, 0)
-
-    def wait_s(self, row: int, rank: float) -> float:
-        """The first of `look`."""
-        return self.look(row, rank)[0]
+    look: Looks = Looks((), 0.0)
 
     @property
     def columns(self) -> tuple[Ints | Floats, ...]:
@@ -108,24 +132,6 @@ class PlacementPolicy(Protocol):
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         """All terms of the prediction, and the score, of all instances."""
-
-
-class Looks:
-    """`Offers.look` at the books themselves, which can be asked for several instances at once."""
-
-    __slots__ = ("_queue", "now")
-
-    def __init__(self, queue: Callable[[int], PrefillQueue], now: float) -> None:
-        """`queue`: of the instance of a row."""
-        self._queue = queue
-        self.now = now
-
-    def __call__(self, row: int, rank: float) -> tuple[float, int]:
-        return self._queue(row).look(self.now, rank)
-
-    def records(self, rows: Sequence[int]) -> list[QueueRecord]:
-        """What waits at these instances now."""
-        return [self._queue(row).record() for row in rows]
 
 
 def predict(prompt: Prompt, offers: Offers, reuse_blocks: Ints) -> Weighed:

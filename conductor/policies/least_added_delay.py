@@ -23,15 +23,13 @@ table against Algorithm 1 and what each term is worth. Knows numbers only, like 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from conductor.columns import Floats, Ints
-from conductor.native.prefills import prefill_library
-from conductor.policies.base import Looks, Offers, Prompt, Weighed, predict
+from conductor.native.kernels import prefill_kernel
+from conductor.policies.base import Offers, Prompt, Weighed
 
 # Instances whose queues are looked at exactly; beyond, an instance is among them by its wait in order of arrival.
 _MOST_EXACT = 16
@@ -51,14 +49,6 @@ class Terms:
     copy: float = 0.1  # at 0.3 half of all fetches are saved, and the mean TTFT of idle clusters is 1 % higher
 
 
-class _Exact(NamedTuple):
-    """One instance, with its queue in the order of ranks."""
-
-    rank: float
-    wait_s: float
-    added_s: float
-
-
 class LeastAddedDelay:
     """Chosen by `--placement-policy moonserve`."""
 
@@ -67,7 +57,7 @@ class LeastAddedDelay:
     by_session = False
 
     def __init__(self, terms: Terms | None = None) -> None:
-        self._terms = own = terms or Terms()
+        own = terms or Terms()
         price = (own.steepness is not None, own.steepness or 0.0)
         late = (own.late, own.late_patience)
         # In the order of `Terms` of prefills.c.
@@ -76,82 +66,26 @@ class LeastAddedDelay:
         )
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
-        library, look = prefill_library(), offers.look
-        if library is None or not isinstance(look, Looks):
-            return self._weigh_by_columns(prompt, offers)
-        reuse_blocks, found = library.faster(
+        prefills, look = prefill_kernel(), offers.look
+        reuse_blocks, found = prefills.faster(
             offers.columns, prompt.num_tokens, prompt.block_size, prompt.best_blocks
         )
         load_s, transfer_s, prefill_s, ttft_s, _ = found
-        rows, slo_s = _worth_a_look(ttft_s), prompt.ttft_slo_s
-        records = look.records(rows.tolist())
-        rank, queue_s, added_s, ttft_s, score = library.weigh(
-            found, offers.queue_s, rows, records, self._numbers, now=look.now, slo_s=slo_s
+        rows = _worth_a_look(ttft_s)
+        rank, queue_s, added_s, ttft_s, score = prefills.weigh(
+            found,
+            offers.queue_s,
+            rows,
+            look.records(rows),
+            self._numbers,
+            now=look.now,
+            slo_s=prompt.ttft_slo_s,
+            limits=look.limits,
+            shift_s=look.shift_s,
         )
         return Weighed(
             reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, score, rank, queue_s, added_s
         )
-
-    def _weigh_by_columns(self, prompt: Prompt, offers: Offers) -> Weighed:
-        """The same in numpy, with whatever looks at the queues."""
-        weighed, copied_s = _predict_faster(prompt, offers)
-        slo_s = prompt.ttft_slo_s
-        rows = _worth_a_look(weighed.ttft_s)
-        columns = (rows, weighed.prefill_s[rows], offers.queue_s[rows])
-        seconds = zip(*(column.tolist() for column in columns), strict=True)
-        looks = [self._look(row, own_s, all_s, prompt, offers) for row, own_s, all_s in seconds]
-        exact = np.zeros((3, len(weighed.ttft_s)))
-        exact[1] = offers.queue_s
-        exact[:, rows] = np.array(looks).T
-        rank, queue_s, added_s = exact
-        own_s = weighed.ttft_s - offers.queue_s
-        cost_s = own_s + queue_s + self._terms.copy * copied_s
-        score = np.full(len(cost_s), math.inf)
-        score[rows] = (cost_s + added_s if self._terms.counts_delayed else cost_s)[rows]
-        # What passes a late prompt is not there yet. Of the wait no more is known than that it is not within bounds.
-        queue_s = np.where(rank > slo_s, np.maximum(queue_s, slo_s), queue_s)
-        ttft_s = own_s + queue_s
-        return weighed._replace(
-            ttft_s=ttft_s, score=score, rank=rank, queue_s=queue_s, added_s=added_s
-        )
-
-    def _look(
-        self, row: int, prefill_s: float, all_s: float, prompt: Prompt, offers: Offers
-    ) -> _Exact:
-        """`all_s`: until all that is there has run."""
-        slo_s = prompt.ttft_slo_s
-        if not all_s:
-            return _Exact(yields_s(prefill_s, 0.0, slo_s, self._terms), 0.0, 0.0)
-        # Prompts that are late have ranks beyond the objective, until their time comes.
-        queue_s = all_s if math.isinf(slo_s) else offers.wait_s(row, slo_s)
-        rank = yields_s(prefill_s, queue_s, slo_s, self._terms)
-        wait_s, num_delayed = offers.look(row, rank)
-        return _Exact(rank, wait_s, prefill_s * num_delayed)
-
-
-def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> float:
-    """For how long a prompt lets others pass where `queue_s` waits before all that is late (terms 1 to 3)."""
-    patience_s = terms.patience * prefill_s
-    if math.isinf(slo_s):
-        return patience_s
-    left = max(1.0 - queue_s / slo_s, 0.0) if slo_s > 0 else 0.0
-    if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
-        return terms.late * slo_s + terms.late_patience * prefill_s
-    if terms.keeps_objective:
-        return min(patience_s, max(slo_s - queue_s - prefill_s, 0.0))
-    return patience_s
-
-
-def _predict_faster(prompt: Prompt, offers: Offers) -> tuple[Weighed, Floats]:
-    """Each instance uses its own prefix, or also fetches what it lacks of the best one, where that is faster; and
-    what computing takes there of the best prefix, if it is not fetched."""
-    own, best = offers.prefix_blocks, np.maximum(offers.prefix_blocks, prompt.best_blocks)
-    computed, fetched = predict(prompt, offers, own), predict(prompt, offers, best)
-    copied_s: Floats = computed.prefill_s - fetched.prefill_s
-    is_faster = fetched.ttft_s < computed.ttft_s
-    if not np.count_nonzero(is_faster):
-        return computed, copied_s
-    return predict(prompt, offers, np.where(is_faster, best, own)), copied_s
 
 
 def _worth_a_look(ttft_s: Floats) -> Ints:

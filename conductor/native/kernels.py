@@ -1,0 +1,343 @@
+"""The loops of a placement that numpy takes too many calls for, in C: flows, queues by rank, sequences.
+
+C reads and writes numpy's memory. Python allocates all of it and checks all bounds; one thread uses it. What columns
+mean is said where they are kept. Nothing here is kept between two calls but memory to work in, and addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.columns import Flags, Floats, Ints, Words
+from protocol.native import C_FLAGS, load_library, shared_cache
+
+_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_Place = ctypes.c_char * 0
+
+
+@functools.cache
+def _library(name: str) -> ctypes.PyDLL:
+    """NAME.c of this folder, loaded once in a process; the first call on a machine takes as long as the compiler does.
+    Raises CompilerError."""
+    loaded = load_library(Path(__file__).with_name(f"{name}.c"), C_FLAGS, shared_cache())
+    return ctypes.PyDLL(loaded._name, handle=loaded._handle)  # short calls keep the GIL
+
+
+def _function(library: str, name: str, *argument_types: Any) -> Any:
+    function = getattr(_library(library), name)
+    function.argtypes, function.restype = argument_types, None
+    return function
+
+
+def _pointers(name: str, fields: tuple[str, ...]) -> type[ctypes.Structure]:
+    """The struct of C whose fields are the addresses of these columns."""
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, _POINTER) for field in fields]})
+
+
+def _address(column: npt.NDArray[Any]) -> int:
+    """Where a writable, contiguous column lies, for as long as it is kept. Raises TypeError for another one."""
+    # A quarter of a microsecond, where numpy's own answer takes one and a half.
+    memory: Any = column
+    return ctypes.addressof(_Place.from_buffer(memory))
+
+
+# ---- flows: rows of FLOW_COLUMNS numbers (`conductor.transfers`)
+
+OUT, INTO, LEFT, ALONE = range(4)  # the sender's and the receiver's link, bytes, bytes per second
+FLOW_COLUMNS = 4
+
+
+class Links(NamedTuple):
+    """Of all endpoints; two links in each direction for one of them (`conductor.cost.bandwidth`)."""
+
+    hosts: Ints  # [endpoints]
+    out_rates: Floats  # [links], bytes per second
+    in_rates: Floats
+
+
+_Links = _pointers("_Links", Links._fields)
+
+
+class Flows:
+    """flows.c. Rows are [flows, FLOW_COLUMNS], contiguous; their links are among those given."""
+
+    def __init__(self) -> None:
+        self._advance = _function(
+            "flows",
+            "flows_advance",
+            *(_POINTER, _NUMBER, _POINTER, _NUMBER, _REAL, _POINTER),
+        )
+        self._seconds = _function(
+            "flows",
+            "flows_seconds",
+            *(_POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER),
+            *(_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER),
+        )
+        self._scratch = np.zeros(0)
+        self._links: Links | None = None  # the last ones, whose addresses are known
+        self._known, self._known_at, self._scratch_at = _Links(), 0, 0
+
+    def advance(self, rows: Floats, links: Links, seconds: float) -> None:
+        """Lets seconds pass: changes what is left."""
+        self._prepare(len(rows), links)
+        self._advance(
+            *(_address(rows), len(rows), self._known_at, len(links.out_rates)),
+            *(seconds, self._scratch_at),
+        )
+
+    def seconds(
+        self,
+        rows: Floats,
+        links: Links,
+        source: int,
+        targets: Ints,
+        nbytes: Floats,
+        measured: Floats | None,
+    ) -> Floats:
+        """From one endpoint to each of different others, as if it were the only new flow; shapes [targets].
+
+        `measured`: bytes per second of the source to every endpoint, NaN where that is not known."""
+        self._prepare(len(rows), links)
+        into, seconds = np.empty_like(targets), np.empty_like(nbytes)
+        self._seconds(
+            *(_address(rows), len(rows), self._known_at, len(links.out_rates), source),
+            *(_address(targets), _address(nbytes), len(targets)),
+            None if measured is None else _address(measured),
+            *(self._scratch_at, _address(into), _address(seconds)),
+        )
+        return seconds
+
+    def _prepare(self, num_rows: int, links: Links) -> None:
+        if links is not self._links:
+            self._links = links
+            self._known = _Links(*map(_address, links))
+            self._known_at = ctypes.addressof(self._known)
+        needed = 2 * (len(links.out_rates) + num_rows)
+        if len(self._scratch) < needed:
+            self._scratch = np.zeros(2 * needed)
+            self._scratch_at = _address(self._scratch)
+
+
+flow_kernel = functools.cache(Flows)
+
+
+# ---- prompts at prefill instances (`conductor.policies.base`)
+
+
+class QueueRecord(ctypes.Structure):
+    """`Queue` of prefills.c: one instance's queue. The queue that fills it keeps what it points to."""
+
+    _fields_ = (
+        ("places", _POINTER),
+        ("sums", _POINTER),
+        ("count", _REAL),
+        ("is_running", _REAL),
+        ("running_place", _REAL),
+        ("running_s", _REAL),
+        ("began_at", _REAL),
+        ("step_s", _REAL),
+        ("surplus_s", _REAL),
+    )
+
+
+_Offers = _pointers(
+    "_Offers",
+    ("device_blocks", "prefix_blocks", "queue_s", "local_s", "remote_s", "c0", "c1", "c2"),
+)
+
+
+class Prefills:
+    """prefills.c."""
+
+    def __init__(self) -> None:
+        self._faster = _function(
+            "prefills",
+            "prefills_faster",
+            *(ctypes.POINTER(_Offers), _NUMBER, _REAL, _REAL, _NUMBER, _POINTER, _POINTER),
+        )
+        self._weigh = _function(
+            "prefills",
+            "prefills_weigh",
+            *(_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER),
+            *(_POINTER, _REAL, _REAL, _POINTER, _REAL, _POINTER),
+        )
+
+    def faster(
+        self, columns: Sequence[Ints | Floats], num_tokens: int, block_size: int, best_blocks: int
+    ) -> tuple[Ints, Floats]:
+        """Blocks to re-use, where missing ones are fetched if that is faster. `columns`: those of `Offers` of
+        prefills.c. Rows: load_s, transfer_s, prefill_s, ttft_s, and what computing the missing blocks takes."""
+        size = len(columns[0])
+        reuse, found = np.empty(size, np.int64), np.empty((5, size))
+        offers = _Offers(*map(_address, columns))
+        self._faster(
+            *(ctypes.byref(offers), size, num_tokens, block_size, best_blocks),
+            *(_address(reuse), _address(found)),
+        )
+        return reuse, found
+
+    def weigh(
+        self,
+        found: Floats,
+        queue_s: Floats,
+        rows: Ints,
+        queues: Words,
+        terms: Floats,
+        *,
+        now: float,
+        slo_s: float,
+        limits: Floats | None,
+        shift_s: float,
+    ) -> Floats:
+        """`found`: of `faster`; `queues`: addresses of the records of these rows; `terms`: `Terms` of prefills.c;
+        `limits` and `shift_s`: as `Looks` has them. Rows: rank, queue_s, added_s, ttft_s, score."""
+        size = len(queue_s)
+        weighed = np.empty((5, size))
+        self._weigh(
+            *(_address(found), _address(queue_s), size),
+            *(_address(rows), _address(queues), len(queues)),
+            *(_address(terms), now, slo_s),
+            *(None if limits is None else _address(limits), shift_s, _address(weighed)),
+        )
+        return weighed
+
+
+prefill_kernel = functools.cache(Prefills)
+
+
+# ---- sequences at decode instances (`conductor.outlook`, `conductor.columns`)
+
+NUM_SUMS = 3  # sequences that run, tokens of their contexts, tokens that are held
+_QUESTION = struct.Struct("13d")  # `Question` of sequences.c
+
+
+class Sequences(NamedTuple):
+    """By slot, but for the last two."""
+
+    owner: Ints  # number of the instance
+    tokens: Floats
+    most: Floats
+    begins_at: Floats
+    as_of: Floats
+    generated: Floats
+    step_s: Floats
+    end_rate: Floats
+    shapes: Floats  # [slots, NUM_SUMS, instants]: what each adds to the sums
+    sums: Floats  # [numbers, NUM_SUMS, instants]
+    instants: Floats
+
+
+class Decodes(NamedTuple):
+    """Columns of the table of decode instances."""
+
+    number: Ints
+    slots: Floats
+    c0: Floats
+    c1: Floats
+    c2: Floats
+    other_seqs: Floats
+    other_tokens: Floats
+    free_blocks: Ints
+
+
+class Question(NamedTuple):
+    """Three looks at all instances with a newcomer: now, when it lands, in the middle of its answer."""
+
+    after: tuple[int, int, int]  # of each look, the instant at or after it, not the first one
+    weight: tuple[float, float, float]  # and how near to it: 0 = at the one before
+    own_tokens: tuple[float, float, float]  # the newcomer's
+    num_overtaking: float  # sequences more, but for now
+    expected_output: float
+    needed_blocks: int
+    block_size: int
+
+
+class Steps(NamedTuple):
+    """Shapes [instances]."""
+
+    num_seqs: Floats  # now
+    context_tokens: Floats
+    landing_seqs: Floats
+    landing_tokens: Floats
+    spare_blocks: Floats
+    tbt_s: Floats
+    landing_tbt_s: Floats
+    later_tbt_s: Floats
+    has_slot: Flags
+
+
+_Sequences = _pointers("_Sequences", Sequences._fields)
+_Decodes = _pointers("_Decodes", Decodes._fields)
+
+
+class SequenceKernel:
+    """sequences.c, bound to the columns of one outlook. Slots and numbers are within them; they are contiguous."""
+
+    def __init__(self) -> None:
+        self._add = _function("sequences", "sequences_add", _POINTER, _NUMBER, _NUMBER)
+        self._draw = _function(
+            "sequences",
+            "sequences_draw",
+            *(_POINTER, _POINTER, _NUMBER, _NUMBER, ctypes.c_int32),
+        )
+        self._weigh = _function(
+            "sequences",
+            "sequences_weigh",
+            *(_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER),
+        )
+        self._columns: Sequences  # whose addresses are known
+        self._known = _Sequences()
+        self._at = ctypes.addressof(self._known)
+        self._num_instants = 0
+        self._question = ctypes.create_string_buffer(_QUESTION.size)
+        self._decodes: Decodes | None = None  # the last ones, whose addresses are known
+        self._known_decodes = _Decodes()
+
+    def bind(self, columns: Sequences) -> None:
+        """From now on these. Again whenever one of them is replaced."""
+        self._columns = columns
+        self._num_instants = len(columns.instants)
+        for name, column in zip(Sequences._fields, columns, strict=True):
+            setattr(self._known, name, _address(column))
+
+    def add(self, slot: int) -> None:
+        """Draws what a new sequence adds, and adds it."""
+        self._add(self._at, slot, self._num_instants)
+
+    def redraw(self, slots: Ints) -> None:
+        """Draws some again; the sums follow. No slot is named twice."""
+        self._draw(self._at, _address(slots), len(slots), self._num_instants, 0)
+
+    def draw(self, slots: Ints) -> None:
+        """All sums from these, which are all there are."""
+        self._columns.sums[:] = 0.0
+        self._draw(self._at, _address(slots), len(slots), self._num_instants, 1)
+
+    def weigh(self, decodes: Decodes, question: Question) -> Steps:
+        after, weight, own_tokens, *rest = question
+        _QUESTION.pack_into(self._question, 0, *after, *weight, *own_tokens, *rest)
+        num_rows = len(decodes.number)
+        found = np.empty((8, num_rows))
+        has_slot = np.empty(num_rows, np.bool_)
+        self._weigh(
+            *(self._at, self._num_instants, ctypes.byref(self._know(decodes)), num_rows),
+            *(self._question, _address(found), _address(has_slot)),
+        )
+        now, context, landing, tokens, spare, tbt_s, landing_s, later_s = found
+        return Steps(now, context, landing, tokens, spare, tbt_s, landing_s, later_s, has_slot)
+
+    def _know(self, decodes: Decodes) -> ctypes.Structure:
+        last = self._decodes
+        if last is None or not all(map(operator.is_, decodes, last)):
+            self._decodes = decodes
+            self._known_decodes = _Decodes(*map(_address, decodes))
+        return self._known_decodes
