@@ -151,15 +151,6 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchPolicy:
-    """From the next placement on another policy decides. What is placed stays."""
-
-    name: str
-    balancing_threshold: float
-    seed: int = 0  # of policies that draw
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed: leases may have run out."""
 
@@ -171,7 +162,7 @@ class Away:
     seconds: float
 
 
-Event = Register | Heartbeat | Deregister | Place | Report | SwitchPolicy | Tick | Away
+Event = Register | Heartbeat | Deregister | Place | Report | Tick | Away
 
 # ---- actions: notices
 
@@ -264,12 +255,6 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySwitched:
-    name: str
-    balancing_threshold: float | None  # None: the policy has none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """The call cannot be served; the error says whose fault it is."""
 
@@ -288,6 +273,5 @@ Action = (
     | Placed
     | Rejected
     | Reported
-    | PolicySwitched
     | Refused
 )

@@ -29,7 +29,6 @@ from conductor.events import (
     InstanceRemoved,
     Placed,
     PlacementForgotten,
-    PolicySwitched,
     Refused,
     Registered,
     Rejected,
@@ -38,7 +37,7 @@ from conductor.events import (
     Tick,
     TtftObserved,
 )
-from conductor.leadership.standby import STOP_GRACE_S, SoleLeadership, serve_among_others
+from conductor.leadership.standby import SoleLeadership, serve_among_others, serving
 from conductor.roles.commands import RoleCommands
 from conductor.state import ConductorState
 from conductor.view import SeenGateways
@@ -46,11 +45,11 @@ from protocol.garbage import seldom_collected
 from protocol.ids import Role
 from protocol.logs import of
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
-from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2_grpc
+from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.request import Placement
-from protocol.rpc import Channels, RpcServer, failure_to_wire
-from protocol.scraping import process_registry, serve_metrics
+from protocol.rpc import Channels, failure_to_wire
+from protocol.scraping import process_registry
 from protocol.tracing import NoTracer, Tracer, tracing
 from protocol.wire import placement_to_wire
 
@@ -136,13 +135,6 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._ask(wire.report_from_wire(request), Reported)
         return conductor_pb2.ReportReply()
 
-    async def SetPolicy(
-        self, request: conductor_pb2.SetPolicyRequest, context: Context
-    ) -> conductor_pb2.SetPolicyReply:
-        reply = self._ask(wire.switch_from_wire(request), PolicySwitched)
-        threshold = reply.balancing_threshold
-        return conductor_pb2.SetPolicyReply(name=reply.name, balancing_threshold=threshold or 0.0)
-
     async def GetCluster(
         self, request: conductor_pb2.GetClusterRequest, context: Context
     ) -> conductor_pb2.ClusterView:
@@ -175,14 +167,6 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._handle(Tick())
         self._kept_house_at = self._clock()
         self._gauge()
-
-    def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None:
-        """Places by what was set under an earlier leader."""
-        for action in self._handle(wire.switch_from_wire(policy)):
-            if isinstance(
-                action, Refused
-            ):  # of another version; ours is what the command line says
-                log.warning("the policy set before is not one of ours: %s", action.error)
 
     def _ask(self, event: Event, expected: type[R]) -> R:
         """The reply to `event`; raises the error of a refusal."""
@@ -228,8 +212,6 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 log.info("%s %s joined", action.role, action.instance_id)
             case InstanceRemoved():
                 log.warning("%s %s removed: %s", action.role, action.instance_id, action.reason)
-            case PolicySwitched():
-                log.info("placing by %s from now on", action.name)
             case RoleChangeDue():
                 log.info("%s should become a %s worker", action.endpoint.instance_id, action.role)
                 if self._role_commands is not None:
@@ -303,16 +285,10 @@ async def _serve_alone(
     service: ConductorService,
     registry: CollectorRegistry,
 ) -> None:
-    server = RpcServer(config.cluster_token, config.tls())
-    conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
-    server.add_lean("Conductor", service)
-    # For those who were told several addresses at which it may be.
-    leadership_pb2_grpc.add_LeadershipServicer_to_server(SoleLeadership(), server.grpc)
-    serve_metrics(server.grpc, config.instance_id, registry)
-    address = await server.start(config.host, config.port)
-    try:
-        async with running(service.housekeep(config.heartbeat_interval_s / 2)) as task:
-            lifecycle.ready(rpc=address)
-            await lifecycle.until_stopped(task)
-    finally:
-        await server.stop(STOP_GRACE_S)
+    # It says that it leads to those who were told several addresses at which it may be.
+    async with (
+        serving(config, service, SoleLeadership(), registry) as address,
+        running(service.housekeep(config.heartbeat_interval_s / 2)) as task,
+    ):
+        lifecycle.ready(rpc=address)
+        await lifecycle.until_stopped(task)

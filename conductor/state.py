@@ -29,7 +29,6 @@ from conductor.events import (
     Place,
     Placed,
     PlacementForgotten,
-    PolicySwitched,
     Refused,
     Register,
     Registered,
@@ -38,7 +37,6 @@ from conductor.events import (
     Report,
     Reported,
     RoleChangeDue,
-    SwitchPolicy,
     Tick,
     TtftObserved,
 )
@@ -48,14 +46,13 @@ from conductor.learned import Fading, Learned
 from conductor.limits import Limits
 from conductor.members import Instance, Members
 from conductor.placement import Planner
-from conductor.policies import make_builtin
 from conductor.policies.base import PlacementPolicy
 from conductor.returns import Returns
 from conductor.roles.controller import RoleController
 from conductor.roles.loads import RoleLoads
 from conductor.view import ClusterView, InstanceView
 from kvstore.directory import Directory
-from protocol.errors import ConfigError, InvalidRequest, MoonserveError, StaleLease
+from protocol.errors import MoonserveError, StaleLease
 from protocol.ids import Role
 from protocol.request import Placement
 
@@ -110,8 +107,6 @@ class ConductorState:
                 return self._register(event, now)
             case Deregister():
                 return self._deregister(event)
-            case SwitchPolicy():
-                return [self._switch(event)]
             case Away():
                 self._members.excuse(event.seconds, now)
                 return []
@@ -211,14 +206,6 @@ class ConductorState:
         worker = self._members.find(change.instance_id)
         assert worker is not None, "loads are of members"
         return [RoleChangeDue(endpoint=worker.endpoint, role=change.role)]
-
-    def _switch(self, event: SwitchPolicy) -> PolicySwitched:
-        try:
-            policy = make_builtin(event.name, event.balancing_threshold, event.seed)
-        except ConfigError as error:  # of the caller now, not of who started the process
-            raise InvalidRequest(error.message) from error
-        self._planner.policy = policy
-        return PolicySwitched(name=policy.name, balancing_threshold=policy.balancing_threshold)
 
     # ---- placement
 

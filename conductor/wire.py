@@ -17,10 +17,8 @@ from conductor.events import (
     Rejected,
     Report,
     Steps,
-    SwitchPolicy,
     Traffic,
 )
-from conductor.policies.global_cache_aware import DEFAULT_BALANCING_THRESHOLD
 from conductor.view import ClusterView, GatewayView, InstanceView
 from protocol.errors import InvalidRequest
 from protocol.ids import InstanceId, Role
@@ -107,11 +105,6 @@ def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
         raise InvalidRequest("a report names its phase")
     times = {name: _seconds(message, name) for name in ("queue_s", "transfer_s", "prefill_s")}
     return from_message(Report, message, phase=phase, **times)
-
-
-def switch_from_wire(message: conductor_pb2.SetPolicyRequest) -> SwitchPolicy:
-    threshold = message.balancing_threshold or DEFAULT_BALANCING_THRESHOLD
-    return from_message(SwitchPolicy, message, balancing_threshold=threshold)
 
 
 def rejected_to_wire(rejected: Rejected) -> conductor_pb2.Overloaded:

@@ -2,9 +2,6 @@
 
 The claim is a member of the registry that all candidates try to be: its id is the same for all, its owner differs from
 start to start, its endpoint is where the leader answers. A question is given up when the next one would be due.
-
-The placement policy that was set while conductors ran is kept in the registry too, as the facts of a member that any
-leader may be. The next leader begins with it.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from conductor.leadership.state import (
@@ -42,7 +39,6 @@ from protocol.errors import (
     Unauthenticated,
 )
 from protocol.membership import own_endpoint
-from protocol.pb import conductor_pb2
 from protocol.registry.base import Member, Registry
 
 log = logging.getLogger(__name__)
@@ -50,10 +46,6 @@ log = logging.getLogger(__name__)
 CLAIM_ID = "conductor-leader"
 ROLE = "conductor"
 LEAVE_TIMEOUT_S = 0.5
-POLICY_ID = "conductor-policy"
-POLICY_TTL_S = 24 * 3600.0
-"""The longest that a registry grants."""
-WRITE_POLICY_EVERY_S = 3600.0
 
 
 def boot_clock() -> float:
@@ -93,8 +85,6 @@ class Candidate:
         self._was_heard = False  # the registry has answered
         self._is_silent = False  # it did not answer last time
         self._has_ended = False
-        self.policy: conductor_pb2.SetPolicyRequest | None = None
-        """The policy that was set while conductors ran, as last read from the registry or told here."""
 
     @property
     def leads(self) -> bool:
@@ -181,19 +171,12 @@ class Candidate:
             )
         except StaleLease as error:
             return await self._refused(error.retry_after_s or 0.0)
-        with contextlib.suppress(MoonserveError):  # then it is what was read before
-            await self._members()
         return Claimed(epoch=joined.endpoint.epoch)
-
-    async def _members(self) -> list[Member]:
-        members = await self._registry.members()
-        self.policy = policy_among(members) or self.policy
-        return members
 
     async def _refused(self, retry_after_s: float) -> Refused:
         """With the leader's address, for those who ask here."""
         with contextlib.suppress(MoonserveError):
-            for member in await self._members():
+            for member in await self._registry.members():
                 if member.instance_id == CLAIM_ID:
                     return Refused(
                         retry_after_s=retry_after_s,
@@ -222,38 +205,3 @@ class Candidate:
         with contextlib.suppress(MoonserveError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self._registry.leave(self._with_epoch(self._state.epoch))
-
-
-def policy_member(policy: conductor_pb2.SetPolicyRequest) -> Member:
-    """The member of the registry whose facts are the policy."""
-    endpoint = own_endpoint(POLICY_ID, rpc_address="", transfer_address="")
-    return Member(
-        endpoint=dataclasses.replace(endpoint, epoch=0),  # the registry gives it
-        role=POLICY_ID,
-        owner=POLICY_ID,
-        facts={
-            "name": policy.name,
-            "balancing_threshold": repr(policy.balancing_threshold),
-            "seed": str(policy.seed),
-        },
-    )
-
-
-def policy_among(members: Iterable[Member]) -> conductor_pb2.SetPolicyRequest | None:
-    """The policy that is kept in the registry. None where none was set, or what is kept cannot be read."""
-    for member in members:
-        if member.instance_id == POLICY_ID:
-            try:
-                return conductor_pb2.SetPolicyRequest(
-                    name=member.facts["name"],
-                    balancing_threshold=float(member.facts["balancing_threshold"]),
-                    seed=int(member.facts["seed"]),
-                )
-            except (KeyError, ValueError):
-                return None
-    return None
-
-
-async def write_policy(registry: Registry, policy: conductor_pb2.SetPolicyRequest) -> None:
-    """Keeps the policy in the registry. Raises PeerLost among others where the registry does not take it."""
-    await registry.join(policy_member(policy), ttl_s=POLICY_TTL_S)

@@ -9,18 +9,19 @@ whoever asks is sent to ask again. Knows what may be asked only from conductor.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
 
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from conductor.config import ConductorConfig
-from conductor.leadership.candidate import WRITE_POLICY_EVERY_S, Candidate, write_policy
-from protocol.errors import MoonserveError, NotLeader, NoWorker
+from conductor.leadership.candidate import Candidate
+from protocol.errors import NotLeader, NoWorker
 from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.registry.connect import connect
@@ -43,8 +44,6 @@ class Service(Protocol):
     """`ConductorService`; has the methods of conductor.proto besides."""
 
     def keep_house(self) -> None: ...
-
-    def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None: ...
 
 
 class LeaderMetrics:
@@ -71,9 +70,7 @@ class Led:
         gather_s: float,
         metrics: LeaderMetrics,
         clock: Callable[[], float] = time.monotonic,
-        keep_policy: Callable[[conductor_pb2.SetPolicyRequest], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep_policy`: puts it where the next leader finds it; None = it is lost with this one."""
         self.candidate: Candidate | None = None  # known once the address is
         self._fresh = fresh
         self._gather_s = gather_s
@@ -81,9 +78,6 @@ class Led:
         self._clock = clock
         self._service: Service | None = None  # while it leads
         self._began_at = 0.0  # with the service
-        self._keep_policy = keep_policy
-        self._policy_due_at = 0.0  # to be kept again
-        self._keeping = asyncio.Lock()  # a policy that was replaced must not be kept last
 
     def __getattr__(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if name not in _METHODS:
@@ -92,9 +86,6 @@ class Led:
 
     def begin(self, epoch: int) -> None:
         self._service, self._began_at = self._fresh(), self._clock()
-        self._policy_due_at = self._began_at
-        if self.candidate is not None and self.candidate.policy is not None:
-            self._service.begin_with(self.candidate.policy)
         self._metrics.leads.set(1)
         self._metrics.terms.inc()
 
@@ -107,22 +98,7 @@ class Led:
         while True:
             if self._service is not None:
                 self._service.keep_house()
-                await self._keep_again()
             await asyncio.sleep(interval_s)
-
-    async def _keep_again(self) -> None:
-        """A record's lease ends, and a registry may lose its memory."""
-        candidate = self.candidate
-        if self._keep_policy is None or candidate is None or candidate.policy is None:
-            return
-        if self._clock() < self._policy_due_at or not candidate.leads:
-            return
-        try:
-            await self._keep()
-        except MoonserveError as error:
-            log.warning("the placement policy is not kept for a next leader yet: %s", error)
-        else:
-            self._policy_due_at = self._clock() + WRITE_POLICY_EVERY_S
 
     async def _answer(self, name: str, request: Any, context: Context) -> Any:
         service = self._leading()
@@ -131,22 +107,7 @@ class Led:
             raise NotLeader("this conductor led until just now")
         if self._clock() < self._began_at + self._gather_s and tells_of_nobody(reply):
             raise NotLeader("this conductor leads since just now and does not know the cluster yet")
-        if isinstance(request, conductor_pb2.SetPolicyRequest):
-            await self._set(request)
         return reply
-
-    async def _set(self, policy: conductor_pb2.SetPolicyRequest) -> None:
-        """It holds here already; who set it hears of success once it also holds for the next leader."""
-        if self.candidate is not None:
-            self.candidate.policy = policy
-            await self._keep()
-
-    async def _keep(self) -> None:
-        """The policy that holds by then."""
-        async with self._keeping:
-            policy = self.candidate.policy if self.candidate is not None else None
-            if self._keep_policy is not None and policy is not None:
-                await self._keep_policy(policy)
 
     def _leading(self) -> Service:
         """Raises NotLeader."""
@@ -201,6 +162,26 @@ class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
         return leadership_pb2.WhoReply(leads=True, epoch=self._epoch)
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    config: ConductorConfig,
+    conductor: Any,
+    leadership: leadership_pb2_grpc.LeadershipServicer,
+    metrics: CollectorRegistry,
+) -> AsyncIterator[str]:
+    """Answers calls while the block lasts, at this address. `conductor` has the methods of conductor.proto."""
+    server = RpcServer(config.cluster_token, config.tls())
+    conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
+    server.add_lean("Conductor", conductor)
+    leadership_pb2_grpc.add_LeadershipServicer_to_server(leadership, server.grpc)
+    serve_metrics(server.grpc, config.instance_id, metrics)
+    address = await server.start(config.host, config.port)
+    try:
+        yield address
+    finally:
+        await server.stop(STOP_GRACE_S)
+
+
 async def serve_among_others(
     config: ConductorConfig,
     registry_url: str,
@@ -211,29 +192,17 @@ async def serve_among_others(
     """Runs one of several conductors until the process is told to stop. Raises ConfigError when it cannot start."""
     terms = config.terms()
     registry = connect(registry_url, cluster_token=config.cluster_token, tls=config.tls())
-    led = Led(
-        fresh,
-        config.limits().lease_s,
-        LeaderMetrics(metrics),
-        keep_policy=functools.partial(write_policy, registry),
-    )
-    server = RpcServer(config.cluster_token, config.tls())
-    conductor_pb2_grpc.add_ConductorServicer_to_server(
-        cast(conductor_pb2_grpc.ConductorServicer, led), server.grpc
-    )
-    server.add_lean("Conductor", led)
-    leadership_pb2_grpc.add_LeadershipServicer_to_server(LeadershipService(led), server.grpc)
-    serve_metrics(server.grpc, config.instance_id, metrics)
-    address = await server.start(config.host, config.port)
-    candidate = Candidate(registry, address, terms, begin=led.begin, step_down=led.step_down)
-    led.candidate = candidate
+    led = Led(fresh, config.limits().lease_s, LeaderMetrics(metrics))
     try:
-        async with (
-            running(led.housekeep(config.heartbeat_interval_s / 2)) as keeping,
-            running(candidate.run()) as standing,
-        ):
-            lifecycle.ready(rpc=address)
-            await lifecycle.until_stopped(keeping, standing)
+        async with serving(config, led, LeadershipService(led), metrics) as address:
+            led.candidate = candidate = Candidate(
+                registry, address, terms, begin=led.begin, step_down=led.step_down
+            )
+            async with (
+                running(led.housekeep(config.heartbeat_interval_s / 2)) as keeping,
+                running(candidate.run()) as standing,
+            ):
+                lifecycle.ready(rpc=address)
+                await lifecycle.until_stopped(keeping, standing)
     finally:
-        await server.stop(STOP_GRACE_S)
         await registry.close()

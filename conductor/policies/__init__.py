@@ -43,11 +43,6 @@ def make_policy(name: str, balancing_threshold: float, seed: int = 0) -> Placeme
     """
     if is_outside(name):
         return load_policy(name)
-    return make_builtin(name, balancing_threshold, seed)
-
-
-def make_builtin(name: str, balancing_threshold: float, seed: int = 0) -> PlacementPolicy:
-    """One of ours. Raises ConfigError for another name, or a threshold the policy cannot use."""
     if name not in _POLICIES:
         raise ConfigError(f"placement policy {name!r} is not one of {', '.join(POLICY_NAMES)}")
     return _POLICIES[name](balancing_threshold, seed)

@@ -1,6 +1,6 @@
 """Policies of users' own: `FILE.py:CLASS` or `MODULE:CLASS`, named where a process starts.
 
-Such a name runs code, so that it is believed from the command line only, never from a call or the registry.
+Such a name runs code, so that it is believed from the command line only.
 """
 
 from __future__ import annotations

@@ -647,56 +647,6 @@ class ReportReply(_message.Message):
 Global___ReportReply: _TypeAlias = ReportReply  # noqa: Y015
 
 @_typing.final
-class SetPolicyRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    BALANCING_THRESHOLD_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    balancing_threshold: _builtins.float
-    """of global-cache-aware; 0 = its default"""
-    seed: _builtins.int
-    """of policies that draw"""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        balancing_threshold: _builtins.float = ...,
-        seed: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_threshold", b"balancing_threshold", "name", b"name", "seed", b"seed"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetPolicyRequest: _TypeAlias = SetPolicyRequest  # noqa: Y015
-
-@_typing.final
-class SetPolicyReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    BALANCING_THRESHOLD_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    balancing_threshold: _builtins.float
-    """0 = the policy has none"""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        balancing_threshold: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancing_threshold", b"balancing_threshold", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetPolicyReply: _TypeAlias = SetPolicyReply  # noqa: Y015
-
-@_typing.final
 class GetClusterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,11 +59,6 @@ class ConductorStub:
                 request_serializer=protocol_dot_pb_dot_conductor__pb2.ReportRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_conductor__pb2.ReportReply.FromString,
                 _registered_method=True)
-        self.SetPolicy = channel.unary_unary(
-                '/moonserve.Conductor/SetPolicy',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.SetPolicyRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.SetPolicyReply.FromString,
-                _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/moonserve.Conductor/GetCluster',
                 request_serializer=protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.SerializeToString,
@@ -112,13 +107,6 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetPolicy(self, request, context):
-        """From the next placement on another policy decides; its settings travel with its name.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetCluster(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -158,11 +146,6 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=protocol_dot_pb_dot_conductor__pb2.ReportRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_conductor__pb2.ReportReply.SerializeToString,
-            ),
-            'SetPolicy': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetPolicy,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.SetPolicyRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.SetPolicyReply.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,
@@ -310,33 +293,6 @@ class Conductor:
             '/moonserve.Conductor/Report',
             protocol_dot_pb_dot_conductor__pb2.ReportRequest.SerializeToString,
             protocol_dot_pb_dot_conductor__pb2.ReportReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetPolicy(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/moonserve.Conductor/SetPolicy',
-            protocol_dot_pb_dot_conductor__pb2.SetPolicyRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.SetPolicyReply.FromString,
             options,
             channel_credentials,
             insecure,

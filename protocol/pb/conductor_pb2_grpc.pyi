@@ -39,8 +39,6 @@ class ConductorStub:
     Place: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.PlaceRequest, _conductor_pb2.PlaceReply]
     Report: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ReportRequest, _conductor_pb2.ReportReply]
     """What then happened to a placed request: frees its predicted load, feeds predicted-minus-actual."""
-    SetPolicy: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.SetPolicyRequest, _conductor_pb2.SetPolicyReply]
-    """From the next placement on another policy decides; its settings travel with its name."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetClusterRequest, _conductor_pb2.ClusterView]
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]
 
@@ -55,8 +53,6 @@ class ConductorAsyncStub(ConductorStub):
     Place: _aio.UnaryUnaryMultiCallable[_conductor_pb2.PlaceRequest, _conductor_pb2.PlaceReply]  # type: ignore[assignment]
     Report: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ReportRequest, _conductor_pb2.ReportReply]  # type: ignore[assignment]
     """What then happened to a placed request: frees its predicted load, feeds predicted-minus-actual."""
-    SetPolicy: _aio.UnaryUnaryMultiCallable[_conductor_pb2.SetPolicyRequest, _conductor_pb2.SetPolicyReply]  # type: ignore[assignment]
-    """From the next placement on another policy decides; its settings travel with its name."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetClusterRequest, _conductor_pb2.ClusterView]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]  # type: ignore[assignment]
 
@@ -98,14 +94,6 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ReportReply, _abc.Awaitable[_conductor_pb2.ReportReply]]:
         """What then happened to a placed request: frees its predicted load, feeds predicted-minus-actual."""
-
-    @_abc_1.abstractmethod
-    def SetPolicy(
-        self,
-        request: _conductor_pb2.SetPolicyRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_conductor_pb2.SetPolicyReply, _abc.Awaitable[_conductor_pb2.SetPolicyReply]]:
-        """From the next placement on another policy decides; its settings travel with its name."""
 
     @_abc_1.abstractmethod
     def GetCluster(

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -153,32 +152,11 @@ async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
     assert registry.get_sample_value(gauge, labels) == errors["queue"]
 
 
-async def test_the_policy_is_changed_while_serving_but_no_call_can_choose_code(
-    rig: Rig, tmp_path: Path
-) -> None:
-    """Policies of one's own are named where the process starts."""
-    await rig.join_pair()
-    records = []
-    for number, (name, threshold) in enumerate([("round-robin", 0.0), (PUBLISHED_POLICY, 3.0)]):
-        request = conductor_pb2.SetPolicyRequest(name=name, balancing_threshold=threshold)
-        switched = await rig.call("SetPolicy", request)
-        assert (switched.name, switched.balancing_threshold) == (name, threshold)
-        await rig.call("Place", wish(f"r{number}"))
-        question = conductor_pb2.ExplainRequest(request_id=f"r{number}")
-        records.append(json.loads((await rig.call("Explain", question)).decision_json)["policy"])
-    assert records == ["round-robin", PUBLISHED_POLICY]
-    (tmp_path / "policy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    for wrong in ("nonsense", f"{tmp_path}/policy.py:Policy"):
-        with pytest.raises(InvalidRequest, match="is not one of"):
-            await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name=wrong))
-    assert not (tmp_path / "ran").exists()
-
-
 async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
     for name in ("p0", "p1", "p2", "p3"):
         await rig.call("Register", registration(name, common_pb2.ROLE_PREFILL))
     await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE))
-    await rig.call("SetPolicy", conductor_pb2.SetPolicyRequest(name="session-affinity"))
+    rig.state._planner.policy = make_policy("session-affinity", 1.0)
     chosen: dict[str, set[str]] = {}
     for i in range(40):
         request = wish(f"r{i}")

@@ -26,9 +26,6 @@ from conductor.events import (
     Heartbeat,
     Load,
     Phase,
-    PolicySwitched,
-    Refused,
-    SwitchPolicy,
 )
 from conductor.landing import least
 from conductor.limits import Limits
@@ -37,7 +34,7 @@ from conductor.policies.base import Looks, Offers, Prompt
 from conductor.policies.baselines import LeastLoaded
 from conductor.policies.least_added_delay import LeastAddedDelay
 from conductor.prefix import LEAST_FORK
-from protocol.errors import ConfigError, InvalidRequest
+from protocol.errors import ConfigError
 from protocol.ids import InstanceId, RequestId
 from protocol.keys import BlockKey
 from protocol.profile import PrefillProfile
@@ -222,7 +219,7 @@ def test_a_hot_prefix_is_copied_once_the_queue_at_its_holder_builds_up() -> None
 
 def test_random_depends_on_its_seed_and_spreads_what_an_excluded_instance_had() -> None:
     cluster, again, other = (of(4, "random") for _ in range(3))
-    other.send(SwitchPolicy(name="random", balancing_threshold=1.0, seed=1))
+    other.state._planner.policy = make_policy("random", 1.0, seed=1)
     first = [ended(cluster, f"r{i}") for i in range(100)]
     assert min(Counter(first).values()) > 15
     assert first[::-1] == [ended(again, f"r{i}") for i in reversed(range(100))], "by name alone"
@@ -249,6 +246,8 @@ def test_what_simple_policies_look_at(policy: str, chosen: list[str]) -> None:
     cluster.heartbeat("s2", holds=SHARED[:9])
     placed = [cluster.place(f"r{i}", keys=SHARED[:10]) for i in range(len(chosen))]
     assert [placement.prefill.instance_id for placement in placed] == chosen
+    decided = cluster.explain("r0")
+    assert (decided.policy, decided.balancing_threshold) == (policy, None)
     elsewhere = cluster.place("last", keys=SHARED[:10], excluded=frozenset({"p2"}))
     assert sources(elsewhere) == [], "computed, although s2 could send it"
 
@@ -350,8 +349,6 @@ def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yi
     assert (decided.rank, candidate.queue_s, candidate.added_s) == (NEAR(5.0), NEAR(3.0), NEAR(1.0))
     made.now += 46.0
     assert made.place("later", tokens=100).predicted_ttft_s > 10.0, "the long one has waited enough"
-    made.send(SwitchPolicy(name="global-cache-aware", balancing_threshold=1.25))
-    assert made.place("r", tokens=100).rank == 0.0
 
 
 def test_of_equal_waits_the_one_wins_where_fewer_are_delayed() -> None:
@@ -424,24 +421,6 @@ def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among
 
 
 # ---- all of them
-
-
-def test_another_policy_decides_from_the_next_placement_on_and_decisions_say_which() -> None:
-    cluster = of(4, "round-robin")
-    cluster.heartbeat("p3", holds=SHARED[:9])
-    for wrong in ("nonsense", "global-cache-aware"):
-        (reply,) = cluster.send(SwitchPolicy(name=wrong, balancing_threshold=0.5))
-        assert isinstance(reply, Refused)
-        assert isinstance(reply.error, InvalidRequest)
-    assert cluster.place("r0", keys=SHARED[:10]).prefill.instance_id == "p0", "the old one stays"
-    switched = cluster.send(SwitchPolicy(name="global-cache-aware", balancing_threshold=1.5))
-    assert switched == [PolicySwitched(name="global-cache-aware", balancing_threshold=1.5)]
-    assert cluster.place("r1", keys=SHARED[:10]).prefill.instance_id == "p3"
-    records = [cluster.explain(name) for name in ("r0", "r1")]
-    assert [(r.policy, r.balancing_threshold) for r in records] == [
-        ("round-robin", None),
-        ("global-cache-aware", 1.5),
-    ]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from conductor.config import ConductorConfig
-from conductor.leadership.candidate import Candidate, boot_clock, policy_among, policy_member
+from conductor.leadership.candidate import Candidate, boot_clock
 from conductor.leadership.standby import LeaderMetrics, Led
 from conductor.leadership.state import Terms
 from conductor.service import serve
 from protocol.conductors import Conductors
 from protocol.config import load
-from protocol.errors import ConfigError, NotLeader, NoWorker, PeerLost, Unauthenticated
+from protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
 from protocol.keys import NO_PARENT
 from protocol.membership import BlockLog, Membership
 from protocol.pb import (
@@ -179,20 +177,6 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         await answered(lambda: blocks_known(conductors))
 
 
-async def test_the_next_leader_places_by_the_policy_that_was_set(pair: Cluster) -> None:
-    policy = conductor_pb2.SetPolicyRequest(name="random", seed=7)
-    await call(pair.clients(), "SetPolicy", policy)
-    async with (
-        living(pair, "p0", common_pb2.ROLE_PREFILL),
-        living(pair, "d0", common_pb2.ROLE_DECODE),
-    ):
-        await pair.stop("a")
-        await call(pair.clients(), "Place", wish("r0"))
-        question = conductor_pb2.ExplainRequest(request_id="r0")
-        reply = await pair.ask("b", "Explain", question)
-    assert json.loads(reply.decision_json)["policy"] == "random"
-
-
 @contextlib.asynccontextmanager
 async def leading_alone(
     led: Led, clock: Callable[[], float] = boot_clock
@@ -216,11 +200,6 @@ async def leading_alone(
     await registry.close()
 
 
-def setting(keep: Callable[[conductor_pb2.SetPolicyRequest], Any]) -> Led:
-    metrics = LeaderMetrics(CollectorRegistry())
-    return Led(lambda: Service(lambda: None), 0.0, metrics, keep_policy=keep)
-
-
 class Service:
     """A conductor that calls back while it answers."""
 
@@ -229,60 +208,9 @@ class Service:
 
     def keep_house(self) -> None: ...
 
-    def begin_with(self, policy: conductor_pb2.SetPolicyRequest) -> None: ...
-
     async def Place(self, request: Any, context: Any) -> conductor_pb2.PlaceReply:
         self._answering()
         return conductor_pb2.PlaceReply()
-
-    async def SetPolicy(self, request: Any, context: Any) -> conductor_pb2.SetPolicyReply:
-        return conductor_pb2.SetPolicyReply()
-
-
-async def test_a_policy_that_cannot_be_kept_is_not_said_to_be_set() -> None:
-    async def lost(policy: conductor_pb2.SetPolicyRequest) -> None:
-        raise PeerLost("the registry is away")
-
-    led = setting(lost)
-    async with leading_alone(led):
-        with pytest.raises(PeerLost):
-            await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
-
-
-async def test_a_policy_that_is_replaced_while_it_is_kept_again_is_not_what_stays() -> None:
-    kept: list[str] = []
-    begun, going_on = asyncio.Event(), asyncio.Event()
-
-    async def keep(policy: conductor_pb2.SetPolicyRequest) -> None:
-        if begun.is_set() and not going_on.is_set():
-            going_on.set()  # what came later is not held up
-        elif kept:
-            begun.set()
-            await going_on.wait()
-        kept.append(policy.name)
-
-    led = setting(keep)
-    async with leading_alone(led):
-        await led.SetPolicy(conductor_pb2.SetPolicyRequest(name="random"), None)
-        async with running(led.housekeep(PATIENCE_S)):
-            await begun.wait()
-            replacing = asyncio.create_task(
-                led.SetPolicy(conductor_pb2.SetPolicyRequest(name="round-robin"), None)
-            )
-            await asyncio.sleep(0.05)
-            going_on.set()
-            await replacing
-            assert kept[-1] == "round-robin"
-
-
-@pytest.mark.parametrize(
-    "facts", [{}, {"name": "random"}, {"name": "x", "balancing_threshold": "?"}]
-)
-def test_a_record_that_cannot_be_read_is_none(facts: dict[str, str]) -> None:
-    kept = policy_member(conductor_pb2.SetPolicyRequest(name="random", seed=2**63))
-    assert policy_among([kept]) == conductor_pb2.SetPolicyRequest(name="random", seed=2**63)
-    assert policy_among([replace(kept, facts=facts)]) is None
-    assert policy_among([]) is None
 
 
 async def blocks_known(conductors: Conductors) -> bool:

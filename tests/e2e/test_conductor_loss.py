@@ -167,24 +167,6 @@ def num_handed_off(cluster: Cluster) -> int:
     return cluster.counters("prefill-0").get("handed_off_requests", 0)
 
 
-def test_the_policy_that_was_set_outlives_the_leader_it_was_set_at(cluster: Cluster) -> None:
-    """Killed as soon as it has answered: the answer means that whoever leads next knows."""
-    old = leader(cluster)
-    set_policy(cluster, old, "round-robin")
-    pid = cluster.pids()[old]
-    os.kill(pid, signal.SIGKILL)
-    answer = cluster.greedy([1, 2, 3], 2)
-    assert {each["policy"] for each in cluster.decisions(answer["id"])} == {"round-robin"}
-    cluster.wait_for("the restart", lambda: cluster.pids().get(old, pid) != pid)
-    set_policy(cluster, leader(cluster), "global-cache-aware")
-
-
-def set_policy(cluster: Cluster, name: str, policy: str) -> None:
-    request = conductor_pb2.SetPolicyRequest(name=policy)
-    address = cluster.conductor_address(name)
-    cluster.rpc_at(address, conductor_pb2_grpc.ConductorStub, "SetPolicy", request)
-
-
 def place_at(cluster: Cluster, name: str) -> Exception:
     """The failure of a placement asked for right there."""
     request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
