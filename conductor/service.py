@@ -22,6 +22,7 @@ from conductor.config import ConductorConfig
 from conductor.events import (
     Action,
     Away,
+    Deregister,
     Deregistered,
     Event,
     HeartbeatSeen,
@@ -45,13 +46,13 @@ from protocol.garbage import seldom_collected
 from protocol.ids import Role
 from protocol.logs import of
 from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
-from protocol.pb import conductor_pb2, conductor_pb2_grpc
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.request import Placement
 from protocol.rpc import Channels, failure_to_wire
 from protocol.scraping import process_registry
 from protocol.tracing import NoTracer, Tracer, tracing
-from protocol.wire import placement_to_wire
+from protocol.wire import from_message, to_message
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     async def Deregister(
         self, request: conductor_pb2.DeregisterRequest, context: Context
     ) -> conductor_pb2.DeregisterReply:
-        self._ask(wire.deregister_from_wire(request), Deregistered)
+        self._ask(from_message(Deregister, request), Deregistered)
         return conductor_pb2.DeregisterReply()
 
     async def Place(
@@ -111,9 +112,13 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             self._trace(request.traceparent, reply, began_at)
         match reply:
             case Placed():
-                return conductor_pb2.PlaceReply(placement=placement_to_wire(reply.placement))
+                return conductor_pb2.PlaceReply(
+                    placement=to_message(common_pb2.Placement, reply.placement)
+                )
             case Rejected():
-                return conductor_pb2.PlaceReply(overloaded=wire.rejected_to_wire(reply))
+                return conductor_pb2.PlaceReply(
+                    overloaded=to_message(conductor_pb2.Overloaded, reply)
+                )
             case Refused():
                 return conductor_pb2.PlaceReply(failure=failure_to_wire(reply.error))
         raise AssertionError(f"{reply} does not answer a placement")
@@ -140,9 +145,9 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     ) -> conductor_pb2.ClusterView:
         now = self._clock()
         if request.HasField("gateway"):
-            self._gateways.saw(wire.gateway_from_wire(request.gateway), now)
+            self._gateways.saw(request.gateway, now)
         reply = wire.cluster_to_wire(self._state.cluster(now))
-        reply.gateways.extend(map(wire.gateway_to_wire, self._gateways.present(now)))
+        reply.gateways.extend(self._gateways.present(now))
         return reply
 
     async def Explain(

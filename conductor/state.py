@@ -295,7 +295,7 @@ class ConductorState:
                 load=instance.load,
                 num_blocks=instance.registration.num_blocks,
                 draining=instance.draining,
-                silent_s=max(now - instance.heard_at, 0.0),
+                last_heard_s=max(now - instance.heard_at, 0.0),
                 indexed_blocks=self._directory.num_blocks(instance.instance_id),
                 can_switch_role=instance.registration.can_switch_role,
                 need=loads[instance.instance_id].need if instance.instance_id in loads else 0.0,

@@ -13,6 +13,7 @@ from conductor.cost.accuracy import Term, TermAccuracy
 from conductor.events import Load
 from protocol.ids import Role
 from protocol.layout import KvLayout
+from protocol.pb import conductor_pb2
 from protocol.request import Endpoint
 
 LIFETIME_S = 5.0  # gateways ask once a second, ten times while there are no workers
@@ -28,7 +29,7 @@ class InstanceView:
     load: Load
     num_blocks: int
     draining: bool
-    silent_s: float  # since its last heartbeat
+    last_heard_s: float  # since its last heartbeat
     indexed_blocks: int
     can_switch_role: bool
     need: float  # workers: as `WorkerLoad` has it
@@ -49,28 +50,18 @@ class ClusterView:
     ttft_accuracy: Mapping[Term, TermAccuracy]  # of the terms that were observed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayView:
-    """One gateway, as it told."""
-
-    instance_id: str
-    rpc_address: str
-    host: str  # equal for processes of one machine
-    num_requests: int  # choices under way
-
-
 class SeenGateways:
     """By instance id; `now` in monotonic seconds."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, GatewayView]] = {}
+        self._seen: dict[str, tuple[float, conductor_pb2.GatewayView]] = {}
 
-    def saw(self, gateway: GatewayView, now: float) -> None:
+    def saw(self, gateway: conductor_pb2.GatewayView, now: float) -> None:
         """It has asked; what it told before is forgotten."""
         if gateway.instance_id in self._seen or len(self._seen) < _MOST:
             self._seen[gateway.instance_id] = (now, gateway)
 
-    def present(self, now: float) -> list[GatewayView]:
+    def present(self, now: float) -> list[conductor_pb2.GatewayView]:
         """By id; those who are silent are forgotten."""
         self._seen = {id: seen for id, seen in self._seen.items() if now - seen[0] < LIFETIME_S}
         return [self._seen[instance_id][1] for instance_id in sorted(self._seen)]

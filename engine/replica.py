@@ -26,7 +26,7 @@ from protocol.errors import ConfigError
 from protocol.pb import common_pb2, conductor_pb2
 from protocol.process import Lifecycle
 from protocol.request import Endpoint
-from protocol.wire import endpoint_to_wire, layout_to_wire
+from protocol.wire import endpoint_to_wire, to_message
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -76,7 +76,7 @@ class Replica:
         return conductor_pb2.RegisterRequest(
             endpoint=endpoint_to_wire(endpoint),
             role=role,
-            layout=layout_to_wire(self.plan.layout),
+            layout=to_message(common_pb2.KvLayout, self.plan.layout),
             fingerprint=self.fingerprint,
             num_blocks=self.plan.num_blocks,
             max_num_seqs=self.config.max_num_seqs,

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from protocol.errors import InvalidRequest, NoWorker
 from protocol.logs import of
 from protocol.pb import worker_pb2
-from protocol.request import Request, SamplingParams
-from protocol.wire import placement_from_wire, request_from_wire
+from protocol.request import Placement, Request, SamplingParams
+from protocol.wire import from_message, request_from_wire
 from worker.events import Submitted
 from worker.service import Context, WorkerService, WorkerServicer
 
@@ -42,7 +42,7 @@ class PrefillServicer(WorkerServicer):
         if self._service.is_draining:
             raise NoWorker("this prefill worker is draining", request=request.request_id)
         wish = self._parse(request)
-        placement = placement_from_wire(request.placement)
+        placement = from_message(Placement, request.placement)
         if not math.isfinite(placement.rank):
             raise InvalidRequest(
                 f"rank {placement.rank} is no number of seconds", request=request.request_id

@@ -18,7 +18,7 @@ from protocol.ids import GatewayId, RequestId
 from protocol.pb import worker_pb2
 from protocol.request import DecodeReport, PrefillReport, Token
 from protocol.rpc import failure_to_wire
-from protocol.wire import decode_report_to_wire, prefill_report_to_wire, token_to_wire
+from protocol.wire import to_message, token_to_wire
 
 # Of gateways that were given up. A gateway's start has an id of its own, and most that are given up are dead.
 MAX_REMEMBERED = 4096
@@ -62,8 +62,10 @@ class GatewayStreams:
     ) -> None:
         """Queues events for a gateway; everything queued before its stream wakes leaves as one message."""
         outbox = self._outbox(gateway_id)
-        outbox.batch.prefills.extend(map(prefill_report_to_wire, prefills))
-        outbox.batch.decodes.extend(map(decode_report_to_wire, decodes))
+        outbox.batch.prefills.extend(
+            to_message(worker_pb2.PrefillReport, each) for each in prefills
+        )
+        outbox.batch.decodes.extend(to_message(worker_pb2.DecodeReport, each) for each in decodes)
         outbox.batch.tokens.extend(map(token_to_wire, tokens))
         outbox.batch.failures.extend(
             worker_pb2.RequestFailed(request_id=request_id, failure=failure_to_wire(error))

@@ -1,30 +1,33 @@
-"""Between the frozen domain types and the generated protobuf messages: `to_message` and `from_message` copy fields of
-equal names, and each pair of functions says what goes another way."""
+"""Between the frozen domain types and the generated protobuf messages.
+
+`to_message` and `from_message` copy fields of equal names: what is nested as well, members of enumerations by their
+names, block keys and token ids packed. The functions below them say what goes another way.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from protocol.ids import RequestId, Role
-from protocol.keys import pack_keys, pack_tokens, unpack_keys, unpack_tokens
-from protocol.layout import KvLayout
+from protocol.keys import BlockKey, pack_keys, pack_tokens, unpack_keys, unpack_tokens
 from protocol.pb import common_pb2, conductor_pb2, worker_pb2
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 from protocol.request import (
-    DecodeReport,
     Endpoint,
     FinishReason,
     Logprobs,
     Placement,
-    PrefillReport,
-    PrefixSource,
     Request,
     SamplingParams,
     Token,
@@ -32,61 +35,135 @@ from protocol.request import (
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-
-_ROLES = {
-    Role.PREFILL: common_pb2.ROLE_PREFILL,
-    Role.DECODE: common_pb2.ROLE_DECODE,
-    Role.STORE: common_pb2.ROLE_STORE,
-}
-_ROLES_BACK = {value: role for role, value in _ROLES.items()}
-
-_FINISH = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-}
-_FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
+E = TypeVar("E", bound=Enum)
+Converter = Callable[[Any], Any]
 
 
 def to_message(message_type: type[M], value: Any, **others: Any) -> M:
     """A message with what the dataclass `value` has in fields of the same names, None unset, and with `others`."""
-    for name, _ in _shared_fields(message_type, type(value)):  # type: ignore[arg-type]
+    kinds: Any = message_type, type(value)
+    for name, convert in _outward(*kinds):
         if name not in others:
-            others[name] = getattr(value, name)
+            found = getattr(value, name)
+            others[name] = found if convert is None or found is None else convert(found)
     return message_type(**others)
 
 
 def from_message(value_type: Callable[..., T], message: Message, **others: Any) -> T:
-    """A dataclass with what `message` has in fields of the same names, None where one is unset, and with `others`."""
-    for name, is_optional in _shared_fields(type(message), value_type):  # type: ignore[arg-type]
-        if name not in others:
-            is_unset = is_optional and not message.HasField(name)
-            others[name] = None if is_unset else getattr(message, name)
+    """A dataclass with what `message` has in fields of the same names, and with `others`. What is unset has the
+    dataclass's default, else None where that is allowed; so has 0 or nothing in a field that is never unset.
+
+    Raises KeyError for an unspecified member of an enumeration, and what the dataclass and packed keys raise."""
+    kinds: Any = type(message), value_type
+    for name, convert, default, is_never_unset in _inward(*kinds):
+        if name in others:
+            continue
+        found = getattr(message, name)
+        if default is not _NONE and not (found if is_never_unset else message.HasField(name)):
+            others[name] = default
+        else:
+            others[name] = found if convert is None else convert(found)
     return value_type(**others)
 
 
+_NONE = object()
+
+
 @functools.cache
-def _shared_fields(message_type: Any, value_type: Any) -> tuple[tuple[str, bool], ...]:
-    """Names, and whether the message's field can be unset."""
-    names = {field.name for field in dataclasses.fields(value_type)}
-    fields = message_type.DESCRIPTOR.fields
-    return tuple((each.name, each.has_presence) for each in fields if each.name in names)
+def _outward(message_type: Any, value_type: Any) -> list[tuple[str, Converter | None]]:
+    fields = message_type.DESCRIPTOR.fields_by_name
+    return [
+        (name, _to_wire(kind, fields[name]))
+        for name, kind, _ in _kinds(value_type)
+        if name in fields
+    ]
+
+
+@functools.cache
+def _inward(message_type: Any, value_type: Any) -> list[tuple[str, Converter | None, Any, bool]]:
+    """Name, converter, what an unset field means (_NONE: that which it holds), and whether it never is."""
+    fields = message_type.DESCRIPTOR.fields_by_name
+    return [
+        (
+            name,
+            _from_wire(kind, fields[name]),
+            _NONE if default is not None and not fields[name].has_presence else default,
+            not fields[name].has_presence,
+        )
+        for name, kind, default in _kinds(value_type)
+        if name in fields
+    ]
+
+
+def _kinds(value_type: Any) -> list[tuple[str, Any, Any]]:
+    """Of each field its name, its type without None, and its default, else None where that is allowed, else _NONE."""
+    hints, found = typing.get_type_hints(value_type), []
+    for field in dataclasses.fields(value_type):
+        kind, default = hints[field.name], field.default
+        if type(None) in typing.get_args(kind):
+            kind = next(each for each in typing.get_args(kind) if each is not type(None))
+            default = None if default is dataclasses.MISSING else default
+        found.append((field.name, kind, _NONE if default is dataclasses.MISSING else default))
+    return found
+
+
+def _to_wire(kind: Any, field: Any) -> Converter | None:
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SPECIAL:
+        return _SPECIAL[kind][0]
+    if dataclasses.is_dataclass(kind):
+        return functools.partial(to_message, GetMessageClass(field.message_type))
+    if field.enum_type is not None:
+        return _numbers(kind, field.enum_type).__getitem__
+    if origin is tuple and field.type == FieldDescriptor.TYPE_BYTES:
+        return pack_keys if items[0] is BlockKey else pack_tokens
+    if origin is tuple and dataclasses.is_dataclass(items[0]):
+        each = functools.partial(to_message, GetMessageClass(field.message_type))
+        return lambda values: [each(value) for value in values]
+    return sorted if origin is frozenset else dict if origin is Mapping else None
+
+
+def _from_wire(kind: Any, field: Any) -> Converter | None:
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SPECIAL:
+        return _SPECIAL[kind][1]
+    if dataclasses.is_dataclass(kind):
+        value_type: Any = kind
+        return functools.partial(from_message, value_type)
+    if field.enum_type is not None:
+        members = {number: each for each, number in _numbers(kind, field.enum_type).items()}
+        return members.__getitem__
+    if origin is tuple and field.type == FieldDescriptor.TYPE_BYTES:
+        unpack: Converter = unpack_keys if items[0] is BlockKey else unpack_tokens
+        return lambda packed: tuple(unpack(packed))
+    if origin is tuple and dataclasses.is_dataclass(items[0]):
+        item_type: Any = items[0]
+        make = functools.partial(from_message, item_type)
+        return lambda messages: tuple(make(message) for message in messages)
+    return dict if origin is Mapping else origin
+
+
+def _numbers(kind: type[E], on_wire: EnumDescriptor) -> dict[E, int]:
+    """ROLE_PREFILL is the member PREFILL: the first value is …UNSPECIFIED."""
+    prefix = on_wire.values[0].name.removesuffix("UNSPECIFIED")
+    return {each: on_wire.values_by_name[prefix + each.name].number for each in kind}
+
+
+_ROLES: dict[Role, Any] = _numbers(Role, common_pb2.Role.DESCRIPTOR)
+_ROLES_BACK = {value: role for role, value in _ROLES.items()}
+
+_FINISH: dict[FinishReason, Any] = _numbers(FinishReason, common_pb2.FinishReason.DESCRIPTOR)
+_FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
 
 def role_to_wire(role: Role) -> common_pb2.Role.ValueType:
-    return _ROLES[role]
+    number: common_pb2.Role.ValueType = _ROLES[role]
+    return number
 
 
 def role_from_wire(message: common_pb2.Role.ValueType) -> Role:
     """Raises KeyError for an unspecified role."""
     return _ROLES_BACK[message]
-
-
-def layout_to_wire(layout: KvLayout) -> common_pb2.KvLayout:
-    return to_message(common_pb2.KvLayout, layout)
-
-
-def layout_from_wire(message: common_pb2.KvLayout) -> KvLayout:
-    return from_message(KvLayout, message)
 
 
 def endpoint_to_wire(endpoint: Endpoint) -> common_pb2.Endpoint:
@@ -97,38 +174,10 @@ def endpoint_from_wire(message: common_pb2.Endpoint) -> Endpoint:
     return from_message(Endpoint, message)
 
 
-def placement_to_wire(placement: Placement) -> common_pb2.Placement:
-    return to_message(
-        common_pb2.Placement,
-        placement,
-        prefill=endpoint_to_wire(placement.prefill),
-        decode=endpoint_to_wire(placement.decode),
-        prefix_sources=[
-            to_message(common_pb2.PrefixSource, source, store=endpoint_to_wire(source.store))
-            for source in placement.prefix_sources
-        ],
-    )
-
-
-def placement_from_wire(message: common_pb2.Placement) -> Placement:
-    return from_message(
-        Placement,
-        message,
-        prefill=endpoint_from_wire(message.prefill),
-        decode=endpoint_from_wire(message.decode),
-        prefix_sources=tuple(
-            from_message(PrefixSource, source, store=endpoint_from_wire(source.store))
-            for source in message.prefix_sources
-        ),
-    )
-
-
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
     return to_message(
         common_pb2.SamplingParams,
         sampling,
-        stop_token_ids=sorted(sampling.stop_token_ids),
-        logit_bias=dict(sampling.logit_bias),
         bad_words=[common_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
     )
 
@@ -137,32 +186,18 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
     return from_message(
         SamplingParams,
         message,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        logit_bias=dict(message.logit_bias),
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
     )
 
 
 def submission_to_wire(request: Request, placement: Placement) -> worker_pb2.SubmitRequest:
-    return to_message(
-        worker_pb2.SubmitRequest,
-        request,
-        token_ids=pack_tokens(request.token_ids),
-        block_keys=pack_keys(request.block_keys),
-        sampling=sampling_to_wire(request.sampling),
-        placement=placement_to_wire(placement),
-    )
+    placed = to_message(common_pb2.Placement, placement)
+    return to_message(worker_pb2.SubmitRequest, request, placement=placed)
 
 
 def request_from_wire(message: worker_pb2.SubmitRequest | worker_pb2.CommitRequest) -> Request:
     """The request in a submission or in a handoff (where token_ids ends with the token that prefill sampled)."""
-    return from_message(
-        Request,
-        message,
-        token_ids=tuple(unpack_tokens(message.token_ids)),
-        block_keys=tuple(unpack_keys(message.block_keys)),
-        sampling=sampling_from_wire(message.sampling),
-    )
+    return from_message(Request, message)
 
 
 def token_to_wire(token: Token) -> worker_pb2.TokenEvent:
@@ -196,21 +231,6 @@ def _logprobs_from_wire(message: worker_pb2.TokenEvent) -> Logprobs:
     )
 
 
-def prefill_report_to_wire(report: PrefillReport) -> worker_pb2.PrefillReport:
-    found = report.prompt_logprobs
-    return to_message(
-        worker_pb2.PrefillReport,
-        report,
-        prompt_logprobs=None if found is None else prompt_logprobs_to_wire(found),
-    )
-
-
-def prefill_report_from_wire(message: worker_pb2.PrefillReport) -> PrefillReport:
-    has_logprobs = message.HasField("prompt_logprobs")
-    found = prompt_logprobs_from_wire(message.prompt_logprobs) if has_logprobs else None
-    return from_message(PrefillReport, message, prompt_logprobs=found)
-
-
 def prompt_logprobs_to_wire(found: PromptLogprobs) -> worker_pb2.PromptLogprobs:
     return worker_pb2.PromptLogprobs(
         logprobs=found.logprobs.tobytes(),
@@ -233,17 +253,15 @@ def prompt_logprobs_from_wire(message: worker_pb2.PromptLogprobs) -> PromptLogpr
     )
 
 
-def decode_report_to_wire(report: DecodeReport) -> worker_pb2.DecodeReport:
-    return to_message(worker_pb2.DecodeReport, report)
-
-
-def decode_report_from_wire(message: worker_pb2.DecodeReport) -> DecodeReport:
-    return from_message(DecodeReport, message)
-
-
 def prefill_profile_from_wire(message: conductor_pb2.PrefillProfile) -> PrefillProfile:
     return from_message(PrefillProfile, message)
 
 
 def decode_profile_from_wire(message: conductor_pb2.DecodeProfile) -> DecodeProfile:
     return from_message(DecodeProfile, message)
+
+
+_SPECIAL: dict[Any, tuple[Converter, Converter]] = {
+    SamplingParams: (sampling_to_wire, sampling_from_wire),
+    PromptLogprobs: (prompt_logprobs_to_wire, prompt_logprobs_from_wire),
+}

@@ -26,7 +26,7 @@ from protocol.ids import GatewayId, RequestId, Role
 from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint, Placement
 from protocol.rpc import Channels, failure_from_wire
-from protocol.wire import endpoint_from_wire, placement_from_wire, role_from_wire
+from protocol.wire import endpoint_from_wire, from_message, role_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Cluster:
         )
         match reply.WhichOneof("outcome"):
             case "placement":
-                return placement_from_wire(reply.placement)
+                return from_message(Placement, reply.placement)
             case "overloaded":
                 raise _overloaded(reply.overloaded)
             case _:

@@ -37,9 +37,10 @@ from protocol.logs import of
 from protocol.machine import host_identity
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2, worker_pb2
+from protocol.request import DecodeReport, PrefillReport
 from protocol.rpc import Channels, failure_from_wire
 from protocol.tracing import Tracer
-from protocol.wire import decode_report_from_wire, prefill_report_from_wire, token_from_wire
+from protocol.wire import from_message, token_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class Gateway:
         for report in batch.prefills:
             if (generation := self._routes.get(report.request_id)) is not None:
                 event = PrefillReported(
-                    attempt=generation.state.attempt, report=prefill_report_from_wire(report)
+                    attempt=generation.state.attempt, report=from_message(PrefillReport, report)
                 )
                 self._deliver(generation, event)
         for decoded in batch.decodes:
@@ -198,7 +199,7 @@ class Gateway:
                 self._deliver(
                     generation,
                     DecodeReported(
-                        attempt=generation.state.attempt, report=decode_report_from_wire(decoded)
+                        attempt=generation.state.attempt, report=from_message(DecodeReport, decoded)
                     ),
                 )
         for number, (generation, arrived) in enumerate(self._arrivals(batch), start=1):

@@ -13,6 +13,7 @@ from protocol.registry import wire
 from protocol.registry.base import TTL_S, Member
 from protocol.rpc import Channels
 from protocol.tls import Certificates
+from protocol.wire import from_message, to_message
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,11 @@ class RemoteRegistry:
         self._stub = registry_pb2_grpc.RegistryStub(self._channels.to(address))
 
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
-        request = registry_pb2.RegistryJoinRequest(member=wire.member_to_wire(member), ttl_s=ttl_s)
+        request = registry_pb2.RegistryJoinRequest(
+            member=to_message(registry_pb2.Member, member), ttl_s=ttl_s
+        )
         reply = await self._channels.call(self._stub.Join, request, timeout_s=self._deadline_s)
-        return wire.member_from_wire(reply.member)
+        return from_message(Member, reply.member)
 
     async def renew(self, member: Member, *, ttl_s: float = TTL_S) -> None:
         request = registry_pb2.RegistryRenewRequest(

@@ -9,7 +9,9 @@ import grpc.aio
 
 from protocol.pb import registry_pb2, registry_pb2_grpc
 from protocol.registry import wire
+from protocol.registry.base import Member
 from protocol.registry.embedded import EmbeddedRegistry
+from protocol.wire import from_message, to_message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -24,9 +26,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         self, request: registry_pb2.RegistryJoinRequest, context: Context
     ) -> registry_pb2.RegistryJoinReply:
         member = await self._registry.join(
-            wire.member_from_wire(request.member), ttl_s=request.ttl_s
+            from_message(Member, request.member), ttl_s=request.ttl_s
         )
-        return registry_pb2.RegistryJoinReply(member=wire.member_to_wire(member))
+        return registry_pb2.RegistryJoinReply(member=to_message(registry_pb2.Member, member))
 
     async def Renew(
         self, request: registry_pb2.RegistryRenewRequest, context: Context

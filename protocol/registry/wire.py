@@ -11,33 +11,16 @@ from protocol.errors import PeerError
 from protocol.pb import registry_pb2
 from protocol.registry.base import Member
 from protocol.request import Endpoint
-from protocol.wire import endpoint_from_wire, endpoint_to_wire, from_message, to_message
-
-
-def member_to_wire(member: Member) -> registry_pb2.Member:
-    return to_message(
-        registry_pb2.Member,
-        member,
-        endpoint=endpoint_to_wire(member.endpoint),
-        facts=dict(member.facts),
-    )
-
-
-def member_from_wire(message: registry_pb2.Member) -> Member:
-    return from_message(
-        Member,
-        message,
-        endpoint=endpoint_from_wire(message.endpoint),
-        facts=dict(message.facts),
-    )
+from protocol.wire import from_message, to_message
 
 
 def members_to_wire(version: int, members: Iterable[Member]) -> registry_pb2.RegistryMembers:
-    return registry_pb2.RegistryMembers(version=version, members=map(member_to_wire, members))
+    made = [to_message(registry_pb2.Member, each) for each in members]
+    return registry_pb2.RegistryMembers(version=version, members=made)
 
 
 def members_from_wire(message: registry_pb2.RegistryMembers) -> list[Member]:
-    return [member_from_wire(member) for member in message.members]
+    return [from_message(Member, each) for each in message.members]
 
 
 def member_to_json(member: Member) -> str:

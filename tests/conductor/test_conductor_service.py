@@ -27,7 +27,7 @@ from protocol.metrics import scheduler_metrics
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.process import running
 from protocol.rpc import Channels, RpcServer, failure_from_wire
-from protocol.wire import layout_to_wire
+from protocol.wire import to_message
 from tests.conductor.cluster import LAYOUT, chain
 from tests.patience import PATIENCE_S
 
@@ -82,7 +82,7 @@ def registration(
             instance_id=name, epoch=epoch, rpc_address="a:1", transfer_address="t", host="h"
         ),
         role=role,
-        layout=layout_to_wire(LAYOUT),
+        layout=to_message(common_pb2.KvLayout, LAYOUT),
         fingerprint=fingerprint,
         num_blocks=100,
         max_model_len=1000,
@@ -281,7 +281,7 @@ async def test_the_cluster_view_says_what_workers_have_in_common_and_how_loaded_
     await rig.call("Place", wish("r0", tokens=200))
     view = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
     assert (view.ready, view.fingerprint, view.max_model_len) == (True, "f1", 1000)
-    assert view.layout == layout_to_wire(LAYOUT)
+    assert view.layout == to_message(common_pb2.KvLayout, LAYOUT)
     prefill, decode = view.instances
     assert prefill.need == pytest.approx(2.0 / 5.0)  # of the TTFT that is to be met
     assert decode.need == decode.use == pytest.approx(0.75)  # of its blocks

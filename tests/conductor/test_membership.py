@@ -21,11 +21,12 @@ from conductor.events import (
     Removal,
     Tick,
 )
-from conductor.view import LIFETIME_S, GatewayView, SeenGateways
+from conductor.view import LIFETIME_S, SeenGateways
 from protocol.errors import Incompatible, InvalidRequest, MoonserveError, NoWorker, StaleLease
 from protocol.ids import InstanceId, Role
 from protocol.keys import NO_PARENT
 from protocol.layout import KvLayout
+from protocol.pb import conductor_pb2
 from tests.conductor.cluster import Cluster, chain, endpoint, pair, worker
 
 P0 = InstanceId("p0")
@@ -176,8 +177,10 @@ def test_the_cluster_is_ready_with_a_prefill_and_a_decode_worker() -> None:
 
 
 def test_gateways_are_there_while_they_ask() -> None:
-    def view(name: str, num_requests: int = 0) -> GatewayView:
-        return GatewayView(instance_id=name, rpc_address="a:1", host="h", num_requests=num_requests)
+    def view(name: str, num_requests: int = 0) -> conductor_pb2.GatewayView:
+        return conductor_pb2.GatewayView(
+            instance_id=name, rpc_address="a:1", host="h", num_requests=num_requests
+        )
 
     gateways = SeenGateways()
     for at, seen in enumerate((view("b", 1), view("a"), view("b", 7))):

@@ -1,4 +1,4 @@
-"""What a client wishes and what is found for it cross the wire unchanged."""
+"""What one process says arrives at another unchanged."""
 
 from __future__ import annotations
 
@@ -7,14 +7,129 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.events import NO_STEPS, Heartbeat, Load, Phase, Register, Report, Steps, Traffic
+from protocol.ids import GatewayId, InstanceId, RequestId, Role
+from protocol.keys import BlockKey
+from protocol.layout import KvLayout
+from protocol.pb import common_pb2, conductor_pb2, registry_pb2, worker_pb2
+from protocol.profile import DEFAULT_PREFILL, PrefillProfile
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
-from protocol.request import SamplingParams
+from protocol.registry.base import Member
+from protocol.request import (
+    Endpoint,
+    FinishReason,
+    Logprobs,
+    Placement,
+    PrefillReport,
+    PrefixSource,
+    Request,
+    SamplingParams,
+    Token,
+)
 from protocol.wire import (
+    from_message,
     prompt_logprobs_from_wire,
     prompt_logprobs_to_wire,
-    sampling_from_wire,
-    sampling_to_wire,
+    request_from_wire,
+    submission_to_wire,
+    to_message,
+    token_from_wire,
+    token_to_wire,
 )
+
+AT = Endpoint(instance_id="p0", epoch=2**62, rpc_address="a:1", transfer_address="b:2", host="here")
+LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=3, head_dim=8, dtype="float32")
+PLACEMENT = Placement(
+    request_id=RequestId("r"),
+    prefill=AT,
+    decode=AT,
+    prefix_sources=(PrefixSource(store=AT, first_block=1, num_blocks=2),) * 2,
+    predicted_ttft_s=0.5,
+    rank=-1.5,
+)
+LOAD = Load(num_waiting=1, traffic=(Traffic(peer=InstanceId("s0"), read_bytes=7),))
+WORDS = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple), max_size=3)
+
+
+@pytest.mark.parametrize(
+    ("message", "sent"),
+    [
+        (common_pb2.Placement, PLACEMENT),
+        (registry_pb2.Member, Member(endpoint=AT, role="store", owner="o", facts={"a": "1"})),
+        (conductor_pb2.RegisterRequest, Register(endpoint=AT, role=Role.STORE)),
+        (
+            conductor_pb2.RegisterRequest,
+            Register(
+                endpoint=AT,
+                role=Role.DECODE,
+                layout=LAYOUT,
+                prefill_profile=PrefillProfile(c0=1.0, c1=2.0, c2=3.0),
+                home_store=InstanceId("s0"),
+                reads_prompts=True,
+            ),
+        ),
+        (conductor_pb2.HeartbeatRequest, Heartbeat(instance_id=AT.instance_id, epoch=1, load=LOAD)),
+        (conductor_pb2.Load, Load(steps=Steps(num_steps=3, seconds=0.5))),
+        (
+            conductor_pb2.ReportRequest,
+            Report(request_id=RequestId("r"), phase=Phase.FAILED, elapsed_s=1.0, queue_s=0.0),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_told_arrives_as_it_was(message: type, sent: object) -> None:
+    arrived = message.FromString(to_message(message, sent).SerializeToString())
+    assert from_message(type(sent), arrived) == sent
+
+
+def test_what_is_not_said_has_its_default() -> None:
+    request = conductor_pb2.RegisterRequest(endpoint={"instance_id": "p"}, role="ROLE_PREFILL")
+    register = from_message(Register, request)
+    assert (register.layout, register.home_store) == (None, None)
+    assert register.prefill_profile is DEFAULT_PREFILL
+    assert from_message(Load, conductor_pb2.Load()).steps is NO_STEPS
+    with pytest.raises(KeyError):
+        from_message(Register, conductor_pb2.RegisterRequest())
+
+
+@given(
+    words=WORDS,
+    wanted=st.none() | st.integers(0, 20),
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=9),
+    keys=st.lists(st.binary(min_size=16, max_size=16), max_size=3),
+)
+def test_a_submission_arrives_as_it_was(
+    words: list[tuple[int, ...]], wanted: int | None, tokens: list[int], keys: list[bytes]
+) -> None:
+    sampling = SamplingParams(
+        max_tokens=9,
+        num_logprobs=wanted,
+        num_prompt_logprobs=wanted,
+        bad_words=tuple(words),
+        stop_token_ids=frozenset({3, 1}),
+        logit_bias={5: -1.5},
+    )
+    sent = Request(
+        request_id=RequestId("r"),
+        gateway_id=GatewayId("g"),
+        token_ids=tuple(tokens),
+        num_prompt_tokens=len(tokens),
+        block_keys=tuple(map(BlockKey, keys)),
+        sampling=sampling,
+        timeout_s=3.5,
+    )
+    message = submission_to_wire(sent, PLACEMENT)
+    assert request_from_wire(message) == sent
+    assert from_message(Placement, message.placement) == PLACEMENT
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+@pytest.mark.parametrize("logprobs", [None, Logprobs(-0.5), Logprobs(-0.5, ((7, -0.5), (8, -1.0)))])
+def test_tokens_arrive_as_they_were(reason: FinishReason | None, logprobs: Logprobs | None) -> None:
+    sent = Token(
+        request_id=RequestId("r"), index=3, token_id=7, logprobs=logprobs, finish_reason=reason
+    )
+    assert token_from_wire(token_to_wire(sent), with_logprobs=logprobs is not None) == sent
 
 
 def found(num_tokens: int, num_top: int) -> PromptLogprobs:
@@ -31,10 +146,18 @@ def found(num_tokens: int, num_top: int) -> PromptLogprobs:
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_log_probabilities_of_prompts_arrive_as_they_were(num_tokens: int, num_top: int) -> None:
-    sent = found(num_tokens, num_top)
-    arrived = prompt_logprobs_from_wire(prompt_logprobs_to_wire(sent))
+    sent = PrefillReport(
+        request_id=RequestId("r"),
+        cached_tokens=0,
+        queue_s=0.0,
+        load_s=0.0,
+        compute_s=0.5,
+        prompt_logprobs=found(num_tokens, num_top),
+    )
+    report = from_message(PrefillReport, to_message(worker_pb2.PrefillReport, sent))
+    assert report.compute_s == 0.5
     for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
-        one, other = getattr(sent, name), getattr(arrived, name)
+        one, other = getattr(sent.prompt_logprobs, name), getattr(report.prompt_logprobs, name)
         assert one.shape == other.shape
         assert one.tobytes() == other.tobytes()
 
@@ -44,16 +167,3 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     message.top_ids = message.top_ids[:-4]
     with pytest.raises(ValueError, match="reshape"):
         prompt_logprobs_from_wire(message)
-
-
-WORDS = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple), max_size=3)
-
-
-@given(words=WORDS, wanted=st.none() | st.integers(0, 20))
-def test_sampling_parameters_arrive_as_they_were(
-    words: list[tuple[int, ...]], wanted: int | None
-) -> None:
-    sampling = SamplingParams(
-        max_tokens=9, num_logprobs=wanted, num_prompt_logprobs=wanted, bad_words=tuple(words)
-    )
-    assert sampling_from_wire(sampling_to_wire(sampling)) == sampling

@@ -8,10 +8,10 @@ from typing import Any
 
 from kvstore.home_finder import HomeFinder
 from protocol.membership import BlockLog, Membership
-from protocol.pb import conductor_pb2
+from protocol.pb import common_pb2, conductor_pb2
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
-from protocol.wire import endpoint_to_wire, layout_to_wire
+from protocol.wire import endpoint_to_wire, to_message
 from tests.simulation.model import FINGERPRINT, LAYOUT, Engine, Pool
 from tests.simulation.processes.process import Process, until_one_fails
 from tests.simulation.transfer import SimulatedTransfer
@@ -59,7 +59,7 @@ class Member(Process):
 
     def as_worker(self, num_blocks: int) -> conductor_pb2.RegisterRequest:
         request = Member.registration(self)
-        request.layout.CopyFrom(layout_to_wire(LAYOUT))
+        request.layout.CopyFrom(to_message(common_pb2.KvLayout, LAYOUT))
         request.fingerprint = FINGERPRINT
         request.num_blocks = num_blocks
         request.max_num_seqs = self.world.terms.max_num_seqs
