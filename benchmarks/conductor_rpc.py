@@ -27,7 +27,7 @@ from conductor.events import Place
 from conductor.policies import PUBLISHED_POLICY
 from conductor.service import ConductorService
 from protocol.keys import pack_keys
-from protocol.metrics import scheduler_metrics
+from protocol.metrics import SchedulerMetrics
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import Channels, RpcServer
 from protocol.timeline import percentile
@@ -138,7 +138,7 @@ async def _client(
 async def _serving(scenario: Scenario) -> AsyncIterator[dict[str, str]]:
     state = Load(scenario).cluster(PUBLISHED_POLICY)
     # Its clock stands still: instances that send no heartbeats must not fall silent meanwhile.
-    service = ConductorService(state, scheduler_metrics(CollectorRegistry()), clock=lambda: 1.0)
+    service = ConductorService(state, SchedulerMetrics(CollectorRegistry()), clock=lambda: 1.0)
     server = RpcServer(TOKEN)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
     server.add_lean("Conductor", service)

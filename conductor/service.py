@@ -45,13 +45,13 @@ from conductor.view import SeenGateways
 from protocol.garbage import seldom_collected
 from protocol.ids import Role
 from protocol.logs import of
-from protocol.metrics import SchedulerMetrics, exposed, scheduler_metrics
+from protocol.metrics import SchedulerMetrics, exposed
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.request import Placement
 from protocol.rpc import Channels, failure_to_wire
 from protocol.scraping import process_registry
-from protocol.tracing import NoTracer, Tracer, tracing
+from protocol.tracing import Tracer, tracing
 from protocol.wire import from_message, to_message
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._metrics = metrics
         self._clock = clock
         self._role_commands = role_commands
-        self._tracer = tracer or NoTracer()
+        self._tracer = tracer or Tracer()
         self._gateways = SeenGateways()
         self._away_after_s = away_after_s
         self._kept_house_at = math.inf
@@ -246,7 +246,7 @@ def _log_placement(placement: Placement) -> None:
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
     registry = process_registry()
-    metrics = scheduler_metrics(registry)
+    metrics = SchedulerMetrics(registry)
     _begin(metrics, config)
     config.policy()  # says what is wrong before anything is served
     config.roles()

@@ -39,7 +39,7 @@ from gateway.text.tokenizer import load_tokenizer
 from protocol.conductors import parse_addresses
 from protocol.errors import ConfigError
 from protocol.garbage import seldom_collected
-from protocol.metrics import request_metrics
+from protocol.metrics import RequestMetrics
 from protocol.process import Lifecycle
 from protocol.rpc import Channels, RpcServer
 from protocol.scraping import process_registry, serve_metrics
@@ -73,7 +73,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         tokenizer = load_tokenizer(Path(config.model))
         tracer = closing.enter_context(tracing(config, config.instance_id, "gateway"))
         rpc_address = await _served_metrics(config, registry, closing)
-        metrics = request_metrics(registry, config.names[0], config.instance_id, PHASES)
+        metrics = RequestMetrics(registry, config.names[0], config.instance_id, PHASES)
         gateway = Gateway(config, channels, tokenizer, metrics, tracer, rpc_address)
         model = ServedModel(gateway, tokenizer, config)
         api = Api(gateway, model, config)

@@ -91,40 +91,6 @@ _ERROR_BUCKETS = (
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """What a gateway measures about requests, with the model's labels bound."""
-
-    running: Gauge
-    waiting: Gauge
-    prompt_tokens: Counter
-    generation_tokens: Count
-    preemptions: Counter
-    prefix_queries: Counter
-    prefix_hits: Counter
-    ttft_s: Histogram
-    inter_token_s: Durations
-    e2e_s: Histogram
-    queue_s: Histogram
-    prefill_s: Histogram
-    decode_s: Histogram
-    prompt_length: Histogram
-    generation_length: Histogram
-    success: Counter  # further label: finished_reason
-    kv_usage: Gauge
-    failures: Counter  # further label: code
-    retries: Counter
-    phases: Mapping[str, Histogram]  # by gateway.generation.timings's names
-    _labels: tuple[str, str]
-
-    def succeeded(self, finished_reason: str) -> None:
-        self.success.labels(*self._labels, finished_reason).inc()
-
-    def failed(self, code: str) -> None:
-        """`code`: of the protocol.errors class."""
-        self.failures.labels(*self._labels, code).inc()
-
-
-@dataclass(frozen=True, slots=True)
 class _Model:
     """Makes metrics with the labels of one model."""
 
@@ -167,113 +133,110 @@ class _Model:
         return made.labels(*self.labels)
 
 
-def request_metrics(
-    registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]
-) -> RequestMetrics:
-    """Registers the request metrics; once per registry. `phases`: of the ledger of a request's time."""
-    of = _Model(registry, (model_name, engine))
-    made = RequestMetrics(
-        running=of.gauge("vllm:num_requests_running", "Requests that have their first token."),
-        waiting=of.gauge("vllm:num_requests_waiting", "Requests waiting for their first token."),
-        prompt_tokens=of.counter("vllm:prompt_tokens", "Prompt tokens of accepted requests."),
-        generation_tokens=of.count("vllm:generation_tokens", "Tokens generated."),
-        preemptions=of.counter("vllm:num_preemptions", "Sequences preempted on decode workers."),
-        prefix_queries=of.counter("vllm:prefix_cache_queries", "Prompt tokens looked up."),
-        prefix_hits=of.counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used."),
-        ttft_s=of.histogram(
+class RequestMetrics:
+    """What a gateway measures about requests, with the model's labels bound. Once per registry."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]
+    ) -> None:
+        """`phases`: of the ledger of a request's time (`gateway.generation.timings`)."""
+        of = _Model(registry, (model_name, engine))
+        gauge, counter, histogram = of.gauge, of.counter, of.histogram
+        self.running = gauge("vllm:num_requests_running", "Requests that have their first token.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting for their first token.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
+        self.generation_tokens = of.count("vllm:generation_tokens", "Tokens generated.")
+        self.preemptions = counter("vllm:num_preemptions", "Sequences preempted on decode workers.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used.")
+        self.ttft_s = histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
-        ),
-        inter_token_s=of.durations(
+        )
+        self.inter_token_s = of.durations(
             "vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS
-        ),
-        e2e_s=of.histogram(
+        )
+        self.e2e_s = histogram(
             "vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS
-        ),
-        queue_s=of.histogram(
+        )
+        self.queue_s = histogram(
             "vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS
-        ),
-        prefill_s=of.histogram(
+        )
+        self.prefill_s = histogram(
             "vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS
-        ),
-        decode_s=of.histogram(
+        )
+        self.decode_s = histogram(
             "vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS
-        ),
-        prompt_length=of.histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS),
-        generation_length=of.histogram(
+        )
+        self.prompt_length = histogram(
+            "vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS
+        )
+        self.generation_length = histogram(
             "vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS
-        ),
-        success=of.counter_by(
+        )
+        self.success = of.counter_by(
             "finished_reason", "vllm:request_success", "Requests that ended well."
-        ),
-        kv_usage=of.gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1."),
-        failures=of.counter_by(
+        )
+        self.kv_usage = gauge(
+            "vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1."
+        )
+        self.failures = of.counter_by(
             "code", "moonserve_request_failures", "Requests that ended in an error, by its code."
-        ),
-        retries=of.counter("moonserve_request_retries", "Requests placed again after a loss."),
-        phases=of.histograms_by(
+        )
+        self.retries = counter("moonserve_request_retries", "Requests placed again after a loss.")
+        self.phases = of.histograms_by(
             "phase",
             phases,
             "moonserve_request_phase_seconds",
             "Where the time of requests went.",
             _PHASE_BUCKETS,
-        ),
-        _labels=of.labels,
-    )
-    _begin_at_zero(made)
-    return made
+        )
+        self._labels = of.labels
+        # A rate over what has never happened is 0, not missing.
+        for reason in FinishReason:
+            self.success.labels(*of.labels, reason.value)
+        for code in error_classes():
+            self.failures.labels(*of.labels, code)
+
+    def succeeded(self, finished_reason: str) -> None:
+        self.success.labels(*self._labels, finished_reason).inc()
+
+    def failed(self, code: str) -> None:
+        """`code`: of the protocol.errors class."""
+        self.failures.labels(*self._labels, code).inc()
 
 
-def _begin_at_zero(metrics: RequestMetrics) -> None:
-    """A rate over what has never happened is 0, not missing."""
-    for reason in FinishReason:
-        metrics.success.labels(*metrics._labels, reason.value)
-    for code in error_classes():
-        metrics.failures.labels(*metrics._labels, code)
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerMetrics:
-    """What the conductor measures about its decisions."""
+    """What the conductor measures about its decisions. Once per registry."""
 
-    placements: Counter
-    rejections: Counter  # label: reason
-    ttft_error_s: Histogram
-    ttft_error_ratio: Gauge  # labels: term, quantile
-    indexed_blocks: Gauge
-    instances: Gauge  # label: role
-    objectives: Gauge  # label: objective
-
-
-def scheduler_metrics(registry: CollectorRegistry) -> SchedulerMetrics:
-    """Registers the conductor's metrics; once per registry."""
-    return SchedulerMetrics(
-        placements=Counter("moonserve_placements", "Requests placed.", registry=registry),
-        rejections=Counter(
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.placements = Counter("moonserve_placements", "Requests placed.", registry=registry)
+        self.rejections = Counter(
             "moonserve_rejections", "Requests not placed.", ("reason",), registry=registry
-        ),
-        ttft_error_s=Histogram(
+        )
+        self.ttft_error_s = Histogram(
             "moonserve_ttft_prediction_error_seconds",
             "Predicted minus actual time to first token.",
             registry=registry,
             buckets=_ERROR_BUCKETS,
-        ),
-        ttft_error_ratio=Gauge(
+        )
+        self.ttft_error_ratio = Gauge(
             "moonserve_conductor_ttft_error_ratio",
             "Size of recent prediction errors as a share of the actual TTFT, of the whole and of its terms.",
             ("term", "quantile"),
             registry=registry,
-        ),
-        indexed_blocks=Gauge(
+        )
+        self.indexed_blocks = Gauge(
             "moonserve_indexed_blocks", "Block replicas in the prefix index.", registry=registry
-        ),
-        objectives=Gauge(
+        )
+        self.objectives = Gauge(
             "moonserve_slo_seconds",
             "What placement must meet where requests do not say.",
             ("objective",),
             registry=registry,
-        ),
-        instances=Gauge("moonserve_instances", "Live instances.", ("role",), registry=registry),
-    )
+        )
+        self.instances = Gauge(
+            "moonserve_instances", "Live instances.", ("role",), registry=registry
+        )
 
 
 @contextlib.contextmanager

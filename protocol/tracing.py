@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from protocol.config import option
 from protocol.errors import ConfigError
@@ -58,40 +58,51 @@ class TracingConfig:
             )
 
 
-class Root(Protocol):
+class Root:
     """The span of a whole request, under way."""
 
-    @property
-    def traceparent(self) -> str:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.traceparent = _traceparent(span)
         """What its parts are given as `parent`, here and in other processes."""
 
     def end(self, error: str | None, **attributes: Attribute) -> None:
         """Now; `error`: why it failed."""
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attributes(dict(attributes))
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
 
 
-class Tracer(Protocol):
-    """Makes spans."""
+class Tracer:
+    """Makes spans, by OpenTelemetry's SDK. Without a provider it traces nothing, of those either whose clients ask."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._tracer = None if provider is None else provider.get_tracer("moonserve")
 
     def begin(self, name: str, incoming: str) -> Root | None:
         """A request begins now. `incoming`: its client's traceparent, empty or malformed where it has none. None: it is
         not traced."""
+        if self._tracer is None:
+            return None
+        from opentelemetry.trace import SpanKind
+
+        span = self._tracer.start_span(name, _context(incoming), kind=SpanKind.SERVER)
+        return Root(span) if span.is_recording() else None
 
     def span(
         self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
     ) -> str:
         """A part that is over, between two monotonic instants. `parent`: a traceparent; gives the part's own."""
-
-
-class NoTracer:
-    """Traces nothing, of those either whose clients ask for it."""
-
-    def begin(self, name: str, incoming: str) -> Root | None:
-        return None
-
-    def span(
-        self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
-    ) -> str:
-        return ""
+        if self._tracer is None:
+            return ""
+        span = self._tracer.start_span(
+            name, _context(parent), start_time=_wall_ns(started_at), attributes=dict(attributes)
+        )
+        span.end(_wall_ns(ended_at))
+        return _traceparent(span)
 
 
 @contextlib.contextmanager
@@ -99,12 +110,12 @@ def tracing(config: TracingConfig, instance_id: str, role: str) -> Iterator[Trac
     """A tracer for as long as a process serves. Raises ConfigError."""
     config.check_tracing()
     if config.otlp_traces_endpoint is None and config.trace_dir is None:
-        yield NoTracer()
+        yield Tracer()
         return
     with contextlib.ExitStack() as stack:
         provider = _provider(config, instance_id, role, stack)
         stack.callback(provider.shutdown)
-        yield _Tracer(provider)
+        yield Tracer(provider)
 
 
 def _provider(
@@ -148,42 +159,6 @@ def _exporters(
         except OSError as error:
             raise ConfigError(f"--trace-dir: cannot write {path}: {error.strerror}") from error
         yield ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")
-
-
-class _Tracer:
-    """By OpenTelemetry's SDK."""
-
-    def __init__(self, provider: TracerProvider) -> None:
-        self._tracer = provider.get_tracer("moonserve")
-
-    def begin(self, name: str, incoming: str) -> Root | None:
-        from opentelemetry.trace import SpanKind
-
-        span = self._tracer.start_span(name, _context(incoming), kind=SpanKind.SERVER)
-        return _Root(span) if span.is_recording() else None
-
-    def span(
-        self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
-    ) -> str:
-        span = self._tracer.start_span(
-            name, _context(parent), start_time=_wall_ns(started_at), attributes=dict(attributes)
-        )
-        span.end(_wall_ns(ended_at))
-        return _traceparent(span)
-
-
-class _Root:
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self.traceparent = _traceparent(span)
-
-    def end(self, error: str | None, **attributes: Attribute) -> None:
-        from opentelemetry.trace import Status, StatusCode
-
-        self._span.set_attributes(dict(attributes))
-        if error is not None:
-            self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end()
 
 
 def _context(traceparent: str) -> Context:

@@ -23,7 +23,7 @@ from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint
 from protocol.streams import GatewayStreams
 from protocol.timer import Timer
-from protocol.tracing import NoTracer, Tracer
+from protocol.tracing import Tracer
 from worker.events import Action, Event, Fail, GatewayLost, RequestCancelled, StoreFound, Tick
 from worker.operations import Operation, Operations
 
@@ -70,7 +70,7 @@ class WorkerService:
         self.streams = GatewayStreams(self._gateway_lost)
         self.is_draining = False
         self._look_for_home = look_for_home
-        self._tracer = tracer or NoTracer()
+        self._tracer = tracer or Tracer()
         self._clock = clock
         self._operations = Operations(self.post)
         self._timer = Timer(lambda: self.post(Tick()), clock)

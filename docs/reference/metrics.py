@@ -35,7 +35,7 @@ from kvstore.metrics import StoreCollector
 from kvstore.stored import Usage
 from prefill_worker.worker import PrefixLoadCollector
 from protocol.ids import Role
-from protocol.metrics import request_metrics, scheduler_metrics
+from protocol.metrics import RequestMetrics, SchedulerMetrics
 from protocol.pb import worker_pb2
 from protocol.scraping import process_registry
 from protocol.worker_metrics import allocation_histogram, worker_collector
@@ -133,14 +133,14 @@ def _of_every_process() -> list[Collector]:
 
 
 def _gateway(registry: CollectorRegistry) -> None:
-    request_metrics(registry, "model", "gateway-0", PHASES)
+    RequestMetrics(registry, "model", "gateway-0", PHASES)
     KeyHolder((), (), registry)
     Limiter(None, registry)
     registry.register(phase_collector(dict))
 
 
 def _conductor(registry: CollectorRegistry) -> None:
-    scheduler_metrics(registry)
+    SchedulerMetrics(registry)
     LeaderMetrics(registry)
 
 

@@ -23,7 +23,7 @@ from protocol.errors import (
 )
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.membership import BlockLog, Membership
-from protocol.metrics import scheduler_metrics
+from protocol.metrics import SchedulerMetrics
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.process import running
 from protocol.rpc import Channels, RpcServer, failure_from_wire
@@ -61,7 +61,7 @@ async def rig() -> AsyncIterator[Rig]:
     state = ConductorState(make_policy(PUBLISHED_POLICY, 1.25), Limits(ttft_slo_s=5.0))
     server = RpcServer(TOKEN)
     channels = Channels(TOKEN)
-    service = ConductorService(state, scheduler_metrics(registry), clock=lambda: rig.now)
+    service = ConductorService(state, SchedulerMetrics(registry), clock=lambda: rig.now)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1", 0)
     stub = conductor_pb2_grpc.ConductorStub(channels.to(address))
@@ -147,7 +147,7 @@ async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
     assert errors.keys() == {"ttft", "queue", "prefill"}
     assert errors["queue"] == pytest.approx(1 / 3, rel=0.1)
     registry = CollectorRegistry()
-    ConductorService(rig.state, scheduler_metrics(registry), clock=lambda: rig.now).keep_house()
+    ConductorService(rig.state, SchedulerMetrics(registry), clock=lambda: rig.now).keep_house()
     gauge, labels = "moonserve_conductor_ttft_error_ratio", {"term": "queue", "quantile": "0.5"}
     assert registry.get_sample_value(gauge, labels) == errors["queue"]
 
@@ -170,7 +170,7 @@ async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
 
 async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(rig: Rig) -> None:
     """Its heartbeats are still to be read when the first call after a stop of this process is answered."""
-    metrics = scheduler_metrics(CollectorRegistry())
+    metrics = SchedulerMetrics(CollectorRegistry())
     service = ConductorService(rig.state, metrics, clock=lambda: rig.now, away_after_s=2.5)
     await rig.join_pair()
     service.keep_house()

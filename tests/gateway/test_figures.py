@@ -13,7 +13,7 @@ from gateway.cluster.figures import (
     Figures,
 )
 from protocol.keys import BlockKey
-from protocol.metrics import request_metrics
+from protocol.metrics import RequestMetrics
 from protocol.pb import common_pb2, conductor_pb2
 
 
@@ -82,7 +82,7 @@ class Seen:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._figures = DecodeFigures(request_metrics(self._registry, "model", "gateway-0", ()))
+        self._figures = DecodeFigures(RequestMetrics(self._registry, "model", "gateway-0", ()))
 
     def take(self, *workers: conductor_pb2.InstanceView) -> None:
         self._figures.take(conductor_pb2.ClusterView(instances=workers))

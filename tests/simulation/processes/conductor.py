@@ -9,11 +9,11 @@ from conductor.limits import Limits as ConductorLimits
 from conductor.policies import make_policy
 from conductor.service import ConductorService
 from conductor.state import ConductorState
-from protocol.metrics import scheduler_metrics
+from protocol.metrics import SchedulerMetrics
 from protocol.pb import conductor_pb2_grpc
 from tests.simulation.processes.process import Process
 
-SCHEDULER_METRICS = scheduler_metrics(CollectorRegistry())
+SCHEDULER_METRICS = SchedulerMetrics(CollectorRegistry())
 
 
 class Conductor(Process):

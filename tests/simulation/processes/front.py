@@ -11,15 +11,15 @@ from gateway.config import GatewayConfig
 from gateway.generation.detokenize import ByteDecoder
 from gateway.generation.service import Gateway
 from gateway.generation.timings import PHASES
-from protocol.metrics import request_metrics
-from protocol.tracing import NoTracer
+from protocol.metrics import RequestMetrics
+from protocol.tracing import Tracer
 from tests.simulation.model import VOCABULARY
 from tests.simulation.processes.member import CONDUCTOR
 from tests.simulation.processes.process import Process, until
 
 CHARACTERS = tuple(bytes([0x40 + token]) for token in range(VOCABULARY))
 # One for all worlds: they are only added to.
-REQUEST_METRICS = request_metrics(CollectorRegistry(), "model", "gateway", PHASES)
+REQUEST_METRICS = RequestMetrics(CollectorRegistry(), "model", "gateway", PHASES)
 
 
 class SpelledOut:
@@ -41,7 +41,7 @@ class Front(Process):
         )
         tokenizer: Any = SpelledOut()
         self.gateway = Gateway(
-            config, self.channels, tokenizer, REQUEST_METRICS, NoTracer(), rpc_address=""
+            config, self.channels, tokenizer, REQUEST_METRICS, Tracer(), rpc_address=""
         )
 
     @property
