@@ -16,9 +16,10 @@ from conductor.admission import RETURNS_FIRST, TENANT_SHARE, Admission
 from conductor.decision import Rejection
 from conductor.events import Phase, Placed, Rejected
 from conductor.limits import Limits
-from conductor.policies.least_added_delay import Terms, yields_s
+from conductor.policies.least_added_delay import Terms
 from conductor.returns import GRACE_S, NEWCOMER_TTFT_SHARE, PACE, Places, Returns
 from tests.conductor.cluster import Cluster
+from tests.conductor.test_native import yields_s
 from tests.thoroughness import examples
 
 SLO_S = 2.0
