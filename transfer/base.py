@@ -1,9 +1,9 @@
 """What is moved, and the seam between the engine and its transports.
 
-Owns the vocabulary (`Op`, `RemoteSegment`, `Transfer`, `Slice`) and the Protocols a transport
-implements; a transport is one package plus one line in `registry`. Its rule, for all of them: **the
-owner of the destination memory decides on every store**, so a peer that stopped and came back can
-never write late. Knows no sockets and no threads.
+Owns the vocabulary (`Op`, `RemoteSegment`, `Transfer`, `Slice`) and what a transport implements
+(`Transport`; its sessions and targets extend those of `tcp`): one package plus one line in
+`registry`. Its rule, for all of them: **the owner of the destination memory decides on every store**,
+so a peer that stopped and came back can never write late. Knows no sockets and no threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transfer.config import TransferOptions
     from transfer.scatter import Rows
     from transfer.segments import Segment, SegmentInfo, SegmentTable
-    from transfer.tcp.acceptor import ServedConnections
+    from transfer.tcp.acceptor import Acceptor, ServedConnections
+    from transfer.tcp.session import StreamSession
     from transfer.windows import WindowTable
 
 
@@ -143,75 +144,18 @@ class Dial:
     """Called every 50 ms while the peer is silent; may raise to give up."""
 
 
-class Session(Protocol):
-    """An authenticated way to one peer over one pair of rails.
-
-    One thread at a time uses it; only `abort` may come from others.
-    """
-
-    connection_id: int
-    """The target's name for this session, for `fence`."""
-
-    def alive(self) -> bool:
-        """Whether it could be used, as far as is known without waiting."""
-
-    def carry(self, feed: Feed) -> None:
-        """Carries slices, several at once, until `feed` has none and all that were taken are settled.
-
-        Raises PeerLost (or another error that is not the peer's refusal) when the session is broken
-        or a slice's deadline has passed; the caller then closes it, and from `close` on no byte of an
-        unsettled slice can reach local memory.
-        """
-
-    def read_at_once(self, transfer: Transfer) -> bool:
-        """Does a small READ without the peer's help, when that is possible; False: use `carry`.
-
-        Raises InvalidRequest when the transfer is wrong.
-        """
-
-    def read_alone(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Does one READ in the caller's thread while nothing else is under way; False: use `carry`.
-
-        Raises what `carry` settles with and what it raises.
-        """
-
-    def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
-        """The peer's memory, read-only and in place, mapped for as long as the view is held.
-
-        Raises InvalidRequest where that cannot be, PeerLost.
-        """
-
-    def list_segments(self, deadline_at: float) -> list[SegmentInfo]:
-        """Of the peer, what is readable. Raises PeerLost."""
-
-    def fence(self, connection_id: int, deadline_at: float) -> None:
-        """On return the peer serves nothing of that earlier connection any more. Raises PeerLost."""
-
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Listener(Protocol):
-    """Serves peers on one rail until closed; `rail` is published in the engine's address."""
-
-    rail: Rail
-
-    def close(self) -> None:
-        """On return no thread of it runs and nothing more is stored."""
-
-
 class Transport(Protocol):
     """One kind of path between two engines."""
 
     name: str
 
-    def listen(self, hosted: Hosted) -> Sequence[Listener]:
+    def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
         """One listener per local rail, at least one. Raises ConfigError when that is impossible."""
 
     def reachable(self, address: Address) -> bool:
         """Whether it is worth dialling, as far as the address tells."""
 
-    def connect(self, dial: Dial) -> Session:
+    def connect(self, dial: Dial) -> StreamSession:
         """Raises PeerLost, Unauthenticated or Incompatible."""
 
     def segment_added(self, segment: Segment) -> None:

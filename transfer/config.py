@@ -41,8 +41,6 @@ class TransferOptions:
     """Threads that share a large copy within the host; more than spare cores does harm."""
     max_endpoints: int = 512
     """Live connections that this engine has opened; the idle ones are closed first (SIEVE)."""
-    topology: Path | None = None
-    """JSON file that replaces what sysfs tells about memory locations and rails."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_authority: Path | None = None
@@ -174,9 +172,6 @@ class TransferConfig(TlsConfig):
     transfer_max_endpoints: int = option(
         _DEFAULTS.max_endpoints, help="connections for KV that one process keeps open"
     )
-    transfer_topology: str | None = option(
-        None, help="JSON file that says which rails are near which memory (see moonserve doctor)"
-    )
     transfer_tls: bool = option(
         True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)"
     )
@@ -200,7 +195,6 @@ class TransferConfig(TlsConfig):
             checksums=self.transfer_checksums,
             copy_threads=self.transfer_copy_threads,
             max_endpoints=self.transfer_max_endpoints,
-            topology=_path(self.transfer_topology),
             tls_certificate=None if files is None else files.certificate,
             tls_key=None if files is None else files.key,
             tls_authority=None if files is None else files.authority,
@@ -233,7 +227,3 @@ class PatienceConfig:
     def transfer_patience(self) -> Patience:
         """Raises ConfigError."""
         return Patience(base_s=self.transfer_timeout_s, slowest_bytes_s=self.transfer_slowest_rate)
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)

@@ -17,24 +17,22 @@ from transfer.base import (
     Credentials,
     Dial,
     Hosted,
-    Listener,
     Op,
     RemoteSegment,
-    Session,
     Transfer,
 )
 from transfer.batch import Batch, Job
 from transfer.config import FaultPlan, TransferOptions
 from transfer.paths.chooser import Path
-from transfer.paths.discovery import read_topology
 from transfer.paths.endpoints import Endpoints, Unfenced
 from transfer.peer import Peer, Surroundings
 from transfer.plan import AnyTransfer
 from transfer.scatter import LENGTH, REMOTE
 from transfer.segments import Registrable, Segment, SegmentTable
 from transfer.stats import EngineUsage, TransferStats
-from transfer.tcp.acceptor import ServedConnections
+from transfer.tcp.acceptor import Acceptor, ServedConnections
 from transfer.tcp.handshake import INSTANCE_BYTES
+from transfer.tcp.session import StreamSession
 from transfer.windows import WindowTable
 
 AT_ONCE_BYTES = 256 << 10
@@ -70,7 +68,7 @@ class TransferEngine:
             credentials, SegmentTable(), WindowTable(), ServedConnections(), self.options
         )
         self._endpoints = Endpoints(self.options.max_endpoints)
-        self._listeners: list[Listener] = []
+        self._listeners: list[Acceptor] = []
         self._rails: list[Rail] = []
         self._surroundings: Surroundings | None = None
         self._peers = KnownPeers()
@@ -94,7 +92,6 @@ class TransferEngine:
             self._rails = [listener.rail for listener in self._listeners]
             self._surroundings = Surroundings(
                 connect=self._connect,
-                topology=read_topology(self._rails, self.options.topology),
                 stats=self.stats,
                 faults=self._faults,
                 streams=self.options.streams,
@@ -121,13 +118,7 @@ class TransferEngine:
             self._tell_removed(segment)
 
     def allocate(
-        self,
-        nbytes: int,
-        location: str = "cpu:0",
-        *,
-        readable: bool = False,
-        name: str = "",
-        elastic: bool = False,
+        self, nbytes: int, *, readable: bool = False, name: str = "", elastic: bool = False
     ) -> Segment:
         """New zeroed memory that peers on this host can map; all its pages are present, or with `elastic` those that
         were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory over rdma."""
@@ -137,24 +128,15 @@ class TransferEngine:
                 "--transports, or leave the memory fixed"
             )
         allocate = self._hosted.segments.allocate
-        return self._added(
-            allocate(nbytes, location, readable=readable, name=name, elastic=elastic)
-        )
+        return self._added(allocate(nbytes, readable=readable, name=name, elastic=elastic))
 
-    def register(
-        self,
-        buffer: Registrable,
-        location: str = "cpu:0",
-        *,
-        readable: bool = False,
-        name: str = "",
-    ) -> Segment:
+    def register(self, buffer: Registrable, *, readable: bool = False, name: str = "") -> Segment:
         """The caller's memory: a torch tensor, numpy array, memoryview, mmap …, writable and contiguous.
 
         Raises InvalidRequest for anything else. `allocate` is faster between processes of one host.
         """
         register = self._hosted.segments.register
-        return self._added(register(buffer, location, readable=readable, name=name))
+        return self._added(register(buffer, readable=readable, name=name))
 
     def _added(self, segment: Segment) -> Segment:
         try:
@@ -301,7 +283,7 @@ class TransferEngine:
         source, lengths = part.local, part.rows[:, LENGTH]
         copy = bytearray().join(source.buffer[at : at + n] for _, at, n in part.rows.tolist())
         copy[0] ^= 0xFF
-        part.local = segment = self.register(copy, source.location)
+        part.local = segment = self.register(copy)
         part.rows = np.stack((part.rows[:, REMOTE], lengths.cumsum() - lengths, lengths), axis=1)
         batch.add_done_callback(lambda _: self.deregister(segment))
 
@@ -335,7 +317,7 @@ class TransferEngine:
 
     def _connect(
         self, peer: Address, path: Path, deadline_at: float, while_waiting: Callable[[], None]
-    ) -> Session:
+    ) -> StreamSession:
         dial = Dial(
             address=peer,
             local=path.local,

@@ -3,8 +3,8 @@
 Its rule: every part ends by its deadline, whatever the peer does, and a part that has failed leaves no
 session behind on which late bytes could still arrive. Whoever has the turn uses the session: the lane's
 own thread, or a caller's, which then carries nothing but what it brought. While the turn is free, nothing
-waits and nothing is under way. Knows nothing of other paths; `Reports` decides what becomes of parts that
-were lost.
+waits and nothing is under way. Knows nothing of other paths; the peer, which hears of everything in the thread
+that carries it, decides what becomes of parts that were lost.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
-from transfer.base import Op, Session, Slice, Transfer
+from transfer.base import Op, Slice, Transfer
 from transfer.config import FaultPlan
 from transfer.paths.chooser import Path
 from transfer.plan import Part
 from transfer.stats import Incident, PathStats
 from transfer.tcp.connection import STEP_S
-from transfer.tcp.session import without_frames
+from transfer.tcp.session import StreamSession, without_frames
 from transfer.waiting import Group, Inbox, Waiting, attempt_ends_at
+
+if TYPE_CHECKING:
+    from transfer.peer import Peer
 
 _log = logging.getLogger(__name__)
 
@@ -34,43 +37,15 @@ _FENCE_S = 6.0
 
 T = TypeVar("T")
 
-Connect = Callable[[Path, float, Callable[[], None]], Session]
+Connect = Callable[[Path, float, Callable[[], None]], StreamSession]
 """(path, deadline, while_waiting) → session."""
-
-
-class Reports(Protocol):
-    """What a lane tells; called from the thread that carries it."""
-
-    def arrived(self, lane: Lane, part: Part, seconds: float) -> None: ...
-
-    def refused(self, lane: Lane, part: Part, error: MoonserveError) -> None:
-        """The peer refused it, or it arrived corrupt; the session lives on."""
-
-    def lost(
-        self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool
-    ) -> None:
-        """The session broke under them, or (not `connected`) could not be had."""
-
-    def ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
-        """It was not begun and shall not be: cancelled, overdue or given up."""
-
-    def opened(self, lane: Lane) -> None: ...
-    def closed(self, lane: Lane) -> None: ...
-
-    def fenced(self, connection_ids: Iterable[int]) -> None:
-        """The target serves nothing of these any more."""
-
-    def fell_idle(self) -> None: ...
-
-    def may_retire(self, lane: Lane) -> bool:
-        """Asked by an idle lane; after True it ends."""
 
 
 class Lane:
     """`put` never blocks. A `base.Feed` for its own session."""
 
     def __init__(
-        self, path: Path, *, connect: Connect, reports: Reports, stats: PathStats, faults: FaultPlan
+        self, path: Path, *, connect: Connect, reports: Peer, stats: PathStats, faults: FaultPlan
     ) -> None:
         self.path = path
         self.stats = stats
@@ -86,7 +61,7 @@ class Lane:
         """What whoever has the turn is to carry."""
         self._jobs: dict[Part, Group] = {}
         """Taken and not settled, with whose they are."""
-        self._session: Session | None = None
+        self._session: StreamSession | None = None
         self._turn = threading.Lock()
         """Held by the thread that uses the session."""
         self._guest = False
@@ -118,24 +93,7 @@ class Lane:
             self._guest = False
             self._turn.release()
 
-    def read_at_once(self, transfer: Transfer) -> bool:
-        """A small READ in the caller's thread, without a slice being made, where the session can."""
-        session = self._session
-        if session is None or not self._turn.acquire(blocking=False):
-            return False
-        try:
-            return session is self._session and session.alive() and session.read_at_once(transfer)
-        except InvalidRequest:
-            raise
-        except IntegrityError:
-            self.stats.count(Incident.CORRUPT)
-            return False
-        except MoonserveError:  # the ordinary way tries again
-            return False
-        finally:
-            self._turn.release()
-
-    def read_alone(self, transfer: Transfer, deadline_at: float) -> bool:
+    def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
         """A READ in the caller's thread when the lane is idle; False: it has not happened."""
         session = self._session
         if session is None or not self._may_visit():
@@ -144,7 +102,7 @@ class Lane:
         try:
             if session is not self._session or not session.alive():
                 return False
-            return session.read_alone(transfer, deadline_at)
+            return session.read_here(transfer, deadline_at)
         except InvalidRequest:
             raise
         except IntegrityError:
@@ -159,7 +117,7 @@ class Lane:
             self._guest = False
             self._turn.release()
 
-    def with_session(self, work: Callable[[Session, float], T], deadline_at: float) -> T:
+    def with_session(self, work: Callable[[StreamSession, float], T], deadline_at: float) -> T:
         """Uses the session for something else, connecting it if need be. Blocks; raises PeerLost."""
         if not self._turn.acquire(timeout=max(0.0, deadline_at - time.monotonic())):
             raise PeerLost("the connection was busy until the deadline")
@@ -264,7 +222,7 @@ class Lane:
         if not self._guest and not self._inbox.empty():
             self._inbox.empty_into(self._groups)
 
-    def _ready(self, deadline_at: float) -> Session:
+    def _ready(self, deadline_at: float) -> StreamSession:
         """A live session."""
         if not self._session_lives():
             self._disconnect()
@@ -286,7 +244,7 @@ class Lane:
             session.close()
             self._reports.closed(self)
 
-    def _fence(self, session: Session) -> None:
+    def _fence(self, session: StreamSession) -> None:
         """Ends at the target what the waiting parts were sent on before."""
         group = self._groups[0] if self._groups else None
         parts = list(group.parts) if group is not None else []

@@ -9,7 +9,6 @@ failed for good.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +24,16 @@ from protocol.errors import (
     Unauthenticated,
 )
 from transfer.address import Address, Rail
-from transfer.base import Op, Session, Transfer
+from transfer.base import Op, Transfer
 from transfer.batch import Job
 from transfer.config import FaultPlan
 from transfer.lane import Lane
 from transfer.paths.chooser import Path, PathChooser, paths_between
 from transfer.paths.endpoints import Endpoints, Unfenced
 from transfer.paths.health import RailHealth
-from transfer.paths.topology import Topology
 from transfer.plan import Part, Planned
 from transfer.stats import Incident, TransferStats
+from transfer.tcp.session import StreamSession
 from transfer.waiting import Group
 
 _log = logging.getLogger(__name__)
@@ -43,8 +42,6 @@ _ROUNDS = 2
 """A connection that broke may have been the peer's only old one: it is dialled anew once."""
 _MAX_CORRUPT = 3
 """Attempts at a slice that keeps arriving with another checksum."""
-_COMPARE_EVERY_S = 30.0
-"""Now and then a few slices take the next transport, to see whether it has become the better one."""
 _HOPELESS = (Unauthenticated, Incompatible)
 
 T = TypeVar("T")
@@ -54,8 +51,7 @@ T = TypeVar("T")
 class Surroundings:
     """What the peers of one engine share."""
 
-    connect: Callable[[Address, Path, float, Callable[[], None]], Session]
-    topology: Topology
+    connect: Callable[[Address, Path, float, Callable[[], None]], StreamSession]
     stats: TransferStats
     faults: FaultPlan
     streams: int
@@ -64,7 +60,7 @@ class Surroundings:
 
 
 class Peer:
-    """All methods are thread-safe and none blocks, but for `with_session`. `transfer.lane.Reports`."""
+    """All methods are thread-safe and none blocks, but for `with_session`."""
 
     def __init__(
         self, address: Address, local_rails: Iterable[Rail], surroundings: Surroundings
@@ -80,11 +76,7 @@ class Peer:
             raise PeerLost("no transport in common", peer=self.label)
         self.transports = tuple(dict.fromkeys(path.transport for path in paths))
         self._num_paths = len(paths)
-        # Nothing within a host is worth comparing with its memory.
-        compare_every_s = math.inf if self.transports[0] == "shm" else _COMPARE_EVERY_S
-        self._chooser = PathChooser(
-            paths, surroundings.topology, RailHealth(), compare_every_s=compare_every_s
-        )
+        self._chooser = PathChooser(paths, RailHealth())
         self._lanes: dict[Path, Lane] = {}
         self._near: Lane | None = None
         """The one whose session may read this host's memory."""
@@ -124,24 +116,21 @@ class Peer:
     def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
         """A READ in the caller's thread, where that can be; False: plan it and `put` it."""
         lane, began = self._near, time.monotonic()
-        if lane is not None:
-            done = lane.read_at_once(transfer)
-        elif self._num_paths == 1 and (lanes := tuple(self._lanes.values())):
-            (lane,) = lanes
-            done = lane.read_alone(transfer, deadline_at)
-        if lane is None or not done:
+        if lane is None and self._num_paths == 1:
+            lane = next(iter(self._lanes.values()), None)
+        if lane is None or not lane.read_here(transfer, deadline_at):
             return False
         lane.stats.arrived(Op.READ, transfer.length, time.monotonic() - began)
         return True
 
-    def with_session(self, work: Callable[[Session, float], T], deadline_at: float) -> T:
+    def with_session(self, work: Callable[[StreamSession, float], T], deadline_at: float) -> T:
         """`work` gets the session and its own deadline. Blocks. Raises PeerLost when no path leads there."""
         tried: list[Path] = []
         lost: MoonserveError = PeerLost("the peer was given up", peer=self.label)
         while True:
             now = time.monotonic()
             with self._lock:
-                path = self._chooser.choose("cpu:0", 0, now, tried)
+                path = self._chooser.choose(0, now, tried)
                 if path is None or self._forgotten:
                     raise lost
                 lane = self._lane(path)
@@ -174,7 +163,7 @@ class Peer:
         for lane in [*self._lanes.values(), *self._retired]:
             lane.thread.join()
 
-    # Reports of the lanes.
+    # What the lanes report, in the thread that carries.
 
     def arrived(self, lane: Lane, part: Part, seconds: float) -> None:
         now = time.monotonic()
@@ -185,6 +174,7 @@ class Peer:
         part.job.settle(part, None)
 
     def refused(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        """By the peer, or it arrived corrupt; the session lives on."""
         if isinstance(error, IntegrityError):
             self._corrupt(lane, part, error)
         else:
@@ -225,10 +215,12 @@ class Peer:
             _log.warning("rail %s to %s rests: %s", lane.path.local.name, self.label, error)
 
     def ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+        """It was not begun and shall not be: cancelled, overdue or given up."""
         self._withdrawn(lane, part)
         self._fail(lane, part, error)
 
     def fenced(self, connection_ids: Iterable[int]) -> None:
+        """The target serves nothing of these any more."""
         self._surroundings.unfenced.remove(self.address.instance, connection_ids)
 
     def opened(self, lane: Lane) -> None:
@@ -241,6 +233,7 @@ class Peer:
         self._surroundings.endpoints.trim()
 
     def may_retire(self, lane: Lane) -> bool:
+        """Asked by an idle lane; after True it ends."""
         with self._lock:
             if lane.num_visitors or not lane.idle:
                 return False
@@ -324,7 +317,7 @@ class Peer:
         """Accounts for it as sent. The lock is held."""
         if self._forgotten:
             return None
-        path = self._chooser.choose(part.local.location, part.nbytes, now, part.tried)
+        path = self._chooser.choose(part.nbytes, now, part.tried)
         if path is not None:
             self._chooser.sent(path, part.nbytes)
             part.has_alternative = self._num_paths - len(part.tried) > 1
@@ -357,7 +350,7 @@ class Peer:
 
     def _connect(
         self, path: Path, deadline_at: float, while_waiting: Callable[[], None]
-    ) -> Session:
+    ) -> StreamSession:
         try:
             return self._surroundings.connect(self.address, path, deadline_at, while_waiting)
         except OSError as error:

@@ -72,7 +72,6 @@ class SegmentInfo:
 
     segment_id: int
     nbytes: int
-    location: str
     readable: bool
     name: str = ""
 
@@ -84,7 +83,6 @@ class Segment:
     segment_id: int
     buffer: memoryview
     """Its writable memory, format 'B'."""
-    location: str
     readable: bool
     """Peers may READ it."""
     name: str
@@ -100,7 +98,7 @@ class Segment:
         self.base, self.nbytes = address_of(self.buffer), self.buffer.nbytes
 
     def __repr__(self) -> str:
-        return f"Segment({self.segment_id}, {self.nbytes} bytes at {self.location})"
+        return f"Segment({self.segment_id}, {self.nbytes} bytes)"
 
 
 class SegmentTable:
@@ -115,34 +113,21 @@ class SegmentTable:
         return len(self._segments)
 
     def allocate(
-        self,
-        nbytes: int,
-        location: str,
-        *,
-        readable: bool,
-        name: str = "",
-        elastic: bool = False,
+        self, nbytes: int, *, readable: bool, name: str = "", elastic: bool = False
     ) -> Segment:
         if nbytes <= 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
         memory = OwnedMemory(nbytes, name, elastic=elastic)
-        return self._add(memory.view, location, readable, name, memory)
+        return self._add(memory.view, readable, name, memory)
 
-    def register(
-        self, buffer: Registrable, location: str, *, readable: bool, name: str = ""
-    ) -> Segment:
-        return self._add(writable(buffer), location, readable, name, None)
+    def register(self, buffer: Registrable, *, readable: bool, name: str = "") -> Segment:
+        return self._add(writable(buffer), readable, name, None)
 
     def _add(
-        self,
-        view: memoryview,
-        location: str,
-        readable: bool,
-        name: str,
-        memory: OwnedMemory | None,
+        self, view: memoryview, readable: bool, name: str, memory: OwnedMemory | None
     ) -> Segment:
         with self._lock:
-            segment = Segment(self._next_id, view, location, readable, name, memory)
+            segment = Segment(self._next_id, view, readable, name, memory)
             self._next_id += 1
             self._segments[segment.segment_id] = segment
         return segment
@@ -168,8 +153,7 @@ class SegmentTable:
         with self._lock:
             segments = list(self._segments.values())
         return [
-            SegmentInfo(each.segment_id, each.nbytes, each.location, each.readable, each.name)
-            for each in segments
+            SegmentInfo(each.segment_id, each.nbytes, each.readable, each.name) for each in segments
         ]
 
     def is_registered(self, segment: Segment) -> bool:

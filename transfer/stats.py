@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from transfer.base import Op
+from transfer.paths.chooser import MEASURED_FROM
 
-MEASURED_FROM = 64 << 10
 LONGEST_S = 1.0
 
 

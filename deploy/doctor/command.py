@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deploy.doctor import (
     device_checks,
@@ -59,21 +58,19 @@ def main(argv: Sequence[str]) -> int:
 def run(config: DoctorConfig) -> int:
     """Examines, prints the findings, and returns the exit code. Raises ConfigError."""
     with Progress(bars=not config.json, lines=False) as progress, progress.busy("examining"):
-        report, topology = examine(config)
+        report = examine(config)
     if config.json:
-        print(json.dumps({**findings.as_json(report), "topology": topology}, indent=2))
+        print(json.dumps(findings.as_json(report), indent=2))
     else:
         print("\n".join(findings.as_text(report)))
     return EXIT_PROBLEM if findings.has_failed(report) else 0
 
 
-def examine(config: DoctorConfig) -> tuple[list[Finding], dict[str, Any]]:
-    """All findings, and the topology matrix in the form that `--transfer-topology` reads."""
+def examine(config: DoctorConfig) -> list[Finding]:
     options = config.transfer_options(config.host)
     # What goes wrong is in the report; the engine's own warnings would only be in between.
     logging.getLogger("transfer").addHandler(logging.NullHandler())
     disk = None if config.disk is None else Path(config.disk)
-    rails, topology = transfer_checks.check_rails(options)
     report = [
         *machine_checks.check_software(),
         *machine_checks.check_machine(),
@@ -84,8 +81,8 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], dict[str, Any]]:
         service_checks.check_registry(config.registry, config.cluster_token),
         *device_checks.check_rdma(),
         *transfer_checks.check_transports(options, measure=config.measure),
-        *rails,
+        *transfer_checks.check_rails(options),
     ]
     if config.peer is not None:
         report += peer_checks.check_peer(config.peer, options, config.cluster_token)
-    return report, topology.as_json() if topology else {}
+    return report

@@ -63,7 +63,6 @@ def about_port(port: Port, table: str) -> Finding:
         "state": port.state,
         "link": "Ethernet" if port.is_ethernet else "InfiniBand",
         "bandwidth_bytes_s": port.bandwidth_bytes_s,
-        "numa_node": port.numa_node,
         "gid_index": gid.index if gid else None,
         "gid_kind": gid.kind if gid else None,
         "gid_address": str(gid.address) if gid else None,

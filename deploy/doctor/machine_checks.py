@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deploy.doctor.findings import Finding
 from deploy.terminal.output import size
+from protocol.errors import ConfigError
 from transfer.native import data_plane
 
 PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")
@@ -32,13 +33,7 @@ def check_software() -> Iterator[Finding]:
     yield Finding("software", "Python", version, remedy, {"version": version}, fails=is_old)
     for name in PACKAGES:
         yield _package(name)
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    plane = data_plane().name
-    text, remedy = f"{compiler or 'none, but compiled code is cached'}; data plane compiled", ""
-    if plane != "native":
-        text = f"{compiler or 'none'}; data plane in Python, attention in torch: slower"
-        remedy = "install one (Debian: apt-get install gcc libc6-dev) and start again"
-    yield Finding("software", "C compiler", text, remedy, {"data_plane": plane})
+    yield _compiled()
 
 
 def check_machine() -> Iterator[Finding]:
@@ -62,6 +57,18 @@ def _package(name: str) -> Finding:
         remedy = f"pip install {'.' if is_tree else name}"
         return Finding("software", name, "not installed", remedy, fails=not is_tree)
     return Finding("software", name, version, facts={"version": version})
+
+
+def _compiled() -> Finding:
+    """Nothing runs without compiled code, which a wheel brings or a compiler makes."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    try:
+        data_plane()
+    except ConfigError as error:
+        remedy = "install one (Debian: apt-get install gcc libc6-dev) and start again"
+        return Finding("software", "C compiler", error.message, remedy, fails=True)
+    text = compiler or "none, but compiled code is there"
+    return Finding("software", "C compiler", text, facts={"compiler": compiler})
 
 
 def _features(cpuinfo: str) -> Finding:

@@ -42,7 +42,7 @@ _SAME_VERSION = "run the same version of moonserve at both ends"
 
 
 def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Iterator[Finding]:
-    """`text` is what an engine publishes ("ms2;…"), or just host:port."""
+    """`text` is what an engine publishes ("ms3;…"), or just host:port."""
     if _HOST_AND_PORT.fullmatch(text):
         yield _dial_tcp("tcp", Rail("tcp", text, text))
         return
@@ -119,7 +119,7 @@ def _handshake(
 ) -> Finding:
     subject = f"{transport} handshake"
     source = _source_towards(address) if not options.rails else None
-    options = replace(options, transports=(transport,), topology=None, host=source or options.host)
+    options = replace(options, transports=(transport,), host=source or options.host)
     try:
         with TransferEngine(cluster_token=cluster_token, options=options, name="doctor") as engine:
             segments = engine.open(text, deadline_s=_HANDSHAKE_S)

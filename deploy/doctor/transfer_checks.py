@@ -24,9 +24,7 @@ from transfer.paths.discovery import (
     local_tcp_rails,
     reachable_addresses,
     read_addresses,
-    read_topology,
 )
-from transfer.paths.topology import Topology
 from transfer.rdma.device import Port, discover
 from transfer.scatter import LENGTH
 from transfer.shm.sources import OtherProcess
@@ -67,27 +65,20 @@ def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Fin
             yield _other_processes()
 
 
-def check_rails(options: TransferOptions) -> tuple[list[Finding], Topology | None]:
-    """The rails that an engine with these options has, others it could have, and the topology matrix."""
+def check_rails(options: TransferOptions) -> list[Finding]:
+    """The rails that an engine with these options has, and others that it could have."""
     try:
         rails = _rails(options)
-        topology = read_topology(rails, options.topology)
     except ConfigError as error:
-        remedy = "see --transfer-rails, --transfer-topology and --host"
-        return [Finding("rails", "rails", error.message, remedy, fails=True)], None
+        remedy = "see --transfer-rails and --host"
+        return [Finding("rails", "rails", error.message, remedy, fails=True)]
     findings = [_rail(rail, used=True) for rail in rails]
-    findings += [_rail(rail, used=False) for rail in _unused(rails)]
-    for location, preference in topology.matrix.items():
-        text = f"prefers {', '.join(preference.preferred) or 'nothing'}"
-        if preference.secondary:
-            text += f"; then {', '.join(preference.secondary)}"
-        findings.append(Finding("topology", location, text))
-    return findings, topology
+    return findings + [_rail(rail, used=False) for rail in _unused(rails)]
 
 
 def try_transport(transport: str, options: TransferOptions, *, measure: bool) -> Trial:
     """Moves bytes there and back over this transport alone, and measures if told to."""
-    options = replace(options, transports=(transport,), topology=None)
+    options = replace(options, transports=(transport,))
     token = secrets.token_hex(16)
     try:
         with (
@@ -221,7 +212,7 @@ def _unused(rails: Sequence[Rail]) -> list[Rail]:
 
 
 def _rdma_rail(port: Port) -> Rail:
-    return Rail("rdma", port.name, "", port.numa_node, port.bandwidth_bytes_s)
+    return Rail("rdma", port.name, "", port.bandwidth_bytes_s)
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -234,14 +225,11 @@ def _rail(rail: Rail, *, used: bool) -> Finding:
     parts = [rail.endpoint or "RDMA port"]
     if rail.bandwidth_bytes_s:
         parts.append(f"{rail.bandwidth_bytes_s * 8e-9:g} Gbit/s")
-    if rail.numa_node is not None:
-        parts.append(f"NUMA node {rail.numa_node}")
     if not used:
         parts.append("not used with these options")
     facts = {
         "transport": rail.transport,
         "address": rail.endpoint,
-        "numa_node": rail.numa_node,
         "bandwidth_bytes_s": rail.bandwidth_bytes_s,
         "used": used,
     }

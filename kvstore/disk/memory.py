@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from kvstore.disk.base import PAGE
-from transfer.native.base import address_of
+from transfer.native import address_of
 
 _SMALLEST = 64 * 2**10
 _KEPT_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.native.prototypes import Function
 from kvstore.native.reader import MappedReader
 from protocol.native import C_FLAGS, load_library, shared_cache
-from transfer.native.base import address_of
+from transfer.native import address_of
 
 SOURCE = Path(__file__).with_name("answering.c")
 MOST_KEYS = 4096

@@ -35,7 +35,7 @@ from kvstore.native.layout import (
 )
 from kvstore.native.prototypes import HeapState, Table, heap_library, metadata_library
 from protocol.keys import KEY_BYTES, BlockKey, pack_keys
-from transfer.native.base import address_of
+from transfer.native import address_of
 
 
 def table_over(memory: memoryview, geometry: Geometry) -> Table:

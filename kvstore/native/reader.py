@@ -28,7 +28,7 @@ from kvstore.native.layout import (
 from kvstore.native.metadata import table_over
 from kvstore.native.prototypes import Mapping, metadata_library
 from protocol.keys import BlockKey
-from transfer.native.base import address_of
+from transfer.native import address_of
 
 _ALIGNMENT = 8
 _FOUND, _RETIRED = 1, 3

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from protocol.keys import KEY_BYTES
 from protocol.native import C_FLAGS, load_library, shared_cache
-from transfer.native.base import address_of
+from transfer.native import address_of
 
 SLOTS_SOURCE = Path(__file__).with_name("slot_index.c")
 MAX_ROWS = 2**32 - 2

@@ -1,17 +1,11 @@
-"""Engines in pairs over every transport, and engines in processes that can be stopped and killed."""
+"""Engines in pairs over every transport, and with peers in other processes."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +14,8 @@ from tests.authority import Authority, Files
 from tests.patience import PATIENCE_S
 from tests.transfer.fake_fabric import FakeFabric, Wire
 from tests.transfer.fates import Fates
+from tests.transfer.peer_process import TOKEN as TOKEN
+from tests.transfer.peer_process import PeerInProcess as PeerInProcess
 from transfer import (
     FaultPlan,
     Op,
@@ -33,8 +29,6 @@ from transfer import (
 from transfer.rdma.device import discover
 from transfer.rdma.transport import RdmaTransport
 
-TOKEN = "token of the test cluster"
-ROOT = Path(__file__).parents[2]
 RAILS = ("127.0.0.1", "127.0.0.2")
 ALL = ("shm", "tcp", "tls", "rdma")
 """tls is tcp inside TLS; rdma runs on devices in this process's memory where no port is usable (the guest has some)."""
@@ -70,56 +64,6 @@ class Pair:
 def run(engine: TransferEngine, *transfers: Any, deadline_s: float = PATIENCE_S) -> None:
     """In another thread than the caller's."""
     engine.submit(transfers, deadline_s=deadline_s).wait(deadline_s + PATIENCE_S)
-
-
-class PeerInProcess:
-    """Drives tests/transfer/peer_process.py."""
-
-    def __init__(
-        self, transport: str, *tls_files: str, within: Sequence[str] = (), rails: str = ""
-    ) -> None:
-        """`within` is a command that runs another, as in another network namespace."""
-        peer = [sys.executable, "-m", "tests.transfer.peer_process", TOKEN, transport, rails]
-        self.process = subprocess.Popen(
-            [*within, *peer, *tls_files],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-
-    def tell(self, *command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, *command: Any) -> Any:
-        self.tell(*command)
-        return self.answer()
-
-    def lend(self, nbytes: int, fill: int = 0) -> tuple[RemoteSegment, int]:
-        """A readable segment of the peer's, and a window over all of it."""
-        segment_id = self.ask("allocate", nbytes, fill, True)
-        window_id = self.ask("open_window", segment_id, [(0, nbytes)])
-        return RemoteSegment(self.ask("address"), segment_id), window_id
-
-    def content(self, segment: RemoteSegment) -> bytes:
-        return bytes.fromhex(self.ask("content", segment.segment_id))
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture(autouse=True)
@@ -205,10 +149,8 @@ def pair(make_pair: Callable[..., Pair]) -> Pair:
 
 @pytest.fixture
 def peer(transport: str, request: pytest.FixtureRequest) -> Iterator[PeerInProcess]:
-    tls: tuple[str, ...] = ()
-    if transport == "tls":
-        tls = tuple(map(str, request.getfixturevalue("files").options.values()))
-    process = PeerInProcess("tcp" if tls else transport, *tls)
+    tls = request.getfixturevalue("files").options if transport == "tls" else {}
+    process = PeerInProcess("tcp" if tls else transport, **tls)
     yield process
     process.end()
 

@@ -252,7 +252,6 @@ class FakeFabric:
                 is_ethernet=True,
                 gid=gid,
                 bandwidth_bytes_s=None,
-                numa_node=None,
             )
         ]
 

@@ -121,7 +121,7 @@ class Fates:
         session = connect(dial)
         self.open_sessions.add(session)
         session.ask = partial(self._ask, session, session.ask)
-        session.read_at_once = session.read_alone = lambda *_: False
+        session.read_here = lambda *_: False
         session.fence = partial(self._fence, session.fence)
         session.list_segments = partial(self._list, session, session.list_segments)
         session.close = partial(self._close, session, session.close)

@@ -20,7 +20,7 @@ from tests.transfer.stage import (
     fault,
     request_of,
 )
-from transfer import Op, RemoteSegment, Transfer
+from transfer import Op, Transfer
 from transfer.stats import Incident
 from transfer.tcp import handshake
 from transfer.tcp.frames import HEADER_BYTES, Code, Kind
@@ -79,9 +79,7 @@ def killed(stage: Stage) -> str:
 
 
 def _to_process(stage: Stage, peer: PeerInProcess) -> Transfer:
-    address, segment_id = peer.ask("address"), peer.ask("allocate", NBYTES, 0, True)
-    window_id = peer.ask("open_window", segment_id, [(0, NBYTES)])
-    remote = RemoteSegment(address, segment_id)
+    remote, window_id = peer.lend(NBYTES)
     return Transfer(Op.WRITE, stage.local.segment, 0, remote, 0, NBYTES, window_id)
 
 

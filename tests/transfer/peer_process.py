@@ -1,56 +1,97 @@
-"""A transfer engine in a process of its own, told what to do by JSON lines on stdin.
+"""Transfer engines in processes of their own, which can be stopped and killed, told what to do through a pipe.
 
-Each command is answered by one JSON line; `write_until_refused` answers twice: started, refused.
+They are forked from one that has imported everything and runs no thread, so each costs milliseconds.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import replace
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
+from tests.stopping import stop
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 from transfer.tcp import acceptor
 
+TOKEN = "token of the test cluster"
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
 
-class PeerProcess:
+
+class PeerInProcess:
+    """`ask` calls a method of `_Peer` there."""
+
     def __init__(
-        self, token: str, transports: list[str], rails: list[str], tls_files: list[str]
+        self, *transports: str, rails: Sequence[str] = (), namespace: str = "", **options: Any
     ) -> None:
-        options = TransferOptions(transports=tuple(transports), rails=tuple(rails))
-        if tls_files:
-            certificate, key, authority = map(Path, tls_files)
-            options = replace(
-                options, tls_certificate=certificate, tls_key=key, tls_authority=authority
-            )
-        self.engine = TransferEngine(cluster_token=token, options=options)
+        """`namespace`: of the network, as `ip netns` names it."""
+        self._pipe, theirs = FORKS.Pipe()
+        options |= {"transports": transports, "rails": tuple(rails)}
+        self.process = FORKS.Process(target=_serve, args=(theirs, options, namespace), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, *command: Any) -> None:
+        self._pipe.send(command)
+
+    def answer(self) -> Any:
+        return self._pipe.recv()
+
+    def ask(self, *command: Any) -> Any:
+        self.tell(*command)
+        return self.answer()
+
+    def lend(self, nbytes: int, fill: int = 0) -> tuple[RemoteSegment, int]:
+        """A readable segment of the peer's, and a window over all of it."""
+        segment_id, window_id = self.ask("lend", nbytes, fill)
+        return RemoteSegment(self.ask("address"), segment_id), window_id
+
+    def content(self, segment: RemoteSegment) -> bytes:
+        found: bytes = self.ask("content", segment.segment_id)
+        return found
+
+    def stop(self) -> None:
+        assert self.process.pid is not None
+        stop(self.process.pid)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+class _Peer:
+    def __init__(self, pipe: Connection, options: dict[str, Any]) -> None:
+        self.pipe = pipe
+        self.engine = TransferEngine(cluster_token=TOKEN, options=TransferOptions(**options))
         self.engine.start()
         self.segments: dict[int, Segment] = {}
 
     def address(self) -> str:
         return self.engine.address
 
-    def allocate(self, nbytes: int, fill: int, readable: bool) -> int:
-        segment = self.engine.allocate(nbytes, readable=readable)
+    def lend(self, nbytes: int, fill: int) -> tuple[int, int]:
+        segment = self.engine.allocate(nbytes, readable=True)
         segment.buffer[:] = bytes([fill]) * nbytes
         self.segments[segment.segment_id] = segment
-        return segment.segment_id
+        return segment.segment_id, self.engine.open_window(segment, [(0, nbytes)])
 
-    def open_window(self, segment_id: int, ranges: list[tuple[int, int]]) -> int:
-        return self.engine.open_window(self.segments[segment_id], ranges)
-
-    def close_window(self, window_id: int) -> None:
-        self.engine.close_window(window_id)
-
-    def content(self, segment_id: int) -> str:
-        return bytes(self.segments[segment_id].buffer).hex()
+    def content(self, segment_id: int) -> bytes:
+        return bytes(self.segments[segment_id].buffer)
 
     def write_until_refused(self, address: str, segment_id: int, window_id: int, size: int) -> str:
-        """Writes ever new content into the peer's window; the code of the error that ends it."""
+        """Writes ever new content into the peer's window; says "started", then the code of the error that ends it."""
         source = self.engine.allocate(size)
         remote = RemoteSegment(address, segment_id)
         for round_number in range(1_000_000):
@@ -61,26 +102,16 @@ class PeerProcess:
             except MoonserveError as error:
                 return error.code
             if round_number == 1:
-                say("started")
+                self.pipe.send("started")
         return "never refused"
 
 
-def say(answer: Any) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    token, transports, rails, *tls_files = sys.argv[1:]
-    peer = PeerProcess(
-        token, transports.split(","), [rail for rail in rails.split(",") if rail], tls_files
-    )
+def _serve(pipe: Connection, options: dict[str, Any], namespace: str) -> None:
+    if namespace:
+        place = Path("/var/run/netns", namespace).open()  # noqa: SIM115 - for as long as it lives
+        assert ctypes.CDLL(None).setns(place.fileno(), 0) == 0
     acceptor._HANDSHAKE_S = PATIENCE_S  # a busy machine is no stranger
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        say(getattr(peer, command)(*arguments))
-    peer.engine.close()
-
-
-if __name__ == "__main__":
-    main()
+    peer = _Peer(pipe, options)
+    while True:
+        command, *arguments = pipe.recv()  # EOFError: who asks is gone
+        pipe.send(getattr(peer, command)(*arguments))

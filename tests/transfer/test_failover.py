@@ -287,11 +287,7 @@ def linked_namespace() -> Iterator[str]:
 
 @pytest.fixture
 def far_host(linked_namespace: str) -> Iterator[PeerInProcess]:
-    peer = PeerInProcess(
-        "tcp",
-        within=("ip", "netns", "exec", linked_namespace),
-        rails="10.97.0.2,10.97.1.2",
-    )
+    peer = PeerInProcess("tcp", rails=("10.97.0.2", "10.97.1.2"), namespace=linked_namespace)
     yield peer
     peer.end()
 
@@ -302,9 +298,9 @@ def test_a_link_that_goes_down_and_comes_up_again(far_host: PeerInProcess) -> No
         transports=("tcp",), rails=("10.97.0.1", "10.97.1.1"), slice_bytes=256 << 10
     )
     with TransferEngine(cluster_token=TOKEN, options=options) as near:
-        address, segment_id = far_host.ask("address"), far_host.ask("allocate", NBYTES, 9, True)
+        remote, _ = far_host.lend(NBYTES, 9)
         local = near.allocate(NBYTES)
-        read = Transfer(Op.READ, local, 0, RemoteSegment(address, segment_id), 0, NBYTES)
+        read = Transfer(Op.READ, local, 0, remote, 0, NBYTES)
 
         def run() -> None:
             local.buffer[:] = bytes(NBYTES)

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,13 +21,12 @@ import pytest
 
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.stopping import stop
-from tests.thoroughness import examples
-from tests.transfer.conftest import ROOT, TOKEN
-from tests.transfer.target_zygote import NBYTES
+from tests.thoroughness import THOROUGH
+from tests.transfer.conftest import TOKEN, PeerInProcess
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 
-CYCLES = int(os.environ.get("MOONSERVE_LEAK_CYCLES", "0")) or examples(1_000)
+NBYTES = 1 << 20
+CYCLES = int(os.environ.get("MOONSERVE_LEAK_CYCLES", "0")) or (10_000 if THOROUGH else 400)
 
 
 @dataclass(frozen=True)
@@ -52,35 +48,10 @@ class Census:
         )
 
 
-class Zygote:
-    """Makes peers in processes of their own, one fork each."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer.target_zygote", TOKEN],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-
-    def make(self, transport: str) -> tuple[int, str, int, int]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{transport}\n")
-        self._process.stdin.flush()
-        pid, address, segment_id, window_id = json.loads(self._process.stdout.readline())
-        return pid, address, segment_id, window_id
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
 class Cycles:
     """One engine that outlives all of its peers."""
 
-    def __init__(self, zygote: Zygote) -> None:
-        self.zygote = zygote
+    def __init__(self) -> None:
         self.rng = random.Random(11)
         self.near = engine_of("shm", "tcp")
         self.local = self.near.allocate(NBYTES)
@@ -96,10 +67,8 @@ class Cycles:
             brought = far.register(bytearray(4096), readable=True)
             window_id = far.open_window(memory, [(0, 4096)])
             for segment in (memory, brought):
-                self.near.run(
-                    [read_of(self.local, far.address, segment.segment_id, 4096)],
-                    deadline_s=NEVER_S,
-                )
+                remote = RemoteSegment(far.address, segment.segment_id)
+                self.near.run([read_of(self.local, remote, 4096)], deadline_s=NEVER_S)
             remote = RemoteSegment(far.address, memory.segment_id)
             write = Transfer(Op.WRITE, self.local, 0, remote, 0, 4096, window_id)
             self.near.submit([write], deadline_s=NEVER_S).wait(NEVER_S)
@@ -112,7 +81,8 @@ class Cycles:
         far = engine_of(transport)
         memory = far.allocate(NBYTES, readable=True)
         window_id = far.open_window(memory, [(0, NBYTES)])
-        batches = self.submit(self.near, self.local, far.address, memory.segment_id, window_id)
+        remote = RemoteSegment(far.address, memory.segment_id)
+        batches = self.submit(self.near, self.local, remote, window_id)
         far.close()
         self.end(batches)
         self.leave(far.address)
@@ -124,42 +94,41 @@ class Cycles:
             window_id = far.open_window(memory, [(0, NBYTES)])
             near = engine_of("shm", "tcp")
             local = near.allocate(NBYTES)
-            batches = self.submit(near, local, far.address, memory.segment_id, window_id)
+            remote = RemoteSegment(far.address, memory.segment_id)
+            batches = self.submit(near, local, remote, window_id)
             near.close()
             self.end(batches)
 
     def kill(self, transport: str) -> None:
         """A process is killed while batches are under way."""
-        pid, address, segment_id, window_id = self.zygote.make(transport)
-        self.near.run([read_of(self.local, address, segment_id, 4096)], deadline_s=NEVER_S)
-        batches = self.submit(self.near, self.local, address, segment_id, window_id)
-        os.kill(pid, signal.SIGKILL)
+        peer = PeerInProcess(transport)
+        remote, window_id = peer.lend(NBYTES)
+        self.near.run([read_of(self.local, remote, 4096)], deadline_s=NEVER_S)
+        batches = self.submit(self.near, self.local, remote, window_id)
+        peer.end()
         self.end(batches)
-        self.leave(address)
+        self.leave(remote.address)
 
     def stay_silent(self, transport: str) -> None:
         """A stopped process: given up at the deadline, or forgotten before."""
-        pid, address, segment_id, window_id = self.zygote.make(transport)
-        stop(pid)
-        batches = self.submit(
-            self.near, self.local, address, segment_id, window_id, deadline_s=0.02
-        )
+        peer = PeerInProcess(transport)
+        remote, window_id = peer.lend(NBYTES)
+        peer.stop()
+        batches = self.submit(self.near, self.local, remote, window_id, deadline_s=0.02)
         if self.rng.random() < 0.5:
-            self.near.forget(address)
+            self.near.forget(remote.address)
         self.end(batches)
-        os.kill(pid, signal.SIGKILL)
-        self.leave(address)
+        peer.end()
+        self.leave(remote.address)
 
     def submit(
         self,
         engine: TransferEngine,
         local: Segment,
-        address: str,
-        segment_id: int,
+        remote: RemoteSegment,
         window_id: int,
         deadline_s: float = NEVER_S,
     ) -> list[Any]:
-        remote = RemoteSegment(address, segment_id)
         half = NBYTES // 2
         read = Transfer(Op.READ, local, 0, remote, 0, half)
         write = Transfer(Op.WRITE, local, half, remote, half, half, window_id)
@@ -175,9 +144,6 @@ class Cycles:
         self.near.forget(address)
         for peer in list(self.near._peers.leaving):
             peer.join()
-
-    def close(self) -> None:
-        self.near.close()
 
 
 @contextmanager
@@ -196,17 +162,15 @@ def engine_of(*transports: str) -> TransferEngine:
     return engine
 
 
-def read_of(local: Segment, address: str, segment_id: int, nbytes: int) -> Transfer:
-    return Transfer(Op.READ, local, 0, RemoteSegment(address, segment_id), 0, nbytes)
+def read_of(local: Segment, remote: RemoteSegment, nbytes: int) -> Transfer:
+    return Transfer(Op.READ, local, 0, remote, 0, nbytes)
 
 
 @pytest.fixture
 def cycles() -> Iterator[Cycles]:
-    zygote = Zygote()
-    made = Cycles(zygote)
+    made = Cycles()
     yield made
-    made.close()
-    zygote.close()
+    made.near.close()
 
 
 @pytest.mark.slow

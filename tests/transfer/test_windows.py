@@ -16,7 +16,7 @@ from transfer.windows import WindowTable
 
 
 def segment(nbytes: int = 100) -> Segment:
-    return SegmentTable().register(bytearray(nbytes), "cpu:0", readable=False)
+    return SegmentTable().register(bytearray(nbytes), readable=False)
 
 
 @given(

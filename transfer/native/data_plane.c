@@ -2,7 +2,7 @@
  *
  * Called through ctypes, so without the GIL. Takes addresses as they are: bounds are checked by the callers
  * and memory is kept alive by them. Allocates nothing and keeps no state but what is in Flow. The structures
- * and constants are repeated in base.py; twin.py does the same in Python.
+ * and constants are repeated in __init__.py.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -86,7 +86,6 @@ class RegisteredMemory:
             raise InvalidRequest(f"segment {segment.segment_id} is not registered")
         region = regions.get(segment)
         if region is None:
-            _require_reachable(segment)
             region = regions[segment] = self._device.register(
                 segment.base,
                 segment.nbytes,
@@ -94,14 +93,6 @@ class RegisteredMemory:
                 remote_write=remote_write,
             )
         return region
-
-
-def _require_reachable(segment: Segment) -> None:
-    """Device memory would have to be exported as a dma-buf; segments come with a CPU address only."""
-    if segment.location.startswith("cuda"):
-        raise InvalidRequest(
-            f"rdma: {segment} is not in host memory: copy through a pinned segment of the host's"
-        )
 
 
 _log = logging.getLogger(__name__)

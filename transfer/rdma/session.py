@@ -59,7 +59,7 @@ class _Flight:
 
 
 class RdmaSession(StreamSession):
-    """A `base.Session` over queue pairs and a TCP connection. Owns both; the rail is shared."""
+    """A session over queue pairs and a TCP connection. Owns both; the rail is shared."""
 
     def __init__(
         self, dial: Dial, connection: Connection, agreed: Agreement, rail: DeviceRail
@@ -157,7 +157,7 @@ class RdmaSession(StreamSession):
         if key is None or self._checksums:
             rows = part.rows if self._checksums else part.rows[:0]
             header = Header(kind=Kind.KEY, entries=len(rows), segment_id=part.segment_id)
-            self._ask(flight, self._request(header, rows))
+            self._ask(flight, self.request(header, rows))
         if key is not None:
             flight.error = self._post_read(flight, key)
             self._settle_if_ended(flight, feed)
@@ -175,7 +175,7 @@ class RdmaSession(StreamSession):
             if self._checksums
             else 0,
         )
-        self._ask(flight, self._request(header, part.rows))
+        self._ask(flight, self.request(header, part.rows))
 
     def _ask(self, flight: _Flight, frame: bytes) -> None:
         flight.num_waits += 1

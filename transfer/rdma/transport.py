@@ -26,19 +26,6 @@ from transfer.tcp.session import authenticate
 from transfer.tcp.transport import listen_on, open_connection, tune_accepted
 
 
-class RdmaListener:
-    """A `base.Listener`: an acceptor that lets go of the device when it is closed."""
-
-    def __init__(self, acceptor: Acceptor, rail: DeviceRail) -> None:
-        self.rail = acceptor.rail
-        self._acceptor = acceptor
-        self._device_rail = rail
-
-    def close(self) -> None:
-        self._acceptor.close()
-        self._device_rail.stop_listening()
-
-
 class RdmaTransport:
     """A `base.Transport`; without a device of its own until it listens."""
 
@@ -48,10 +35,10 @@ class RdmaTransport:
         self._make_fabric = make_fabric
         self._rails: dict[str, DeviceRail] = {}
 
-    def listen(self, hosted: Hosted) -> Sequence[RdmaListener]:
+    def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
         """Raises ConfigError without pyverbs, without a usable port, or for a rail that is none."""
         fabric = self._make_fabric()
-        listeners: list[RdmaListener] = []
+        listeners: list[Acceptor] = []
         try:
             for port in device.choose(fabric.ports(), hosted.options.rdma_rails):
                 listeners.append(self._listen_on(fabric, port, hosted))  # noqa: PERF401 - closed below
@@ -61,7 +48,7 @@ class RdmaTransport:
             raise
         return listeners
 
-    def _listen_on(self, fabric: Fabric, port: device.Port, hosted: Hosted) -> RdmaListener:
+    def _listen_on(self, fabric: Fabric, port: device.Port, hosted: Hosted) -> Acceptor:
         assert port.gid is not None
         host = port.gid.ip if port.is_ethernet else hosted.options.host
         rail = DeviceRail(fabric.open(port))
@@ -71,9 +58,9 @@ class RdmaTransport:
             rail.stop_listening()
             raise
         self._rails[port.name] = rail
-        published = Rail(self.name, port.name, endpoint, port.numa_node, port.bandwidth_bytes_s)
-        acceptor = Acceptor(listener, published, hosted, partial(_target, hosted, rail))
-        return RdmaListener(acceptor, rail)
+        published = Rail(self.name, port.name, endpoint, port.bandwidth_bytes_s)
+        make = partial(_target, hosted, rail)
+        return Acceptor(listener, published, hosted, make, rail.stop_listening)
 
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails

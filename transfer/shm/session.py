@@ -112,14 +112,15 @@ class ShmSession(StreamSession):
         source = self._sources.get(part.segment_id)
         if source is None:
             header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
-            self._connection.queue(self._request(header, part.rows))
+            self._connection.queue(self.request(header, part.rows))
             return False
         self._read(part, source)
         return True
 
     def _accept_map(self, segment_id: int) -> None:
         """Raises InvalidRequest when the peer lends no such memory."""
-        data, fd = self._connection.receive_with_fd(HEADER_BYTES)
+        data = self._connection.receive_bytes(HEADER_BYTES)
+        fd = self._connection.take_descriptor()
         try:
             reply = self.accept(data)
             if segment_id not in self._sources:
@@ -171,7 +172,8 @@ class ShmSession(StreamSession):
             raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
         return source.view[offset : offset + length]
 
-    def read_at_once(self, transfer: Transfer) -> bool:
+    def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
+        """Without the peer's help."""
         source = self._sources.get(transfer.remote.segment_id)
         start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
         if source is None or not 0 <= length <= STEP_BYTES:

@@ -21,8 +21,7 @@ import numpy as np
 
 from protocol.errors import InvalidRequest, PeerLost
 from transfer import scatter
-from transfer.native import address_of, data_plane
-from transfer.native.base import MAX_IOVECS, IoVectors
+from transfer.native import MAX_IOVECS, IoVectors, address_of, data_plane
 from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
 from transfer.shm.copying import Source
 from transfer.shm.memfd import PeerMemory

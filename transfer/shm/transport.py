@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
@@ -47,25 +47,6 @@ _MAX_OFFERS = 4096
 """Segments that one peer may have mapped here at a time."""
 
 
-class ShmListener(Acceptor):
-    """Ends the threads that copy for it and for its engine's sessions as well."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        rail: Rail,
-        hosted: Hosted,
-        make_target: Callable[[socket.socket], ShmTarget],
-        copier: Copier,
-    ) -> None:
-        super().__init__(listener, rail, hosted, make_target)
-        self._copier = copier
-
-    def close(self) -> None:
-        super().close()
-        self._copier.close()
-
-
 class ShmTransport:
     name = "shm"
 
@@ -85,7 +66,8 @@ class ShmTransport:
             raise ConfigError(f"cannot listen on the abstract socket {name}: {error}") from error
         self._copier = Copier(hosted.options.copy_threads)
         rail = Rail(self.name, self.name, name)
-        return [ShmListener(listener, rail, hosted, partial(self._target, hosted), self._copier)]
+        make = partial(self._target, hosted)
+        return [Acceptor(listener, rail, hosted, make, self._copier.close)]
 
     def _target(self, hosted: Hosted, sock: socket.socket) -> ShmTarget:
         return ShmTarget(Connection(sock), hosted, copier=self._copier, markers=self._markers)

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from protocol.errors import MoonserveError, PeerLost
 from transfer.address import Rail
 from transfer.base import Hosted
 from transfer.tcp import handshake
 from transfer.tcp.connection import Connection
+from transfer.tcp.target import StreamTarget
 
 _log = logging.getLogger(__name__)
 
@@ -30,32 +30,27 @@ limits no call: a peer that dials waits until its own deadline, however long thi
 _MAX_CONNECTIONS = 1024
 
 
-class Target(Protocol):
-    """What serves one authenticated connection."""
-
-    checksums: bool
-    """Told before `serve`: what the handshake agreed on."""
-
-    @property
-    def connection(self) -> Connection: ...
-    def serve(self) -> None: ...
-    def close(self) -> None: ...
+def _nothing() -> None:
+    pass
 
 
 class Acceptor:
-    """A `base.Listener` on a socket, which it owns."""
+    """Serves peers on one rail, which is published in the engine's address, until closed. Owns the socket."""
 
     def __init__(
         self,
         listener: socket.socket,
         rail: Rail,
         hosted: Hosted,
-        make_target: Callable[[socket.socket], Target],
+        make_target: Callable[[socket.socket], StreamTarget],
+        on_closed: Callable[[], None] = _nothing,
     ) -> None:
+        """`on_closed` ends what the targets use."""
         self.rail = rail
         self._listener = listener
         self._hosted = hosted
         self._make_target = make_target
+        self._on_closed = on_closed
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}
         self._closed = threading.Event()
@@ -77,6 +72,7 @@ class Acceptor:
             connection.abort()
         for thread in serving.values():
             thread.join()
+        self._on_closed()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -110,7 +106,7 @@ class Acceptor:
                 del self._serving[target.connection]
                 sock.close()
 
-    def _serve(self, target: Target) -> None:
+    def _serve(self, target: StreamTarget) -> None:
         connection = target.connection
         served = self._hosted.served.add(connection.abort)
         try:

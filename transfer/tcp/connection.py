@@ -228,11 +228,6 @@ class Connection:
         self.receive_vectors(self._header_vector)
         return self._header
 
-    def receive_with_fd(self, count: int) -> tuple[bytearray, int | None]:
-        """`count` bytes and the descriptor that came with them, now the caller's."""
-        data = self.receive_bytes(count)
-        return data, self._flow.take_descriptor()
-
     def take_descriptor(self) -> int | None:
         """One that came with what was received since the last call, now the caller's."""
         return self._flow.take_descriptor()

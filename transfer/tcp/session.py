@@ -1,4 +1,4 @@
-"""The initiator's side of a connection whose payload travels on the connection itself.
+"""The initiator's side of a connection, and how a payload travels on the connection itself.
 
 Requests run ahead of their answers up to `max_in_flight_bytes`; answers come in order.
 """
@@ -34,24 +34,22 @@ _SILENCE_S = 2.0
 _REFUSALS = (InvalidRequest, StaleLease, IntegrityError)
 
 
-def _read_of(segment_id: int, num_rows: int) -> Header:
-    return Header(kind=Kind.READ, entries=num_rows, segment_id=segment_id)
-
-
 class StreamSession:
-    """A `base.Session` over one stream socket."""
+    """An authenticated way to one peer over one pair of rails; transports with a shorter way extend it.
 
-    reads_alone = False
-    """Whether this stream is the way that a READ's bytes take."""
+    One thread at a time uses it; only `abort` may come from others.
+    """
 
     def __init__(self, dial: Dial, connection: Connection, agreed: handshake.Agreement) -> None:
         self.connection_id = agreed.connection_id
+        """The target's name for this session, for `fence`."""
         self._checksums = agreed.checksums
         self._connection = connection
         self._max_in_flight = dial.options.max_in_flight_bytes
         self._plane = data_plane()
 
     def alive(self) -> bool:
+        """Whether it could be used, as far as is known without waiting."""
         return not self._connection.hung_up()
 
     def abort(self) -> None:
@@ -60,25 +58,27 @@ class StreamSession:
     def close(self) -> None:
         self._connection.close()
 
-    def read_at_once(self, transfer: Transfer) -> bool:
+    def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
+        """Does one READ in the caller's thread while nothing else is under way; False: use `carry`.
+
+        Raises what `carry` settles with and what it raises.
+        """
         return False
 
-    def read_alone(self, transfer: Transfer, deadline_at: float) -> bool:
-        """One READ and nothing else under way: no queue, no slice, no other thread."""
-        if not self.reads_alone:
-            return False
-        run = (transfer.remote_offset, transfer.local_offset, transfer.length)
-        rows = scatter.rows(run)
-        scatter.require_inside(rows, LOCAL, transfer.local.nbytes)
-        self._connection.set_deadline(deadline_at)
-        self._connection.queue(self._request(_read_of(transfer.remote.segment_id, 1), rows))
-        self.receive_payload(transfer.local, rows, transfer.length, self.reply())
-        return True
-
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
+        """The peer's memory, read-only and in place, mapped for as long as the view is held.
+
+        Raises InvalidRequest where that cannot be, PeerLost.
+        """
         raise InvalidRequest("memory of another host cannot be viewed in place: READ it")
 
     def carry(self, feed: Feed) -> None:
+        """Carries slices, several at once, until `feed` has none and all that were taken are settled.
+
+        Raises PeerLost (or another error that is not the peer's refusal) when the session is broken
+        or a slice's deadline has passed; the caller then closes it, and from `close` on no byte of an
+        unsettled slice can reach local memory.
+        """
         self._connection.deadline = feed.deadline_at
         self._connection.look_up = _Watch(self._connection, feed)
         asked: deque[Slice] = deque()
@@ -102,8 +102,8 @@ class StreamSession:
     def ask(self, part: Slice, feed: Feed) -> bool:
         """Queues the request; False when the slice has been settled instead."""
         if part.op is Op.READ:
-            header = _read_of(part.segment_id, len(part.rows))
-            self._connection.queue(self._request(header, part.rows))
+            header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
+            self._connection.queue(self.request(header, part.rows))
             return True
         if part.window_id is None:
             feed.settle(part, InvalidRequest("a WRITE needs a window"))
@@ -124,11 +124,11 @@ class StreamSession:
             nbytes=part.nbytes,
             checksum=checksum,
         )
-        self._connection.queue(self._request(header, part.rows), payload, (part, payload))
+        self._connection.queue(self.request(header, part.rows), payload, (part, payload))
         if self._checksums:
             self._connection.push()  # on its way, and in the cache still, while the next one is hashed
 
-    def _request(self, header: Header, rows: Rows) -> bytes:
+    def request(self, header: Header, rows: Rows) -> bytes:
         return request(header, rows, sealed=self._checksums)
 
     def _finish(self, part: Slice, feed: Feed) -> bool:
@@ -178,6 +178,7 @@ class StreamSession:
         return reply
 
     def list_segments(self, deadline_at: float) -> list[SegmentInfo]:
+        """Of the peer, what is readable. Raises PeerLost."""
         reply = self._control(Header(kind=Kind.LIST), deadline_at)
         text = self._connection.receive_bytes(reply.entries)
         try:
@@ -186,6 +187,7 @@ class StreamSession:
             raise ProtocolViolation("the peer's list of segments is unreadable") from error
 
     def fence(self, connection_id: int, deadline_at: float) -> None:
+        """On return the peer serves nothing of that earlier connection any more. Raises PeerLost."""
         self._control(Header(kind=Kind.FENCE, source_id=connection_id), deadline_at)
 
     def _control(self, header: Header, deadline_at: float) -> Header:
@@ -239,10 +241,10 @@ def without_frames(error: MoonserveError) -> MoonserveError:
 
 
 def _segment_info(
-    *, segment_id: object, nbytes: object, location: object, readable: object, name: object
+    *, segment_id: object, nbytes: object, readable: object, name: object
 ) -> SegmentInfo:
     """Raises TypeError or ValueError for what cannot be one."""
-    match segment_id, nbytes, location, readable, name:
-        case int(), int(), str(), bool(), str() if segment_id >= 0 and nbytes >= 0:
-            return SegmentInfo(segment_id, nbytes, location, readable, name)
+    match segment_id, nbytes, readable, name:
+        case int(), int(), bool(), str() if segment_id >= 0 and nbytes >= 0:
+            return SegmentInfo(segment_id, nbytes, readable, name)
     raise ValueError("not a segment")

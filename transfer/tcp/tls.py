@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import select
 import socket
 import ssl
 import time
@@ -20,9 +21,7 @@ from typing import Any
 
 from protocol.errors import MoonserveError, PeerLost
 from protocol.tls import require_address, translated
-from transfer.native import End
-from transfer.native.base import Queue
-from transfer.native.library import wait_ready
+from transfer.native import End, Queue
 from transfer.tcp.connection import Connection
 from transfer.tcp.frames import ProtocolViolation
 
@@ -75,7 +74,7 @@ class TlsConnection(Connection):
             return End.ERROR
 
     def _exchange(self, deadline_ns: int) -> End:
-        """As `native.library`, with records on the way."""
+        """As `pump` of data_plane.c, with records on the way."""
         flow, broken = self._flow, False
         flow.out.advance(0)
         flow.into.advance(0)
@@ -103,7 +102,10 @@ class TlsConnection(Connection):
             if broken:
                 return End.HANGUP
             listening = receiving or not self._established
-            wait_ready(self._sock, listening, bool(self._sealed), deadline_ns - now)
+            ready = select.poll()
+            events = select.POLLIN * listening | select.POLLOUT * bool(self._sealed)
+            ready.register(self._sock, events)
+            ready.poll((deadline_ns - now) / 1e6)
 
     def _open_records(self) -> int:
         """What has come in goes where it is wanted; the number of plain bytes."""

@@ -91,7 +91,7 @@ def fresh() -> BlockKey:
 
 
 def put(express: Express, key: BlockKey, value: bytes) -> Put:
-    memory = SegmentTable().allocate(len(value) or 1, "cpu:0", readable=False)
+    memory = SegmentTable().allocate(len(value) or 1, readable=False)
     memory.buffer[: len(value)] = value
     spots = Spots.packed(memory, [len(value)])
     item = PutObject(key=key, parent=None, checksum=checksum([value]))

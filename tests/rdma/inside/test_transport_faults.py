@@ -15,7 +15,7 @@ import pytest
 from protocol.errors import PeerLost
 from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN, PeerInProcess
-from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from transfer import Op, Transfer, TransferEngine, TransferOptions
 from transfer.rdma.rail import PairSet
 from transfer.rdma.verbs import VerbsQueuePair
 
@@ -42,10 +42,7 @@ class Remote:
 
     def __init__(self, nbytes: int) -> None:
         self.process = PeerInProcess("rdma")
-        self.address = self.process.ask("address")
-        segment_id = self.process.ask("allocate", nbytes, 0, True)
-        self.window_id = self.process.ask("open_window", segment_id, [(0, nbytes)])
-        self.segment = RemoteSegment(self.address, segment_id)
+        self.segment, self.window_id = self.process.lend(nbytes)
 
 
 @pytest.fixture(scope="module")

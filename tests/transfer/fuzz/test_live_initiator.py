@@ -77,7 +77,7 @@ class Liar:
             case Kind.MAP:
                 self._lend(connection)
             case Kind.LIST:
-                text = b'[{"segment_id":1,"nbytes":65536,"location":"cpu:0","readable":true,"name":""}]'
+                text = b'[{"segment_id":1,"nbytes":65536,"readable":true,"name":""}]'
                 frame = encode(self._bent(Header(kind=Kind.REPLY, entries=len(text)))) + text
                 self._say(connection, frame)
             case Kind.OFFER if not header.window_id:

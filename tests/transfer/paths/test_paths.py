@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from transfer.address import Rail
-from transfer.paths.chooser import LOST_PLACE_S, Path, PathChooser
+from transfer.paths.chooser import Path, PathChooser
 from transfer.paths.health import Condition, RailHealth
-from transfer.paths.topology import Preference, Topology
 
 MIB = 1 << 20
-HERE = "cpu:0"
 
 
 def path(
@@ -33,8 +30,8 @@ def path(
     )
 
 
-def chooser(*paths: Path, topology: Topology | None = None, **options: float) -> PathChooser:
-    return PathChooser(paths, topology or Topology(), RailHealth(), **options)
+def chooser(*paths: Path) -> PathChooser:
+    return PathChooser(paths, RailHealth())
 
 
 def break_down(paths: PathChooser, broken: Path, now: float) -> float:
@@ -63,7 +60,7 @@ def test_slices_spread_over_rails_as_their_bandwidths_are() -> None:
     paths = chooser(slow, fast)
     counts = {slow: 0, fast: 0}
     for _ in range(80):
-        way = paths.choose(HERE, MIB, 0.0)
+        way = paths.choose(MIB, 0.0)
         assert way is not None
         paths.sent(way, MIB)
         counts[way] += 1
@@ -73,12 +70,12 @@ def test_slices_spread_over_rails_as_their_bandwidths_are() -> None:
 def test_measurement_replaces_what_the_system_says_until_it_is_old() -> None:
     boasting, modest = path(rail="eth0", bandwidth=10e9), path(rail="eth1", bandwidth=1e9)
     paths = chooser(boasting, modest)
-    assert paths.choose(HERE, MIB, 0.0) is boasting
+    assert paths.choose(MIB, 0.0) is boasting
     now = carry(paths, boasting, 0.0, seconds=0.1, times=3)
-    assert paths.choose(HERE, MIB, now) is modest
+    assert paths.choose(MIB, now) is modest
     assert bandwidth_of(paths, boasting, now) == pytest.approx(MIB / 0.1)
     assert bandwidth_of(paths, modest, now) == 1e9
-    assert paths.choose(HERE, MIB, now + 11) is boasting
+    assert paths.choose(MIB, now + 11) is boasting
     now = carry(paths, boasting, now + 11, seconds=0.01)
     assert bandwidth_of(paths, boasting, now) == pytest.approx(MIB / 0.01)
 
@@ -101,22 +98,22 @@ def test_a_resting_rail_is_left_alone_tried_once_and_taken_back_with_all_its_str
     paths = chooser(bad, other, good)
     now = break_down(paths, bad, 0.0)
     for _ in range(5):
-        assert paths.choose(HERE, MIB, now) is good
+        assert paths.choose(MIB, now) is good
         paths.sent(good, MIB)
-    assert paths.choose(HERE, MIB, now + 30) is bad
+    assert paths.choose(MIB, now + 30) is bad
     paths.sent(bad, MIB)
-    assert paths.choose(HERE, MIB, now + 30) is good  # the trial is under way
+    assert paths.choose(MIB, now + 30) is good  # the trial is under way
     paths.done(bad, MIB, 0.01, now + 30.01)
-    assert paths.choose(HERE, MIB, now + 30.01) is bad
+    assert paths.choose(MIB, now + 30.01) is bad
 
 
 def test_the_next_transport_is_taken_while_the_better_one_rests() -> None:
     rdma, tcp = path("rdma", "mlx5_0:1"), path("tcp")
     paths = chooser(rdma, tcp)
-    assert paths.choose(HERE, MIB, 0.0) is rdma
+    assert paths.choose(MIB, 0.0) is rdma
     now = break_down(paths, rdma, 0.0)
-    assert paths.choose(HERE, MIB, now) is tcp
-    assert paths.choose(HERE, MIB, now + 30) is rdma
+    assert paths.choose(MIB, now) is tcp
+    assert paths.choose(MIB, now + 30) is rdma
 
 
 def test_when_everything_rests_the_first_to_recover_is_used() -> None:
@@ -124,117 +121,12 @@ def test_when_everything_rests_the_first_to_recover_is_used() -> None:
     paths = chooser(first, second)
     break_down(paths, second, 0.0)
     now = break_down(paths, first, 5.0)
-    assert paths.choose(HERE, MIB, now) is second
-    assert paths.choose(HERE, MIB, now, tried=[second]) is first
-    assert paths.choose(HERE, MIB, now, tried=[first, second]) is None
+    assert paths.choose(MIB, now) is second
+    assert paths.choose(MIB, now, tried=[second]) is first
+    assert paths.choose(MIB, now, tried=[first, second]) is None
     only = chooser(first)
     break_down(only, first, 0.0)
-    assert only.choose(HERE, MIB, 2.0) is first
-
-
-RDMA, TCP = path("rdma", "rxe0:1"), path("tcp")
-
-
-def after(*steps: tuple[Path, float, int], began: float = 0.0) -> tuple[PathChooser, float]:
-    """(path, seconds of each slice, slices), one step after the other."""
-    paths, now = chooser(RDMA, TCP), began
-    for way, seconds, times in steps:
-        now = carry(paths, way, now, seconds, times)
-    return paths, now
-
-
-def test_a_transport_that_measures_far_worse_than_the_next_loses_its_place_for_a_while() -> None:
-    paths, now = after((TCP, 0.001, 8), (RDMA, 0.01, 7))
-    assert paths.choose(HERE, MIB, now) is RDMA
-    lost_at = now = carry(paths, RDMA, now, seconds=0.01)
-    assert paths.transports == ("tcp", "rdma")
-    assert paths.choose(HERE, MIB, now) is TCP
-    now = carry(paths, RDMA, lost_at + LOST_PLACE_S - 1, seconds=0.01, times=8)  # failed over
-    now = carry(paths, TCP, now + 1, seconds=0.001, times=8)
-    assert paths.transports == ("rdma", "tcp")
-    now = carry(paths, RDMA, now, seconds=0.01, times=7)  # it is not judged by a few slices
-    assert paths.transports == ("rdma", "tcp")
-    carry(paths, RDMA, now, seconds=0.01)
-    assert paths.transports == ("tcp", "rdma")
-
-
-def test_a_transport_keeps_its_place_when_it_is_somewhat_slower_or_the_comparison_is_old() -> None:
-    paths, now = after((TCP, 0.001, 20), (RDMA, 0.0015, 20))
-    assert paths.transports == ("rdma", "tcp")
-    paths, now = after((TCP, 0.001, 8))
-    carry(paths, RDMA, now + LOST_PLACE_S, seconds=0.01, times=20)
-    assert paths.transports == ("rdma", "tcp")
-
-
-def test_a_transport_of_several_paths_is_measured_as_one() -> None:
-    slow = [path("rdma", f"rxe{n}:1") for n in range(2)]
-    paths = chooser(*slow, TCP)
-    now = carry(paths, TCP, 0.0, seconds=0.001, times=8)
-    for _ in range(10):  # each takes 1.5 ms per MiB, both together half of that
-        for way in slow:
-            paths.sent(way, MIB)
-        now += 0.0015
-        for way in slow:
-            paths.done(way, MIB, 0.0015, now)
-    assert paths.transports == ("rdma", "tcp")
-
-
-@pytest.mark.parametrize(
-    ("rdma_s", "tcp_s", "num_slices", "leads", "num_over_tcp"),
-    [(0.008, 0.006, 6000, "rdma", 8), (0.01, 0.001, 6000, "tcp", None)],
-)
-def test_a_comparison_sends_a_few_slices_over_the_next_transport_and_finds_the_faster_one(
-    rdma_s: float, tcp_s: float, num_slices: int, leads: str, num_over_tcp: int | None
-) -> None:
-    paths = chooser(RDMA, TCP, compare_every_s=30.0)
-    now, ways = 0.0, []
-    for _ in range(num_slices):
-        way = paths.choose(HERE, MIB, now)
-        assert way is not None
-        ways.append(way)
-        now = carry(paths, way, now, seconds=rdma_s if way is RDMA else tcp_s)
-    assert paths.transports[0] == leads
-    assert num_over_tcp in (None, ways.count(TCP))
-    assert paths.choose(HERE, 4096, 1e6).transport == leads  # type: ignore[union-attr]
-
-
-def test_a_comparison_that_fails_stops_at_once_and_is_put_off() -> None:
-    paths = chooser(RDMA, TCP, compare_every_s=10.0)
-    num_failed, now = 0, 0.0
-    while now < 290.0:
-        way = paths.choose(HERE, MIB, now)
-        if way is TCP:
-            num_failed += 1
-            paths.sent(way, MIB)
-            paths.failed(way, MIB, now)
-        now = carry(paths, RDMA, now, seconds=0.1)
-    assert num_failed == 1
-
-
-@example(preferred={1}, load=[0, 0, 0, 0])
-@example(preferred={1}, load=[0, 1, 0, 0])
-@given(
-    preferred=st.sets(st.integers(0, 3)),
-    load=st.lists(st.integers(0, 64), min_size=4, max_size=4),
-)
-def test_an_idle_near_rail_is_always_chosen_before_a_far_one_which_helps_under_load(
-    preferred: set[int], load: list[int]
-) -> None:
-    ways = [path(rail=f"eth{n}") for n in range(4)]
-    near = tuple(f"eth{n}" for n in sorted(preferred))
-    far = tuple(f"eth{n}" for n in range(4) if n not in preferred)
-    paths = chooser(*ways, topology=Topology({HERE: Preference(near, far)}))
-    for way, amount in zip(ways, load, strict=True):
-        if amount:
-            paths.sent(way, amount * MIB)
-    chosen = paths.choose(HERE, MIB, 0.0)
-    idle = [n for n in range(4) if not load[n]]
-    if expected := [n for n in idle if n in preferred]:
-        assert chosen is ways[expected[0]]
-    elif idle and all(load[n] for n in preferred):
-        assert chosen is ways[idle[0]]
-    elsewhere = paths.choose("cpu:1", MIB, 0.0)  # nothing is known of that memory
-    assert not idle or elsewhere is ways[idle[0]]
+    assert only.choose(MIB, 2.0) is first
 
 
 class ChooserMachine(RuleBasedStateMachine):
@@ -247,7 +139,7 @@ class ChooserMachine(RuleBasedStateMachine):
             *(path("rdma", f"mlx5_{n}:1", remote=r) for n in range(2) for r in ("a", "b")),
             *(path("tcp", "eth0", stream=s) for s in range(2)),
         ]
-        self.paths = chooser(*self.ways, compare_every_s=20.0)
+        self.paths = chooser(*self.ways)
         self.health = self.paths._health
         self.in_flight: list[tuple[Path, int, float]] = []
         self.now = 0.0
@@ -259,11 +151,10 @@ class ChooserMachine(RuleBasedStateMachine):
     @rule(
         nbytes=st.sampled_from([1, 4096, MIB]),
         tried=st.sets(st.integers(0, 6)),
-        location=st.sampled_from(["cpu:0", "cuda:1", ""]),
     )
-    def send(self, nbytes: int, tried: set[int], location: str) -> None:
+    def send(self, nbytes: int, tried: set[int]) -> None:
         avoided = [self.ways[n] for n in tried]
-        way = self.paths.choose(location, nbytes, self.now, avoided)
+        way = self.paths.choose(nbytes, self.now, avoided)
         assert (way is None) == (len(tried) == len(self.ways))
         if way is None:
             return

@@ -14,7 +14,6 @@ import pytest
 from tests.transfer.paths.test_paths import path
 from transfer.paths.chooser import Path, PathChooser
 from transfer.paths.health import Condition, RailHealth
-from transfer.paths.topology import Topology
 
 GB = 1e9
 SLICE_BYTES = 512 << 10
@@ -44,7 +43,7 @@ class Simulation:
         seed: int = 0,
     ) -> None:
         self.health = RailHealth()
-        self.chooser = PathChooser(list(bandwidths), Topology(), self.health)
+        self.chooser = PathChooser(list(bandwidths), self.health)
         self.bandwidths, self.outages = bandwidths, outages or {}
         self.window, self.jitter, self.random = window, jitter, random.Random(seed)
         self.now = 0.0
@@ -59,14 +58,14 @@ class Simulation:
     def num_arrived(self) -> int:
         return sum(map(len, self.arrived_at.values()))
 
-    def run(self, num_slices: int, location: str = "cpu:0", gap_s: float = 0.0) -> float:
+    def run(self, num_slices: int, gap_s: float = 0.0) -> float:
         """Moves so many slices, at most one per `gap_s`; returns the bytes per second."""
         began, waiting = self.now, deque[tuple[Path, ...]]([()] * num_slices)
         next_at = self.now
         while waiting or self._endings:
             full = len(self._endings) >= self.window
             if waiting and not full and next_at <= self.now:
-                self._send(location, waiting.popleft())
+                self._send(waiting.popleft())
                 next_at = self.now + gap_s
             elif self._endings and (full or not waiting or self._endings[0].at <= next_at):
                 retry = self._end(heapq.heappop(self._endings))
@@ -77,8 +76,8 @@ class Simulation:
             self.chooser.validate()
         return num_slices * SLICE_BYTES / (self.now - began)
 
-    def _send(self, location: str, tried: Sequence[Path]) -> None:
-        way = self.chooser.choose(location, SLICE_BYTES, self.now, tried)
+    def _send(self, tried: Sequence[Path]) -> None:
+        way = self.chooser.choose(SLICE_BYTES, self.now, tried)
         if way is None:
             self.num_given_up += 1
             return

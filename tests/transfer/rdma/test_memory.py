@@ -31,7 +31,7 @@ def memory(wire: Wire) -> RegisteredMemory:
 
 @pytest.fixture
 def segment() -> Segment:
-    return SegmentTable().allocate(4096, "cpu:0", readable=True)
+    return SegmentTable().allocate(4096, readable=True)
 
 
 @pytest.mark.parametrize("access", ["readable", "writable"])

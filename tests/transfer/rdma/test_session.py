@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import InvalidRequest, PeerLost, StaleLease
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import Make, Pair
+from tests.transfer.conftest import Pair
 from tests.transfer.fake_fabric import Wire
 from transfer import Op, RemoteSegment, Transfer
 from transfer.stats import Incident
@@ -98,12 +98,6 @@ def test_deregistering_waits_for_no_reader_that_hangs(pair: Pair, wire: Wire) ->
     wire.thaw()
     with pytest.raises(InvalidRequest):
         batch.wait(PATIENCE_S)
-
-
-def test_memory_of_a_gpu_is_refused_clearly(wire: Wire, make_engine: Make) -> None:
-    engine = make_engine()
-    with pytest.raises(InvalidRequest, match="pinned"):
-        engine.allocate(4096, "cuda:0")
 
 
 @pytest.mark.parametrize("checksums", [True])

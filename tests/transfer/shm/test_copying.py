@@ -39,8 +39,8 @@ class Guard:
 class Segments:
     def __init__(self) -> None:
         table = SegmentTable()
-        self.into: Segment = table.allocate(NBYTES, "cpu:0", readable=False)
-        self.owned: Segment = table.allocate(NBYTES, "cpu:0", readable=True)
+        self.into: Segment = table.allocate(NBYTES, readable=False)
+        self.owned: Segment = table.allocate(NBYTES, readable=True)
         self.owned.buffer[:] = random.Random(0).randbytes(NBYTES)
         assert self.owned.memory is not None
         self.source = PeerMemory(self.owned.memory.fd, NBYTES)

@@ -1,9 +1,11 @@
-"""Moving bytes over a stream socket in both directions at once, in C as in Python."""
+"""The data plane: copying rows, describing them to the kernel, and moving bytes both ways over a stream at once."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
+import itertools
 import os
 import random
 import signal
@@ -11,15 +13,151 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from protocol.errors import ConfigError
+from protocol.native import C_FLAGS
+from tests.compilers import compile_strictly
 from tests.patience import PATIENCE_S
 from tests.thoroughness import examples
-from transfer.native import DataPlane, End, Flow, IoVectors, address_of, vectors
+from transfer import native
+from transfer.native import End, Flow, IoVectors, address_of, data_plane, vectors
+from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
+from transfer.scatter import rows as rows_of
+
+plane = data_plane()
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_compilers_have_nothing_to_complain_about(compiler: str, tmp_path: Path) -> None:
+    compile_strictly(compiler, native.SOURCE, C_FLAGS, tmp_path)
+
+
+def test_without_compiled_code_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="compiler"):
+        data_plane.__wrapped__()
+
+
+# Rows.
+
+SIZE = 4096
+lengths = st.lists(st.integers(0, 300), min_size=0, max_size=40)
+
+
+@st.composite
+def disjoint_rows(draw: st.DrawFn) -> Rows:
+    """Destinations (LOCAL) do not overlap; sources may."""
+    made, place = [], 0
+    for length in draw(lengths):
+        place += draw(st.integers(0, 5))
+        if place + length > SIZE:
+            break
+        made.append((draw(st.integers(0, SIZE - length)), place, length))
+        place += length
+    return rows_of(*made)
+
+
+@given(rows=disjoint_rows(), flip=st.booleans())
+def test_every_row_is_copied_and_nothing_else(rows: Rows, flip: bool) -> None:
+    source = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8)
+    into, expected = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
+    for remote, local, length in rows.tolist():
+        expected[local : local + length] = source[remote : remote + length]
+    column = LOCAL
+    if flip:
+        rows, column = np.ascontiguousarray(rows[:, [LOCAL, REMOTE, LENGTH]]), REMOTE
+    plane.copy_rows(address_of(into), address_of(source), rows, to_column=column)
+    assert np.array_equal(into, expected)
+    into[:] = 0
+    assert plane.copy_rows_verified(address_of(into), address_of(source), rows, to_column=column)
+    assert np.array_equal(into, expected)
+
+
+@given(rows=disjoint_rows(), data=st.data())
+def test_one_different_byte_makes_rows_unequal(rows: Rows, data: st.DataObject) -> None:
+    source = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8)
+    into = np.zeros(SIZE, np.uint8)
+    plane.copy_rows(address_of(into), address_of(source), rows, to_column=LOCAL)
+    assert plane.rows_equal(address_of(into), address_of(source), rows, column=LOCAL)
+    covered = [local + i for _, local, length in rows.tolist() for i in range(length)]
+    if covered:
+        into[data.draw(st.sampled_from(covered))] = 0  # no byte of the source is
+        assert not plane.rows_equal(address_of(into), address_of(source), rows, column=LOCAL)
+
+
+def test_a_source_that_changes_meanwhile_is_noticed() -> None:
+    source, into = np.zeros(8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            source[:] += 1
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    rows = rows_of((0, 0, len(source)))
+    give_up_at = time.monotonic() + PATIENCE_S
+    try:
+        while plane.copy_rows_verified(address_of(into), address_of(source), rows, to_column=LOCAL):
+            assert time.monotonic() < give_up_at
+    finally:
+        done.set()
+        changing.join()
+
+
+def test_rows_need_neither_be_contiguous_nor_aligned() -> None:
+    source, into = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    wide = np.zeros((2, 6), np.int64)
+    wide[:, ::2] = rows_of((0, 10, 5), (20, 30, 7))
+    plane.copy_rows(address_of(into), address_of(source), wide[:, ::2], to_column=LOCAL)
+    frame = b"x" + rows_of((40, 50, 3)).tobytes()
+    unaligned = np.frombuffer(frame, "<i8", offset=1).reshape(-1, 3)
+    plane.copy_rows(address_of(into), address_of(source), unaligned, to_column=LOCAL)
+    assert bytes(into[10:15]) == bytes(range(5))
+    assert bytes(into[30:37]) == bytes(range(20, 27))
+    assert bytes(into[50:53]) == bytes(range(40, 43))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100), st.integers(0, 9)), max_size=30))
+def test_iovecs_are_the_same_bytes_in_the_same_order(triples: list[tuple[int, int, int]]) -> None:
+    rows, base = rows_of(*triples), 1 << 40
+    for column in (REMOTE, LOCAL):
+        made = plane.iovecs(base, rows, column=column).tolist()
+        places = [base + row[column] + i for row in triples for i in range(row[LENGTH])]
+        assert [start + i for start, length in made for i in range(length)] == places
+        assert all(length for _, length in made)
+        assert all(
+            start + length != after for (start, length), (after, _) in itertools.pairwise(made)
+        )
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        b"bytes",
+        bytearray(b"bytearray"),
+        memoryview(b"read-only view")[5:],
+        memoryview(bytearray(b"writable view"))[5:],
+        np.arange(3, dtype=np.int64),
+        np.frombuffer(b"read-only array", np.uint8),
+        b"",
+    ],
+)
+def test_any_contiguous_memory_has_an_address(memory: bytes | bytearray | memoryview) -> None:
+    content = bytes(memory)
+    assert ctypes.string_at(address_of(memory), len(content)) == content
+
+
+# Streams.
 
 SECOND = 1_000_000_000
 LONG = int(PATIENCE_S * SECOND)
@@ -60,7 +198,7 @@ def cut(buffer: bytes | bytearray, lengths: list[int]) -> IoVectors:
     return vectors(*pieces, (base + place, len(buffer) - place))
 
 
-def drive(plane: DataPlane, sock: socket.socket, flow: Flow) -> End:
+def drive(sock: socket.socket, flow: Flow) -> End:
     """Until both directions are done, or the end."""
     while True:
         end = plane.pump(sock.fileno(), flow, timeout_ns=SECOND // 10, spin_ns=20_000)
@@ -68,9 +206,7 @@ def drive(plane: DataPlane, sock: socket.socket, flow: Flow) -> End:
             return end
 
 
-def test_two_ends_that_both_send_first_do_not_block_each_other(
-    plane: DataPlane, pair: Sockets
-) -> None:
+def test_two_ends_that_both_send_first_do_not_block_each_other(pair: Sockets) -> None:
     size, rng = 6 << 20, random.Random(0)
     sent = [rng.randbytes(size), rng.randbytes(size)]
     received = [bytearray(size), bytearray(size)]
@@ -79,7 +215,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(
         flow = Flow()
         flow.send(cut(sent[end], [rng.randint(0, 100_000) for _ in range(50)]))
         flow.receive(cut(received[end], [rng.randint(0, 100_000) for _ in range(50)]))
-        drive(plane, pair[end], flow)
+        drive(pair[end], flow)
 
     other = threading.Thread(target=run, args=(1,))
     other.start()
@@ -89,7 +225,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(
     assert received[1] == sent[0]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
+@settings(max_examples=examples(30))
 @example(out=[3] * 5000, into=[7] * 3000, size=30_000)  # more than one system call takes
 @given(
     out=st.lists(st.integers(0, 50), max_size=20),
@@ -97,7 +233,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(
     size=st.integers(1, 500),
 )
 def test_pieces_of_any_length_on_either_side_are_one_stream(
-    plane: DataPlane, out: list[int], into: list[int], size: int
+    out: list[int], into: list[int], size: int
 ) -> None:
     content, landed = random.Random(size).randbytes(size), bytearray(size)
     near, far = unix_pair()
@@ -115,9 +251,7 @@ def test_pieces_of_any_length_on_either_side_are_one_stream(
     assert np.array_equal(before[1], receiver.into.array)
 
 
-def test_a_timeout_keeps_what_has_moved_and_the_next_call_goes_on(
-    plane: DataPlane, pair: Sockets
-) -> None:
+def test_a_timeout_keeps_what_has_moved_and_the_next_call_goes_on(pair: Sockets) -> None:
     near, far = pair
     landed, flow = bytearray(10), Flow()
     flow.receive(cut(landed, [3, 3]))
@@ -130,7 +264,7 @@ def test_a_timeout_keeps_what_has_moved_and_the_next_call_goes_on(
     assert landed == b"0123456789"
 
 
-def test_no_time_at_all_does_what_is_possible_at_once(plane: DataPlane, pair: Sockets) -> None:
+def test_no_time_at_all_does_what_is_possible_at_once(pair: Sockets) -> None:
     landed, flow = bytearray(1), Flow()
     flow.send(of(b"out"))
     flow.receive(of(landed))
@@ -139,9 +273,7 @@ def test_no_time_at_all_does_what_is_possible_at_once(plane: DataPlane, pair: So
     assert plane.pump(pair[0].fileno(), Flow(), timeout_ns=0, spin_ns=0) is End.OUT_DONE
 
 
-def test_input_that_is_complete_ends_the_call_whatever_is_left_to_send(
-    plane: DataPlane, pair: Sockets
-) -> None:
+def test_input_that_is_complete_ends_the_call_whatever_is_left_to_send(pair: Sockets) -> None:
     near, far = pair
     far.send(b"answer")
     landed, flow, much = bytearray(6), Flow(), bytes(32 << 20)
@@ -157,7 +289,7 @@ def test_input_that_is_complete_ends_the_call_whatever_is_left_to_send(
         assert plane.pump(near.fileno(), flow, timeout_ns=SECOND // 100, spin_ns=0) is End.TIMEOUT
 
 
-def test_what_is_added_comes_behind_what_is_left(plane: DataPlane) -> None:
+def test_what_is_added_comes_behind_what_is_left() -> None:
     near, far = unix_pair()
     parts = [random.Random(i).randbytes(1 << 20) for i in range(3)]
     landed, sender, receiver = bytearray(3 << 20), Flow(), Flow()
@@ -172,7 +304,7 @@ def test_what_is_added_comes_behind_what_is_left(plane: DataPlane) -> None:
     assert landed == b"".join(parts)
 
 
-def test_the_peers_end_is_told_after_all_that_it_sent(plane: DataPlane, pair: Sockets) -> None:
+def test_the_peers_end_is_told_after_all_that_it_sent(pair: Sockets) -> None:
     near, far = pair
     far.send(b"last words")
     far.close()
@@ -182,9 +314,7 @@ def test_the_peers_end_is_told_after_all_that_it_sent(plane: DataPlane, pair: So
     assert landed[: flow.into.moved] == b"last words"
 
 
-def test_a_broken_pipe_raises_no_signal_and_what_came_before_it_is_still_read(
-    plane: DataPlane,
-) -> None:
+def test_a_broken_pipe_raises_no_signal_and_what_came_before_it_is_still_read() -> None:
     near, far = unix_pair()
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -201,7 +331,7 @@ def test_a_broken_pipe_raises_no_signal_and_what_came_before_it_is_still_read(
         near.close()
 
 
-def test_any_other_failure_is_an_error_number(plane: DataPlane) -> None:
+def test_any_other_failure_is_an_error_number() -> None:
     near, far = unix_pair()
     fd = near.fileno()
     near.close()
@@ -212,7 +342,7 @@ def test_any_other_failure_is_an_error_number(plane: DataPlane) -> None:
     assert flow.error == errno.EBADF
 
 
-def test_an_idle_wait_costs_no_processor_time(plane: DataPlane, pair: Sockets) -> None:
+def test_an_idle_wait_costs_no_processor_time(pair: Sockets) -> None:
     landed, flow = bytearray(1), Flow()
     flow.receive(of(landed))
     began = time.thread_time()
@@ -221,7 +351,7 @@ def test_an_idle_wait_costs_no_processor_time(plane: DataPlane, pair: Sockets) -
     assert time.thread_time() - began < 0.05
 
 
-def test_a_spin_for_nothing_is_not_repeated_at_once(plane: DataPlane, pair: Sockets) -> None:
+def test_a_spin_for_nothing_is_not_repeated_at_once(pair: Sockets) -> None:
     near, far = pair
     landed, flow = bytearray(2), Flow()
     far.send(b"a")
@@ -234,7 +364,7 @@ def test_a_spin_for_nothing_is_not_repeated_at_once(plane: DataPlane, pair: Sock
     assert max(spent[1:]) < wait_ns // 2
 
 
-def test_a_descriptor_comes_with_the_bytes_it_was_sent_with(plane: DataPlane) -> None:
+def test_a_descriptor_comes_with_the_bytes_it_was_sent_with() -> None:
     near, far = unix_pair()
     with near, far, open(os.devnull) as null:
         socket.send_fds(far, [b"frame1"], [null.fileno(), null.fileno()])
@@ -251,7 +381,7 @@ def test_a_descriptor_comes_with_the_bytes_it_was_sent_with(plane: DataPlane) ->
         assert flow.take_descriptor() is None
 
 
-def test_a_descriptor_that_nobody_took_is_closed_by_the_next(plane: DataPlane) -> None:
+def test_a_descriptor_that_nobody_took_is_closed_by_the_next() -> None:
     near, far = unix_pair()
     landed, flow = bytearray(1), Flow()
     with near, far, open(os.devnull) as null:
