@@ -23,11 +23,11 @@ KEPT_EVENTS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`tier` None = the object left."""
+    """An object came, or left."""
 
     key: BlockKey
-    parent: BlockKey | None
-    tier: Tier | None
+    parent: BlockKey | None = None
+    left: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -88,13 +88,13 @@ class EventLog:
             follower.reads += packed_keys[: KEPT_EVENTS * KEY_BYTES - len(follower.reads)]
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
-        self._note(Event(key, parent, tier))
+        self._note(Event(key, parent))
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
-        self._note(Event(key, None, tier))
+        """Followers ask who holds an object, not in which tier."""
 
     def removed(self, key: BlockKey) -> None:
-        self._note(Event(key, None, None))
+        self._note(Event(key, left=True))
 
     def _note(self, event: Event) -> None:
         self.next_seq += 1
@@ -130,11 +130,6 @@ GATHER_S = 0.02
 # A follower learns this often that the node lives, and what was read.
 IDLE_S = 1.0
 
-_TIERS = {
-    Tier.MEMORY: kvstore_pb2.STORE_TIER_MEMORY,
-    Tier.DISK: kvstore_pb2.STORE_TIER_DISK,
-}
-
 
 async def follow(
     log: EventLog, state: StoreState, epoch: int, request: kvstore_pb2.StoreSubscribeRequest
@@ -166,7 +161,7 @@ async def _inventory(
     first = True
     found: list[Event] = []
     for stored in state.objects():
-        found.append(Event(stored.key, stored.parent, stored.tier))
+        found.append(Event(stored.key, stored.parent))
         if len(found) == EVENTS_PER_MESSAGE:
             yield message_of(epoch, follower.next_seq, found, snapshot=first, more=True)
             first, found = False, []
@@ -187,15 +182,8 @@ def message_of(
     epoch: int, first_seq: int, events: Sequence[Event], *, snapshot: bool, more: bool
 ) -> kvstore_pb2.StoreEvents:
     """The last event of each key says what is so; a message lists what is there and what has gone apart."""
-    latest: dict[BlockKey, Event] = {}
-    parents: dict[BlockKey, BlockKey] = {}
-    for event in events:
-        latest[event.key] = event
-        if event.parent is not None:
-            parents[event.key] = event.parent
-        elif event.tier is None:
-            parents.pop(event.key, None)
-    present = [event for event in latest.values() if event.tier is not None]
+    latest = {event.key: event for event in events}
+    present = [event for event in latest.values() if not event.left]
     return kvstore_pb2.StoreEvents(
         epoch=epoch,
         first_seq=first_seq,
@@ -203,9 +191,8 @@ def message_of(
         snapshot=snapshot,
         more=more,
         added_keys=pack_keys([event.key for event in present]),
-        added_parents=pack_keys([parents.get(event.key, NO_PARENT) for event in present]),
-        added_tiers=bytes(_TIERS[event.tier] for event in present if event.tier),
-        removed_keys=pack_keys([key for key, event in latest.items() if event.tier is None]),
+        added_parents=pack_keys([event.parent or NO_PARENT for event in present]),
+        removed_keys=pack_keys([event.key for event in latest.values() if event.left]),
     )
 
 

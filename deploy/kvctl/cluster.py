@@ -32,11 +32,10 @@ Object = kvstore_pb2.StoreListReply.Object
 
 
 class Unreachable(PeerLost):
-    """Says who could not be reached, and `why`, in words for an operator."""
+    """Says who could not be reached, and why, in words for an operator."""
 
     def __init__(self, title: str, error: MoonserveError) -> None:
-        self.why = reason(error)
-        super().__init__(f"{title}: {self.why}")
+        super().__init__(f"{title}: {reason(error)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,26 +94,22 @@ class Cluster:
     async def all_nodes(self) -> list[Node]:
         """Those of the registry, or those given by address where there is none. Raises as `nodes`."""
         if self.registry is None:
-            return await self.named(self._chosen)
+            return [await self._dial(name) for name in self._chosen if ":" in name]
         members = [m for m in await self._members() if m.role == STORE_ROLE]
         if not members:
             raise NoWorker(
                 "the registry knows no store node; start one with moonserve store --join"
             )
-        return [self.node_of(member) for member in members]
+        return [self._node(member.endpoint) for member in members]
 
     async def named(self, names: Iterable[str]) -> list[Node]:
         """A name with a colon is an address, which is dialled; others are looked up."""
         wanted = dict.fromkeys(names)
         nodes = [await self._dial(name) for name in wanted if ":" in name]
-        ids = [name for name in wanted if ":" not in name]
-        if ids:
-            known = {node.name: node for node in await self._candidates(nodes)}
+        if ids := [name for name in wanted if ":" not in name]:
+            known = {node.name: node for node in await self.all_nodes()}
             nodes += [_known(known, name) for name in ids]
         return sorted(nodes, key=lambda node: node.name)
-
-    def node_of(self, member: Member) -> Node:
-        return self._node(member.endpoint)
 
     async def directory(self) -> Node | None:
         """None when the registry knows none, or there is no registry."""
@@ -179,13 +174,6 @@ class Cluster:
         except PeerLost as error:
             raise Unreachable("the registry", error) from error
 
-    async def _candidates(self, dialled: list[Node]) -> list[Node]:
-        if self.registry is not None:
-            return await self.all_nodes()
-        if dialled or not self._chosen:
-            return dialled
-        return await self.named(name for name in self._chosen if ":" in name)
-
     async def _dial(self, address: str) -> Node:
         unknown = {"instance_id": "", "transfer_address": "", "host": ""}
         node = self._node(Endpoint(epoch=0, rpc_address=address, **unknown))
@@ -221,8 +209,6 @@ def tell_lost(answers: Answers[Any], output: Output) -> None:
 def reason(error: MoonserveError) -> str:
     """What gRPC says of a lost peer is long, and repeats the address; what matters is one of few things."""
     text = error.message
-    if isinstance(error, Unreachable):
-        return text
     if "refused" in text:
         return "connection refused; is it running?"
     if text.startswith("deadline_exceeded") or "timed out" in text or "ping timeout" in text:

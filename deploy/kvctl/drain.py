@@ -15,17 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from deploy.kvctl import objects
 from deploy.kvctl.cluster import Cluster, Node, Unreachable, reason
-from deploy.kvctl.drain_plan import (
-    Batch,
-    Others,
-    Resident,
-    Survey,
-    batches,
-    first_of_chain,
-    in_order,
-    survey,
-    waves,
-)
+from deploy.kvctl.drain_plan import Batch, Others, Resident, Survey, batches, survey
 from deploy.terminal.client import EXIT_NOT_FOUND, EXIT_OK, EXIT_USAGE
 from deploy.terminal.output import Output, count, size
 from protocol.errors import MoonserveError, Overloaded
@@ -140,15 +130,13 @@ class _Drain:
         self._why = {}
         self._unplaced = set(found.alone)
         self._seen = self._seen_bytes = 0
+        planned = batches(found.alone, lambda first: self._target_of(first, found))
         with self._output.progress() as progress:
-            for wave in waves(found.alone):
-                planned = batches(in_order(wave), lambda item: self._target_of(item, found))
-                async with asyncio.TaskGroup() as group:
-                    for of_one in planned.values():
-                        group.create_task(self._in_turn(of_one, found, progress))
+            async with asyncio.TaskGroup() as group:
+                for of_one in planned.values():
+                    group.create_task(self._in_turn(of_one, found, progress))
 
-    def _target_of(self, item: Resident, found: Survey) -> str:
-        first = first_of_chain(found.alone, item)
+    def _target_of(self, first: Resident, found: Survey) -> str:
         if first.parent is None:
             return self._others.home(first.key)
         return found.parents_at.get(first.parent) or self._others.home(first.parent)

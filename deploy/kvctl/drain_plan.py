@@ -1,7 +1,6 @@
 """What only the node that is drained holds, and in which order, and to where, it goes.
 
-What is in memory goes first, since reading the rest from disk may evict it there; then parents before children, as
-memory keeps them, too; a chain goes where the blocks before it are, else to its home as clients compute it
+What is in memory goes first, since reading the rest from disk may evict it there; then parents before children; a chain goes where the blocks before it are, else to its home as clients compute it
 (`kvstore.client.placement`), so that they find it at once. Calls are bounded in objects and bytes.
 """
 
@@ -46,46 +45,35 @@ class Batch:
         return sum(item.length for item in self.objects)
 
 
-def waves(objects: Mapping[BlockKey, Resident]) -> Iterator[dict[BlockKey, Resident]]:
-    """What is to be copied before what."""
-    for in_memory in (True, False):
-        wave = {key: item for key, item in objects.items() if item.in_memory is in_memory}
-        if wave:
-            yield wave
-
-
-def first_of_chain(objects: Mapping[BlockKey, Resident], item: Resident) -> Resident:
-    """The first of `objects` that leads to `item`."""
-    seen: set[BlockKey] = set()
-    while item.parent is not None and item.parent in objects and item.key not in seen:
-        seen.add(item.key)
-        item = objects[item.parent]
-    return item
-
-
-def in_order(objects: Mapping[BlockKey, Resident]) -> Iterator[list[Resident]]:
-    """Trees of chains, each with its parents first; a tree's first block follows none of `objects`."""
-    children: dict[BlockKey | None, list[BlockKey]] = {}
-    for item in objects.values():
-        children.setdefault(item.parent if item.parent in objects else None, []).append(item.key)
-    for top in sorted(children.get(None, ())):
-        found: list[Resident] = []
-        waiting = [top]
-        while waiting:
-            key = waiting.pop()
-            found.append(objects[key])
-            waiting += sorted(children.get(key, ()), reverse=True)
-        yield found
-
-
 def batches(
-    trees: Iterator[list[Resident]], target_of: Callable[[Resident], str]
+    objects: Mapping[BlockKey, Resident], target_of: Callable[[Resident], str]
 ) -> dict[str, list[Batch]]:
-    """By target, in the order in which they are to be copied. `target_of` is asked about the first of each tree."""
+    """By target, in the order in which they are to be copied. `target_of` is asked about the first of each chain."""
+    places = _places(objects)
+    firsts = {first.key: first for first, _ in places.values()}
+    targets = {key: target_of(first) for key, first in firsts.items()}
     by_target: dict[str, list[Resident]] = {}
-    for tree in trees:
-        by_target.setdefault(target_of(tree[0]), []).extend(tree)
-    return {target: list(_cut(target, objects)) for target, objects in by_target.items()}
+    for item in sorted(objects.values(), key=lambda i: (not i.in_memory, places[i.key][1], i.key)):
+        by_target.setdefault(targets[places[item.key][0].key], []).append(item)
+    return {target: list(_cut(target, items)) for target, items in by_target.items()}
+
+
+def _places(objects: Mapping[BlockKey, Resident]) -> dict[BlockKey, tuple[Resident, int]]:
+    """Of each object, the first of them that leads to it, and how far that is."""
+    places: dict[BlockKey, tuple[Resident, int]] = {}
+    for item in objects.values():
+        path: list[Resident] = []
+        while item.key not in places:  # so a circle ends
+            places[item.key] = item, 0
+            if item.parent is None or item.parent not in objects:
+                break
+            path.append(item)
+            item = objects[item.parent]
+        first, depth = places[item.key]
+        for each in reversed(path):
+            depth += 1
+            places[each.key] = first, depth
+    return places
 
 
 def _cut(target: str, objects: Sequence[Resident]) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ import os
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
-from deploy.kvctl import drain, limit, modify, show, watch
+from deploy.kvctl import drain, limit, modify, show
 from deploy.kvctl.cluster import Cluster, require_target
 from deploy.terminal.client import (
     DEFAULT_URL,
@@ -24,7 +24,7 @@ from protocol.registry.connect import connect
 VERBS = (
     *(show.add_ls, show.add_stat, show.add_nodes),
     *(modify.add_replicas, modify.add_pin, modify.add_drop, modify.add_verify),
-    *(drain.add_to, watch.add_to, limit.add_to),
+    *(drain.add_to, limit.add_to),
 )
 REGISTRY_ENV = "MOONSERVE_REGISTRY"
 
@@ -45,8 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         try:
             return asyncio.run(_run(arguments, output, environ))
         except KeyboardInterrupt:
-            interrupted: int = getattr(arguments, "interrupted", EXIT_INTERRUPTED)
-            return interrupted
+            return EXIT_INTERRUPTED
 
     return run(_parser(), argv, body)
 
@@ -80,36 +79,27 @@ def _parser() -> ArgumentParser:
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    _add_common(parser, registry=None, nodes=[], url=None, json=False, long=False)
+    _add_common(parser)
+    parser.set_defaults(registry=None, nodes=[], url=None, json=False, long=False)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     # The same options after the verb; there, absent ones must not undo those before it.
-    common = ArgumentParser(add_help=False)
-    _add_common(
-        common, registry=SUPPRESS, nodes=SUPPRESS, url=SUPPRESS, json=SUPPRESS, long=SUPPRESS
-    )
+    common = ArgumentParser(add_help=False, argument_default=SUPPRESS)
+    _add_common(common)
     for add in VERBS:
         add(verbs, common)
     return parser
 
 
-def _add_common(
-    parser: ArgumentParser,
-    *,
-    registry: object,
-    nodes: object,
-    url: object,
-    json: object,
-    long: object,
-) -> None:
-    parser.add_argument("--registry", metavar="URL", default=registry, help="where the cluster is")
+def _add_common(parser: ArgumentParser) -> None:
+    # Without a default of its own, an option has the parser's.
+    parser.add_argument("--registry", metavar="URL", help="where the cluster is")
     parser.add_argument(
         "--node",
         metavar="NODE",
         dest="nodes",
         action="append",
-        default=nodes,
         help="only this node, by id, or by HOST:PORT without asking a registry; may be repeated",
     )
-    parser.add_argument("--url", default=url, help="of the gateway, for limits and limit")
-    parser.add_argument("--json", action="store_true", default=json, help="print JSON lines")
-    parser.add_argument("--long", action="store_true", default=long, help="whole keys, all columns")
+    parser.add_argument("--url", help="of the gateway, for limits and limit")
+    parser.add_argument("--json", action="store_const", const=True, help="print JSON lines")
+    parser.add_argument("--long", action="store_const", const=True, help="whole keys, all columns")

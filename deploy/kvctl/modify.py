@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from deploy.kvctl import objects
 from deploy.kvctl.cluster import Answers, Cluster, Node, gathered, tell_lost
-from deploy.kvctl.objects import Replica
 from deploy.terminal.client import EXIT_NOT_FOUND, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
-from deploy.terminal.output import Output, Table, count, size
+from deploy.terminal.output import Output, count
 from kvstore.client.pool import new_removal_id
 from protocol.keys import BlockKey
 from protocol.pb import directory_pb2, kvstore_pb2
@@ -21,21 +21,11 @@ CHANGE_TIMEOUT_S = 120.0
 
 
 def add_replicas(verbs: objects.Verbs, common: ArgumentParser) -> None:
-    parser = objects.add(
-        verbs,
-        "replicas",
-        run_replicas,
-        common,
-        "show an object's replicas; with N, make it so many",
-    )
+    text = "show an object's replicas; with N, make it so many"
+    parser = objects.add(verbs, "replicas", run_replicas, common, text)
     objects.add_key(parser)
-    parser.add_argument(
-        "num_replicas",
-        metavar="N",
-        type=int,
-        nargs="?",
-        help="replicas from now on; what leads to the object gains them too",
-    )
+    text = "replicas from now on; what leads to the object gains them too"
+    parser.add_argument("num_replicas", metavar="N", type=int, nargs="?", help=text)
 
 
 async def run_replicas(arguments: Namespace, cluster: Cluster, output: Output) -> int:
@@ -61,7 +51,9 @@ async def run_replicas(arguments: Namespace, cluster: Cluster, output: Output) -
     answers = await objects.replicas(cluster, nodes, key)
     found = objects.present(answers)
     tell_lost(answers, output)
-    _show_held(found, output)
+    for replica in found:
+        output.record(**objects.as_json(replica.node, replica.object))
+    objects.show_replicas(found, output)
     if answers.lost:
         return EXIT_UNREACHABLE
     if not found:
@@ -82,28 +74,12 @@ def _why(wanted: int, there: int, changed: Change) -> str:
     return f"{wanted} wanted, {there} there: {fewer if there < wanted else more}"
 
 
-def _show_held(found: list[Replica], output: Output) -> None:
-    table = Table(output, "node", "address", "tier", ">size", "pin")
-    for replica in found:
-        node, item = replica.node, replica.object
-        output.record(**objects.as_json(node, item))
-        table.add(
-            node.name,
-            node.endpoint.rpc_address,
-            objects.tier(item),
-            size(item.length),
-            objects.PINS[item.pin] or "none",
-        )
-    table.flush()
-
-
-_PINS = {name or "none": pin for pin, name in objects.PINS.items()}
+_PINS = {name: pin for pin, name in objects.PINS.items()}
 
 
 def add_pin(verbs: objects.Verbs, common: ArgumentParser) -> None:
-    parser = objects.add(
-        verbs, "pin", run_pin, common, "keep objects from being evicted, or let them again"
-    )
+    text = "keep objects from being evicted, or let them again"
+    parser = objects.add(verbs, "pin", run_pin, common, text)
     objects.add_key(parser, several=True)
     kind = parser.add_mutually_exclusive_group(required=True)
     for name, text in (
@@ -112,9 +88,8 @@ def add_pin(verbs: objects.Verbs, common: ArgumentParser) -> None:
         ("none", "evicted like others"),
     ):
         kind.add_argument(f"--{name}", dest="pin", action="store_const", const=name, help=text)
-    parser.add_argument(
-        "--chain", action="store_true", help="and all resident blocks that lead to them"
-    )
+    text = "and all resident blocks that lead to them"
+    parser.add_argument("--chain", action="store_true", help=text)
 
 
 async def run_pin(arguments: Namespace, cluster: Cluster, output: Output) -> int:
@@ -135,9 +110,7 @@ async def run_pin(arguments: Namespace, cluster: Cluster, output: Output) -> int
             pinned += (await cluster.call(node, node.stub.Pin, request)).pinned
         return pinned
 
-    changed = await gathered(list(there), pin)
-    answers.lost += changed.lost
-    pinned = [number for _, number in changed.replies]
+    pinned = await _changed(list(there), pin, answers)
     found = {key for held in there.values() for key in held}
     done = "unpinned" if arguments.pin == "none" else f"pinned ({arguments.pin})"
     return _ended(done, {"pin": arguments.pin}, pinned, found, texts, answers, output)
@@ -150,14 +123,10 @@ UNASKED = 10
 def add_drop(verbs: objects.Verbs, common: ArgumentParser) -> None:
     parser = objects.add(verbs, "drop", run_drop, common, "remove objects from every node")
     objects.add_key(parser, several=True)
-    parser.add_argument(
-        "--chain-below",
-        action="store_true",
-        help="and all blocks that follow them; lists every node",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help=f"needed for more than {UNASKED} objects"
-    )
+    text = "and all blocks that follow them; lists every node"
+    parser.add_argument("--chain-below", action="store_true", help=text)
+    text = f"needed for more than {UNASKED} objects"
+    parser.add_argument("--yes", action="store_true", help=text)
 
 
 async def run_drop(arguments: Namespace, cluster: Cluster, output: Output) -> int:
@@ -183,9 +152,7 @@ async def run_drop(arguments: Namespace, cluster: Cluster, output: Output) -> in
             removed += (await cluster.call(node, node.stub.Remove, request)).removed
         return removed
 
-    dropped = await gathered([node for node, _ in answers.replies], remove)
-    answers.lost += dropped.lost
-    removed = [number for _, number in dropped.replies if number]
+    removed = await _changed([node for node, _ in answers.replies], remove, answers)
     code = _ended("dropped", {}, removed, found, texts, answers, output)
     if answers.lost:
         output.problem(
@@ -249,6 +216,15 @@ class _Pass:
         until = " before it was lost" if is_lost else ""
         if self._checked or not is_lost:
             output.line(f"{name}: {count(self._checked, 'object')} checked{until}, {what}")
+
+
+async def _changed(
+    nodes: Sequence[Node], change: Callable[[Node], Awaitable[int]], answers: Answers[Any]
+) -> list[int]:
+    """Replicas by node that had any; nodes that were lost are noted in `answers`."""
+    changed = await gathered(nodes, change)
+    answers.lost += changed.lost
+    return [number for _, number in changed.replies if number]
 
 
 def _ended(

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from deploy.kvctl.cluster import KEYS_PER_CALL, Answers, Cluster, Node, Object, gathered
-from deploy.terminal.output import SHORT_KEY_DIGITS, Output
+from deploy.terminal.output import SHORT_KEY_DIGITS, Output, Table, size
 from kvstore.client.keys import plain_key
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2
 
 PINS = {
-    kvstore_pb2.STORE_PIN_NONE: "",
+    kvstore_pb2.STORE_PIN_NONE: "none",
     kvstore_pb2.STORE_PIN_SOFT: "soft",
     kvstore_pb2.STORE_PIN_HARD: "hard",
 }
@@ -62,7 +62,7 @@ def as_json(node: Node, found: Object) -> dict[str, Any]:
         "in_memory": found.in_memory,
         "on_disk": found.on_disk,
         "bytes": found.length,
-        "pin": PINS[found.pin] or "none",
+        "pin": PINS[found.pin],
         "tenant": found.tenant,
         "holds": found.holds,
         "followers": found.followers,
@@ -70,6 +70,36 @@ def as_json(node: Node, found: Object) -> dict[str, Any]:
         "checksum": f"{found.checksum:016x}",
         "generation": f"{found.generation:x}",
     }
+
+
+_CELLS: dict[str, Callable[[Replica], str]] = {
+    "node": lambda replica: replica.node.name,
+    "tier": lambda replica: tier(replica.object),
+    ">size": lambda replica: size(replica.object.length),
+    ">bytes": lambda replica: f"{replica.object.length:,}",
+    "checksum": lambda replica: f"{replica.object.checksum:016x}",
+    "generation": lambda replica: f"{replica.object.generation:x}",
+    "pin": lambda replica: PINS[replica.object.pin],
+    ">holds": lambda replica: str(replica.object.holds),
+    ">followers": lambda replica: str(replica.object.followers),
+    "tenant": lambda replica: replica.object.tenant,
+}
+
+
+def cells(replica: Replica, columns: Iterable[str], output: Output) -> list[str]:
+    """Of a table's row."""
+    return [
+        output.key(replica.object.key) if column == "key" else _CELLS[column](replica)
+        for column in columns
+    ]
+
+
+def show_replicas(found: Sequence[Replica], output: Output) -> None:
+    columns = ("node", "tier", ">bytes", "checksum", "generation", "pin", ">holds", ">followers")
+    table = Table(output, *columns)
+    for replica in found:
+        table.add(*cells(replica, columns, output))
+    table.flush()
 
 
 async def replicas(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> Answers[list[Object]]:

@@ -1,6 +1,6 @@
 """Which nodes hold which blocks: the index (`Directory`), and the process that keeps it from the nodes' own events."""
 
-from kvstore.directory.index import Changes, Directory, Run
+from kvstore.directory.index import Changes, Directory
 from kvstore.directory.table import Leading
 
-__all__ = ["Changes", "Directory", "Leading", "Run"]
+__all__ = ["Changes", "Directory", "Leading"]

@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-import numpy as np
-
 from kvstore.directory.index import Changes, Directory
 from kvstore.replication.plans import NodeView
 from protocol.errors import MoonserveError
@@ -175,12 +173,8 @@ class Follower:
 
 
 def _changes(events: kvstore_pb2.StoreEvents) -> Changes:
-    tiers = np.frombuffer(events.added_tiers, np.uint8)
     return Changes(
-        added=events.added_keys,
-        parents=events.added_parents,
-        in_memory=(tiers == kvstore_pb2.STORE_TIER_MEMORY).tobytes(),
-        removed=events.removed_keys,
+        added=events.added_keys, parents=events.added_parents, removed=events.removed_keys
     )
 
 

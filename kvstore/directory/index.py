@@ -10,14 +10,13 @@ which keeps every operation O(1) per event on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.directory.table import Bits, Leading, Slots, Table, bits_of, runs_by_bit
+from kvstore.directory.table import Bits, Leading, Slots, Table, bits_of
 from kvstore.native.base import NO_RECORD
 from kvstore.native.slot_index import WORD_BITS, HolderKernel
 from protocol.errors import InvalidRequest
@@ -28,33 +27,19 @@ _SWEEP_AT_LEAST = 1024  # fewer dead entries are not worth a pass over the index
 _WORD_MASK = 2**WORD_BITS - 1
 
 
-class Run(NamedTuple):
-    """How many leading blocks of a chain an instance holds, and how many of them, from the first on, in memory."""
-
-    length: int
-    in_memory: int
-
-
-class Holder(NamedTuple):
-    instance_id: InstanceId
-    in_memory: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
     """What one message of an instance says. Keys are 16 bytes each, back to back, no key twice."""
 
-    added: bytes = b""  # also those that changed their tier
+    added: bytes = b""
     parents: bytes = b""  # of `added`; zeros where the chain starts, or where it is known already
-    in_memory: bytes | None = None  # of `added`, one byte each: 0 = not there; None = all are
     removed: bytes = b""
 
     def check(self) -> None:
         """Raises InvalidRequest for lengths that cannot be."""
         whole = not len(self.added) % KEY_BYTES and not len(self.removed) % KEY_BYTES
-        told = self.in_memory is None or len(self.in_memory) * KEY_BYTES == len(self.added)
-        if not (whole and told and len(self.parents) == len(self.added)):
-            raise InvalidRequest("events whose keys, parents and tiers do not belong together")
+        if not whole or len(self.parents) != len(self.added):
+            raise InvalidRequest("events whose keys and parents do not belong together")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +50,6 @@ class _Source:
     bit: int  # its number, not shared with any other incarnation until swept
     next_seq: int = 1  # number of the next event it has to send
     num_blocks: int = 0
-    num_in_memory: int = 0  # of them
 
     @property
     def word(self) -> int:
@@ -100,7 +84,7 @@ class Directory:
         next_seq: int,
         snapshot: bool,
     ) -> bool:
-        """As `take`; `added` are (key, parent) pairs of blocks in memory, of which repeated ones count once."""
+        """As `take`; `added` are (key, parent) pairs, of which repeated ones count once."""
         parents = dict(added)
         changes = Changes(
             added=b"".join(parents),
@@ -170,7 +154,7 @@ class Directory:
         return self._sources[instance_id].bit
 
     def leading(self, packed_keys: bytes) -> Leading:
-        """As `match`, as arrays over all bits; bits of nobody have no runs."""
+        """Who holds the leading blocks of a chain, as arrays over all bits; bits of nobody have no runs."""
         slots = self.table.find_leading(packed_keys)
         held, runs = self._kernel.leading(self.table.holders, self._live_column, slots)
         return Leading(slots, held, runs)
@@ -179,36 +163,23 @@ class Directory:
         """How many blocks are known to follow on each of these rows'."""
         return self.table.children[slots].astype(np.int64)
 
-    def match(self, packed_keys: bytes) -> dict[InstanceId, Run]:
-        """Of each instance that holds the first block of a chain. O(leading blocks that anybody holds)."""
-        slots = self.table.find_leading(packed_keys)
-        held = self._rows(self.table.holders, slots)
-        lengths = runs_by_bit(held)
-        if not lengths:
-            return {}
-        in_memory = self._rows(self.table.in_memory, slots)
-        among = lengths if _are_equal(held, in_memory) else runs_by_bit(in_memory)
-        return {
-            self._instance_of[bit]: Run(length, among.get(bit, 0))
-            for bit, length in lengths.items()
-        }
+    def match(self, packed_keys: bytes) -> dict[InstanceId, int]:
+        """How many leading blocks of a chain each instance holds that has the first."""
+        runs = self.leading(packed_keys).runs.tolist()
+        return {name: runs[bit] for bit, name in self._instance_of.items() if runs[bit]}
 
     def holders(self, key: BlockKey) -> list[InstanceId]:
         """The instances that hold one block."""
-        return [holder.instance_id for holder in self.locate(key)]
-
-    def locate(self, key: BlockKey) -> list[Holder]:
-        """The instances that hold one block, and in which tier."""
         slot = self.table.find(key)
-        if slot == NO_RECORD:
-            return []
-        among = _joined(self.table.in_memory, slot)
-        held = _joined(self.table.holders, slot) & self._live
-        return [Holder(self._instance_of[bit], bool(among >> bit & 1)) for bit in bits_of(held)]
+        return (
+            []
+            if slot == NO_RECORD
+            else [self._instance_of[bit] for bit in bits_of(self._held(slot))]
+        )
 
     def is_held(self, slot: int) -> bool:
         """Whether any instance holds the block of this row."""
-        return _joined(self.table.holders, slot) & self._live != 0
+        return self._held(slot) != 0
 
     def held_by(self, instance_id: InstanceId, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these rows of the table an instance holds."""
@@ -222,11 +193,6 @@ class Directory:
         """How many blocks an instance is known to hold; 0 when it is unknown."""
         source = self._sources.get(instance_id)
         return 0 if source is None else source.num_blocks
-
-    def num_in_memory(self, instance_id: InstanceId) -> int:
-        """Of them, those in memory."""
-        source = self._sources.get(instance_id)
-        return 0 if source is None else source.num_in_memory
 
     def __len__(self) -> int:
         """Entries in memory, the ones that wait for a sweep included."""
@@ -244,9 +210,7 @@ class Directory:
         assert set(self._instance_of) == set(bits_of(self._live))
         for instance_id, source in self._sources.items():
             assert self._instance_of[source.bit] == instance_id
-            among = self.table.in_memory[source.word]
             assert _count(self.table.holders[source.word], rows, source.mask) == source.num_blocks
-            assert _count(among, rows, source.mask) == source.num_in_memory
 
     def _renew(self, instance_id: InstanceId, epoch: int) -> _Source:
         """A fresh, empty incarnation in place of what was known."""
@@ -283,33 +247,20 @@ class Directory:
             return
         slots = self.table.enter(changes.added)
         rows = np.unique(slots)
-        holders, among = (c[source.word] for c in (self.table.holders, self.table.in_memory))
+        holders = self.table.holders[source.word]
         source.num_blocks += len(rows) - _count(holders, rows, source.mask)
-        source.num_in_memory -= _count(among, rows, source.mask)
         holders[rows] |= source.mask
-        self._place(among, source.mask, slots, changes.in_memory)
-        source.num_in_memory += _count(among, rows, source.mask)
         self.table.link(slots, changes.parents)
-
-    def _place(self, among: Bits, mask: np.uint64, slots: Slots, in_memory: bytes | None) -> None:
-        if in_memory is None:
-            among[slots] |= mask
-            return
-        there = np.frombuffer(in_memory, np.bool_)
-        among[slots[there]] |= mask
-        among[slots[~there]] &= ~mask
 
     def _remove(self, source: _Source, packed_keys: bytes) -> None:
         if not packed_keys:
             return
         slots = np.unique(self.table.find_all(packed_keys))
         slots = slots[slots != NO_RECORD]
-        holders, among = (c[source.word] for c in (self.table.holders, self.table.in_memory))
+        holders = self.table.holders[source.word]
         slots = slots[(holders[slots] & source.mask) != 0]
         source.num_blocks -= len(slots)
-        source.num_in_memory -= _count(among, slots, source.mask)
         holders[slots] &= ~source.mask
-        among[slots] &= ~source.mask
         emptied = slots[~self._is_held_among(self._live_words, slots)]
         self.table.clear(emptied)
         self.table.let_go(emptied)
@@ -326,9 +277,10 @@ class Directory:
         self._retired = 0
         self._num_retired_blocks = 0
 
-    def _rows(self, columns: Sequence[Bits], slots: Slots) -> list[Bits]:
-        """The live bits of some rows."""
-        return [c[slots] & word for c, word in zip(columns, self._live_words, strict=True)]
+    def _held(self, slot: int) -> int:
+        """The live holders of a row's block, as bits."""
+        words = enumerate(self.table.holders)
+        return sum(int(column[slot]) << WORD_BITS * n for n, column in words) & self._live
 
     def _words(self, bits: int) -> list[np.uint64]:
         count = len(self.table.holders)
@@ -337,11 +289,3 @@ class Directory:
 
 def _count(column: Bits, slots: Slots, mask: np.uint64) -> int:
     return int(np.count_nonzero(column[slots] & mask))
-
-
-def _are_equal(some: Sequence[Bits], others: Sequence[Bits]) -> bool:
-    return all(a.tobytes() == b.tobytes() for a, b in zip(some, others, strict=True))
-
-
-def _joined(columns: Sequence[Bits], slot: int) -> int:
-    return sum(int(column[slot]) << WORD_BITS * n for n, column in enumerate(columns))

@@ -208,7 +208,7 @@ class Planner:
     def _step(self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes) -> Step | None:
         """From the node that has the longest run of leading `keys`."""
         runs = {
-            node: run.length
+            node: run
             for node, run in self._directory.match(b"".join(keys)).items()
             if node in nodes and nodes[node].in_step and node != target.instance_id
         }

@@ -23,36 +23,31 @@ _sym_db = _symbol_database.Default()
 
 
 from protocol.pb import common_pb2 as protocol_dot_pb_dot_common__pb2
-from protocol.pb import kvstore_pb2 as protocol_dot_pb_dot_kvstore__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/pb/directory.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\x1a\x19protocol/pb/kvstore.proto\"\xf6\x01\n\rStoreNodeView\x12%\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x14\n\x0clean_address\x18\x02 \x01(\t\x12\x19\n\x11lean_unix_address\x18\x03 \x01(\t\x12\x13\n\x0bnum_objects\x18\x04 \x01(\x04\x12\x13\n\x0bnum_on_disk\x18\x05 \x01(\x04\x12\x12\n\nfree_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x0f\n\x07in_step\x18\t \x01(\x08\x12\x14\n\x0clast_heard_s\x18\n \x01(\x01\"\x1d\n\rLocateRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\xa1\x01\n\x0bLocateReply\x12\"\n\x05nodes\x18\x01 \x03(\x0b\x32\x13.moonserve.Endpoint\x12/\n\x07holders\x18\x02 \x03(\x0b\x32\x1e.moonserve.LocateReply.Holders\x1a=\n\x07Holders\x12\r\n\x05nodes\x18\x01 \x03(\r\x12#\n\x05tiers\x18\x02 \x03(\x0e\x32\x14.moonserve.StoreTier\"\"\n\x12MatchPrefixRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"_\n\x10MatchPrefixReply\x12\"\n\x05nodes\x18\x01 \x03(\x0b\x32\x13.moonserve.Endpoint\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x16\n\x0ememory_lengths\x18\x03 \x03(\r\"\x11\n\x0fGetNodesRequest\"`\n\rGetNodesReply\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.moonserve.StoreNodeView\x12\x10\n\x08num_keys\x18\x02 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\":\n\x14\x43hangeReplicaRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"W\n\x12\x43hangeReplicaReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\r\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\r\x12\x0f\n\x07missing\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\r2\xa5\x02\n\tDirectory\x12:\n\x06Locate\x12\x18.moonserve.LocateRequest\x1a\x16.moonserve.LocateReply\x12I\n\x0bMatchPrefix\x12\x1d.moonserve.MatchPrefixRequest\x1a\x1b.moonserve.MatchPrefixReply\x12@\n\x08GetNodes\x12\x1a.moonserve.GetNodesRequest\x1a\x18.moonserve.GetNodesReply\x12O\n\rChangeReplica\x12\x1f.moonserve.ChangeReplicaRequest\x1a\x1d.moonserve.ChangeReplicaReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/pb/directory.proto\x12\tmoonserve\x1a\x18protocol/pb/common.proto\"]\n\rStoreNodeView\x12%\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x0f\n\x07in_step\x18\x02 \x01(\x08\x12\x14\n\x0clast_heard_s\x18\x03 \x01(\x01\"\x1d\n\rLocateRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"|\n\x0bLocateReply\x12\"\n\x05nodes\x18\x01 \x03(\x0b\x32\x13.moonserve.Endpoint\x12/\n\x07holders\x18\x02 \x03(\x0b\x32\x1e.moonserve.LocateReply.Holders\x1a\x18\n\x07Holders\x12\r\n\x05nodes\x18\x01 \x03(\r\"\x11\n\x0fGetNodesRequest\"`\n\rGetNodesReply\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.moonserve.StoreNodeView\x12\x10\n\x08num_keys\x18\x02 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\":\n\x14\x43hangeReplicaRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"W\n\x12\x43hangeReplicaReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\r\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\r\x12\x0f\n\x07missing\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\r2\xda\x01\n\tDirectory\x12:\n\x06Locate\x12\x18.moonserve.LocateRequest\x1a\x16.moonserve.LocateReply\x12@\n\x08GetNodes\x12\x1a.moonserve.GetNodesRequest\x1a\x18.moonserve.GetNodesReply\x12O\n\rChangeReplica\x12\x1f.moonserve.ChangeReplicaRequest\x1a\x1d.moonserve.ChangeReplicaReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.pb.directory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STORENODEVIEW']._serialized_start=96
-  _globals['_STORENODEVIEW']._serialized_end=342
-  _globals['_LOCATEREQUEST']._serialized_start=344
-  _globals['_LOCATEREQUEST']._serialized_end=373
-  _globals['_LOCATEREPLY']._serialized_start=376
-  _globals['_LOCATEREPLY']._serialized_end=537
-  _globals['_LOCATEREPLY_HOLDERS']._serialized_start=476
-  _globals['_LOCATEREPLY_HOLDERS']._serialized_end=537
-  _globals['_MATCHPREFIXREQUEST']._serialized_start=539
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=573
-  _globals['_MATCHPREFIXREPLY']._serialized_start=575
-  _globals['_MATCHPREFIXREPLY']._serialized_end=670
-  _globals['_GETNODESREQUEST']._serialized_start=672
-  _globals['_GETNODESREQUEST']._serialized_end=689
-  _globals['_GETNODESREPLY']._serialized_start=691
-  _globals['_GETNODESREPLY']._serialized_end=787
-  _globals['_CHANGEREPLICAREQUEST']._serialized_start=789
-  _globals['_CHANGEREPLICAREQUEST']._serialized_end=847
-  _globals['_CHANGEREPLICAREPLY']._serialized_start=849
-  _globals['_CHANGEREPLICAREPLY']._serialized_end=936
-  _globals['_DIRECTORY']._serialized_start=939
-  _globals['_DIRECTORY']._serialized_end=1232
+  _globals['_STORENODEVIEW']._serialized_start=68
+  _globals['_STORENODEVIEW']._serialized_end=161
+  _globals['_LOCATEREQUEST']._serialized_start=163
+  _globals['_LOCATEREQUEST']._serialized_end=192
+  _globals['_LOCATEREPLY']._serialized_start=194
+  _globals['_LOCATEREPLY']._serialized_end=318
+  _globals['_LOCATEREPLY_HOLDERS']._serialized_start=294
+  _globals['_LOCATEREPLY_HOLDERS']._serialized_end=318
+  _globals['_GETNODESREQUEST']._serialized_start=320
+  _globals['_GETNODESREQUEST']._serialized_end=337
+  _globals['_GETNODESREPLY']._serialized_start=339
+  _globals['_GETNODESREPLY']._serialized_end=435
+  _globals['_CHANGEREPLICAREQUEST']._serialized_start=437
+  _globals['_CHANGEREPLICAREQUEST']._serialized_end=495
+  _globals['_CHANGEREPLICAREPLY']._serialized_start=497
+  _globals['_CHANGEREPLICAREPLY']._serialized_end=584
+  _globals['_DIRECTORY']._serialized_start=587
+  _globals['_DIRECTORY']._serialized_end=805
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from protocol.pb import common_pb2 as _common_pb2
-from protocol.pb import kvstore_pb2 as _kvstore_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,26 +24,10 @@ class StoreNodeView(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDPOINT_FIELD_NUMBER: _builtins.int
-    LEAN_ADDRESS_FIELD_NUMBER: _builtins.int
-    LEAN_UNIX_ADDRESS_FIELD_NUMBER: _builtins.int
-    NUM_OBJECTS_FIELD_NUMBER: _builtins.int
-    NUM_ON_DISK_FIELD_NUMBER: _builtins.int
-    FREE_BYTES_FIELD_NUMBER: _builtins.int
-    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
     IN_STEP_FIELD_NUMBER: _builtins.int
     LAST_HEARD_S_FIELD_NUMBER: _builtins.int
-    lean_address: _builtins.str
-    lean_unix_address: _builtins.str
-    num_objects: _builtins.int
-    """as indexed here"""
-    num_on_disk: _builtins.int
-    free_bytes: _builtins.int
-    """as the node said last"""
-    capacity_bytes: _builtins.int
-    draining: _builtins.bool
     in_step: _builtins.bool
-    """its events are known without a gap"""
+    """its events are known without a gap, and where it is"""
     last_heard_s: _builtins.float
     """ago"""
     @_builtins.property
@@ -53,19 +36,12 @@ class StoreNodeView(_message.Message):
         self,
         *,
         endpoint: _common_pb2.Endpoint | None = ...,
-        lean_address: _builtins.str = ...,
-        lean_unix_address: _builtins.str = ...,
-        num_objects: _builtins.int = ...,
-        num_on_disk: _builtins.int = ...,
-        free_bytes: _builtins.int = ...,
-        capacity_bytes: _builtins.int = ...,
-        draining: _builtins.bool = ...,
         in_step: _builtins.bool = ...,
         last_heard_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "draining", b"draining", "endpoint", b"endpoint", "free_bytes", b"free_bytes", "in_step", b"in_step", "last_heard_s", b"last_heard_s", "lean_address", b"lean_address", "lean_unix_address", b"lean_unix_address", "num_objects", b"num_objects", "num_on_disk", b"num_on_disk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "in_step", b"in_step", "last_heard_s", b"last_heard_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -100,24 +76,18 @@ class LocateReply(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         NODES_FIELD_NUMBER: _builtins.int
-        TIERS_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """index into `nodes`"""
-
-        @_builtins.property
-        def tiers(self) -> _containers.RepeatedScalarFieldContainer[_kvstore_pb2.StoreTier.ValueType]:
-            """one per node"""
 
         def __init__(
             self,
             *,
             nodes: _abc.Iterable[_builtins.int] | None = ...,
-            tiers: _abc.Iterable[_kvstore_pb2.StoreTier.ValueType] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "tiers", b"tiers"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -142,57 +112,6 @@ class LocateReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocateReply: _TypeAlias = LocateReply  # noqa: Y015
-
-@_typing.final
-class MatchPrefixRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEYS_FIELD_NUMBER: _builtins.int
-    keys: _builtins.bytes
-    def __init__(
-        self,
-        *,
-        keys: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
-
-@_typing.final
-class MatchPrefixReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NODES_FIELD_NUMBER: _builtins.int
-    LENGTHS_FIELD_NUMBER: _builtins.int
-    MEMORY_LENGTHS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Endpoint]: ...
-    @_builtins.property
-    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """one per node, only those above 0"""
-
-    @_builtins.property
-    def memory_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of them, the leading ones that are in memory"""
-
-    def __init__(
-        self,
-        *,
-        nodes: _abc.Iterable[_common_pb2.Endpoint] | None = ...,
-        lengths: _abc.Iterable[_builtins.int] | None = ...,
-        memory_lengths: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "memory_lengths", b"memory_lengths", "nodes", b"nodes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MatchPrefixReply: _TypeAlias = MatchPrefixReply  # noqa: Y015
 
 @_typing.final
 class GetNodesRequest(_message.Message):

@@ -39,11 +39,6 @@ class DirectoryStub:
                 request_serializer=protocol_dot_pb_dot_directory__pb2.LocateRequest.SerializeToString,
                 response_deserializer=protocol_dot_pb_dot_directory__pb2.LocateReply.FromString,
                 _registered_method=True)
-        self.MatchPrefix = channel.unary_unary(
-                '/moonserve.Directory/MatchPrefix',
-                request_serializer=protocol_dot_pb_dot_directory__pb2.MatchPrefixRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_directory__pb2.MatchPrefixReply.FromString,
-                _registered_method=True)
         self.GetNodes = channel.unary_unary(
                 '/moonserve.Directory/GetNodes',
                 request_serializer=protocol_dot_pb_dot_directory__pb2.GetNodesRequest.SerializeToString,
@@ -61,13 +56,6 @@ class DirectoryServicer:
 
     def Locate(self, request, context):
         """The replicas of each key.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def MatchPrefix(self, request, context):
-        """How many leading blocks of a chain each node holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,11 +81,6 @@ def add_DirectoryServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=protocol_dot_pb_dot_directory__pb2.LocateRequest.FromString,
                     response_serializer=protocol_dot_pb_dot_directory__pb2.LocateReply.SerializeToString,
-            ),
-            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.MatchPrefix,
-                    request_deserializer=protocol_dot_pb_dot_directory__pb2.MatchPrefixRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_directory__pb2.MatchPrefixReply.SerializeToString,
             ),
             'GetNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNodes,
@@ -137,33 +120,6 @@ class Directory:
             '/moonserve.Directory/Locate',
             protocol_dot_pb_dot_directory__pb2.LocateRequest.SerializeToString,
             protocol_dot_pb_dot_directory__pb2.LocateReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def MatchPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/moonserve.Directory/MatchPrefix',
-            protocol_dot_pb_dot_directory__pb2.MatchPrefixRequest.SerializeToString,
-            protocol_dot_pb_dot_directory__pb2.MatchPrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

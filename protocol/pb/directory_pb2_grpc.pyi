@@ -33,8 +33,6 @@ class DirectoryStub:
     def __new__(cls, channel: _aio.Channel) -> DirectoryAsyncStub: ...
     Locate: _grpc.UnaryUnaryMultiCallable[_directory_pb2.LocateRequest, _directory_pb2.LocateReply]
     """The replicas of each key."""
-    MatchPrefix: _grpc.UnaryUnaryMultiCallable[_directory_pb2.MatchPrefixRequest, _directory_pb2.MatchPrefixReply]
-    """How many leading blocks of a chain each node holds."""
     GetNodes: _grpc.UnaryUnaryMultiCallable[_directory_pb2.GetNodesRequest, _directory_pb2.GetNodesReply]
     ChangeReplica: _grpc.UnaryUnaryMultiCallable[_directory_pb2.ChangeReplicaRequest, _directory_pb2.ChangeReplicaReply]
     """Makes the keys of a chain have so many replicas; the chain's head must have as many, so it gains them too."""
@@ -44,8 +42,6 @@ class DirectoryAsyncStub(DirectoryStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Locate: _aio.UnaryUnaryMultiCallable[_directory_pb2.LocateRequest, _directory_pb2.LocateReply]  # type: ignore[assignment]
     """The replicas of each key."""
-    MatchPrefix: _aio.UnaryUnaryMultiCallable[_directory_pb2.MatchPrefixRequest, _directory_pb2.MatchPrefixReply]  # type: ignore[assignment]
-    """How many leading blocks of a chain each node holds."""
     GetNodes: _aio.UnaryUnaryMultiCallable[_directory_pb2.GetNodesRequest, _directory_pb2.GetNodesReply]  # type: ignore[assignment]
     ChangeReplica: _aio.UnaryUnaryMultiCallable[_directory_pb2.ChangeReplicaRequest, _directory_pb2.ChangeReplicaReply]  # type: ignore[assignment]
     """Makes the keys of a chain have so many replicas; the chain's head must have as many, so it gains them too."""
@@ -58,14 +54,6 @@ class DirectoryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_directory_pb2.LocateReply, _abc.Awaitable[_directory_pb2.LocateReply]]:
         """The replicas of each key."""
-
-    @_abc_1.abstractmethod
-    def MatchPrefix(
-        self,
-        request: _directory_pb2.MatchPrefixRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_directory_pb2.MatchPrefixReply, _abc.Awaitable[_directory_pb2.MatchPrefixReply]]:
-        """How many leading blocks of a chain each node holds."""
 
     @_abc_1.abstractmethod
     def GetNodes(

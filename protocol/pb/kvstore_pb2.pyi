@@ -41,23 +41,6 @@ STORE_PIN_HARD: StorePin.ValueType  # 2
 """never evicted"""
 Global___StorePin: _TypeAlias = StorePin  # noqa: Y015
 
-class _StoreTier:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _StoreTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StoreTier.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    STORE_TIER_UNSPECIFIED: _StoreTier.ValueType  # 0
-    STORE_TIER_MEMORY: _StoreTier.ValueType  # 1
-    STORE_TIER_DISK: _StoreTier.ValueType  # 2
-
-class StoreTier(_StoreTier, metaclass=_StoreTierEnumTypeWrapper): ...
-
-STORE_TIER_UNSPECIFIED: StoreTier.ValueType  # 0
-STORE_TIER_MEMORY: StoreTier.ValueType  # 1
-STORE_TIER_DISK: StoreTier.ValueType  # 2
-Global___StoreTier: _TypeAlias = StoreTier  # noqa: Y015
-
 @_typing.final
 class StoreReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1133,7 +1116,6 @@ class StoreEvents(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     ADDED_KEYS_FIELD_NUMBER: _builtins.int
     ADDED_PARENTS_FIELD_NUMBER: _builtins.int
-    ADDED_TIERS_FIELD_NUMBER: _builtins.int
     REMOVED_KEYS_FIELD_NUMBER: _builtins.int
     READ_KEYS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
@@ -1144,11 +1126,9 @@ class StoreEvents(_message.Message):
     more: _builtins.bool
     """further messages of the same inventory follow"""
     added_keys: _builtins.bytes
-    """16 bytes each; also those that changed their tier"""
+    """16 bytes each"""
     added_parents: _builtins.bytes
     """16 bytes each; zeros = the chain starts here"""
-    added_tiers: _builtins.bytes
-    """one StoreTier each"""
     removed_keys: _builtins.bytes
     read_keys: _builtins.bytes
     """read since the last message, 16 bytes each; repeated as often"""
@@ -1162,13 +1142,12 @@ class StoreEvents(_message.Message):
         more: _builtins.bool = ...,
         added_keys: _builtins.bytes = ...,
         added_parents: _builtins.bytes = ...,
-        added_tiers: _builtins.bytes = ...,
         removed_keys: _builtins.bytes = ...,
         read_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_keys", b"added_keys", "added_parents", b"added_parents", "added_tiers", b"added_tiers", "epoch", b"epoch", "first_seq", b"first_seq", "more", b"more", "next_seq", b"next_seq", "read_keys", b"read_keys", "removed_keys", b"removed_keys", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_keys", b"added_keys", "added_parents", b"added_parents", "epoch", b"epoch", "first_seq", b"first_seq", "more", b"more", "next_seq", b"next_seq", "read_keys", b"read_keys", "removed_keys", b"removed_keys", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,7 +150,6 @@ async def test_the_last_event_of_a_key_says_what_is_so() -> None:
     message = await changes_of(told)
     assert message.added_keys == key(1)
     assert message.added_parents == key(9)
-    assert message.added_tiers == bytes([kvstore_pb2.STORE_TIER_DISK])
     assert message.removed_keys == key(2)
 
 

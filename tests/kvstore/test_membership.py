@@ -74,7 +74,7 @@ async def test_a_node_announces_its_blocks_and_a_restart_announces_none(end: str
     keys = [key(n) for n in range(4)]
 
     def num_held() -> int:
-        return conductor.directory.match(pack_keys(keys)).get(STORE, (0, 0))[0]
+        return conductor.directory.match(pack_keys(keys)).get(STORE, 0)
 
     try:
         with running_node(*flags) as node:

@@ -107,7 +107,7 @@ def test_redis_is_a_registry_too_and_one_without_nodes_is_told(
 
 def test_help_lists_every_verb_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     listed = Kvctl(capsys)("--help").out
-    verbs = "ls stat nodes replicas pin drop verify drain watch limit limits"
+    verbs = "ls stat nodes replicas pin drop verify drain limit limits"
     assert all(f"    {verb} " in listed for verb in verbs.split())
     assert "exit codes" in listed
 

@@ -48,30 +48,19 @@ class Questions:
         )
         return {node.endpoint.instance_id: node for node in reply.nodes}
 
-    async def holders(self, keys: Sequence[BlockKey]) -> list[dict[str, int]]:
-        """Of each key, the tiers by node."""
+    async def holders(self, keys: Sequence[BlockKey]) -> list[set[str]]:
+        """Of each key, the nodes."""
         request = directory_pb2.LocateRequest(keys=pack_keys(keys))
         reply = await self._channels.call(self._stub.Locate, request, timeout_s=PATIENCE_S)
         names = [node.instance_id for node in reply.nodes]
-        return [
-            {names[n]: tier for n, tier in zip(holders.nodes, holders.tiers, strict=True)}
-            for holders in reply.holders
-        ]
-
-    async def prefixes(self, keys: Sequence[BlockKey]) -> dict[str, tuple[int, int]]:
-        """By node: blocks of the chain, and of them in memory."""
-        request = directory_pb2.MatchPrefixRequest(keys=pack_keys(keys))
-        reply = await self._channels.call(self._stub.MatchPrefix, request, timeout_s=PATIENCE_S)
-        lengths = zip(reply.lengths, reply.memory_lengths, strict=True)
-        return {n.instance_id: both for n, both in zip(reply.nodes, lengths, strict=True)}
+        return [{names[n] for n in holders.nodes} for holders in reply.holders]
 
     async def until_in_step(self, *names: str) -> None:
         """Exactly these nodes are known, and all they hold."""
 
         async def as_wanted() -> bool:
             nodes = await self.nodes()
-            described = all(node.endpoint.transfer_address for node in nodes.values())
-            return set(nodes) == set(names) and described and all(n.in_step for n in nodes.values())
+            return set(nodes) == set(names) and all(n.in_step for n in nodes.values())
 
         await answered(as_wanted)
 

@@ -13,7 +13,6 @@ import pytest
 from deploy.ports import free_port
 from kvstore.client import chain
 from protocol.errors import Overloaded
-from protocol.pb import kvstore_pb2
 from protocol.registry.remote import RemoteRegistry
 from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.faults.pool import held, running_pool, until_on_disk
@@ -71,19 +70,19 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(
             await registry.close()
             return members["directory"].facts["lean"]
 
-        async def prefixes(lean: str) -> dict[str, tuple[int, int]]:
+        async def holders(lean: str) -> list[set[str]]:
             async with asking(port, lean) as asks:
-                return await asks.prefixes(KEYS)
+                return await asks.holders(KEYS)
 
         with pool.alone("store-1") as store:
             store.batch_put(zip(BLOCKS, VALUES, strict=True))
         with pool.alone("store-0") as store:
             store.batch_put(zip(BLOCKS[:2], VALUES, strict=False))
         until_on_disk(pool, "store-1", BLOCKS)
-        until(lambda: held(pool, KEYS) == [{"store-0", "store-1"}] * 2 + [{"store-1"}] * 6)
+        both = [{"store-0", "store-1"}] * 2 + [{"store-1"}] * 6
+        until(lambda: held(pool, KEYS) == both)
         lean = pool.backstage.ask(directory_at(), PATIENCE_S)
-        told = pool.backstage.ask(prefixes(lean), PATIENCE_S)
-        assert told == {"store-0": (2, 2), "store-1": (8, 8)}
+        assert pool.backstage.ask(holders(lean), PATIENCE_S) == both
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as reply:
             shown = reply.read().decode()
         assert "moonserve_directory_keys 8.0" in shown
@@ -93,12 +92,8 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(
         assert set(pool.directory(lambda asks: asks.nodes())) == {"store-0"}
         pool.start("store-1")
         until(lambda: held(pool, KEYS[2:]) == [{"store-1"}] * 6)
-        [tiers] = pool.directory(lambda asks: asks.holders(KEYS[7:]))
-        assert tiers == {"store-1": kvstore_pb2.STORE_TIER_DISK}
         with pool.alone("store-1") as store:
             assert store.batch_get(BLOCKS) == VALUES
-        tiers["store-1"] = kvstore_pb2.STORE_TIER_MEMORY
-        until(lambda: pool.directory(lambda asks: asks.holders(KEYS[7:])) == [tiers])
 
 
 def test_replicas_that_could_not_be_made_are_told(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ def events(
         next_seq=seqs[1],
         added_keys=pack_keys([key(n) for n in added]),
         added_parents=bytes(16 * len(added)),
-        added_tiers=bytes([kvstore_pb2.STORE_TIER_MEMORY]) * len(added),
         removed_keys=pack_keys([key(n) for n in removed or []]),
         **more,
     )

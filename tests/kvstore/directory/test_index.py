@@ -1,4 +1,4 @@
-"""The directory and its chains agree with a naive model, whatever the order of messages, tiers, restarts and sweeps."""
+"""The directory and its chains agree with a naive model, whatever the order of messages, restarts and sweeps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def parent_of(number: int) -> BlockKey:
     return key(PARENT_OF[number]) if number in PARENT_OF else NO_PARENT
 
 
-def added(*numbers: int, in_memory: bool = True) -> Changes:
+def added(*numbers: int) -> Changes:
     return Changes(
         added=pack_keys([key(n) for n in numbers]),
         parents=pack_keys([parent_of(n) for n in numbers]),
-        in_memory=bytes([in_memory]) * len(numbers),
     )
 
 
@@ -132,7 +131,6 @@ def test_messages_of_one_instance(messages: list[Message], held: set[int]) -> No
     [
         Changes(added=bytes(15), parents=bytes(15)),
         Changes(added=bytes(16)),
-        Changes(added=bytes(16), parents=bytes(16), in_memory=bytes(2)),
         Changes(removed=bytes(17)),
     ],
 )
@@ -159,7 +157,7 @@ def test_dropped_instances_leave_no_memory_behind() -> None:
     assert directory.apply(B, 1, many[:10], [], 1, 11, False)
     directory.drop(A)
     directory.drop(A)
-    assert directory.match(pack_keys(KEYS)) == {B: (8, 8)}
+    assert directory.match(pack_keys(KEYS)) == {B: 8}
     directory.validate()
     for epoch in range(20, 200):
         assert directory.apply(A, epoch, many[:1], [], 1, 2, False)
@@ -167,14 +165,13 @@ def test_dropped_instances_leave_no_memory_behind() -> None:
     directory.validate()
 
 
-def test_a_change_of_tier_without_a_parent_keeps_the_parent() -> None:
+def test_a_block_that_is_announced_again_without_a_parent_keeps_the_parent() -> None:
     fed = Fed()
     fed.take(A, added(0, 1))
-    fed.take(A, Changes(added=key(1), parents=NO_PARENT, in_memory=b"\0"))
+    fed.take(A, Changes(added=key(1), parents=NO_PARENT))
     assert fed.chains.to(key(1)) == [key(0), key(1)]
     assert fed.chains.parent(key(1)) == key(0)
     assert fed.chains.parent(key(0)) is None
-    assert fed.directory.match(pack_keys(KEYS[:2])) == {A: (2, 1)}
 
 
 def test_a_chain_ends_where_nobody_holds_its_parent_and_is_whole_again_when_it_comes_back() -> None:
@@ -201,7 +198,7 @@ def test_what_follows_on_a_block_is_told_per_node() -> None:
 
 def test_a_circle_of_parents_ends() -> None:
     fed = Fed()
-    fed.take(A, Changes(added=key(0) + key(1), parents=key(1) + key(0), in_memory=b"\1\1"))
+    fed.take(A, Changes(added=key(0) + key(1), parents=key(1) + key(0)))
     assert len(fed.chains.to(key(0))) == MAX_CHAIN
     fed.take(A, removed(0, 1))
     assert len(fed.directory) == 0
@@ -209,11 +206,11 @@ def test_a_circle_of_parents_ends() -> None:
 
 @dataclass
 class Instance:
-    """What an instance holds, by tier, and the number of its next event."""
+    """What an instance holds, and the number of its next event."""
 
     epoch: int = 1
     next_seq: int = 1
-    held: dict[int, bool] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -226,21 +223,18 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.fed = Fed()
         self.instances: dict[InstanceId, Instance] = {}
-        self.known: dict[InstanceId, dict[int, bool]] = {}
+        self.known: dict[InstanceId, set[int]] = {}
         for n in range(62):
-            self.holds(InstanceId(f"i{n}"), [n % 3], True, False)
+            self.holds(InstanceId(f"i{n}"), [n % 3], False)
 
-    @rule(name=names, numbers=numbers, in_memory=st.booleans(), is_lost=st.booleans())
-    def holds(self, name: InstanceId, numbers: list[int], in_memory: bool, is_lost: bool) -> None:
-        held = self.instances.setdefault(name, Instance()).held
-        held.update(dict.fromkeys(numbers, in_memory))
-        self._send(name, added(*numbers, in_memory=in_memory), is_lost)
+    @rule(name=names, numbers=numbers, is_lost=st.booleans())
+    def holds(self, name: InstanceId, numbers: list[int], is_lost: bool) -> None:
+        self.instances.setdefault(name, Instance()).held.update(numbers)
+        self._send(name, added(*numbers), is_lost)
 
     @rule(name=names, numbers=numbers, is_lost=st.booleans())
     def loses(self, name: InstanceId, numbers: list[int], is_lost: bool) -> None:
-        held = self.instances.setdefault(name, Instance()).held
-        for number in numbers:
-            held.pop(number, None)
+        self.instances.setdefault(name, Instance()).held.difference_update(numbers)
         self._send(name, removed(*numbers), is_lost)
 
     @rule(name=names)
@@ -272,15 +266,14 @@ class AnyOrder(RuleBasedStateMachine):
             self._send_inventory(name)
         elif first == expected:
             assert self._take(name, instance.epoch, changes, first, instance.next_seq)  # repeated
-        self.known[name] = dict(instance.held)
+        self.known[name] = set(instance.held)
 
     def _send_inventory(self, name: InstanceId) -> None:
         instance = self.instances[name]
-        pieces = [added(n, in_memory=held) for n, held in instance.held.items()] or [NOTHING]
-        for index, piece in enumerate(pieces):
-            seq = instance.next_seq
+        seq = instance.next_seq
+        for index, piece in enumerate([added(n) for n in instance.held] or [NOTHING]):
             assert self._take(name, instance.epoch, piece, seq, seq, snapshot=index == 0)
-        self.known[name] = dict(instance.held)
+        self.known[name] = set(instance.held)
 
     def _take(
         self,
@@ -299,12 +292,11 @@ class AnyOrder(RuleBasedStateMachine):
         directory = self.fed.directory
         directory.validate()
         for number in range(8):
-            expected = {n: held[number] for n, held in self.known.items() if number in held}
-            assert dict(directory.locate(key(number))) == expected
+            expected = {name for name, held in self.known.items() if number in held}
+            assert set(directory.holders(key(number))) == expected
             assert self.fed.chains.to(key(number)) == self._chain(number)
         for name, held in self.known.items():
             assert directory.num_blocks(name) == len(held)
-            assert directory.num_in_memory(name) == sum(held.values())
         assert len(directory.match(pack_keys(KEYS))) == sum(0 in h for h in self.known.values())
 
     def _chain(self, number: int | None) -> list[BlockKey]:
@@ -320,48 +312,39 @@ TestAnyOrder.settings = settings(max_examples=examples(40), stateful_step_count=
 
 
 @given(
-    st.dictionaries(st.integers(0, 90), st.lists(st.sampled_from("-dm"), min_size=20, max_size=20)),
+    st.dictionaries(st.integers(0, 90), st.lists(st.booleans(), min_size=20, max_size=20)),
     st.integers(0, 20),
     st.sampled_from([1, 10]),
 )
 @settings(max_examples=examples(50), deadline=None)
 def test_prefix_match_of_many_instances_equals_the_naive_one(
-    holdings: dict[int, list[str]], length: int, stretch: int
+    holdings: dict[int, list[bool]], length: int, stretch: int
 ) -> None:
     """Short and long chains, one and two words of bits; `stretch` blocks in a row are held alike."""
     directory = Directory()
     chain = [key(n) for n in range(20 * stretch)]
     names = {number: InstanceId(f"i{number}") for number in holdings}
-    for number, tiers in holdings.items():
-        stretched = [tier for tier in tiers for _ in range(stretch)]
-        held = [(k, tier) for k, tier in zip(chain, stretched, strict=True) if tier != "-"]
-        changes = Changes(
-            added=pack_keys([k for k, _ in held]),
-            parents=bytes(16 * len(held)),
-            in_memory=bytes(tier == "m" for _, tier in held),
-        )
+    for number, has in holdings.items():
+        held = [each for place, each in enumerate(chain) if has[place // stretch]]
+        changes = Changes(added=pack_keys(held), parents=bytes(16 * len(held)))
         assert directory.take(names[number], 1, changes, 1, 2, snapshot=False)
     asked = pack_keys(chain[: length * stretch])
-    expected = {
-        names[number]: (run(tiers[:length], "dm") * stretch, run(tiers[:length], "m") * stretch)
-        for number, tiers in holdings.items()
-    }
-    wanted = {name: both for name, both in expected.items() if both[0]}
-    assert directory.match(asked) == wanted
+    expected = {names[n]: run(has[:length]) * stretch for n, has in holdings.items()}
+    assert directory.match(asked) == {name: n for name, n in expected.items() if n}
     directory.validate()
     leading = directory.leading(asked)
     bits = np.array([directory.bit(name) for name in names.values()], np.int64)
-    assert leading.runs[bits].tolist() == [expected[name][0] for name in names.values()]
+    assert leading.runs[bits].tolist() == list(expected.values())
     for block in range(len(leading.slots)):
-        has = [tiers[block // stretch] != "-" for tiers in holdings.values()]
+        has = [held[block // stretch] for held in holdings.values()]
         assert leading.holders(bits, block).tolist() == has
         assert leading.hold(bits, np.full(len(bits), block)).tolist() == has
         assert [leading.has(bit, block) for bit in bits.tolist()] == has
-    for bit, tiers in zip(bits.tolist(), holdings.values(), strict=True):
+    for bit, has in zip(bits.tolist(), holdings.values(), strict=True):
         for first in range(0, len(leading.slots), stretch):
-            end = first + run(tiers[first // stretch :], "dm") * stretch
+            end = first + run(has[first // stretch :]) * stretch
             assert leading.end_of_run(bit, first) == min(end, len(leading.slots))
 
 
-def run(tiers: list[str], counted: str) -> int:
-    return next((n for n, tier in enumerate(tiers) if tier not in counted), len(tiers))
+def run(has: list[bool]) -> int:
+    return next((n for n, there in enumerate(has) if not there), len(has))

@@ -242,7 +242,7 @@ class Pool:
 
 def held(pool: Pool, keys: Sequence[BlockKey]) -> list[set[str]]:
     """Of each key, the nodes that the directory names."""
-    return [set(tiers) for tiers in pool.directory(lambda asks: asks.holders(keys))]
+    return pool.directory(lambda asks: asks.holders(keys))
 
 
 def until_on_disk(pool: Pool, node_id: str, names: Iterable[Key]) -> None:

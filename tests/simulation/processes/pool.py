@@ -22,7 +22,7 @@ from kvstore.native.metadata import KeyIndex
 from kvstore.removals import Removal
 from kvstore.service import StoreService
 from kvstore.state import StoreState
-from kvstore.stored import Tier, Watermarks
+from kvstore.stored import Watermarks
 from protocol.checksum import checksum
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
@@ -72,12 +72,12 @@ class PoolDirectory(Process):
 
     def differs_from(self, nodes: list[PoolNode]) -> str:
         """Where it does not say exactly what the nodes hold."""
-        held: dict[BlockKey, dict[str, bool]] = {}
+        held: dict[BlockKey, set[str]] = {}
         for node in nodes:
-            for key, (_, _, tier) in node.shown.expected.items():
-                held.setdefault(key, {})[node.life.name] = tier is Tier.MEMORY
+            for key in node.shown.expected:
+                held.setdefault(key, set()).add(node.life.name)
         for key, holders in held.items():
-            found = {str(h.instance_id): h.in_memory for h in self.index.locate(key)}
+            found = {*map(str, self.index.holders(key))}
             if found != holders:
                 return f"the directory says {found} of {key.hex()}, nodes {holders}"
         told = {n.life.name: self.index.num_blocks(InstanceId(n.life.name)) for n in nodes}
