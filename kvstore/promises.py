@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Generic, TypeVar
 
 from kvstore.disk.base import Pin
@@ -22,13 +22,15 @@ from protocol.keys import BlockKey
 MAX_TTL_S = 600.0
 
 
-class Outcome(StrEnum):
-    """What became of one wish of a writer."""
+class Outcome(IntEnum):
+    """What became of one wish of a writer. Numbers as in kvstore.proto; the last two are of puts in one question."""
 
-    GRANTED = "granted"
-    PRESENT = "present"
-    IN_PROGRESS = "in_progress"  # another writer holds it
-    FULL = "full"  # nothing could be evicted
+    GRANTED = STORED = 1  # space for it, and then the object itself
+    PRESENT = 2
+    IN_PROGRESS = 3  # another writer holds it
+    FULL = 4  # nothing could be evicted
+    CORRUPT = 5  # it did not match its checksum on arrival, and was dropped
+    LATER = 6  # there will be room soon: ask the long way, which waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

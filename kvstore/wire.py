@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from kvstore.disk.base import Pin
 from kvstore.native.base import NO_RECORD, Entry
-from kvstore.promises import Lease, Outcome, Reservation, Slot, Wish
+from kvstore.promises import Lease, Reservation, Wish
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject, Usage
 from protocol.errors import InvalidRequest
@@ -16,12 +16,6 @@ from protocol.request import Endpoint
 from protocol.wire import endpoint_to_wire
 
 _WireSlot = kvstore_pb2.StoreReserveReply.Slot
-_OUTCOMES = {
-    Outcome.GRANTED: _WireSlot.OUTCOME_GRANTED,
-    Outcome.PRESENT: _WireSlot.OUTCOME_PRESENT,
-    Outcome.IN_PROGRESS: _WireSlot.OUTCOME_IN_PROGRESS,
-    Outcome.FULL: _WireSlot.OUTCOME_FULL,
-}
 _PINS = {
     Pin.NONE: kvstore_pb2.STORE_PIN_NONE,
     Pin.SOFT: kvstore_pb2.STORE_PIN_SOFT,
@@ -30,7 +24,6 @@ _PINS = {
 _PINS_BACK = {value: pin for pin, value in _PINS.items()}
 NOT_IN_MEMORY = 2**64 - 1
 _ABSENT = Entry(NO_RECORD, 0, 0, 0, None)
-_OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
 
 
 def keys_from_wire(keys: Iterable[bytes]) -> list[BlockKey]:
@@ -63,15 +56,13 @@ def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
 
 
 def reservation_to_wire(reservation: Reservation, segment_id: int) -> kvstore_pb2.StoreReserveReply:
-    slots = [_WireSlot(outcome=_OUTCOMES[s.outcome], offset=s.offset) for s in reservation.slots]
+    slots = [
+        _WireSlot(outcome=_WireSlot.Outcome.ValueType(s.outcome), offset=s.offset)
+        for s in reservation.slots
+    ]
     return kvstore_pb2.StoreReserveReply(
         slots=slots, segment_id=segment_id, window_id=reservation.window_id or 0
     )
-
-
-def slots_from_wire(message: kvstore_pb2.StoreReserveReply) -> list[Slot]:
-    """Raises KeyError for an outcome that this version does not know."""
-    return [Slot(outcome=_OUTCOMES_BACK[s.outcome], offset=s.offset) for s in message.slots]
 
 
 def checksums_from_wire(message: kvstore_pb2.StoreCommitRequest) -> dict[BlockKey, int]:

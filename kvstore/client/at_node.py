@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import GET_BYTES
+from kvstore.client.express import GET_BYTES, GET_KEYS
 from kvstore.client.far import Far
 from kvstore.client.near import Near
 from kvstore.client.node import Attachment, Means, StoreNode
@@ -135,6 +135,9 @@ class AtNode:
 
     def _far_values(self, far: Far, keys: Keys, deadline: Deadline) -> list[bytes | Fate]:
         """What came along with the answer, and what is then read."""
+        if len(keys) > GET_KEYS:
+            first = self._far_values(far, keys[:GET_KEYS], deadline)
+            return first + self._far_values(far, keys[GET_KEYS:], deadline)
         fates: list[bytes | Fate] = [Fate.ABSENT] * len(keys)
         with self._means.scratch.borrow(GET_BYTES) as local:
             found, spots = far.look_or_read(keys, local, deadline)

@@ -29,7 +29,7 @@ from kvstore.client.rights import (
     stored,
 )
 from kvstore.client.spots import Spots
-from kvstore.express.frames import Put
+from kvstore.promises import Outcome
 from kvstore.removals import Heard
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
 from protocol.ids import new_id
@@ -254,27 +254,27 @@ class BlockStores:
         if deadline_s is None:
             deadline_s = PATIENCE.deadline_s(spots.nbytes)
         give_up_at = now() + deadline_s
-        puts = [Put.LATER] * len(objects)
+        puts = [Outcome.LATER] * len(objects)
         if self._attaches:
             puts = await self._direct.put(store, objects, spots, left(give_up_at))
-        later = [place for place, put in enumerate(puts) if put is Put.LATER]
+        later = [place for place, put in enumerate(puts) if put is Outcome.LATER]
         if later:
             some = [objects[place] for place in later]
             written = await self._write(store, some, spots.at(later), give_up_at)
             for place, put in zip(later, written, strict=True):
                 puts[place] = put
         return PutResult(
-            stored=puts.count(Put.STORED),
-            present=puts.count(Put.PRESENT) + puts.count(Put.IN_PROGRESS),
-            refused=puts.count(Put.FULL),
+            stored=puts.count(Outcome.STORED),
+            present=puts.count(Outcome.PRESENT) + puts.count(Outcome.IN_PROGRESS),
+            refused=puts.count(Outcome.FULL),
             corrupt=tuple(
-                o.key for o, put in zip(objects, puts, strict=True) if put is Put.CORRUPT
+                o.key for o, put in zip(objects, puts, strict=True) if put is Outcome.CORRUPT
             ),
         )
 
     async def _write(
         self, store: Endpoint, objects: Sequence[PutObject], spots: Spots, give_up_at: float
-    ) -> list[Put]:
+    ) -> list[Outcome]:
         name = new_id("put")
         steps = stored(store.transfer_address, name, objects, spots, Terms(), left(give_up_at))
         try:

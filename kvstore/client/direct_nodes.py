@@ -23,8 +23,8 @@ from kvstore.client.reports import LAST_REPORTS_S, Counters, Touches
 from kvstore.client.rights import Terms
 from kvstore.client.scratch import Scratch
 from kvstore.client.spots import Spots
-from kvstore.express.frames import Put
 from kvstore.native.layout import Retired
+from kvstore.promises import Outcome
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from protocol.keys import BlockKey
 from protocol.request import Endpoint
@@ -112,11 +112,11 @@ class DirectNodes:
 
     async def put(
         self, store: Endpoint, objects: Sequence[PutObject], spots: Spots, deadline_s: float
-    ) -> list[Put]:
+    ) -> list[Outcome]:
         """LATER for what has to go the long way."""
         node, deadline = self._node(store), Deadline(deadline_s)
         if node.near is not None or spots.nbytes > PUT_BYTES or not self._means.express:
-            return [Put.LATER] * len(objects)  # known without a thread
+            return [Outcome.LATER] * len(objects)  # known without a thread
         return await self._ask(
             node, deadline, lambda: node.put_at_once(objects, spots, Terms(), deadline)
         )

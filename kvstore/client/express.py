@@ -17,14 +17,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore.client.deadline import Deadline
-from kvstore.client.objects import Fate, wrong_length
-from kvstore.client.rights import Terms, ToPut
+from kvstore.client.objects import Fate, ToPut, wrong_length
+from kvstore.client.rights import Terms
 from kvstore.client.spots import Spots, Words
 from kvstore.express import frames
-from kvstore.express.frames import ANSWER, CHECKSUM, Kind, Put, Status
+from kvstore.express.frames import ANSWER, CHECKSUM, Kind, Status
 from kvstore.express.link import SPIN_NS, Link, Steps, finish, finish_in_loop, hashing, millis
 from kvstore.native.base import NO_RECORD, Entry
 from kvstore.native.layout import Standing
+from kvstore.promises import Outcome
 from kvstore.wire import pin_to_wire
 from protocol.errors import Incompatible, MoonserveError, Overloaded, PeerLost
 from protocol.failures import failure_from_wire
@@ -35,7 +36,8 @@ from transfer import Segment
 from transfer.native import IoVectors, address_of, data_plane, vectors
 from transfer.scatter import LOCAL, Rows
 
-EXIST_KEYS = 4096
+GET_KEYS = 4096
+"""As many as a node answers at once."""
 GET_BYTES = 4 * 2**20
 PUT_BYTES = 4 * 2**20
 """More than that in a call goes by the transfer engine, which cuts it and spreads it over streams."""
@@ -106,16 +108,10 @@ class Express:
 
     def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
         """A get with no room for anything: only what the node says. ASK where it cannot tell. Raises as `get`."""
-        left_s, count = deadline.left_s(), len(keys)
-        head = frames.question(Kind.GET, count, millis(left_s), 0)
-        message = b"".join((head, *keys, bytes(8 * count)))
-        answer = frames.answer_room(count)
+        left_s, rooms = deadline.left_s(), np.zeros(len(keys), np.uint64)
         with self._link(deadline) as link:
-            link.say(message)
-            link.receive(vectors((address_of(answer), len(answer))))
-            link.pump(time.monotonic() + left_s)
-            _check_head(answer)
-        standings = (row[1] >> 32 for row in frames.rows_in(answer, count).tolist())
+            steps = _told(_ask(link, keys, rooms, left_s, 0), link)
+            standings = finish(steps, link, time.monotonic() + left_s).standings
         return [
             Fate.ASK if standing == _UNKNOWN else standing != _MISSING for standing in standings
         ]
@@ -135,7 +131,7 @@ class Express:
 
     def put(
         self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline
-    ) -> list[Put]:
+    ) -> list[Outcome]:
         """Stores the value that fills each spot. Its checksum is asked for while the bytes travel.
 
         Raises what the node raises; NotOffered, PeerLost, DeadlineExceeded. Nothing is under way when it has raised.
@@ -264,9 +260,11 @@ def _packed(
     return rows(begins), values
 
 
-def _ask(link: Link, keys: Sequence[BlockKey], rooms: Words, left_s: float) -> int:
+def _ask(
+    link: Link, keys: Sequence[BlockKey], rooms: Words, left_s: float, nbytes: int = GET_BYTES
+) -> int:
     """Has the node work on a get; gives of how many keys."""
-    head = frames.question(Kind.GET, len(keys), millis(left_s), GET_BYTES)
+    head = frames.question(Kind.GET, len(keys), millis(left_s), nbytes)
     link.say(b"".join((head, *keys, rooms.tobytes())))
     return len(keys)
 
@@ -294,6 +292,10 @@ class _Told:
     def is_all_of(self, rooms: Words) -> bool:
         """Everything comes along, and fills its room: nearly always so."""
         return bool((self._extents == rooms + _SENT).all())
+
+    @property
+    def standings(self) -> list[int]:
+        return [extent >> 32 for extent in self._extents.tolist()]
 
     @property
     def lengths(self) -> list[int]:
@@ -377,7 +379,7 @@ def _check_head(answer: bytearray) -> None:
         raise PeerLost("the node's answer is none")
 
 
-def _outcomes(link: Link, count: int, give_up_at: float) -> list[Put] | MoonserveError:
+def _outcomes(link: Link, count: int, give_up_at: float) -> list[Outcome] | MoonserveError:
     head = bytearray(ANSWER.size)
     link.receive(vectors((address_of(head), len(head))))
     link.pump(give_up_at)
@@ -388,5 +390,5 @@ def _outcomes(link: Link, count: int, give_up_at: float) -> list[Put] | Moonserv
     link.receive(vectors((address_of(body), nbytes)))
     link.pump(give_up_at)
     if status == Status.OK:
-        return [Put(outcome) for outcome in body]
+        return [Outcome(outcome) for outcome in body]
     return failure_from_wire(common_pb2.Failure.FromString(bytes(body)))

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import xxhash
 
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import EXIST_KEYS, GET_BYTES, Express, Found, NotOffered
+from kvstore.client.express import GET_BYTES, GET_KEYS, Express, Found, NotOffered
 from kvstore.client.objects import Fate, LeasedObject, too_small
 from kvstore.client.scratch import Scratch
 from kvstore.client.spots import Spots
@@ -46,7 +46,7 @@ class Far:
     def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
         """ASK where it cannot be told by the quick way."""
         found = None
-        if len(keys) <= EXIST_KEYS:
+        if len(keys) <= GET_KEYS:
             found = self._express_get(lambda express: express.exist(keys, deadline))
         return [Fate.ASK] * len(keys) if found is None else found
 
@@ -56,6 +56,12 @@ class Far:
 
     def fetch(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[int | Fate]:
         """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""
+        if len(keys) > GET_KEYS:
+            rest = spots.at(range(GET_KEYS, len(keys)))
+            return [
+                *self.fetch(keys[:GET_KEYS], spots.at(range(GET_KEYS)), deadline),
+                *self.fetch(keys[GET_KEYS:], rest, deadline),
+            ]
         found = self._express_get(lambda express: express.get(keys, spots, deadline))
         if found is None:
             found = list(self.look(keys, deadline))
@@ -78,7 +84,7 @@ class Far:
         Raises InvalidRequest for an object of another length.
         """
         found = None
-        if spots.nbytes <= GET_BYTES:
+        if spots.nbytes <= GET_BYTES and len(keys) <= GET_KEYS:
             with scratch.borrow(spots.nbytes or 1) as local:
                 found = self._express_get(
                     lambda express: express.scatter(keys, spots, local, deadline)
@@ -89,7 +95,7 @@ class Far:
         self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline
     ) -> list[int | Fate] | None:
         """As `scatter`, in an event loop; None when that takes a thread."""
-        if self._express is None or spots.nbytes > GET_BYTES:
+        if self._express is None or spots.nbytes > GET_BYTES or len(keys) > GET_KEYS:
             return None
         with scratch.borrow(spots.nbytes or 1) as local:
             return await self._express.scatter_in_loop(keys, spots, local, deadline)

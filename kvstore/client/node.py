@@ -24,12 +24,14 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.express import PUT_BYTES, Express, NotOffered
 from kvstore.client.far import Far
 from kvstore.client.near import Near
-from kvstore.client.rights import UNDO_TIMEOUT_S, Call, Steps, Terms, ToPut
+from kvstore.client.objects import ToPut
+from kvstore.client.rights import UNDO_TIMEOUT_S, Call, Steps, Terms
 from kvstore.client.scratch import Scratch
 from kvstore.client.spots import Spots
-from kvstore.express.frames import METHOD, Put
+from kvstore.express.frames import METHOD
 from kvstore.native.base import Entry
 from kvstore.native.layout import Retired
+from kvstore.promises import Outcome
 from kvstore.wire import entries_from_wire
 from protocol.errors import (
     DeadlineExceeded,
@@ -200,11 +202,11 @@ class StoreNode:
 
     def put_at_once(
         self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline
-    ) -> list[Put]:
+    ) -> list[Outcome]:
         """Stores in one round trip; all are LATER where node or size do not allow that. Raises as `call`."""
-        later = [Put.LATER] * len(objects)
+        later = [Outcome.LATER] * len(objects)
 
-        def put(way: Attachment) -> list[Put]:
+        def put(way: Attachment) -> list[Outcome]:
             if way.express is None or spots.nbytes > PUT_BYTES:
                 return later
             try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvstore.client.keys import Block
 from kvstore.client.spots import Spots
 from kvstore.disk.base import Pin
 from kvstore.wire import pin_from_wire
+from protocol.checksum import checksum
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
@@ -47,6 +49,39 @@ class PutObject:
     key: BlockKey
     parent: BlockKey | None  # None = its chain starts here
     checksum: int
+
+
+class Item:
+    """An object to store, as its writer gave it; nobody changes it meanwhile."""
+
+    __slots__ = ("_checksum", "_value", "block")
+
+    def __init__(self, block: Block, value: memoryview) -> None:
+        self.block = block
+        self._value = value
+        self._checksum: int | None = None
+
+    @property
+    def key(self) -> BlockKey:
+        return self.block.key
+
+    @property
+    def parent(self) -> BlockKey | None:
+        return self.block.parent
+
+    @property
+    def length(self) -> int:
+        return len(self._value)
+
+    @property
+    def checksum(self) -> int:
+        """Made when it is first asked for, best while the bytes are on their way."""
+        if self._checksum is None:
+            self._checksum = checksum([self._value])
+        return self._checksum
+
+
+ToPut = PutObject | Item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

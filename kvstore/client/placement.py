@@ -46,17 +46,6 @@ class Placement:
         return scores
 
 
-def home(key: BlockKey, weights: Mapping[str, float]) -> str:
-    """The id of the node where a key is at home. There is a node."""
-    return ranked(key, weights)[0]
-
-
-def ranked(key: BlockKey, weights: Mapping[str, float]) -> list[str]:
-    """The ids of all nodes, home first."""
-    placement = Placement(weights)
-    return [placement.ids[place] for place in placement.ranked([key])[0]]
-
-
 def _seed(node: str) -> int:
     return int.from_bytes(hashlib.blake2b(node.encode(), digest_size=8).digest(), "little")
 

@@ -1,4 +1,4 @@
-"""Calls that concern the whole cluster: removing, pinning and statistics at every node, and questions to the directory.
+"""Calls that concern the whole cluster: of every node, and questions to the directory.
 
 Its rule: every node is asked, and one that does not answer is an error only after the others have been. The directory,
 asked over gRPC in the backstage, is the slow way to find a key, and is told how many replicas a key is to have.
@@ -7,15 +7,13 @@ asked over gRPC in the backstage, is the slow way to find a key, and is told how
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from kvstore.client.cluster import Cluster, View
+from kvstore.client.cluster import View
 from kvstore.client.deadline import Deadline
 from kvstore.client.node import Means, StoreNode, Stub
-from kvstore.disk.base import Pin
-from kvstore.wire import pin_to_wire
 from protocol.errors import DeadlineExceeded, MoonserveError, NoWorker, PeerLost
 from protocol.keys import BlockKey, pack_keys
 from protocol.pb import directory_pb2, directory_pb2_grpc, kvstore_pb2
@@ -42,6 +40,10 @@ class NodeStats:
         return NodeStats(
             **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _FIELDS}
         )
+
+    @classmethod
+    def of(cls, reply: kvstore_pb2.StoreStatsReply) -> NodeStats:
+        return cls(**{each.name: getattr(reply, each.name) for each in _FIELDS})
 
 
 _FIELDS = fields(NodeStats)
@@ -75,74 +77,42 @@ class NodeView:
     """It did not answer, and is not asked until it does."""
 
 
-class Pool:
-    """All nodes of the cluster, asked one after the other. Thread-safe."""
+def ask_all(
+    nodes: Sequence[StoreNode],
+    method: Callable[[Stub], Callable[..., T]],
+    request: Any,
+    deadline: Deadline,
+) -> tuple[dict[str, T], dict[str, MoonserveError]]:
+    """What each node answers, one after the other, and why those do not that do not."""
+    replies: dict[str, T] = {}
+    errors: dict[str, MoonserveError] = {}
+    for left, node in zip(range(len(nodes), 0, -1), nodes, strict=True):
+        attempt = deadline.half() if left > 1 else deadline
+        try:
+            replies[node.node_id] = node.call(method, request, attempt)
+        except (PeerLost, DeadlineExceeded) as error:
+            if attempt.fair():
+                node.lost(error)
+            errors[node.node_id] = error
+    return replies, errors
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
 
-    def remove(self, keys: Sequence[BlockKey], deadline: Deadline) -> int:
-        """How many replicas there were. Raises PeerLost when one may be left: until its node hears of it from others,
-        which it does within seconds of answering again, and before it is a member again."""
-        request = kvstore_pb2.StoreRemoveRequest(keys=keys, removal_id=new_removal_id())
-        replies, errors = self._ask_all(lambda stub: stub.Remove, request, deadline)
-        _raise_first(errors)
-        return sum(reply.removed for reply in replies.values())
-
-    def pin(self, keys: Sequence[BlockKey], pin: Pin, deadline: Deadline) -> int:
-        """How many replicas there are. Raises PeerLost when one may be left."""
-        request = kvstore_pb2.StorePinRequest(keys=keys, pin=pin_to_wire(pin))
-        replies, errors = self._ask_all(lambda stub: stub.Pin, request, deadline)
-        _raise_first(errors)
-        return sum(reply.pinned for reply in replies.values())
-
-    def stats(self, client: Mapping[str, int], deadline: Deadline) -> PoolStats:
-        request = kvstore_pb2.StoreStatsRequest()
-        replies, errors = self._ask_all(lambda stub: stub.Stats, request, deadline)
-        return PoolStats(
-            nodes={node_id: _stats(reply) for node_id, reply in replies.items()},
-            counters={node_id: dict(reply.counters) for node_id, reply in replies.items()},
-            unreachable=tuple(errors),
-            client=client,
-        )
-
-    def nodes(self) -> tuple[NodeView, ...]:
-        return tuple(
-            NodeView(
-                node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting
-            )
-            for node in self._cluster.view.nodes
-        )
-
-    def _ask_all(
-        self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline
-    ) -> tuple[dict[str, T], dict[str, MoonserveError]]:
-        replies: dict[str, T] = {}
-        errors: dict[str, MoonserveError] = {}
-        nodes = self._cluster.view.nodes
-        for left, node in zip(range(len(nodes), 0, -1), nodes, strict=True):
-            attempt = deadline.half() if left > 1 else deadline
-            try:
-                replies[node.node_id] = node.call(method, request, attempt)
-            except (PeerLost, DeadlineExceeded) as error:
-                if attempt.fair():
-                    node.lost(error)
-                errors[node.node_id] = error
-        return replies, errors
+def answers_of_all(
+    nodes: Sequence[StoreNode],
+    method: Callable[[Stub], Callable[..., T]],
+    request: Any,
+    deadline: Deadline,
+) -> Iterable[T]:
+    """As `ask_all`. Raises the first error, once all have been asked."""
+    replies, errors = ask_all(nodes, method, request, deadline)
+    for error in errors.values():
+        raise error
+    return replies.values()
 
 
 def new_removal_id() -> int:
     """An id for a removal of all replicas: the same at every node, and never used again."""
     return secrets.randbits(63) + 1
-
-
-def _raise_first(errors: Mapping[str, MoonserveError]) -> None:
-    for error in errors.values():
-        raise error
-
-
-def _stats(reply: kvstore_pb2.StoreStatsReply) -> NodeStats:
-    return NodeStats(**{each.name: getattr(reply, each.name) for each in _FIELDS})
 
 
 def locate(

@@ -14,14 +14,12 @@ from functools import partial
 from kvstore.client.at_node import AtNode
 from kvstore.client.cluster import Cluster
 from kvstore.client.deadline import Deadline
-from kvstore.client.keys import Block
 from kvstore.client.node import Means, StoreNode
-from kvstore.client.objects import Fate
+from kvstore.client.objects import Fate, Item
 from kvstore.client.rights import Terms, abort, stored
 from kvstore.client.search import Hints
 from kvstore.client.spots import Spots
-from kvstore.express.frames import Put
-from protocol.checksum import checksum
+from kvstore.promises import Outcome
 from protocol.errors import (
     DeadlineExceeded,
     IntegrityError,
@@ -32,7 +30,6 @@ from protocol.errors import (
     StaleLease,
 )
 from protocol.ids import new_id
-from protocol.keys import BlockKey
 
 _MAX_NODES = 4
 """A cluster where so many nodes in a row have no room is full."""
@@ -43,36 +40,6 @@ _FULL_RETRY_S = 1.0
 
 class Unfinished(DeadlineExceeded):
     """By another writer of the key, while the node answered all the time."""
-
-
-class Item:
-    """An object to store, as its writer gave it; nobody changes it meanwhile."""
-
-    __slots__ = ("_checksum", "_value", "block")
-
-    def __init__(self, block: Block, value: memoryview) -> None:
-        self.block = block
-        self._value = value
-        self._checksum: int | None = None
-
-    @property
-    def key(self) -> BlockKey:
-        return self.block.key
-
-    @property
-    def parent(self) -> BlockKey | None:
-        return self.block.parent
-
-    @property
-    def length(self) -> int:
-        return len(self._value)
-
-    @property
-    def checksum(self) -> int:
-        """Made when it is first asked for, best while the bytes are on their way."""
-        if self._checksum is None:
-            self._checksum = checksum([self._value])
-        return self._checksum
 
 
 class Puts:
@@ -127,7 +94,7 @@ class Puts:
                 node.lost(error)
             return [error] * len(items)
         refused = Overloaded(_why_full(terms.tenant), retry_after_s=_FULL_RETRY_S)
-        return [refused if put is Put.FULL else None for put in puts]
+        return [refused if put is Outcome.FULL else None for put in puts]
 
     def _put_at(
         self,
@@ -136,13 +103,13 @@ class Puts:
         spots: Spots,
         terms: Terms,
         deadline: Deadline,
-    ) -> list[Put]:
+    ) -> list[Outcome]:
         """What became of each: PRESENT, FULL or STORED."""
         puts = node.put_at_once(items, spots, terms, deadline)
         _require_undamaged(puts)
-        self._write(node, items, spots, terms, deadline, puts, Put.LATER)
-        while Put.IN_PROGRESS in puts:
-            if not self._write(node, items, spots, terms, deadline, puts, Put.IN_PROGRESS):
+        self._write(node, items, spots, terms, deadline, puts, Outcome.LATER)
+        while Outcome.IN_PROGRESS in puts:
+            if not self._write(node, items, spots, terms, deadline, puts, Outcome.IN_PROGRESS):
                 break  # else the node did not wait for the rest
         self._require_same(node, items, puts, deadline)
         return puts
@@ -154,15 +121,15 @@ class Puts:
         spots: Spots,
         terms: Terms,
         deadline: Deadline,
-        puts: list[Put],
-        which: Put,
+        puts: list[Outcome],
+        which: Outcome,
     ) -> bool:
         """Tries those again, the long way; whether one was stored. An error leaves no reservation behind."""
         places = [place for place, put in enumerate(puts) if put is which]
         if not places:
             return False
         left_s = deadline.left_s()
-        wait_s = left_s * _WAIT_SHARE if which is Put.IN_PROGRESS else 0.0
+        wait_s = left_s * _WAIT_SHARE if which is Outcome.IN_PROGRESS else 0.0
         some, there = [items[place] for place in places], spots.at(places)
         address = node.attached(deadline).data.address
         name = new_id("put")
@@ -176,15 +143,15 @@ class Puts:
         for place, put in zip(places, written, strict=True):
             puts[place] = put
         _require_undamaged(written)
-        return Put.STORED in written
+        return Outcome.STORED in written
 
     def _require_same(
-        self, node: StoreNode, items: Sequence[Item], puts: Sequence[Put], deadline: Deadline
+        self, node: StoreNode, items: Sequence[Item], puts: Sequence[Outcome], deadline: Deadline
     ) -> None:
         """Raises InvalidRequest when another value is stored under one of the keys, Unfinished."""
-        if Put.IN_PROGRESS in puts:
+        if Outcome.IN_PROGRESS in puts:
             raise Unfinished("another writer of this key did not finish in time")
-        present = [item for item, put in zip(items, puts, strict=True) if put is Put.PRESENT]
+        present = [item for item, put in zip(items, puts, strict=True) if put is Outcome.PRESENT]
         if not present:
             return
         entries = self._at_node.entries(node, [item.key for item in present], deadline)
@@ -197,8 +164,8 @@ class Puts:
                 )
 
 
-def _require_undamaged(puts: Sequence[Put]) -> None:
-    if num_corrupt := puts.count(Put.CORRUPT):
+def _require_undamaged(puts: Sequence[Outcome]) -> None:
+    if num_corrupt := puts.count(Outcome.CORRUPT):
         raise IntegrityError(
             f"{num_corrupt} of {len(puts)} values arrived damaged and were dropped"
         )

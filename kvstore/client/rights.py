@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.client.deadline import right_s
-from kvstore.client.objects import ReadLease, leased_from_wire
+from kvstore.client.objects import ReadLease, ToPut, leased_from_wire
 from kvstore.client.spots import Spots
 from kvstore.disk.base import Pin
-from kvstore.express.frames import OUTCOMES, Put
-from kvstore.wire import pin_to_wire, slots_from_wire
+from kvstore.promises import Outcome
+from kvstore.wire import pin_to_wire
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
@@ -37,21 +37,6 @@ class Call(NamedTuple):
 
 
 Steps = Generator[Call | ScatterTransfer, Any, T]
-
-
-class ToPut(Protocol):
-    """An object to store."""
-
-    @property
-    def key(self) -> BlockKey: ...
-
-    @property
-    def parent(self) -> BlockKey | None:
-        """None = its chain starts here."""
-
-    @property
-    def checksum(self) -> int:
-        """As made by its writer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +81,7 @@ def stored(
     left_s: float,
     *,
     wait_s: float = 0.0,
-) -> Steps[list[Put]]:
+) -> Steps[list[Outcome]]:
     """What became of each object, all of which fill their spots. Where it does not come to that: `abort`.
 
     `address`: of the node's transfer engine. `wait_s`: for other writers of the same keys.
@@ -110,12 +95,11 @@ def stored(
             key=each.key, parent=each.parent or b"", length=length, tenant=terms.tenant, pin=pin
         )
     reply = yield Call(attrgetter("Reserve"), request)
-    slots = slots_from_wire(reply)
-    puts = [OUTCOMES[slot.outcome] for slot in slots]
-    granted = [place for place, put in enumerate(puts) if put is Put.STORED]
+    puts = [Outcome(slot.outcome) for slot in reply.slots]
+    granted = [place for place, put in enumerate(puts) if put is Outcome.STORED]
     if not granted:
         return puts
-    rows = spots.at(granted).rows([slots[place].offset for place in granted])
+    rows = spots.at(granted).rows([reply.slots[place].offset for place in granted])
     remote = RemoteSegment(address, reply.segment_id)
     yield ScatterTransfer(Op.WRITE, spots.segment, remote, rows, reply.window_id)
     commit = kvstore_pb2.StoreCommitRequest(
@@ -126,7 +110,7 @@ def stored(
     corrupt = set((yield Call(attrgetter("Commit"), commit)).corrupt)
     for place in granted:
         if objects[place].key in corrupt:
-            puts[place] = Put.CORRUPT
+            puts[place] = Outcome.CORRUPT
     return puts
 
 

@@ -16,9 +16,17 @@ from kvstore.client.cluster import Cluster
 from kvstore.client.deadline import Deadline
 from kvstore.client.keys import Key, Keys, block_of, blocks_of
 from kvstore.client.node import Means
-from kvstore.client.objects import Fate
-from kvstore.client.pool import NodeView, Pool, PoolStats, change_replica
-from kvstore.client.puts import Item, Puts
+from kvstore.client.objects import Fate, Item
+from kvstore.client.pool import (
+    NodeStats,
+    NodeView,
+    PoolStats,
+    answers_of_all,
+    ask_all,
+    change_replica,
+    new_removal_id,
+)
+from kvstore.client.puts import Puts
 from kvstore.client.reads import Reads
 from kvstore.client.reports import LAST_REPORTS_S, Counters, Touches
 from kvstore.client.rights import Terms
@@ -27,7 +35,9 @@ from kvstore.client.spots import Spots, portions
 from kvstore.client.store_lease import StoreLease
 from kvstore.disk.base import Pin
 from kvstore.promises import check_tenant, check_ttl
+from kvstore.wire import pin_to_wire
 from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
+from protocol.pb import kvstore_pb2
 from transfer import Segment
 from transfer.segments import Registrable
 
@@ -69,7 +79,6 @@ class KvStore:
         at_node = AtNode(means, self._touches, self._counters)
         self._reads = Reads(cluster, means, at_node, hints, self._counters)
         self._puts = Puts(cluster, means, at_node, hints)
-        self._pool = Pool(cluster)
         self._hints = hints
 
     # Reading
@@ -255,7 +264,8 @@ class KvStore:
         """Removes all replicas and says whether there was one. Readers under a lease may finish.
 
         Raises PeerLost when a node that may have one did not answer; the others have removed theirs then. That node, or
-        one that the registry has given up, hears of it from the others, before it is a member again.
+        one that the registry has given up, hears of it from the others within seconds of answering again, and before
+        it is a member again.
         """
         return self.batch_remove([key], timeout_s=timeout_s) > 0
 
@@ -263,12 +273,18 @@ class KvStore:
         """As `remove`, and gives how many replicas there were."""
         block_keys = [block.key for block in blocks_of(keys)]
         self._hints.forget(block_keys)
-        return self._pool.remove(block_keys, Deadline(timeout_s))
+        request = kvstore_pb2.StoreRemoveRequest(keys=block_keys, removal_id=new_removal_id())
+        nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
+        replies = answers_of_all(nodes, lambda stub: stub.Remove, request, deadline)
+        return sum(reply.removed for reply in replies)
 
     def pin(self, keys: Sequence[Key], kind: Pin | str, *, timeout_s: float | None = None) -> int:
         """Pins all replicas: "soft" (evicted last), "hard" (never evicted), "none". Gives how many there are."""
         block_keys = [block.key for block in blocks_of(keys)]
-        return self._pool.pin(block_keys, _pin_of(kind), Deadline(timeout_s))
+        request = kvstore_pb2.StorePinRequest(keys=block_keys, pin=pin_to_wire(_pin_of(kind)))
+        nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
+        replies = answers_of_all(nodes, lambda stub: stub.Pin, request, deadline)
+        return sum(reply.pinned for reply in replies)
 
     def change_replica(
         self, keys: Sequence[Key], num_replicas: int, *, timeout_s: float | None = None
@@ -282,11 +298,24 @@ class KvStore:
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         """Of each node that answers, their sum, and what this client has counted."""
-        return self._pool.stats(self._counters.all(), Deadline(timeout_s))
+        request = kvstore_pb2.StoreStatsRequest()
+        nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
+        replies, errors = ask_all(nodes, lambda stub: stub.Stats, request, deadline)
+        return PoolStats(
+            nodes={node_id: NodeStats.of(reply) for node_id, reply in replies.items()},
+            counters={node_id: dict(reply.counters) for node_id, reply in replies.items()},
+            unreachable=tuple(errors),
+            client=self._counters.all(),
+        )
 
     def nodes(self) -> tuple[NodeView, ...]:
         """Those that the registry names."""
-        return self._pool.nodes()
+        return tuple(
+            NodeView(
+                node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting
+            )
+            for node in self._cluster.view.nodes
+        )
 
     def close(self) -> None:
         """Nothing may be under way; nodes are still told what was read. Idempotent."""

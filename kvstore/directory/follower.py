@@ -49,7 +49,6 @@ class Follower:
     ) -> None:
         self.member = member
         self.last_heard = clock()
-        self.described = kvstore_pb2.StoreDescribeReply()
         self.stats = kvstore_pb2.StoreStatsReply()
         self._id = InstanceId(member.instance_id)
         self._directory = directory
@@ -67,10 +66,10 @@ class Follower:
     @property
     def endpoint(self) -> common_pb2.Endpoint | None:
         """As peers address it; None before it has said that."""
-        if not self.described.HasField("endpoint"):
+        if not self.stats.HasField("endpoint"):
             return None
         endpoint = common_pb2.Endpoint()
-        endpoint.CopyFrom(self.described.endpoint)
+        endpoint.CopyFrom(self.stats.endpoint)
         endpoint.rpc_address = self.rpc_address
         return endpoint
 
@@ -91,7 +90,7 @@ class Follower:
             free_bytes=self.stats.free_bytes,
             capacity_bytes=self.stats.capacity_bytes,
             draining=self.stats.draining,
-            in_step=self.in_step and self.described.HasField("endpoint"),
+            in_step=self.in_step and self.stats.HasField("endpoint"),
         )
 
     async def run(self) -> None:
@@ -156,20 +155,13 @@ class Follower:
     async def _ask_for_ever(self) -> None:
         while True:
             try:
-                await self._ask()
+                request = kvstore_pb2.StoreStatsRequest()
+                self.stats = await self._channels.call(
+                    self._stub.Stats, request, timeout_s=ASK_TIMEOUT_S
+                )
             except MoonserveError as error:
                 log.debug("%s did not say how it is: %s", self._id, error)
             await asyncio.sleep(ASK_EVERY_S)
-
-    async def _ask(self) -> None:
-        stats = await self._channels.call(
-            self._stub.Stats, kvstore_pb2.StoreStatsRequest(), timeout_s=ASK_TIMEOUT_S
-        )
-        self.stats = stats
-        if self.described.endpoint.epoch != stats.endpoint.epoch:
-            self.described = await self._channels.call(
-                self._stub.Describe, kvstore_pb2.StoreDescribeRequest(), timeout_s=ASK_TIMEOUT_S
-            )
 
 
 def _changes(events: kvstore_pb2.StoreEvents) -> Changes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
@@ -65,8 +64,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         keys = _keys(request.keys)
         if request.num_replicas < 1:
             raise InvalidRequest("a key has at least one replica; remove it instead")
-        changed = await self._replicator.change(keys, request.num_replicas)
-        return directory_pb2.ChangeReplicaReply(**asdict(changed))
+        return await self._replicator.change(keys, request.num_replicas)
 
 
 def _keys(packed_keys: bytes) -> list[BlockKey]:

@@ -5,7 +5,7 @@ question  kind u8 · pin u8 · tenant's bytes u16 · count u32 · deadline in ms
   PUT       count wishes (key 16 · parent 16 · length u64) · tenant · the values, `bytes` in all · count checksums u64
 answer    status u8 · 0 · count u32 · bytes u64
   GET       count rows (offset u64 · length u32 · standing u32 · checksum u64 · generation u64) · the values SENT
-  PUT       count outcomes u8
+  PUT       count outcomes u8 (`kvstore.promises.Outcome`)
   FAILURE   `bytes` of a common.Failure
 
 One question is under way at a time. Whatever breaks a rule ends the connection.
@@ -20,7 +20,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.promises import Outcome
 from protocol.errors import PeerLost
 from protocol.keys import KEY_BYTES
 
@@ -53,27 +52,6 @@ class Status(IntEnum):
     OK = 0
     FAILURE = 1
     """The question was read to its end and refused; the connection goes on."""
-
-
-class Put(IntEnum):
-    """What became of one value."""
-
-    STORED = 0
-    PRESENT = 1
-    IN_PROGRESS = 2
-    FULL = 3
-    CORRUPT = 4
-    """It did not match its checksum on arrival, and was dropped."""
-    LATER = 5
-    """There will be room soon: ask the long way, which waits."""
-
-
-OUTCOMES = {
-    Outcome.GRANTED: Put.STORED,
-    Outcome.PRESENT: Put.PRESENT,
-    Outcome.IN_PROGRESS: Put.IN_PROGRESS,
-    Outcome.FULL: Put.FULL,
-}
 
 
 class MalformedQuestion(PeerLost):

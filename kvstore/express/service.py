@@ -16,20 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from kvstore.express import frames
-from kvstore.express.frames import ANSWER, QUESTION, Kind, MalformedQuestion, Status, Words
-from kvstore.express.link import Link, received
+from kvstore.express.frames import QUESTION, Kind, MalformedQuestion
+from kvstore.express.link import Link
 from kvstore.express.storing import Storing
 from kvstore.native.answering import Desk, End
 from kvstore.native.layout import Retired
 from kvstore.native.metadata import KeyIndex
 from kvstore.native.reader import MappedReader
 from protocol.errors import DeadlineExceeded, Overloaded, PeerLost
-from protocol.keys import KEY_BYTES
 from transfer import Segment
-from transfer.native import IoVectors, address_of
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +55,9 @@ class ExpressService:
             if count > frames.MAX_KEYS or nbytes > frames.MAX_BYTES:
                 raise MalformedQuestion("a question that is too large")
             give_up_at = time.monotonic() + min(deadline_ms / 1000, MOST_S)
-            if kind == Kind.GET:
-                self._get(link, count, nbytes, give_up_at)
-            elif kind == Kind.PUT:
-                self._storing.put(link, count, nbytes, pin, tenant_bytes, give_up_at)
-            else:
-                raise MalformedQuestion(f"a question of kind {kind}")
+            if kind != Kind.PUT:
+                raise MalformedQuestion(f"a question of kind {kind}, or of too many keys")
+            self._storing.put(link, count, nbytes, pin, tenant_bytes, give_up_at)
 
     def _desk(self, link: Link) -> Desk:
         desk = Desk(
@@ -78,7 +71,7 @@ class ExpressService:
         return desk
 
     def _gets_answered(self, desk: Desk) -> bytes:
-        """The head of the next question that is no get, or a large one."""
+        """The head of the next question that is no get, or one of too many keys."""
         while (end := desk.answer()) is not End.OTHER:
             if end is End.LATE:
                 raise DeadlineExceeded("the peer was slow or idle")
@@ -88,27 +81,6 @@ class ExpressService:
                 self._reader = MappedReader(self._index.memory, self._memory)
             desk.use(self._reader)
         return desk.take_head()
-
-    def _get(self, link: Link, count: int, budget: int, give_up_at: float) -> None:
-        body = received(link, count * (KEY_BYTES + 8), give_up_at)
-        rooms = np.frombuffer(body, np.uint64, count, count * KEY_BYTES)
-        answer = frames.answer_room(count)
-        ANSWER.pack_into(answer, 0, Status.OK, count, count * frames.ROW_BYTES)
-        pieces: IoVectors = np.empty((count + 1, 2), np.uint64)
-        pieces[0, 0], pieces[0, 1] = address_of(answer), len(answer)
-        keys = bytes(body[: count * KEY_BYTES])
-        num_pieces = self._located(keys, rooms, budget, frames.rows_in(answer, count), pieces[1:])
-        link.send(pieces[: num_pieces + 1])
-        link.pump(give_up_at)
-
-    def _located(
-        self, keys: bytes, rooms: Words, budget: int, rows: Words, pieces: IoVectors
-    ) -> int:
-        while True:
-            try:
-                return self._reader.locate(keys, rooms, budget, rows, pieces)
-            except Retired:  # the index has grown
-                self._reader = MappedReader(self._index.memory, self._memory)
 
 
 class ExpressConnections:

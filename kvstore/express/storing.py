@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.express import frames
-from kvstore.express.frames import ANSWER, CHECKSUM, WISH, MalformedQuestion, Put, Status
+from kvstore.express.frames import ANSWER, CHECKSUM, WISH, MalformedQuestion, Status
 from kvstore.express.link import Link, checksums_on_arrival, discard, received, send
 from kvstore.mover import Mover
 from kvstore.promises import Outcome, Reservation, Wish
@@ -120,23 +120,23 @@ class Storing:
             return
         if reservation is None:
             discard(link, nbytes + count * CHECKSUM.itemsize, give_up_at)
-            outcomes = [Put.LATER] * count
+            outcomes = [Outcome.LATER] * count
         else:
             outcomes = self._store(link, reservation, give_up_at)
         send(link, ANSWER.pack(Status.OK, count, count) + bytes(outcomes), give_up_at)
 
-    def _store(self, link: Link, reservation: Reservation, give_up_at: float) -> list[Put]:
+    def _store(self, link: Link, reservation: Reservation, give_up_at: float) -> list[Outcome]:
         """What became of each value."""
         try:
             arrived, announced = self._arrive(link, reservation, give_up_at)
         except BaseException:  # whatever broke, what is reserved must be given back
             self._in_loop.run(lambda: self._writes.give_up(reservation))
             raise
-        outcomes = [frames.OUTCOMES[slot.outcome] for slot in reservation.slots]
-        granted = [place for place, put in enumerate(outcomes) if put is Put.STORED]
+        outcomes = [slot.outcome for slot in reservation.slots]
+        granted = [place for place, put in enumerate(outcomes) if put is Outcome.STORED]
         corrupt = [place for place in granted if arrived[place] != announced[place]]
         for place in corrupt:
-            outcomes[place] = Put.CORRUPT
+            outcomes[place] = Outcome.CORRUPT
         if granted:
             key_at = [wish.key for wish in reservation.wishes]
             checksums = {key_at[place]: announced[place] for place in granted}

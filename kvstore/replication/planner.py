@@ -9,7 +9,7 @@ is left. Knows the nodes by their `NodeView`s; what becomes of a plan it is told
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.directory.chains import Chains
@@ -122,13 +122,13 @@ class Planner:
         """One more replica of the chain's last block, and what of its chain is not there yet."""
         replicas = [self._replicas(key, now) for key in chain]
         limit = 1 + self._limits.extra_replicas
-
-        def fits(node: NodeView) -> bool:
-            return node.instance_id not in replicas[-1] and all(
-                node.instance_id in those or len(those) < limit for those in replicas
-            )
-
-        target = self._least_used(nodes, replicas[-1], now, fits)
+        fitting = (
+            node
+            for node in self._by_use(nodes, replicas[-1], now)
+            if node.instance_id not in replicas[-1]
+            and all(node.instance_id in those or len(those) < limit for those in replicas)
+        )
+        target = next(fitting, None)
         if target is None:
             return []
         copies = self._copy(_without(chain, replicas, target), target, nodes, now)
@@ -148,44 +148,21 @@ class Planner:
             short = [those for those in replicas if len(those) < num_replicas]
             if not short:
                 break
-            target = self._for_the_short(replicas, short, nodes, now)
-            if target is None:
+            enough = [those for those in replicas if len(those) >= num_replicas]
+            # It lacks some of what has too few replicas, and as little as possible besides.
+            useful = [n for n in self._by_use(nodes, short[-1], now) if _lacking(n, short)]
+            if not useful:
                 break
+            target = min(useful, key=lambda node, enough=enough: _lacking(node, enough))  # type: ignore[misc]
             copies += self._copy(_without(chain, replicas, target), target, nodes, now)
         return copies
 
-    def _for_the_short(
-        self,
-        replicas: Sequence[Collection[InstanceId]],
-        short: Sequence[Collection[InstanceId]],
-        nodes: Nodes,
-        now: float,
-    ) -> NodeView | None:
-        """A node that lacks what has too few replicas, and as little as possible besides."""
-        lacking = {node: sum(node not in those for those in replicas) for node in nodes}
-        of_short = {node: sum(node not in those for those in short) for node in nodes}
-        useful = [node for node in nodes if of_short[node] and self._takes(nodes[node], now)]
-        least = min((lacking[node] - of_short[node] for node in useful), default=0)
-        best = {node for node in useful if lacking[node] - of_short[node] == least}
-        return self._least_used(nodes, short[-1], now, lambda node: node.instance_id in best)
-
-    def _least_used(
-        self,
-        nodes: Nodes,
-        holders: Collection[InstanceId],
-        now: float,
-        fits: Callable[[NodeView], bool],
-    ) -> NodeView | None:
-        """On another host than the holders' where there is one."""
+    def _by_use(self, nodes: Nodes, holders: Collection[InstanceId], now: float) -> list[NodeView]:
+        """Those that take replicas, the least used first; before them those on another host than the holders'."""
         hosts = {nodes[holder].host for holder in holders if holder in nodes}
-        return min(
-            (node for node in nodes.values() if self._takes(node, now) and fits(node)),
-            key=lambda node: (node.host in hosts, node.used_share, node.instance_id),
-            default=None,
-        )
-
-    def _takes(self, node: NodeView, now: float) -> bool:
-        return node.takes_replicas and not self._ledger.is_shunned(node.instance_id, now)
+        shunned = self._ledger.is_shunned
+        taking = [n for n in nodes.values() if n.takes_replicas and not shunned(n.instance_id, now)]
+        return sorted(taking, key=lambda n: (n.host in hosts, n.used_share, n.instance_id))
 
     def _copy(
         self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes, now: float
@@ -279,6 +256,10 @@ class Planner:
                     for key in free:
                         holders[key].discard(node)
         return tuple(drops)
+
+
+def _lacking(node: NodeView, replicas: Sequence[Collection[InstanceId]]) -> int:
+    return sum(node.instance_id not in those for those in replicas)
 
 
 def _without(

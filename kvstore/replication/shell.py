@@ -10,8 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 
 from kvstore.replication.planner import Planner
@@ -19,7 +18,7 @@ from kvstore.replication.plans import Copy, Drop, Nodes, Pins, Plan, Step
 from protocol.errors import MoonserveError, PeerLost
 from protocol.ids import InstanceId
 from protocol.keys import BlockKey
-from protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protocol.pb import common_pb2, directory_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 
 log = logging.getLogger(__name__)
@@ -34,16 +33,6 @@ ASK_TIMEOUT_S = 1.0
 HEARD_S = 5.0
 """Events take some 20 ms; from a node that is slower than this they are not waited for."""
 _HEAR_AGAIN_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
-    """What became of a wish, in replicas."""
-
-    created: int
-    dropped: int
-    missing: int  # blocks that nobody holds
-    failed: int  # were to be created and were not
 
 
 class Replicator:
@@ -78,7 +67,9 @@ class Replicator:
                     group.create_task(self._drop(drop))
                 await asyncio.sleep(PLAN_EVERY_S)
 
-    async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> Changed:
+    async def change(
+        self, keys: Sequence[BlockKey], num_replicas: int
+    ) -> directory_pb2.ChangeReplicaReply:
         """Carries a wish out, as far as it can be; the index knows of it when it returns.
 
         Events are a moment behind: what was just stored is waited for, and so is what was just done.
@@ -90,7 +81,7 @@ class Replicator:
         dropped = await asyncio.gather(*map(self._drop, plan.drops))
         await self._told(plan, [sum(each) for each in copied], dropped)
         wanted = sum(len(copy.keys) for copy in plan.copies)
-        return Changed(
+        return directory_pb2.ChangeReplicaReply(
             created=sum(created for created, _ in copied),
             dropped=sum(dropped),
             missing=plan.missing,
@@ -124,23 +115,35 @@ class Replicator:
         unknown = [key for key in keys if key not in known]
         if unknown:
             answers = await asyncio.gather(*(self._has(node, unknown) for node in self._views()))
-            there = list(chain.from_iterable(answers))
+            there = list(chain.from_iterable(each or () for each in answers))
             await self._heard(lambda: self._held(there) >= set(there))
 
-    async def _has(self, node: InstanceId, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Nothing of a node that does not say."""
-        found: list[BlockKey] = []
+    async def _has(self, node: InstanceId, keys: Sequence[BlockKey]) -> frozenset[BlockKey] | None:
+        async def ask(piece: Sequence[BlockKey]) -> Sequence[bool]:
+            request = kvstore_pb2.StoreExistsRequest(keys=piece)
+            exists = self._stub(node).Exists
+            reply = await self._channels.call(exists, request, timeout_s=ASK_TIMEOUT_S)
+            return reply.present
+
+        return await self._of_keys(node, keys, ask)
+
+    async def _of_keys(
+        self,
+        node: InstanceId,
+        keys: Sequence[BlockKey],
+        ask: Callable[[Sequence[BlockKey]], Awaitable[Sequence[int]]],
+    ) -> frozenset[BlockKey] | None:
+        """Those of which the node says something. None = it did not answer."""
+        found: set[BlockKey] = set()
         try:
             for begin in range(0, len(keys), KEYS_PER_QUESTION):
                 piece = keys[begin : begin + KEYS_PER_QUESTION]
-                request = kvstore_pb2.StoreExistsRequest(keys=piece)
-                reply = await self._channels.call(
-                    self._stub(node).Exists, request, timeout_s=ASK_TIMEOUT_S
-                )
-                found += [key for key, there in zip(piece, reply.present, strict=True) if there]
+                told = zip(piece, await ask(piece), strict=True)
+                found.update(key for key, said in told if said)
         except MoonserveError as error:
-            log.warning("%s did not tell what it has: %s", node, error)
-        return found
+            log.warning("%s did not say what it holds: %s", node, error)
+            return None
+        return frozenset(found)
 
     async def _heard(self, of_it: Callable[[], bool]) -> None:
         """Until the nodes' events say so, or for a short while."""
@@ -170,21 +173,13 @@ class Replicator:
     async def _pinned(
         self, node: InstanceId, keys: Sequence[BlockKey]
     ) -> frozenset[BlockKey] | None:
-        """None = the node did not say."""
-        found: set[BlockKey] = set()
-        try:
-            for begin in range(0, len(keys), KEYS_PER_QUESTION):
-                piece = keys[begin : begin + KEYS_PER_QUESTION]
-                reply = await self._channels.call(
-                    self._stub(node).GetPins,
-                    kvstore_pb2.StoreGetPinsRequest(keys=piece),
-                    timeout_s=REMOVE_TIMEOUT_S,
-                )
-                found.update(key for key, pin in zip(piece, reply.pins, strict=True) if pin)
-        except MoonserveError as error:
-            log.warning("%s did not tell its pins: %s", node, error)
-            return None
-        return frozenset(found)
+        async def ask(piece: Sequence[BlockKey]) -> Sequence[int]:
+            request = kvstore_pb2.StoreGetPinsRequest(keys=piece)
+            pins = self._stub(node).GetPins
+            reply = await self._channels.call(pins, request, timeout_s=REMOVE_TIMEOUT_S)
+            return reply.pins
+
+        return await self._of_keys(node, keys, ask)
 
     async def _copy(self, copy: Copy) -> tuple[int, int]:
         """How many blocks are on the target now for it, and how many were there already."""

@@ -16,8 +16,9 @@ import pytest
 
 from deploy.kvctl.cluster import Cluster
 from deploy.terminal.client import EXIT_INTERRUPTED
-from kvstore.client.placement import home
+from kvstore.client.placement import Placement
 from protocol.errors import Overloaded
+from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.deploy.kvctl.stage import (
@@ -65,9 +66,10 @@ def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixtur
         assert {r["node"] for r in chain} == {"store-2"}
         assert [r["parent"] for r in chain] == [None, *(key.hex() for key in keys[:-1])]
         assert (chain[3]["pin"], chain[100]["pin"]) == ("hard", "soft")
-        weights = dict.fromkeys(("store-1", "store-2"), float(SEGMENT_BYTES))
+        placement = Placement(dict.fromkeys(("store-1", "store-2"), float(SEGMENT_BYTES)))
         for key, record in held.items():
-            assert home(bytes.fromhex(key), weights) == record["node"]  # type: ignore[arg-type]
+            [[home, _]] = placement.ranked([BlockKey(bytes.fromhex(key))])
+            assert placement.ids[home] == record["node"]
         assert get_all(second, VALUES) | get_all(third, VALUES) == VALUES
 
 

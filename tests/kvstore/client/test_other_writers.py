@@ -11,7 +11,7 @@ import pytest
 from kvstore.client import KvStore, plain_key, puts
 from kvstore.client.deadline import Deadline
 from kvstore.client.puts import Puts
-from kvstore.express.frames import Put
+from kvstore.promises import Outcome
 from protocol.errors import DeadlineExceeded
 from protocol.pb import kvstore_pb2
 from tests.kvstore.client.pools import DRAM, store_of
@@ -62,7 +62,7 @@ def test_each_of_several_other_writers_is_waited_for(
         write = Puts._write
 
         def end_one_and_write(*args: Any) -> bool:
-            if args[-1] is Put.IN_PROGRESS and args[-1] in args[-2]:
+            if args[-1] is Outcome.IN_PROGRESS and args[-1] in args[-2]:
                 abort = kvstore_pb2.StoreAbortRequest(reservation_id=next(waited_for).decode())
                 at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
             return write(*args)

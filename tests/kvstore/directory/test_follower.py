@@ -56,12 +56,8 @@ class ScriptedNode(kvstore_pb2_grpc.KvStoreServicer):
             yield message
 
     async def Stats(self, request: Any, context: Any) -> kvstore_pb2.StoreStatsReply:
-        endpoint = common_pb2.Endpoint(instance_id=A, epoch=5)
-        return kvstore_pb2.StoreStatsReply(endpoint=endpoint, free_bytes=7, capacity_bytes=9)
-
-    async def Describe(self, request: Any, context: Any) -> kvstore_pb2.StoreDescribeReply:
         endpoint = common_pb2.Endpoint(instance_id=A, epoch=5, transfer_address="t")
-        return kvstore_pb2.StoreDescribeReply(endpoint=endpoint, lean_address="lean")
+        return kvstore_pb2.StoreStatsReply(endpoint=endpoint, free_bytes=7, capacity_bytes=9)
 
 
 class Scene:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.express import frames
-from kvstore.express.frames import ANSWER, NOT_LIMITED, Kind, Status
+from kvstore.express.frames import ANSWER, NOT_LIMITED, Kind, MalformedQuestion, Status
 from kvstore.express.link import Link
 from kvstore.express.service import ExpressService
 from kvstore.express.storing import Storing
@@ -154,17 +154,21 @@ def test_every_get_is_answered_as_the_index_says_however_its_bytes_come(
             assert serving.answer(len(numbers)) == expected(numbers, rooms, budget)
 
 
-def test_a_get_of_more_keys_than_compiled_code_has_room_for_is_answered_too(
-    published: Published,
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_get_of_more_keys_than_there_is_room_for_ends_the_connection(
+    published: Published, extra: int
 ) -> None:
-    numbers = [number % (NUM_VALUES + 1) for number in range(MOST_KEYS + 1)]
+    numbers = [number % (NUM_VALUES + 1) for number in range(MOST_KEYS + extra)]
     rooms = [0] * len(numbers)
-    with served(published) as serving:
-        for _ in range(2):
-            serving.ask(get(numbers, rooms))
-            assert serving.answer(len(numbers)) == expected(numbers, rooms, 0)
-            serving.ask(get([3], [NOT_LIMITED]))
-            assert serving.answer(1) == expected([3], [NOT_LIMITED], 2**20)
+    serving = Serving(published)
+    serving.ask(get(numbers, rooms))
+    if extra:
+        assert isinstance(serving.ends_with(), MalformedQuestion)
+    else:
+        assert serving.answer(len(numbers)) == expected(numbers, rooms, 0)
+        serving.sock.shutdown(socket.SHUT_WR)
+        serving.ends_with()
+    serving.sock.close()
 
 
 def test_an_index_that_has_moved_is_followed_in_the_midst_of_a_connection(

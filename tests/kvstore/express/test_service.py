@@ -11,14 +11,15 @@ import pytest
 
 from kvstore.client import KvStore
 from kvstore.client.deadline import Deadline
-from kvstore.client.express import EXIST_KEYS, GET_BYTES, Express
+from kvstore.client.express import GET_BYTES, GET_KEYS, Express
 from kvstore.client.keys import plain_key
 from kvstore.client.objects import Fate, PutObject
 from kvstore.client.rights import Terms
 from kvstore.client.spots import Spots
 from kvstore.express import frames
-from kvstore.express.frames import ANSWER, Kind, Put, Status
+from kvstore.express.frames import ANSWER, Kind, Status
 from kvstore.express.link import Link, received, send
+from kvstore.promises import Outcome
 from protocol.checksum import checksum
 from protocol.errors import (
     DeadlineExceeded,
@@ -90,7 +91,7 @@ def fresh() -> BlockKey:
     return BlockKey(os.urandom(16))
 
 
-def put(express: Express, key: BlockKey, value: bytes) -> Put:
+def put(express: Express, key: BlockKey, value: bytes) -> Outcome:
     memory = SegmentTable().allocate(len(value) or 1, readable=False)
     memory.buffer[: len(value)] = value
     spots = Spots.packed(memory, [len(value)])
@@ -131,8 +132,12 @@ def reserved(store: KvStore) -> int:
 
 def test_any_number_of_keys_may_be_asked_about(store: KvStore) -> None:
     store.put(b"there", b"value")
-    keys = [b"absent %d" % number for number in range(EXIST_KEYS)]
-    assert store.batch_exists([*keys, b"there"]) == [False] * EXIST_KEYS + [True]
+    keys = [b"absent %d" % number for number in range(GET_KEYS)]
+    assert store.batch_exists([*keys, b"there"]) == [False] * GET_KEYS + [True]
+    assert store.batch_get([*keys, b"there"]) == [None] * GET_KEYS + [b"value"]
+    segment = store.allocate(8 * (GET_KEYS + 1))
+    found = store.batch_get_into([*keys, b"there"], segment, range(0, segment.nbytes, 8))
+    assert found == [None] * GET_KEYS + [5]
 
 
 def is_ended(link: Link) -> bool:
@@ -171,7 +176,7 @@ def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) 
     with link_to(store) as link:
         told = checksums_of(damaged[:-1] + b"!", good)
         send(link, begun(key, 5_000, 6_000) + damaged + good + told, FAR_AHEAD)
-        assert outcomes(link) == bytes([Put.CORRUPT, Put.STORED])
+        assert outcomes(link) == bytes([Outcome.CORRUPT, Outcome.STORED])
     assert get(express_of(store), key, local) is Fate.ABSENT
     assert reserved(store) == 0
 
@@ -179,7 +184,7 @@ def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) 
 def test_a_client_is_told_that_its_value_arrived_damaged(
     store: KvStore, local: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.puts.checksum", lambda _: 1)
+    monkeypatch.setattr("kvstore.client.objects.checksum", lambda _: 1)
     with pytest.raises(IntegrityError, match="1 of 1 values arrived damaged"):
         store.put(b"damaged", VALUE)
     assert store.get(b"damaged") is None
@@ -195,7 +200,7 @@ def test_a_put_that_is_cut_off_leaves_nothing(store: KvStore, local: Segment, nb
     until(lambda: reserved(store) == 0)
     assert get(express_of(store), key, local) is Fate.ABSENT
     assert store.stats().total.held_bytes == held
-    assert put(express_of(store), key, VALUE) is Put.STORED
+    assert put(express_of(store), key, VALUE) is Outcome.STORED
 
 
 def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
@@ -215,13 +220,13 @@ def test_of_two_writers_the_first_stores_and_the_second_is_told(
         send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
         send(second, begun(key, 7) + b"another" + checksums_of(b"another"), FAR_AHEAD)
-        assert outcomes(second) == bytes([Put.IN_PROGRESS])
+        assert outcomes(second) == bytes([Outcome.IN_PROGRESS])
         assert get(express_of(store), key, local) is Fate.ABSENT
         send(first, VALUE[1_000:] + checksums_of(VALUE), FAR_AHEAD)
-        assert outcomes(first) == bytes([Put.STORED])
+        assert outcomes(first) == bytes([Outcome.STORED])
         assert get(express_of(store), key, local) == VALUE
         send(second, begun(key, 7) + b"another" + checksums_of(b"another"), FAR_AHEAD)
-        assert outcomes(second) == bytes([Put.PRESENT])
+        assert outcomes(second) == bytes([Outcome.PRESENT])
 
 
 def test_a_second_writer_waits_for_the_first_and_takes_over_when_it_dies(store: KvStore) -> None:
@@ -243,7 +248,7 @@ def test_a_refused_put_is_told_why_and_the_connection_goes_on(store: KvStore) ->
         send(link, question, FAR_AHEAD)
         assert isinstance(outcomes(link), InvalidRequest)
         send(link, begun(fresh(), len(value)) + value + checksums_of(value), FAR_AHEAD)
-        assert outcomes(link) == bytes([Put.STORED])
+        assert outcomes(link) == bytes([Outcome.STORED])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kvstore.allocator import padded
 from kvstore.client import KvStore
 from kvstore.client.backstage import Backstage
 from kvstore.client.keys import Key, block_of
-from kvstore.client.placement import ranked
+from kvstore.client.placement import Placement
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
@@ -127,7 +127,8 @@ class Pool:
 
     def rank_of(self, name: Key) -> list[str]:
         """The nodes that run, in the order in which `name` is put."""
-        return ranked(block_of(name).head, dict.fromkeys(self.running, 1.0))
+        placement = Placement(dict.fromkeys(self.running, 1.0))
+        return [placement.ids[place] for place in placement.ranked([block_of(name).head])[0]]
 
     def put_at(self, node_id: str, name: Key, value: bytes) -> None:
         """A replica at a node of the caller's choice."""
