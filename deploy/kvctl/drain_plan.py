@@ -1,7 +1,8 @@
 """What only the node that is drained holds, and in which order, and to where, it goes.
 
-What is in memory goes first, since reading the rest from disk may evict it there; then parents before children; a chain goes where the blocks before it are, else to its home as clients compute it
-(`kvstore.client.placement`), so that they find it at once. Calls are bounded in objects and bytes.
+What is in memory goes first, since reading the rest from disk may evict it there; then parents before children. A
+chain goes where the blocks before it are, else to its home as clients compute it (`kvstore.client.placement`), so that
+they find it at once. Calls are bounded in objects and bytes.
 """
 
 from __future__ import annotations
