@@ -12,6 +12,7 @@ from kvstore.eviction.ranked import (
     LengthAware,
 )
 from kvstore.eviction.reuse_credit import ReuseCredit
+from kvstore.eviction.s3_fifo import S3Fifo
 from protocol.errors import ConfigError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LeastRecentlyUsed",
     "LengthAware",
     "ReuseCredit",
+    "S3Fifo",
     "make",
 ]
 
@@ -33,6 +35,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     LeastFrequentlyUsed.name: LeastFrequentlyUsed,
     FirstInFirstOut.name: FirstInFirstOut,
     LengthAware.name: LengthAware,
+    S3Fifo.name: S3Fifo,
     ReuseCredit.name: ReuseCredit,
 }
 

@@ -195,7 +195,7 @@ def test_many_uses_at_once_count_as_one_after_the_other(
 
 
 def test_an_unknown_policy_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="lru, lfu, fifo, length-aware, reuse-credit"):
+    with pytest.raises(ConfigError, match="lru, lfu, fifo, length-aware, s3-fifo"):
         eviction.make("random")
 
 
@@ -256,6 +256,39 @@ def test_length_aware_takes_a_block_whose_parent_is_not_here_for_the_first_of_it
     add(policy, 2, 1)
     add(policy, 3)
     assert drain(policy) == [2, 1, 3]
+
+
+def test_s3_fifo_keeps_what_was_read_twice_while_it_was_new() -> None:
+    policy = make_with("s3-fifo", RECORDS[:3])
+    for record in (0, 0, 2, 1):
+        policy.used(record)
+    # Read once is not enough, and being read later does not help.
+    assert drain(policy) == [1, 2, 0]
+
+
+def test_s3_fifo_takes_a_ghost_straight_into_the_main_queue() -> None:
+    policy = make_with("s3-fifo", RECORDS[:3])
+    assert evict(policy) == 0
+    add(policy, 0)
+    add(policy, 3)
+    assert drain(policy) == [1, 2, 3, 0]
+
+
+def test_s3_fifo_sends_what_was_read_round_the_main_queue_again() -> None:
+    policy = make_with("s3-fifo", RECORDS[:4])
+    for record in RECORDS[:2] * 2:
+        policy.used(record)
+    assert [evict(policy), evict(policy)] == RECORDS[2:4]  # the others are in the main queue now
+    policy.used(0)
+    assert drain(policy) == [1, 0]
+
+
+def test_s3_fifo_judges_a_head_of_a_chain_when_it_is_offered_where_it_stood() -> None:
+    policy = make_with("s3-fifo", RECORDS[:3])
+    policy.withdraw(0)
+    assert evict(policy) == 1
+    policy.offer(0)
+    assert drain(policy) == [0, 2]
 
 
 def make_with_lifetime(lifetime: int) -> EvictionPolicy:
