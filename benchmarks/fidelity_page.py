@@ -145,7 +145,7 @@ _READING = """## What the simulation has, and what it leaves out
 | request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
 | the gateway's part | by how much each prompt of one moment makes the others be placed later, by turns |
 | the way back | of a first token: TTFT since placement less what the worker reports; alone, with others behind |
-| turnover | by how much longer prompts compute that follow one another: handing one off delays the next |
+| turnover | what the others leave unexplained of the TTFT of prompts of one moment: handing one off delays the next |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |
 | crowding | how many times as long each of these takes beside 1, 2, … others that compute on this host |

@@ -33,15 +33,14 @@ def check_gpus() -> list[Finding]:
     except ImportError as error:
         why = f"torch cannot be imported ({error}): pip install torch"
     text = f"{num_shown} shown by the driver, none used: workers compute on the processor"
-    return [Finding("gpu", "devices", text, why, {"shown": num_shown})]
+    return [Finding("gpu", "devices", text, why)]
 
 
 def _usable(number: int, gpu: Gpu) -> Finding:
-    facts = {"name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes}
     text = f"{gpu.name}, {size(gpu.total_bytes)}, {size(gpu.free_bytes)} free"
     remedy = "end what uses it (nvidia-smi), or give workers less: --gpu-memory-utilization"
     is_taken = 2 * gpu.free_bytes < gpu.total_bytes
-    return Finding("gpu", f"cuda:{number}", text, remedy if is_taken else "", facts)
+    return Finding("gpu", f"cuda:{number}", text, remedy if is_taken else "")
 
 
 def check_rdma() -> Iterator[Finding]:
@@ -57,19 +56,9 @@ def check_rdma() -> Iterator[Finding]:
 
 def about_port(port: Port, table: str) -> Finding:
     """`table`: as /proc/net/route has it."""
-    found, gid = routes_of(port, table), port.gid
+    found = routes_of(port, table)
     where = f"; routes to {', '.join(found)}" if found else ""
-    facts = {
-        "state": port.state,
-        "link": "Ethernet" if port.is_ethernet else "InfiniBand",
-        "bandwidth_bytes_s": port.bandwidth_bytes_s,
-        "gid_index": gid.index if gid else None,
-        "gid_kind": gid.kind if gid else None,
-        "gid_address": str(gid.address) if gid else None,
-        "interface": gid.netdev if gid else None,
-        "routes": found,
-    }
-    return Finding("rdma", port.name, f"{port}{where}", _remedy(port, found), facts)
+    return Finding("rdma", port.name, f"{port}{where}", _remedy(port, found))
 
 
 def routes_of(port: Port, table: str) -> list[str]:

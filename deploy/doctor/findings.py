@@ -6,8 +6,8 @@ Each of both says what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
@@ -21,14 +21,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `remedy`: what to do about it, empty where all is well. `facts`: the same things as
-    `text`, for programs."""
+    """One line of the report. `remedy`: what to do about it, empty where all is well."""
 
     section: str
     subject: str
     text: str
     remedy: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
     fails: bool = False
 
     def __post_init__(self) -> None:
@@ -47,11 +45,10 @@ def has_failed(findings: Sequence[Finding]) -> bool:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Sections as lists of findings, in order."""
-    sections: dict[str, list[dict[str, Any]]] = {}
+    sections: dict[str, list[dict[str, str]]] = {}
     for one in findings:
-        entry = {"subject": one.subject, "state": str(one.state), "text": one.text}
-        more = {"remedy": one.remedy, "facts": dict(one.facts)}
-        told = {**entry, **{name: value for name, value in more.items() if value}}
+        told = {"subject": one.subject, "state": str(one.state), "text": one.text}
+        told |= {"remedy": one.remedy} if one.remedy else {}
         sections.setdefault(one.section, []).append(told)
     return {"healthy": not has_failed(findings), "findings": sections}
 

@@ -30,7 +30,7 @@ def check_software() -> Iterator[Finding]:
     version = platform.python_version()
     is_old = tuple(map(int, version.split(".")[:2])) < LEAST_PYTHON
     remedy = f"moonserve needs Python {'.'.join(map(str, LEAST_PYTHON))} or newer" if is_old else ""
-    yield Finding("software", "Python", version, remedy, {"version": version}, fails=is_old)
+    yield Finding("software", "Python", version, remedy, fails=is_old)
     for name in PACKAGES:
         yield _package(name)
     yield _compiled()
@@ -56,7 +56,7 @@ def _package(name: str) -> Finding:
         is_tree = name == "moonserve"  # run from its source tree
         remedy = f"pip install {'.' if is_tree else name}"
         return Finding("software", name, "not installed", remedy, fails=not is_tree)
-    return Finding("software", name, version, facts={"version": version})
+    return Finding("software", name, version)
 
 
 def _compiled() -> Finding:
@@ -68,7 +68,7 @@ def _compiled() -> Finding:
         remedy = "install one (Debian: apt-get install gcc libc6-dev) and start again"
         return Finding("software", "C compiler", error.message, remedy, fails=True)
     text = compiler or "none, but compiled code is there"
-    return Finding("software", "C compiler", text, facts={"compiler": compiler})
+    return Finding("software", "C compiler", text)
 
 
 def _features(cpuinfo: str) -> Finding:
@@ -81,19 +81,18 @@ def _features(cpuinfo: str) -> Finding:
         text = f"{text or 'no vectors that are known'}: kernels compute few numbers at once"
         remedy = "a processor with AVX2 and FMA is several times as fast; a virtual machine may hide them"
     text = f"{model}: {text}" if model else text
-    return Finding("machine", "processor", text, remedy, {"features": found})
+    return Finding("machine", "processor", text, remedy)
 
 
 def _cores(usable: int, present: int, quota: str) -> Finding:
     text = f"{usable} of {present}"
-    facts: dict[str, float] = {"usable": usable, "present": present}
-    words = quota.split()
+    words, allowed = quota.split(), float(usable)
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
-        facts["quota"] = int(words[0]) / int(words[1])
-        text += f"; control group allows {facts['quota']:.3g}"
-    is_short = min(usable, facts.get("quota", usable)) < 2
+        allowed = int(words[0]) / int(words[1])
+        text += f"; control group allows {allowed:.3g}"
+    is_short = min(usable, allowed) < 2
     remedy = "a prefill and a decode worker on one core slow each other down; allow at least 2"
-    return Finding("machine", "cores", text, remedy if is_short else "", facts)
+    return Finding("machine", "cores", text, remedy if is_short else "")
 
 
 def _memory(meminfo: str, limit: str) -> Finding:
@@ -109,8 +108,7 @@ def _memory(meminfo: str, limit: str) -> Finding:
         text += f"; control group allows {size(int(limit))}"
     remedy = "smaller pools: --kv-cache-memory and --dram of moonserve serve"
     is_short = available < ENOUGH_AVAILABLE_BYTES
-    facts = {"total_bytes": total, "available_bytes": available}
-    return Finding("machine", "memory", text, remedy if is_short else "", facts)
+    return Finding("machine", "memory", text, remedy if is_short else "")
 
 
 def _files(soft: int, hard: int) -> Finding:
@@ -118,8 +116,7 @@ def _files(soft: int, hard: int) -> Finding:
     text = "unlimited" if is_unlimited else f"{soft} (can be raised to {hard})"
     remedy = f"ulimit -n {max(ENOUGH_FILES, min(hard, 65536))} before starting many peers"
     is_short = not is_unlimited and soft < ENOUGH_FILES
-    facts = {"soft": soft, "hard": hard}
-    return Finding("machine", "open files", text, remedy if is_short else "", facts)
+    return Finding("machine", "open files", text, remedy if is_short else "")
 
 
 def _locked_memory(limit: int, status: str, *, rdma_wanted: bool) -> Finding:
@@ -130,8 +127,7 @@ def _locked_memory(limit: int, status: str, *, rdma_wanted: bool) -> Finding:
     elif not is_unlimited and rdma_wanted:
         text += ": rdma cannot register pools that are larger"
         remedy = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in systemd, IPC_LOCK in containers"
-    facts = {"bytes": None if is_unlimited else limit}
-    return Finding("machine", "locked memory", text, remedy, facts)
+    return Finding("machine", "locked memory", text, remedy)
 
 
 def _is_exempt(status: str) -> bool:

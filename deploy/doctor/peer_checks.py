@@ -102,8 +102,7 @@ def _dial_tcp(transport: str, rail: Rail) -> Finding:
         return unreached(subject, rail.endpoint, error)
     interface = owner_of(source, read_addresses()) or "an unknown interface"
     text = f"{rail.endpoint}: reached from {source} on {interface} in {seconds * 1e3:.1f} ms"
-    facts = {"source": source, "interface": interface, "connect_s": seconds}
-    return Finding(SECTION, subject, text, facts=facts)
+    return Finding(SECTION, subject, text)
 
 
 def unreached(subject: str, endpoint: str, error: Exception) -> Finding:

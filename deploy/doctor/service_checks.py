@@ -63,10 +63,10 @@ def _listen(host: str, port: int) -> None:
 
 def chosen_ports(first: int, last: int) -> Finding:
     """Those that processes listen on where nobody names one; a firewall between machines has to let them through."""
-    text, facts = f"{first} to {last}, chosen by the kernel", {"first": first, "last": last}
+    text = f"{first} to {last}, chosen by the kernel"
     remedy = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
     is_short = last - first + 1 < ENOUGH_PORTS
-    return Finding(SECTION, "other ports", text, remedy if is_short else "", facts)
+    return Finding(SECTION, "other ports", text, remedy if is_short else "")
 
 
 def check_disk(folder: Path | None, *, measure: bool) -> Finding:
@@ -90,13 +90,12 @@ def about_disk(folder: Path, free_bytes: int, bytes_s: float | None) -> Finding:
     """`bytes_s`: how fast it reads, if that was measured."""
     text = f"{folder}: {size(free_bytes)} free"
     text += "" if bytes_s is None else f", reads {rate(bytes_s)}"
-    facts = {"folder": str(folder), "free_bytes": free_bytes, "read_bytes_s": bytes_s}
     remedy = ""
     if free_bytes < ENOUGH_FREE_BYTES:
         remedy = "make room, or name another folder: --ssd FOLDER:SIZE, --log-dir FOLDER"
     elif bytes_s is not None and bytes_s < ENOUGH_BYTES_S:
         remedy = "too slow for --ssd: computing is as fast; give that a folder on an SSD"
-    return Finding(SECTION, "disk", text, remedy, facts)
+    return Finding(SECTION, "disk", text, remedy)
 
 
 def check_registry(url: str | None, cluster_token: str) -> Finding:

@@ -5,12 +5,10 @@ A transport is usable when bytes went both ways over it and were right, not when
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -26,8 +24,6 @@ from transfer.paths.discovery import (
     read_addresses,
 )
 from transfer.rdma.device import Port, discover
-from transfer.scatter import LENGTH
-from transfer.shm.sources import OtherProcess
 
 TRANSPORTS = ("shm", "rdma", "tcp")
 
@@ -36,7 +32,6 @@ _PROBE_BYTES = 64 << 10
 _MOST_BYTES = 32 << 20
 _MEASURE_S = 0.4
 _NUM_LATENCIES = 100
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,6 @@ def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Fin
     for transport in TRANSPORTS:
         trial = try_transport(transport, options, measure=measure)
         yield _outcome(trial, asked=transport in options.transports)
-        if transport == "shm" and not trial.error:
-            yield _other_processes()
 
 
 def check_rails(options: TransferOptions) -> list[Finding]:
@@ -150,8 +143,7 @@ def _outcome(trial: Trial, *, asked: bool) -> Finding:
     if trial.read_bytes_s is not None and trial.latency_s is not None:
         text += f"; READ {rate(trial.read_bytes_s)}, 64 KiB in {trial.latency_s * 1e6:.0f} µs"
         text += " (both ends in this process)"
-    facts = {"read_bytes_s": trial.read_bytes_s, "latency_64k_s": trial.latency_s}
-    return Finding("transports", subject, text, facts=facts)
+    return Finding("transports", subject, text)
 
 
 def _memcpy() -> Finding:
@@ -159,35 +151,7 @@ def _memcpy() -> Finding:
     source, target = np.ones(_MOST_BYTES, np.uint8), np.empty(_MOST_BYTES, np.uint8)
     bytes_s = _MOST_BYTES / min(_timed(lambda: np.copyto(target, source)) for _ in range(5))
     text = f"{rate(bytes_s)}: the limit of any transport within this host"
-    return Finding("transports", "memory copy", text, facts={"bytes_s": bytes_s})
-
-
-def _other_processes() -> Finding:
-    """Memory that is registered and not allocated can be read in one copy only where this is allowed."""
-    text, remedy = "permitted between processes of one user", ""
-    try:
-        _read_own_memory()
-        scope = int(_YAMA.read_text()) if _YAMA.exists() else 0
-    except (OSError, ValueError) as error:
-        text = f"not permitted ({error}): buffers that a program registers go through a socket"
-        remedy = "allow it in the container's filter"
-    else:
-        if scope:
-            text = f"restricted (kernel.yama.ptrace_scope = {scope}): registered buffers go through a socket"
-            remedy = "sysctl kernel.yama.ptrace_scope=0"
-    return Finding("transports", "process_vm_readv", text, remedy)
-
-
-def _read_own_memory() -> None:
-    bytes_ = np.arange(16, dtype=np.uint8)
-    rows = np.zeros((1, 3), np.int64)
-    rows[0, LENGTH] = 8
-    place = int(bytes_.__array_interface__["data"][0])
-    own = OtherProcess(os.getpid())
-    try:
-        own.read(place + 8, place, rows, to_column=1)
-    finally:
-        own.close()
+    return Finding("transports", "memory copy", text)
 
 
 def _rails(options: TransferOptions) -> list[Rail]:
@@ -227,10 +191,4 @@ def _rail(rail: Rail, *, used: bool) -> Finding:
         parts.append(f"{rail.bandwidth_bytes_s * 8e-9:g} Gbit/s")
     if not used:
         parts.append("not used with these options")
-    facts = {
-        "transport": rail.transport,
-        "address": rail.endpoint,
-        "bandwidth_bytes_s": rail.bandwidth_bytes_s,
-        "used": used,
-    }
-    return Finding("rails", rail.name, ", ".join(parts), facts=facts)
+    return Finding("rails", rail.name, ", ".join(parts))

@@ -8,11 +8,10 @@ the workers' own reports, set on the client's clock. Knows no endpoint and fits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import numpy as np
+from statistics import fmean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,44 +48,36 @@ class StepRun:
 class Answered:
     """One prompt of a burst and its answer; instants of the client's clock."""
 
-    machine: str  # that computed it
-    num_tokens: int
+    prompt: PromptRun
     sent_at: float
-    placed_s: float  # after that
-    computes_from: float
-    computes_until: float
     token_at: tuple[float, ...]
+
+    @property
+    def computes_from(self) -> float:
+        return self.sent_at + self.prompt.placed_s + self.prompt.queue_s + self.prompt.load_s
+
+    @property
+    def computes_until(self) -> float:
+        return self.computes_from + self.prompt.compute_s
+
+
+Burst = Sequence[Answered]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """Everything that was measured; `beside_*` belong together and are compared with each other only."""
+    """Everything that was measured; `beside_prompts` are compared with each other only."""
 
     prompts: Sequence[PromptRun]
     steps: Sequence[StepRun]
     beside_prompts: Sequence[PromptRun]
-    beside_steps: Sequence[StepRun]
-    # Of prompts sent at one moment: what each takes of the time until the next one is placed, and those that were
-    # computed right after another.
-    bursts_s: Sequence[float] = ()
-    in_a_row: Sequence[PromptRun] = ()
-    answered: Sequence[
-        Sequence[Answered]
-    ] = ()  # bursts whose answers are as long as they usually are
+    bursts: Sequence[Burst] = ()  # whose answers are as long as they usually are
 
 
 _FEWEST_GAPS = 4  # that tell a step time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffRun:
-    """One handoff: the second token's gap beyond a step."""
-
-    num_prefills: int  # machines that computed meanwhile; the prompt's own is one when it went on
-    seconds: float
-
-
-def steps_of(burst: Sequence[Answered]) -> list[StepRun]:
+def steps_of(burst: Burst) -> list[StepRun]:
     """For each answer the steps that it lived through beside one number of prefill machines, its first gap left out."""
     found: list[StepRun] = []
     for each in burst:
@@ -96,56 +87,47 @@ def steps_of(burst: Sequence[Answered]) -> list[StepRun]:
                 middle = (sooner + later) / 2
                 gap = (number, later - sooner, _num_decoding(burst, middle))
                 by_company.setdefault(_num_prefills(burst, middle), []).append(gap)
-        found += [
-            _step_run(each, others, gaps) for others, gaps in by_company.items() if _tell(gaps)
-        ]
+        for num_others, gaps in by_company.items():
+            numbers, seconds, decoding = zip(*gaps, strict=True)
+            if len(gaps) < _FEWEST_GAPS or not any(seconds):
+                continue
+            num_seqs, num_tokens = fmean(decoding), each.prompt.num_tokens
+            found.append(
+                StepRun(
+                    num_seqs=max(round(num_seqs), 1),
+                    prompt_tokens=num_tokens,
+                    context_tokens=round(num_seqs * (num_tokens + fmean(numbers))),
+                    num_others=num_others,
+                    seconds=fmean(seconds),
+                    gaps_s=seconds,
+                )
+            )
     return found
 
 
-def handoffs_of(burst: Sequence[Answered]) -> list[HandoffRun]:
-    """One for each answer that has a step beside."""
+def handoffs_of(burst: Burst) -> list[tuple[int, float]]:
+    """For each answer that has a step beside: how many prefill machines computed meanwhile, its own one too when that
+    went on; and the seconds by which the second token's gap exceeds a step."""
     return [
-        HandoffRun(
-            num_prefills=_num_prefills(burst, (each.token_at[0] + each.token_at[1]) / 2),
-            seconds=max(each.token_at[1] - each.token_at[0] - _mean_later_gap(each), 0.0),
+        (
+            _num_prefills(burst, (each.token_at[0] + each.token_at[1]) / 2),
+            max(each.token_at[1] - each.token_at[0] - _mean_later_gap(each), 0.0),
         )
         for each in burst
         if len(each.token_at) > _FEWEST_GAPS
     ]
 
 
-def _tell(gaps: Sequence[tuple[int, float, float]]) -> bool:
-    return len(gaps) >= _FEWEST_GAPS and any(seconds > 0.0 for _, seconds, _ in gaps)
-
-
-def _step_run(
-    answered: Answered, num_others: int, gaps: Sequence[tuple[int, float, float]]
-) -> StepRun:
-    num_seqs = _mean(decoding for _, _, decoding in gaps)
-    tokens = answered.num_tokens + _mean(number for number, _, _ in gaps)
-    return StepRun(
-        num_seqs=max(round(num_seqs), 1),
-        prompt_tokens=answered.num_tokens,
-        context_tokens=round(num_seqs * tokens),
-        num_others=num_others,
-        seconds=_mean(seconds for _, seconds, _ in gaps),
-        gaps_s=tuple(seconds for _, seconds, _ in gaps),
-    )
-
-
 def _mean_later_gap(answered: Answered) -> float:
     return (answered.token_at[-1] - answered.token_at[1]) / (len(answered.token_at) - 2)
 
 
-def _num_prefills(burst: Sequence[Answered], at: float) -> int:
-    return len({each.machine for each in burst if each.computes_from <= at < each.computes_until})
+def _num_prefills(burst: Burst, at: float) -> int:
+    computing = (each for each in burst if each.computes_from <= at < each.computes_until)
+    return len({each.prompt.machine for each in computing})
 
 
-def _num_decoding(burst: Sequence[Answered], at: float) -> int:
+def _num_decoding(burst: Burst, at: float) -> int:
     return sum(
         each.token_at[1] <= at <= each.token_at[-1] for each in burst if len(each.token_at) > 1
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))

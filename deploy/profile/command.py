@@ -37,7 +37,7 @@ from traces.simulator.spec import ClusterSpec, Crowding, ModelProfile, Overheads
 from transfer.config import TransferOptions
 
 if TYPE_CHECKING:
-    from deploy.profile.bursts import Answered, PromptRun, StepRun
+    from deploy.profile.bursts import Burst, PromptRun, StepRun
     from deploy.profile.terms import ServingTerms
     from engine.profile import DecodePoint, PrefillPoint
 
@@ -126,7 +126,7 @@ class _Timed:
     prefill: PrefillFit
     decode: DecodeFit
     terms: ServingTerms | None = None  # with --serving, like the next
-    bursts: Sequence[Sequence[Answered]] = ()
+    bursts: Sequence[Burst] = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -210,7 +210,7 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         prefill=terms.prefill,
         decode=terms.decode,
         terms=terms,
-        bursts=seen.answered,
+        bursts=seen.bursts,
     )
 
 

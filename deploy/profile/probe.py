@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from deploy.profile.bursts import Answered, Observations, PromptRun, StepRun
+from deploy.profile.bursts import Answered, Burst, Observations, PromptRun, StepRun
 from protocol.errors import ConfigError
 from protocol.timeline import Timeline
 from traces.client import ModelFacts, Outcome, StreamClient
@@ -31,7 +31,6 @@ _BESIDE_STREAMS = (1, CROWDED_BATCH)  # of the batches that prompts are computed
 _BESIDE_CONTEXT = 256
 _BESIDE_S = 2.0  # that a batch lasts at least, alone: several prompts are computed beside it
 _BURST = 8  # prompts at one moment
-_BURST_PROMPT = 512
 _BURSTS = 5  # with answers, between the others
 _PUTS_S = 1.0  # for putting what a burst has computed into stores
 _SPREAD = (4 / 15, 8 / 15, 16 / 15, 32 / 15)  # of their prompts' lengths; the mean is 1
@@ -57,7 +56,7 @@ class Grid:
 class Probe:
     """Measures through one client. Every prompt is new to the cluster, or as cached as it is meant to be."""
 
-    def __init__(self, client: StreamClient, facts: ModelFacts, grid: Grid, seed: int) -> None:
+    def __init__(self, client: StreamClient, facts: ModelFacts, grid: Grid) -> None:
         """Raises ConfigError when the endpoint does not tell what its prompts may be."""
         if facts.vocab_size is None or facts.max_model_len is None:
             raise ConfigError("the endpoint's /v1/models tells no vocab_size and max_model_len")
@@ -66,7 +65,7 @@ class Probe:
         self._vocab_size = facts.vocab_size
         self._longest = facts.max_model_len
         self._grid = grid
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
 
     async def observe(self, num_prefill: int, budget_s: float) -> Observations:
         """Takes about `budget_s` seconds, more where the first shapes do."""
@@ -75,17 +74,10 @@ class Probe:
         ends_at = time.monotonic() + budget_s
         prompts = await self._prompts(_after(0.5, ends_at))
         steps = await self._steps(_after(0.5, ends_at))
-        bursts = [await self._burst(num_prefill) for _ in range(self._grid.runs)]
         step_s = min((run.seconds for run in steps), default=0.0)
-        beside_prompts, beside_steps, answered = await self._beside(num_prefill, step_s, ends_at)
+        beside_prompts, bursts = await self._beside(num_prefill, step_s, ends_at)
         return Observations(
-            prompts=prompts,
-            steps=steps,
-            beside_prompts=beside_prompts,
-            beside_steps=beside_steps,
-            bursts_s=[late_s for late_s, _ in bursts],
-            in_a_row=[run for _, runs in bursts for run in runs],
-            answered=answered,
+            prompts=prompts, steps=steps, beside_prompts=beside_prompts, bursts=bursts
         )
 
     # -- prompts alone
@@ -143,23 +135,7 @@ class Probe:
             step_s=float(np.median(gaps[1:])) if len(gaps) > 2 else None,
         )
 
-    async def _burst(self, num_prefill: int) -> tuple[float, list[PromptRun]]:
-        """Prompts that are handed off and hardly decoded: by how much each makes the others be placed later, and those
-        that had another one before them.
-
-        Those who come at once are worked at by turns rather than one after the other, so that all of them are placed
-        late: what counts is their mean against one alone."""
-        length = min(_BURST_PROMPT, self._longest - 2)
-        alone_s = (
-            await self._prompt_run(await self._complete(self._fresh(length), 2), length, 0)
-        ).placed_s
-        prompts = [self._fresh(length) for _ in range(_BURST * num_prefill)]
-        outcomes = await asyncio.gather(*(self._complete(prompt, 2) for prompt in prompts))
-        runs = [await self._prompt_run(each, length, num_prefill - 1) for each in outcomes]
-        late_s = max(float(np.mean([run.placed_s for run in runs])) - alone_s, 0.0)
-        return late_s / (len(runs) - 1), [run for run in runs if run.queue_s > run.compute_s / 2]
-
-    async def _answered_burst(self, num_prefill: int) -> list[Answered]:
+    async def _burst(self, num_prefill: int) -> list[Answered]:
         """Prompts that are decoded while those behind them are computed."""
         answer = min(self._grid.load_answer_tokens, self._longest // 2)
         mean = self._grid.load_prompt_tokens
@@ -168,22 +144,14 @@ class Probe:
             self._fresh(lengths[number % len(lengths)]) for number in range(_BURST * num_prefill)
         ]
         outcomes = await asyncio.gather(*(self._complete(each, answer) for each in prompts))
-        answers: list[Answered] = []
-        for outcome, prompt in zip(outcomes, prompts, strict=True):
-            timeline, run = _timeline(outcome), await self._prompt_run(outcome, len(prompt), 0)
-            computes_from = timeline.arrived_at + run.placed_s + run.queue_s + run.load_s
-            answers.append(
-                Answered(
-                    machine=run.machine,
-                    num_tokens=len(prompt),
-                    sent_at=timeline.arrived_at,
-                    placed_s=run.placed_s,
-                    computes_from=computes_from,
-                    computes_until=computes_from + run.compute_s,
-                    token_at=timeline.token_at,
-                )
+        return [
+            Answered(
+                prompt=await self._prompt_run(outcome, len(prompt), 0),
+                sent_at=_timeline(outcome).arrived_at,
+                token_at=_timeline(outcome).token_at,
             )
-        return answers
+            for outcome, prompt in zip(outcomes, prompts, strict=True)
+        ]
 
     async def _explained(self, outcome: Outcome) -> Mapping[str, Any]:
         """What the conductor knows of it, its machine as `prefill`. Reports reach it beside the tokens, so that they
@@ -230,29 +198,24 @@ class Probe:
         timelines = [_timeline(outcome) for outcome in outcomes]
         begin = max(timeline.token_at[0] for timeline in timelines)
         end = min(timeline.token_at[-1] for timeline in timelines)
-        return steps_between(timelines, context, begin, end, num_others=0)
+        return steps_between(timelines, context, begin, end)
 
     # -- side by side
 
     async def _beside(
         self, num_prefill: int, step_s: float, deadline: float
-    ) -> tuple[list[PromptRun], list[StepRun], list[list[Answered]]]:
+    ) -> tuple[list[PromptRun], list[Burst]]:
         """In turn: one prompt, several at once, both beside a batch, and bursts with answers."""
         prompts: list[PromptRun] = []
-        steps: list[StepRun] = []
-        answered: list[list[Answered]] = []
-        for run in itertools.count():
-            if run and time.monotonic() > deadline:
-                return prompts, steps, answered
+        bursts: list[Burst] = []
+        while not bursts or time.monotonic() < deadline:
             for width in range(1, num_prefill + 1):
                 prompts += _apart(await self._at_once(width, width - 1), width)
             for width, streams in itertools.product(range(1, num_prefill + 1), _BESIDE_STREAMS):
-                more_prompts, more_steps = await self._beside_batch(width, streams, step_s)
-                prompts += more_prompts
-                steps += more_steps
-            answered += [await self._answered_burst(num_prefill) for _ in range(_BURSTS)]
+                prompts += await self._beside_batch(width, streams, step_s)
+            bursts += [await self._burst(num_prefill) for _ in range(_BURSTS)]
             await asyncio.sleep(_PUTS_S)
-        raise AssertionError("unreachable")
+        return prompts, bursts
 
     async def _at_once(
         self, width: int, num_others: int, *, decodes_beside: bool = False
@@ -262,10 +225,8 @@ class Probe:
         runs = (self._one(each, num_others, decodes_beside=decodes_beside) for each in fresh)
         return list(await asyncio.gather(*runs))
 
-    async def _beside_batch(
-        self, width: int, num_streams: int, step_s: float
-    ) -> tuple[list[PromptRun], list[StepRun]]:
-        """`width` prompts, as often as the batch lasts; steps before them and during them. `step_s`: of a short one."""
+    async def _beside_batch(self, width: int, num_streams: int, step_s: float) -> list[PromptRun]:
+        """`width` prompts, as often as a batch lasts, that were computed wholly beside it. `step_s`: of a short one."""
         streams = [self._fresh(_BESIDE_CONTEXT) for _ in range(num_streams)]
         for prompt in streams:
             await self._complete(prompt, 1)
@@ -273,14 +234,14 @@ class Probe:
         length = min(self._longest - _BESIDE_CONTEXT, max(wanted, 8 * _STEADY_TOKENS))
         tasks = [asyncio.create_task(self._complete(p, length)) for p in streams]
         await asyncio.sleep(0.2)
-        runs: list[tuple[float, list[PromptRun], float]] = []
+        found: list[tuple[float, list[PromptRun]]] = []  # with their end
         while not any(task.done() for task in tasks):
-            began = time.monotonic()
-            found = await self._at_once(width, width, decodes_beside=True)
-            runs.append((began, found, time.monotonic()))
+            runs = await self._at_once(width, width, decodes_beside=True)
+            found.append((time.monotonic(), runs))
             await asyncio.sleep(0.1)
         timelines = [_timeline(outcome) for outcome in await asyncio.gather(*tasks)]
-        return _compared(timelines, runs, width)
+        end = min(timeline.token_at[-1] for timeline in timelines)
+        return [run for ended, runs in found if ended <= end for run in _apart(runs, width)]
 
     # -- prompts
 
@@ -309,10 +270,10 @@ def _timeline(outcome: Outcome) -> Timeline:
 
 
 def steps_between(
-    timelines: Sequence[Timeline], context: int, begin: float, end: float, *, num_others: int
+    timelines: Sequence[Timeline], context: int, begin: float, end: float
 ) -> list[StepRun]:
-    """The steps of streams that all decode from `begin` to `end`, whose prompts had `context` tokens; nothing for less
-    than three, nor where all tokens came at one instant. A step takes the mean gap: tokens that reach the client
+    """The steps of streams that all decode alone from `begin` to `end`, whose prompts had `context` tokens; nothing for
+    less than three, nor where all tokens came at one instant. A step takes the mean gap: tokens that reach the client
     together are steps all the same, and who waits for a processor is slower by that."""
     gaps: list[float] = []
     tokens = []
@@ -327,7 +288,7 @@ def steps_between(
             num_seqs=len(timelines),
             prompt_tokens=context,
             context_tokens=round(sum(tokens)),
-            num_others=num_others,
+            num_others=0,
             seconds=float(np.mean(gaps)),
             gaps_s=tuple(gaps),
         )
@@ -337,29 +298,3 @@ def steps_between(
 def _apart(found: list[PromptRun], width: int) -> list[PromptRun]:
     """None of them where some waited for each other at one machine."""
     return found if len({run.machine for run in found}) == width else []
-
-
-def _compared(
-    timelines: Sequence[Timeline], runs: Iterable[tuple[float, list[PromptRun], float]], width: int
-) -> tuple[list[PromptRun], list[StepRun]]:
-    """Prompts that were computed wholly beside the batch, and its steps while and while not."""
-    begin = max(timeline.token_at[1] for timeline in timelines)
-    end = min(timeline.token_at[-1] for timeline in timelines)
-    prompts: list[PromptRun] = []
-    steps: list[StepRun] = []
-    idle_from = begin
-    for began, found, ended in runs:
-        first_at = [began + run.ttft_s for run in found]
-        computing_from = max(at - run.compute_s for at, run in zip(first_at, found, strict=True))
-        if ended > end:
-            break
-        if not _apart(found, width):
-            idle_from = ended
-            continue
-        steps += steps_between(timelines, _BESIDE_CONTEXT, idle_from, began, num_others=0)
-        steps += steps_between(
-            timelines, _BESIDE_CONTEXT, computing_from, min(first_at), num_others=width
-        )
-        prompts += found
-        idle_from = ended
-    return prompts, steps

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.local import LocalCluster, running
-from deploy.profile.bursts import Answered, Observations
+from deploy.profile.bursts import Burst, Observations
 from deploy.profile.probe import Grid, Probe
 from deploy.profile.terms import ServingTerms, terms_of
 from protocol.errors import ConfigError, MoonserveError
@@ -55,25 +55,23 @@ class ClusterShape:
 
 
 def measure(
-    shape: ClusterShape, grid: Grid, *, chunk_tokens: int, budget_s: float, seed: int = 0
+    shape: ClusterShape, grid: Grid, *, chunk_tokens: int, budget_s: float
 ) -> tuple[ServingTerms, Observations]:
     """Takes `budget_s` and the time to start. Raises ConfigError when the cluster does not come up or answer."""
+
+    async def observe(url: str) -> Observations:
+        async with StreamClient(url) as client:
+            probe = Probe(client, await client.model(None), grid)
+            return await probe.observe(shape.num_prefill, budget_s)
+
     try:
         with shape.running() as cluster:
-            seen = asyncio.run(_observe(cluster.url, shape.num_prefill, grid, budget_s, seed))
+            seen = asyncio.run(observe(cluster.url))
     except ConfigError:
         raise
     except MoonserveError as error:
         raise ConfigError(f"the cluster to be measured: {error.message}") from error
     return terms_of(seen, chunk_tokens), seen
-
-
-async def _observe(
-    url: str, num_prefill: int, grid: Grid, budget_s: float, seed: int
-) -> Observations:
-    async with StreamClient(url) as client:
-        probe = Probe(client, await client.model(None), grid, seed)
-        return await probe.observe(num_prefill, budget_s)
 
 
 def as_text(overheads: Overheads, crowding: Crowding) -> Sequence[str]:
@@ -110,7 +108,7 @@ _MOST_S = 0.25  # a turnover's
 _HALVINGS = 12  # to a sixteenth of a millisecond
 
 
-def calibrated(spec: ClusterSpec, bursts: Sequence[Sequence[Answered]]) -> ClusterSpec:
+def calibrated(spec: ClusterSpec, bursts: Sequence[Burst]) -> ClusterSpec:
     """`spec` with another turnover; as it is where there was no burst."""
     if not bursts:
         return spec
@@ -132,17 +130,17 @@ def calibrated(spec: ClusterSpec, bursts: Sequence[Sequence[Answered]]) -> Clust
     return of(low)
 
 
-def _records(bursts: Sequence[Sequence[Answered]], block_size: int) -> list[TraceRecord]:
+def _records(bursts: Sequence[Burst], block_size: int) -> list[TraceRecord]:
     """In the order in which they were sent; no two prompts share a block."""
     records: list[TraceRecord] = []
     next_id = 0
     for number, burst in enumerate(bursts):
         for each in sorted(burst, key=lambda answered: answered.sent_at):
-            num_blocks = -(-each.num_tokens // block_size)
+            num_blocks = -(-each.prompt.num_tokens // block_size)
             records.append(
                 TraceRecord(
                     arrived_s=number * _APART_S,
-                    input_length=each.num_tokens,
+                    input_length=each.prompt.num_tokens,
                     output_length=len(each.token_at),
                     hash_ids=tuple(range(next_id, next_id + num_blocks)),
                     tokens_per_hash=block_size,

@@ -7,9 +7,11 @@ simulator's prefill machine does it. Knows no endpoint.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -48,12 +50,11 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
         np.array([run.context_tokens for run, _ in steps]),
         np.array([seconds for _, seconds in steps]),
     )
-    crowding = crowding_of(seen, prefill.profile, decode.profile)
     return ServingTerms(
         prefill=prefill,
         decode=decode,
-        overheads=overheads_of(seen, prefill.profile, crowding),
-        crowding=crowding,
+        overheads=overheads_of(seen),
+        crowding=crowding_of(seen, prefill.profile, decode.profile),
     )
 
 
@@ -119,40 +120,31 @@ def _medians(
     ]
 
 
-def overheads_of(seen: Observations, prefill: PrefillProfile, crowding: Crowding) -> Overheads:
+def overheads_of(seen: Observations) -> Overheads:
     """Medians over prompts that nobody delayed. A landing is what a prompt without a prefix waits for before its first
-    step, a turnover what prompts in a row compute for longer than their company explains."""
+    step. The turnover is what all of this does not explain of bursts (`serving.calibrated`)."""
     alone = [run for run in seen.prompts if run.num_others == 0]
-    request_s = [_own_overheads(run)[0] for run in alone]
     back_s = max(_median([_back_s(run) for run in alone]), 0.0)
-    late_s = [max(_back_s(run) - back_s, 0.0) for run in seen.in_a_row]
-    landing_s = [run.load_s for run in alone if run.num_cached == 0]
-    factors = crowding.prefill_beside_prefills or crowding.prefill or (1.0,)
-    turnovers_s = [
-        run.compute_s
-        - prefill.seconds(run.num_tokens, run.num_cached)
-        * factors[min(run.num_others, len(factors) - 1)]
-        for run in seen.in_a_row
-    ]
+    prompts = [each.prompt for burst in seen.bursts for each in burst]
+    late_s = [_back_s(run) - back_s for run in prompts if run.queue_s > run.compute_s / 2]
     return Overheads(
-        request_s=_median(request_s),
+        request_s=_median([_own_overheads(run)[0] for run in alone]),
         gateway_s=_gateway_s(seen, _median([run.placed_s for run in alone])),
         back_s=back_s,
-        late_back_s=_median(late_s) if late_s else 0.0,
-        turnover_s=_median(turnovers_s or [0.0]),
-        landing_s=_median(landing_s),
+        late_back_s=_median(late_s or [0.0]),
+        landing_s=_median([run.load_s for run in alone if run.num_cached == 0]),
         handoff_s=_median(_handoffs_alone(seen)),
     )
 
 
 def _gateway_s(seen: Observations, alone_s: float) -> float:
-    """What a prompt takes of the time until others of its moment are placed: of the load's length, if possible."""
-    usual = [
-        (float(np.mean([each.placed_s for each in burst])) - alone_s) / (len(burst) - 1)
-        for burst in seen.answered
+    """What a prompt takes of the time until others of its moment are placed."""
+    found = [
+        (fmean(each.prompt.placed_s for each in burst) - alone_s) / (len(burst) - 1)
+        for burst in seen.bursts
         if len(burst) > 1
     ]
-    return _median(usual or seen.bursts_s or [0.0])
+    return _median(found or [0.0])
 
 
 def _median(seconds: Sequence[float]) -> float:
@@ -187,50 +179,36 @@ def _step_factors(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Of one sequence and of a batch, which is empty where none was seen, and as one where it was not seen."""
     runs: dict[bool, list[StepRun]] = {}  # by whether it is nearer to a batch
-    in_bursts = _in_bursts(seen)
-    for run in in_bursts or seen.beside_steps:
+    for run in _in_bursts(seen):
         runs.setdefault(2 * run.num_seqs > CROWDED_BATCH + 1, []).append(run)
-
-    def of(some: Sequence[StepRun]) -> tuple[float, ...]:
-        if in_bursts:
-            return _burst_factors(some, decode)
-        return _factors(
-            [(r.num_others, r.seconds / decode.step_s(r.num_seqs, r.context_tokens)) for r in some]
-        )
-
     if len(runs) < 2:
-        return of(next(iter(runs.values()), ())), ()
-    one, batch = of(runs[False]), of(runs[True])
+        return _burst_factors(next(iter(runs.values()), ()), decode), ()
+    one, batch = _burst_factors(runs[False], decode), _burst_factors(runs[True], decode)
     return one, batch + one[len(batch) :]
 
 
 def _in_bursts(seen: Observations) -> list[StepRun]:
-    return [run for burst in seen.answered for run in steps_of(burst)]
+    return [run for burst in seen.bursts for run in steps_of(burst)]
 
 
 def _burst_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[float, ...]:
     """All time that steps took against all that the formula says: stretches are short, and in some all tokens came at
     once that others had waited for."""
-    actual: dict[int, float] = {}
-    alone: dict[int, float] = {}
+    actual, alone = defaultdict[int, float](float), defaultdict[int, float](float)  # seconds
     for run in runs:
-        others, num_steps = run.num_others, len(run.gaps_s)
-        actual[others] = actual.get(others, 0.0) + num_steps * run.seconds
-        expected_s = decode.step_s(run.num_seqs, run.context_tokens)
-        alone[others] = alone.get(others, 0.0) + num_steps * expected_s
+        num_steps = len(run.gaps_s)
+        actual[run.num_others] += num_steps * run.seconds
+        alone[run.num_others] += num_steps * decode.step_s(run.num_seqs, run.context_tokens)
     return _factors([(0, 1.0), *((n, actual[n] / alone[n]) for n in actual if n)])
 
 
 def _handoff_factors(seen: Observations) -> tuple[float, ...]:
     """By the number of prefill machines that compute meanwhile, whether or not the decode machine does."""
     alone_s = _median(_handoffs_alone(seen))
-    crowded = [
-        (run.num_prefills, run.seconds / alone_s)
-        for burst in seen.answered
-        for run in handoffs_of(burst)
-        if run.num_prefills and alone_s > 0.0
-    ]
-    return _factors([(0, 1.0), *crowded]) if crowded else ()
+    found = [handoff for burst in seen.bursts for handoff in handoffs_of(burst) if handoff[0]]
+    if not found or alone_s <= 0.0:
+        return ()
+    return _factors([(0, 1.0), *((num_prefills, s / alone_s) for num_prefills, s in found)])
 
 
 def _handoffs_alone(seen: Observations) -> list[float]:
@@ -276,7 +254,7 @@ def _gaps(seen: Observations, decode: DecodeProfile) -> tuple[tuple[float, ...],
     while others wait, and so half of all gaps may be far shorter than the mean. What is left is how tokens are bunched,
     and their mean is 1."""
     by_others: dict[int, list[float]] = {}
-    for run in _in_bursts(seen) or seen.beside_steps:
+    for run in _in_bursts(seen):
         expected_s = decode.step_s(run.num_seqs, run.context_tokens)
         by_others.setdefault(run.num_others, []).extend(gap / expected_s for gap in run.gaps_s)
     spread: list[tuple[float, ...]] = []
