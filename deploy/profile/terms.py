@@ -170,7 +170,7 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
         landing=_overhead_factors(decoding, 1),
         landing_beside_prefills=_overhead_factors(prefills, 1),
         handoff=_handoff_factors(seen),
-        gaps=_gaps(seen, decode),
+        gaps=_gaps(_in_bursts(seen), decode),
     )
 
 
@@ -249,12 +249,12 @@ def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:
     return request_s, run.load_s, run.second_gap_s - run.step_s
 
 
-def _gaps(seen: Observations, decode: DecodeProfile) -> tuple[tuple[float, ...], ...]:
+def _gaps(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[tuple[float, ...], ...]:
     """Each gap against the formula's step, not against the mean of its own stretch: whole stretches come at once, too,
     while others wait, and so half of all gaps may be far shorter than the mean. What is left is how tokens are bunched,
     and their mean is 1."""
     by_others: dict[int, list[float]] = {}
-    for run in _in_bursts(seen):
+    for run in runs:
         expected_s = decode.step_s(run.num_seqs, run.context_tokens)
         by_others.setdefault(run.num_others, []).extend(gap / expected_s for gap in run.gaps_s)
     spread: list[tuple[float, ...]] = []

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from conductor.roles.controller import RoleTerms, WorkerLoad
 from deploy.plan import ROLES, Kind
-from deploy.ray.config import ClusterConfig, ScaleTerms
-from deploy.ray.hosts import Process
+from deploy.ray.config import ClusterConfig, ScaleTerms, Workers
 from deploy.ray.units import Unit
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
@@ -25,35 +24,17 @@ _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """How many workers a role has at least and at most."""
-
-    least: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grow:
-    """A worker of this role is to be added."""
+class Change:
+    """A worker of this role is to be added, or `leaving` is to drain and leave."""
 
     role: Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shrink:
-    """This worker is to drain and leave."""
-
-    instance_id: InstanceId
-    role: Role
-
-
-Change = Grow | Shrink
+    leaving: InstanceId | None = None
 
 
 class Autoscaler:
     """Asked regularly, with all workers that the conductor knows; times are monotonic seconds."""
 
-    def __init__(self, terms: ScaleTerms, bounds: Mapping[Role, Bounds]) -> None:
+    def __init__(self, terms: ScaleTerms, bounds: Mapping[Role, Workers]) -> None:
         self._terms = terms
         self._bounds = bounds
         self._wished: tuple[Role, int] | None = None  # the role, and +1 or -1
@@ -75,9 +56,9 @@ class Autoscaler:
         self._not_before = now + self._terms.cool_down_s
         self._wished = None
         if step > 0:
-            return Grow(role=role)
+            return Change(role=role)
         least_used = min(_of(loads, role), key=lambda each: (each.use, each.instance_id))
-        return Shrink(instance_id=least_used.instance_id, role=role)
+        return Change(role=role, leaving=least_used.instance_id)
 
     def _wish(self, loads: Sequence[WorkerLoad], num_wanted: int) -> tuple[Role, int] | None:
         if len(loads) != num_wanted or any(load.draining for load in loads):
@@ -98,7 +79,7 @@ class Autoscaler:
 
     def _has_too_many(self, loads: Sequence[WorkerLoad], role: Role) -> bool:
         own = _of(loads, role)
-        if len(own) <= self._bounds[role].least:
+        if len(own) <= self._bounds[role].min:
             return False
         return sum(load.use for load in own) / (len(own) - 1) <= self._terms.low
 
@@ -181,31 +162,3 @@ class Wanted:
 
     def restore(self, record: Mapping[str, Sequence[int]]) -> None:
         self._numbers = {Kind(kind): set(numbers) for kind, numbers in record.items()}
-
-
-def follow(
-    autoscaler: Autoscaler,
-    loads: Sequence[WorkerLoad],
-    wanted: Wanted,
-    processes: Mapping[str, Process],
-    now: float,
-) -> None:
-    """Changes `wanted` where that is due."""
-    change = autoscaler.decide(loads, wanted.num_workers, now)
-    if isinstance(change, Grow):
-        wanted.add(Kind(change.role.value))
-    elif change is not None and change.instance_id in processes:
-        unit = processes[change.instance_id].unit
-        if wanted.counts()[unit.kind] > 1:  # of its kind; its role may be another one now
-            wanted.dismiss(unit)
-
-
-def autoscaler_of(config: ClusterConfig) -> Autoscaler | None:
-    """Of a cluster that wants one."""
-    if config.autoscale is None:
-        return None
-    bounds = {
-        role: Bounds(least=workers.min, most=workers.most)
-        for role, workers in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
-    }
-    return Autoscaler(config.autoscale, bounds)

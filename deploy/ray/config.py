@@ -1,4 +1,4 @@
-"""What a cluster on Ray is told: one YAML file, read into frozen dataclasses.
+"""What a cluster on Ray is told: one YAML file, read into frozen dataclasses by pydantic.
 
 `serve:` holds options of `moonserve serve` under their own names; how many processes there are, what each takes of its
 host and where they find each other is said beside it. Knows nothing of Ray but the names of its resources.
@@ -6,44 +6,56 @@ host and where they find each other is said beside it. Knows nothing of Ray but 
 
 from __future__ import annotations
 
-import dataclasses
-import re
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import yaml
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SkipValidation,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 
 from conductor.roles.controller import RoleTerms
 from deploy.config import ServeConfig
 from protocol.config import load, options_of, parse_bytes
 from protocol.errors import ConfigError
 
-T = TypeVar("T")
-
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 # Where a port of its own is not given; below those that Linux hands out (32,768).
 CONDUCTOR_PORT = 7100
 DIRECTORY_PORT = 7090
 
+Bytes = Annotated[NonNegativeInt, BeforeValidator(lambda value: parse_bytes(str(value)))]
+Port = Annotated[int, Field(gt=0, lt=65536)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 
+_section = with_config(ConfigDict(extra="forbid"))
+
+
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What one process takes of its host, in Ray's terms."""
 
-    cpus: float = 0.1
-    gpus: float = 0.0
-    memory: int = 0  # bytes
-    resources: Mapping[str, float] = field(default_factory=dict)  # of the host's own names
+    cpus: NonNegativeFloat = 0.1
+    gpus: NonNegativeFloat = 0.0
+    memory: Bytes = 0
+    resources: Mapping[str, NonNegativeFloat] = field(default_factory=dict)  # the host's own names
 
     def __post_init__(self) -> None:
-        amounts = (self.cpus, self.gpus, self.memory, *self.resources.values())
-        _require(min(amounts) >= 0, "cpus, gpus, memory and resources must not be negative")
         empty = "give cpus, gpus, memory or resources: Ray reserves no empty place"
-        _require(max(amounts) > 0, empty)
+        _require(bool(self.bundle()), empty)
 
     def bundle(self) -> dict[str, float]:
         """As placement groups take it."""
@@ -51,31 +63,30 @@ class Share:
         return {name: amount for name, amount in {**named, **self.resources}.items() if amount}
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateways(Share):
     """Endpoints; those on one host share its port."""
 
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        super(Gateways, self).__post_init__()
-        _require(self.count >= 1, f"count is at least 1, not {self.count}")
+    count: PositiveInt = 1
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conductors(Gateways):
     """One leads, the others stand by. Number n listens on `port` + n, on whichever of its hosts it is."""
 
-    count: int = 2
-    port: int = CONDUCTOR_PORT
-    hosts: int = 8  # on which they may be; everybody asks all of these for who leads
+    count: PositiveInt = 2
+    port: Port = CONDUCTOR_PORT
+    hosts: PositiveInt = 8  # on which they may be; everybody asks all of these for who leads
 
     def __post_init__(self) -> None:
         super(Conductors, self).__post_init__()
-        _require(self.hosts >= 1, f"hosts is at least 1, not {self.hosts}")
-        _require_port(self.port, self.port + self.count - 1)
+        last = self.port + self.count - 1
+        _require(last < 65536, f"port {self.port} to {last} is not below 65536")
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores(Share):
     """A store node on every host that can have a worker."""
@@ -83,11 +94,12 @@ class Stores(Share):
     enabled: bool = True
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(Share):
     """Workers of one role: how many at first, and between which bounds the autoscaler moves."""
 
-    cpus: float = 1.0
+    cpus: NonNegativeFloat = 1.0
     count: int = 1
     min: int = 1
     max: int | None = None  # as `count` when not given
@@ -109,41 +121,37 @@ class Workers(Share):
         return max(1, int(self.cpus))
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory(Share):
     """The embedded registry, where no Redis is given; on Ray's head, without which there is no Ray cluster either."""
 
-    port: int = DIRECTORY_PORT
-
-    def __post_init__(self) -> None:
-        super(Directory, self).__post_init__()
-        _require_port(self.port, self.port)
+    port: Port = DIRECTORY_PORT
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleTerms:
-    """When the autoscaler adds and removes workers. Raises ConfigError for values that would oscillate."""
+    """When the autoscaler adds and removes workers. Values that would oscillate are refused."""
 
     # As for role switching (`RoleTerms`), and lower for leaving: a worker costs more to bring back.
     high: float = RoleTerms().high
-    low: float = 0.4
-    up_hold_s: float = 20.0  # longer than role switching takes to decide
-    down_hold_s: float = 300.0
-    cool_down_s: float = 60.0  # what a change does must show before the next
+    low: PositiveFloat = 0.4
+    up_hold_s: NonNegativeFloat = 20.0  # longer than role switching takes to decide
+    down_hold_s: NonNegativeFloat = 300.0
+    cool_down_s: NonNegativeFloat = 60.0  # what a change does must show before the next
 
     def __post_init__(self) -> None:
-        low = f"low {self.low} must be above 0 and below high {self.high}"
-        _require(0 < self.low < self.high, low)
-        shortest = min(self.up_hold_s, self.down_hold_s, self.cool_down_s)
-        _require(shortest >= 0, "up_hold_s, down_hold_s and cool_down_s must not be negative")
+        _require(self.low < self.high, f"low {self.low} must be below high {self.high}")
 
 
+@_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """A cluster on Ray."""
 
-    serve: ServeConfig  # counts in it are of no meaning here
-    name: str = "moonserve"  # of Ray's namespace, after `moonserve-`
+    serve: SkipValidation[ServeConfig]  # counts in it are of no meaning here
+    name: Name = "moonserve"  # of Ray's namespace, after `moonserve-`
     registry: str | None = None  # redis://… or redis+sentinel://…; None = the embedded one
     conductors: Conductors = field(default_factory=Conductors)
     directory: Directory = field(default_factory=Directory)
@@ -152,16 +160,8 @@ class ClusterConfig:
     prefill: Workers = field(default_factory=Workers)
     decode: Workers = field(default_factory=Workers)
     autoscale: ScaleTerms | None = None
-    drain_s: float = 30.0  # that what is under way gets to finish before a process stops
-    silence_s: float = 3.0  # a host whose raylet does not answer for so long is lost
-
-    def __post_init__(self) -> None:
-        _require(
-            _NAME.fullmatch(self.name) is not None,
-            f"name {self.name!r} must be up to 40 small letters, digits and hyphens",
-        )
-        _require(self.drain_s > 0, "drain_s must be above 0")
-        _require(self.silence_s > 0, "silence_s must be above 0")
+    drain_s: PositiveFloat = 30.0  # that what is under way gets to finish before a process stops
+    silence_s: PositiveFloat = 3.0  # a host whose raylet does not answer for so long is lost
 
     @property
     def needs_directory(self) -> bool:
@@ -173,6 +173,12 @@ class ClusterConfig:
         return f"moonserve-{self.name}"
 
 
+_CLUSTER = TypeAdapter(ClusterConfig)
+_KEYS = {
+    each.name
+    for section in (ClusterConfig, Conductors, Stores, Workers, ScaleTerms)
+    for each in fields(section)
+}
 # Counts, and what the launcher says itself, have their places outside of `serve`.
 _ELSEWHERE = {
     "conductors": "conductors.count",
@@ -199,21 +205,34 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def parse_cluster(document: object) -> ClusterConfig:
-    """From the YAML's own types. A document as `serve deploy` takes it, with one application, is its `args`. Raises
-    ConfigError."""
-    values = dict(_mapping(document, "the file"))
-    if "applications" in values:
-        values = _arguments(values["applications"])
-    serve = _mapping(values.pop("serve", {}), "serve")
+    """From the YAML's own types. Raises ConfigError, which names the key."""
+    values = _underscored(document, "the file")
+    serve = _underscored(values.pop("serve", {}), "serve")
     if "model" in values:
         serve = {"model": values.pop("model"), **serve}
-    return _section(ClusterConfig, values, "", serve=_serve(serve, values.get("registry")))
+    sections = {
+        key: _underscored(value, key) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+    }
+    options = _serve(serve, values.get("registry"))
+    try:
+        return _CLUSTER.validate_python({**sections, "serve": options})
+    except ValidationError as error:
+        raise ConfigError(_told(error.errors()[0])) from error
 
 
-def _arguments(applications: object) -> dict[str, Any]:
-    if not isinstance(applications, list) or len(applications) != 1:
-        raise ConfigError("applications must be a list of one, whose args describe the cluster")
-    return dict(_mapping(_mapping(applications[0], "applications").get("args"), "args"))
+def _underscored(values: object, where: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} must hold keys and values, not {values!r}")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    """The first of pydantic's complaints, in a line."""
+    path = ".".join(map(str, error["loc"]))
+    if error["type"] == "unexpected_keyword_argument":
+        return f"unknown key {path!r}{_nearest(str(error['loc'][-1]), _KEYS)}"
+    return f"{path}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
@@ -222,12 +241,11 @@ def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
     flags: list[str] = []
     if registry is not None:  # some options need one, whose address may be known later
         flags += ["--registry", str(registry)]
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
+    for name, value in values.items():
         if name in _ELSEWHERE:
-            raise ConfigError(f"serve.{key} is said as {_ELSEWHERE[name]} here, outside of serve")
+            raise ConfigError(f"serve.{name} is said as {_ELSEWHERE[name]} here, outside of serve")
         if name not in options:
-            raise ConfigError(f"serve has no option {key!r}{_nearest(name, options)}")
+            raise ConfigError(f"serve has no option {name!r}{_nearest(name, options)}")
         option = options[name]
         if option.type is bool:
             flags.append(option.flag if value is True else option.negated_flag)
@@ -237,75 +255,12 @@ def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
     return load(ServeConfig, flags, prog="serve", environ={})
 
 
-def _section(cls: type[T], values: Mapping[str, Any], where: str, **given: Any) -> T:
-    hints = typing.get_type_hints(cls)
-    known = {each.name for each in dataclasses.fields(cls)} - set(given)  # type: ignore[arg-type]  # a dataclass
-    arguments = dict(given)
-    for key, value in values.items():
-        name, full = str(key).replace("-", "_"), f"{where}{key}"
-        if name not in known:
-            raise ConfigError(f"unknown key {full!r}{_nearest(name, known)}")
-        arguments[name] = _converted(hints[name], name, value, full)
-    try:
-        return cls(**arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{where.rstrip('.')}: {error}" if where else str(error)) from error
-
-
-def _converted(hint: Any, name: str, value: Any, full: str) -> Any:
-    kinds = [each for each in typing.get_args(hint) if each is not type(None)]
-    if value is None and type(None) in typing.get_args(hint):
-        return None
-    kind = kinds[0] if type(None) in typing.get_args(hint) else hint
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _section(kind, _mapping(value, full), f"{full}.")
-    if typing.get_origin(kind) is not None:
-        return {str(k): _number(float, v, f"{full}.{k}") for k, v in _mapping(value, full).items()}
-    if name == "memory":
-        return _bytes(value, full)
-    if kind in (int, float):
-        return _number(kind, value, full)
-    if not isinstance(value, kind):
-        raise ConfigError(f"{full} must be {_WORDS[kind]}, not {value!r}")
-    return value
-
-
-_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def _number(kind: type, value: Any, full: str) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    try:
-        is_number = is_number and kind(value) == value
-    except (OverflowError, ValueError):  # neither infinity nor NaN is whole
-        is_number = False
-    if not is_number:
-        raise ConfigError(f"{full} must be {_WORDS[kind]}, not {value!r}")
-    return kind(value)
-
-
-def _bytes(value: Any, full: str) -> int:
-    try:
-        return parse_bytes(str(value))
-    except ValueError as error:
-        raise ConfigError(f"{full}: {error}") from error
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must hold keys and values, not {value!r}")
-    return value
-
-
-def _nearest(word: str, known: typing.Iterable[str]) -> str:
+def _nearest(word: str, known: Iterable[str]) -> str:
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _require(holds: bool, message: str) -> None:
+    """For pydantic, which says where."""
     if not holds:
-        raise ConfigError(message)
-
-
-def _require_port(first: int, last: int) -> None:
-    _require(0 < first <= last < 65536, f"port {first} to {last} is not within 1 to 65535")
+        raise ValueError(message)

@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from deploy.ray.agent import Assignment, LoopThread
 from deploy.ray.config import ClusterConfig
 from deploy.ray.events import (
     Action,
+    Asked,
     Event,
     Gone,
     Host,
@@ -33,9 +34,7 @@ from deploy.ray.events import (
     Member,
     MembersSeen,
     Report,
-    Reported,
     Restart,
-    Silent,
     Start,
     Stop,
 )
@@ -63,21 +62,15 @@ def status_of(state: ControllerState) -> dict[str, Any]:
         "missing": state.missing(),
         "processes": [
             {
+                **asdict(process.report or PLACING),
                 "name": process.name,
                 "kind": str(process.unit.kind),
                 "node_id": process.node_id,
                 "host": state.address_of(process),
                 "generation": process.generation,
                 "is_leaving": process.is_leaving,
-                "stage": report.stage,
-                "failure": report.failure,
-                "restarts": report.restarts,
-                "life": report.life,
-                "pid": report.pid,
-                "facts": dict(report.facts),
             }
             for process in sorted(state.processes.values(), key=lambda each: each.unit)
-            for report in [process.report or PLACING]
         ],
     }
 
@@ -248,9 +241,9 @@ class Watch:
             await asyncio.to_thread(actors.end, self._config, name, generation, None)
             self._handle(Gone(name=name, generation=generation, reason="its actor died"))
         except (TimeoutError, RayActorError):
-            self._handle(Silent(name=name, generation=generation))
+            self._handle(Asked(name=name, generation=generation, report=None))
         else:
-            self._handle(Reported(name=name, generation=generation, report=report))
+            self._handle(Asked(name=name, generation=generation, report=report))
 
     async def _actor(self, name: str, generation: int) -> Any | None:
         known = self._actors.get(name)

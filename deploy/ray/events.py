@@ -57,20 +57,12 @@ class HostsSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
-    """An actor answered."""
+class Asked:
+    """An actor answered, or, without a report, did not in time."""
 
     name: str
     generation: int
-    report: Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    """An actor did not answer in time."""
-
-    name: str
-    generation: int
+    report: Report | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +108,7 @@ class TakeDown:
     """An operator wants nothing of it left."""
 
 
-Event = HostsSeen | Reported | Silent | Gone | MembersSeen | Scale | Leave | RestartAll | TakeDown
+Event = HostsSeen | Asked | Gone | MembersSeen | Scale | Leave | RestartAll | TakeDown
 
 # -- actions
 

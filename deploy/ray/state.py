@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deploy.plan import ROLES, Kind
-from deploy.ray.autoscaler import Wanted, autoscaler_of, follow
+from deploy.ray.autoscaler import Autoscaler, Change, Wanted
 from deploy.ray.config import ClusterConfig
 from deploy.ray.events import (
     Action,
+    Asked,
     Event,
     Gone,
     Host,
@@ -25,11 +26,9 @@ from deploy.ray.events import (
     Leave,
     Member,
     MembersSeen,
-    Reported,
     Restart,
     RestartAll,
     Scale,
-    Silent,
     Start,
     Stop,
     TakeDown,
@@ -38,6 +37,7 @@ from deploy.ray.hosts import Hosts, Process, choose_host, fits
 from deploy.ray.units import Addresses, Unit, addresses_of, share_of
 from deploy.restarting import RESTART_ORDER
 from protocol.errors import ConfigError
+from protocol.ids import Role
 
 # Ray restarts an actor whose worker process died; an interpreter's start takes seconds on a busy machine.
 ACTOR_PATIENCE_S = 20.0
@@ -58,7 +58,9 @@ class ControllerState:
         self._generation = 0
         self._to_restart: list[str] = []  # names, in order
         self._restarting: str | None = None
-        self._autoscaler = autoscaler_of(config)
+        bounds = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+        terms = config.autoscale
+        self._autoscaler = None if terms is None else Autoscaler(terms, bounds)
 
     # -- questions
 
@@ -94,10 +96,8 @@ class ControllerState:
         match event:
             case HostsSeen(hosts=hosts):
                 return self._see(hosts, now)
-            case Silent():
-                return self._miss(event, now)
-            case Reported():
-                self._hear(event)
+            case Asked():
+                return self._hear(event, now)
             case Gone():
                 self._forget(event, now)
             case MembersSeen(members=members):
@@ -132,17 +132,14 @@ class ControllerState:
         self._conductor_hosts = addresses[: self.config.conductors.hosts]
         self.addresses = addresses_of(self.config, self._conductor_hosts, hosts[0].address)
 
-    def _hear(self, event: Reported) -> None:
+    def _hear(self, event: Asked, now: float) -> list[Action]:
         process = self._current(event.name, event.generation)
         if process is None:
-            return
-        last, process.report, process.silent_since = process.report, event.report, None
-        if last is not None and last.actor != event.report.actor:
-            process.life = event.report.life  # Ray has restarted the actor, and so the process
-
-    def _miss(self, event: Silent, now: float) -> list[Action]:
-        process = self._current(event.name, event.generation)
-        if process is None:
+            return []
+        if event.report is not None:
+            last, process.report, process.silent_since = process.report, event.report, None
+            if last is not None and last.actor != event.report.actor:
+                process.life = event.report.life  # Ray has restarted the actor, and so the process
             return []
         if process.silent_since is None:
             process.silent_since = now
@@ -173,7 +170,15 @@ class ControllerState:
             process.epoch = epochs.get(process.name, 0)
         if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
             loads = [member.load for member in members if member.load is not None]
-            follow(self._autoscaler, loads, self.wanted, self.processes, now)
+            self._scale(self._autoscaler.decide(loads, self.wanted.num_workers, now))
+
+    def _scale(self, change: Change | None) -> None:
+        if change is not None and change.leaving is None:
+            self.wanted.add(Kind(change.role.value))
+        elif change is not None and change.leaving in self.processes:
+            unit = self.processes[change.leaving].unit
+            if self.wanted.counts()[unit.kind] > 1:  # of its kind; its role may be another one now
+                self.wanted.dismiss(unit)
 
     # -- what follows
 

@@ -8,7 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 
@@ -84,24 +84,12 @@ def cluster_view(url: str, api_key: str) -> dict[str, Any]:
 def fetch(url: str, path: str, api_key: str, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
     """A JSON object of the gateway. Blocks. Raises MoonserveError when it does not answer, Unauthenticated for a wrong
     key, NotFound."""
-    with opened(url, path, api_key, timeout_s=timeout_s) as response:
-        view: dict[str, Any] = json.load(response)
-        return view
-
-
-@contextlib.contextmanager
-def opened(
-    url: str, path: str, api_key: str, *, timeout_s: float, body: Any = None
-) -> Iterator[Any]:
-    """The response of the gateway, to be read in the block; `body`: JSON to post. Raises as `fetch`, also for what goes
-    wrong in the block."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    data = None if body is None else json.dumps(body).encode()
-    headers |= {} if data is None else {"content-type": "application/json"}
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}{path}", data, headers)
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            yield response
+            view: dict[str, Any] = json.load(response)
+            return view
     except urllib.error.HTTPError as error:
         with error:
             raise _refused(url, error) from error

@@ -3,7 +3,6 @@ what the files say of each other and of moonserve is true."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ import yaml
 from conductor.config import ConductorConfig
 from deploy.cli import VERBS
 from deploy.config import ServeConfig
-from deploy.ray.config import load_cluster, parse_cluster
+from deploy.ray.config import load_cluster
 from protocol.config import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -78,21 +77,6 @@ def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
     ]
     assert service["selector"]["ray.io/group"] in groups
     assert service["ports"][0]["targetPort"] == cluster.serve.port
-
-
-def test_the_service_has_the_clusters_pods_and_deploys_the_same() -> None:
-    """But for the file, which is the application's arguments there."""
-    service, cluster = of_kind("RayService")["spec"], of_kind("RayCluster")["spec"]
-    head = cluster["headGroupSpec"]["template"]["spec"]
-    del head["volumes"]
-    del head["containers"][0]["volumeMounts"]
-    assert service["rayClusterConfig"] == cluster
-    serve = yaml.safe_load(service["serveConfigV2"])
-    assert parse_cluster(serve) == load_cluster(KUBERNETES / "cluster.yaml")
-    [application] = serve["applications"]
-    module, _, function = application["import_path"].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
-    assert serve["http_options"]["port"] != parse_cluster(serve).serve.port
 
 
 def test_kustomize_builds_the_whole() -> None:

@@ -76,9 +76,8 @@ def test_a_port_that_is_taken_fails_only_where_it_was_asked_for(
     assert (asked.state, asked.subject) == (FAIL, f"port {port}")
     assert "--port" in asked.remedy
     assert by_default.state is WARN
-    free, chosen = service_checks.check_ports("127.0.0.1", port)
+    free, *_ = service_checks.check_ports("127.0.0.1", port)
     assert free.state is OK
-    assert chosen.facts["last"] > chosen.facts["first"]
 
 
 def test_a_registry_that_answers_is_told_from_one_that_does_not() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.profile import terms
 from deploy.profile.bursts import Answered, Observations, PromptRun, StepRun, steps_of
 from deploy.profile.probe import steps_between
 from deploy.profile.serving import calibrated
@@ -51,15 +52,6 @@ def prompt(
     )
 
 
-def right_after(run: PromptRun, *, handoff_s: float, late_back_s: float) -> PromptRun:
-    """The same prompt behind another one, and before the next."""
-    return replace(
-        run,
-        compute_s=run.compute_s + handoff_s,
-        ttft_s=run.ttft_s + handoff_s + late_back_s,
-    )
-
-
 def step(num_seqs: int, context: int, num_others: int = 0, slow: float = 1.0) -> StepRun:
     return StepRun(
         num_seqs=num_seqs,
@@ -75,26 +67,50 @@ def observed(**changes: object) -> Observations:
         "prompts": [prompt(n, p) for n in (16, 300, 900, 4000) for p in (0, n // 2)],
         "steps": [step(b, b * c) for b in (1, 4, 16) for c in (64, 512, 1536)],
         "beside_prompts": [prompt(1024), prompt(1024, num_others=1, slow=1.25)],
-        "beside_steps": [step(4, 1500), step(4, 1600, num_others=1, slow=1.5)],
-        "bursts_s": [0.001, 0.003, 0.0015],
-        "in_a_row": [right_after(prompt(300), handoff_s=0.008, late_back_s=0.004)],
     }
     return Observations(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def answered(
+    machine: str,
+    computes_from: float,
+    first_token_at: float,
+    *,
+    step_s: float,
+    num_steps: int,
+    num_tokens: int = 500,
+    placed_s: float = 0.004,
+    queue_s: float = 0.0,
+) -> Answered:
+    """A handoff of 20 ms beside the first step."""
+    run = prompt(num_tokens)
+    run = replace(run, machine=machine, placed_s=placed_s, queue_s=queue_s, load_s=0.0)
+    second = first_token_at + 0.02 + step_s
+    later = (second + step_s * number for number in range(num_steps))
+    sent_at, compute_s = computes_from - placed_s - queue_s, first_token_at - computes_from
+    return Answered(
+        prompt=replace(run, compute_s=compute_s, ttft_s=first_token_at - sent_at),
+        sent_at=sent_at,
+        token_at=(first_token_at, *later),
+    )
+
+
 def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
-    """The constant of a prompt is its chunks': eight for 4,000 tokens."""
-    terms = terms_of(observed(), CHUNK)
-    prefill, decode = terms.prefill.profile, terms.decode.profile
+    """The constant of a prompt is its chunks': eight for 4,000 tokens. Of a burst of three, each is placed 2 ms later
+    than one alone for each other; the last one waits, and its token comes 4 ms later than such a one's."""
+    burst = [answered("p", 0.0, 0.1, step_s=0.0, num_steps=0, placed_s=0.007) for _ in range(2)]
+    last = answered("p", 0.1, 0.2, step_s=0.0, num_steps=0, placed_s=0.007, queue_s=0.1)
+    late = replace(last.prompt, ttft_s=last.prompt.ttft_s + 0.006)  # 2 ms are everybody's
+    found = terms_of(observed(bursts=[[*burst, replace(last, prompt=late)]]), CHUNK)
+    prefill, decode = found.prefill.profile, found.decode.profile
     assert (prefill.c0, prefill.c1, prefill.c2) == NEAR((2e-3, 5e-5, 5e-8))
     assert (decode.c0, decode.c1, decode.c2) == NEAR((2e-3, 1e-4, 4e-7))
-    assert terms.prefill.errors.max == NEAR(0.0, abs=1e-6)
-    overheads = terms.overheads
+    assert found.prefill.errors.max == NEAR(0.0, abs=1e-6)
+    overheads = found.overheads
     assert (overheads.request_s, overheads.landing_s) == (NEAR(0.005), NEAR(0.002))
-    assert overheads.turnover_s == NEAR(0.008)
     assert (overheads.back_s, overheads.late_back_s) == (NEAR(0.002), NEAR(0.004))
-    assert (overheads.handoff_s, overheads.gateway_s) == (NEAR(0.006), 0.0015)
-    assert (terms.crowding.prefill, terms.crowding.decode) == (NEAR((1, 1.25)), NEAR((1, 1.5)))
+    assert (overheads.handoff_s, overheads.gateway_s) == (NEAR(0.006), NEAR(0.002))
+    assert found.crowding.prefill == NEAR((1, 1.25))
 
 
 @given(slow=st.floats(0.5, 4.0), others=st.integers(1, 3))
@@ -103,8 +119,8 @@ def test_crowding_is_told_from_a_machine_that_is_slow_at_all_times(
 ) -> None:
     """Both sides of the comparison were measured later than the formulae, when everything took `slow` times as long."""
     prompts = [prompt(1024, num_others=n, slow=slow * (1 + n / 4)) for n in range(others + 1)]
-    terms = terms_of(observed(beside_prompts=prompts), CHUNK)
-    assert terms.crowding.prefill == NEAR(tuple(1 + n / 4 for n in range(others + 1)))
+    found = terms_of(observed(beside_prompts=prompts), CHUNK)
+    assert found.crowding.prefill == NEAR(tuple(1 + n / 4 for n in range(others + 1)))
 
 
 def test_machines_that_differ_are_one_of_their_mean_and_company_is_told_apart() -> None:
@@ -113,9 +129,9 @@ def test_machines_that_differ_are_one_of_their_mean_and_company_is_told_apart() 
     slow = [replace(prompt(1024, slow=1.5), machine="prefill-1")] * 3
     both = [prompt(1024, num_others=1, slow=2.0), prompt(1024, num_others=1)]
     both[1] = replace(both[1], machine="prefill-1", compute_s=3.0 * prompt(1024).compute_s)
-    terms = terms_of(observed(prompts=fast, beside_prompts=[*slow, *both]), CHUNK)
-    assert terms.prefill.profile.c1 == NEAR(1.25 * 5e-5)
-    assert terms.crowding.prefill == NEAR((1.0, 2.0))
+    found = terms_of(observed(prompts=fast, beside_prompts=[*slow, *both]), CHUNK)
+    assert found.prefill.profile.c1 == NEAR(1.25 * 5e-5)
+    assert found.crowding.prefill == NEAR((1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -143,10 +159,10 @@ def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
         Timeline(0.0, tuple(0.01 * n for n in range(12))),
         Timeline(0.0, tuple(0.01 * n + 0.01 for n in range(12))),
     ]
-    (run,) = steps_between(streams, 100, 0.03, 0.07, num_others=2)
-    assert (run.num_seqs, run.num_others, run.seconds) == (2, 2, NEAR(0.01))
+    (run,) = steps_between(streams, 100, 0.03, 0.07)
+    assert (run.num_seqs, run.num_others, run.seconds) == (2, 0, NEAR(0.01))
     assert run.context_tokens == 100 + 5 + 100 + 4
-    assert steps_between(streams, 100, 0.03, 0.05, num_others=0) == []
+    assert steps_between(streams, 100, 0.03, 0.05) == []
 
 
 @pytest.mark.parametrize(
@@ -159,80 +175,48 @@ def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
 def test_tokens_that_reach_the_client_together_are_steps_if_time_passes(
     token_at: tuple[float, ...], begin: float, end: float, steps_s: list[float]
 ) -> None:
-    runs = steps_between([Timeline(0.0, token_at)], 100, begin, end, num_others=1)
+    runs = steps_between([Timeline(0.0, token_at)], 100, begin, end)
     assert [run.seconds for run in runs] == NEAR(steps_s)
 
 
+def gap_shares(*runs: StepRun) -> list[tuple[float, ...]]:
+    return list(terms._gaps(runs, DECODE))
+
+
 def test_how_tokens_are_bunched_is_told_apart_from_how_long_steps_take() -> None:
-    """Beside one other, tokens come in pairs: half of the gaps are nothing, the others twice a step."""
+    """Beside one other, tokens come in pairs: half of the gaps are nothing, the others twice a step. Of three streams
+    with equal steps two get all tokens at once, the third waits: each is even in itself."""
     alone = replace(step(4, 1500), gaps_s=(0.01,) * 40)
     beside = replace(step(4, 1600, num_others=1, slow=1.5), seconds=0.02, gaps_s=(0.0, 0.04) * 40)
-    gaps = terms_of(observed(beside_steps=[alone, beside]), CHUNK).crowding.gaps
+    gaps = gap_shares(alone, beside)
     assert [sum(each) / len(each) for each in gaps] == [NEAR(1.0), NEAR(1.0)]
     assert gaps[0] == NEAR((1.0,) * 40)
     assert gaps[1] == NEAR((0.0,) * 20 + (2.0,) * 20)
-
-
-def test_stretches_that_come_at_once_make_most_gaps_short() -> None:
-    """Of three streams with equal steps two get all tokens at once, the third waits: each is even in itself."""
-    alike = step(4, 1500)
-    at_once = replace(alike, seconds=1e-5, gaps_s=(1e-5,) * 20)
-    waiting = replace(alike, seconds=0.03, gaps_s=(0.03,) * 20)
-    (gaps,) = terms_of(observed(beside_steps=[at_once, at_once, waiting]), CHUNK).crowding.gaps
-    assert gaps[len(gaps) // 2] == NEAR(1e-3, abs=1e-4)
+    at_once = replace(alone, seconds=1e-5, gaps_s=(1e-5,) * 20)
+    (uneven,) = gap_shares(at_once, at_once, replace(alone, seconds=0.03, gaps_s=(0.03,) * 20))
+    assert uneven[len(uneven) // 2] == NEAR(1e-3, abs=1e-4)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=4, max_size=200).filter(lambda g: sum(g) > 1e-3))
 def test_the_longest_gaps_keep_their_part_of_the_time(gaps_s: list[float]) -> None:
     """However few there are: each half of the shares has the time of that half of the gaps."""
-    run = replace(step(4, 1500), gaps_s=tuple(gaps_s) * 2)
-    (shares,) = terms_of(observed(beside_steps=[run]), CHUNK).crowding.gaps
+    (shares,) = gap_shares(replace(step(4, 1500), gaps_s=tuple(gaps_s) * 2))
     assert list(shares) == NEAR(sorted(shares))
     ordered = sorted(gaps_s * 2)
     longer_half = sum(ordered[len(gaps_s) :]) / sum(ordered)
     assert sum(shares[20:]) / sum(shares) == NEAR(longer_half)
 
 
-def test_company_is_told_apart_for_one_sequence_and_for_a_batch() -> None:
-    steps = [step(n, 400 * n, w, slow=1.0 + w * n / 4) for n in (1, 4) for w in (0, 1)]
-    crowding = terms_of(observed(beside_steps=steps), CHUNK).crowding
-    assert (crowding.decode, crowding.decode_batch) == (NEAR((1.0, 1.25)), NEAR((1.0, 2.0)))
-
-
 def test_prefill_machines_as_company_are_told_apart_from_such_that_decode() -> None:
-    """Of prompts in a row, what is longer than company explains is the turnover: theirs is prefill machines'."""
     runs = [
         prompt(1024),
         prompt(1024, num_others=1, slow=1.1, decodes_beside=False),
         prompt(1024, num_others=1, slow=1.5),
     ]
-    row = prompt(300, num_others=1, slow=1.1, decodes_beside=False)
-    row = replace(row, compute_s=row.compute_s + 0.008)
-    terms = terms_of(observed(beside_prompts=runs, in_a_row=[row]), CHUNK)
-    assert terms.crowding.prefill == NEAR((1.0, 1.5))
-    assert terms.crowding.prefill_beside_prefills == NEAR((1.0, 1.1))
-    assert terms.crowding.landing_beside_prefills == NEAR((1.0, 1.0))
-    assert terms.overheads.turnover_s == NEAR(0.008)
-
-
-# -- bursts
-
-
-def answered(
-    machine: str, computes_from: float, first_token_at: float, *, step_s: float, num_steps: int
-) -> Answered:
-    """A handoff of 20 ms beside the first step."""
-    second = first_token_at + 0.02 + step_s
-    later = (second + step_s * number for number in range(num_steps))
-    return Answered(
-        machine=machine,
-        num_tokens=500,
-        sent_at=computes_from - 0.01,
-        placed_s=0.004,
-        computes_from=computes_from,
-        computes_until=first_token_at,
-        token_at=(first_token_at, *later),
-    )
+    crowding = terms_of(observed(beside_prompts=runs), CHUNK).crowding
+    assert crowding.prefill == NEAR((1.0, 1.5))
+    assert crowding.prefill_beside_prefills == NEAR((1.0, 1.1))
+    assert crowding.landing_beside_prefills == NEAR((1.0, 1.0))
 
 
 def test_steps_of_a_burst_are_told_apart_by_the_machines_that_compute_during_them() -> None:
@@ -255,20 +239,19 @@ def test_steps_of_a_burst_are_told_apart_by_the_machines_that_compute_during_the
 
 
 @pytest.mark.parametrize("slow", [1.0, 2.5])
-def test_crowding_is_what_bursts_show_and_not_long_answers(slow: float) -> None:
-    """Answers of two prompts while a third and longest one is computed; the handoff alone takes 6 ms."""
-    step_s = slow * DECODE.step_s(1, 510)
-    burst = [
-        answered("prefill-0", 0.0, 0.1, step_s=step_s, num_steps=20),
-        answered("prefill-0", 0.1, 9.0, step_s=step_s, num_steps=1),
-    ]
-    seen = observed(
-        answered=[burst],
-        beside_prompts=[prompt(1024)],
-        beside_steps=[step(1, 500), step(1, 500, num_others=1, slow=7.0)],
-    )
-    crowding = terms_of(seen, CHUNK).crowding
+def test_crowding_is_told_apart_for_one_sequence_and_for_a_batch(slow: float) -> None:
+    """Answers, one or four, while a third and longest prompt is computed; the handoff alone takes 6 ms."""
+    bursts = []
+    for num_seqs, factor in ((1, slow), (4, 2.0)):
+        step_s = factor * DECODE.step_s(num_seqs, num_seqs * 510)
+        streams = [
+            answered("prefill-0", 0.0, 0.1, step_s=step_s, num_steps=20) for _ in range(num_seqs)
+        ]
+        longest = answered("prefill-0", 0.1, 9.0, step_s=step_s, num_steps=1)
+        bursts.append([*streams, longest])
+    crowding = terms_of(observed(bursts=bursts), CHUNK).crowding
     assert crowding.decode == NEAR((1.0, slow), rel=1e-2)
+    assert crowding.decode_batch == NEAR((1.0, 2.0), rel=1e-2)
     assert crowding.handoff == NEAR((1.0, 0.02 / 0.006))
 
 
@@ -294,16 +277,11 @@ def queued(turnover_s: float) -> list[Answered]:
     free_at = 0.005
     for tokens in (100, 300, 500, 700):
         first_token_at = free_at + PREFILL.seconds(tokens, 0)
-        one = answered("prefill-0", free_at, first_token_at, step_s=0.01, num_steps=0)
-        found.append(
-            replace(
-                one,
-                num_tokens=tokens,
-                sent_at=0.0,
-                placed_s=0.003,
-                token_at=(first_token_at, first_token_at + 0.01),
-            )
+        one = answered(
+            "prefill-0", free_at, first_token_at, step_s=0.01, num_steps=0, num_tokens=tokens
         )
+        later = (first_token_at, first_token_at + 0.01)
+        found.append(replace(one, sent_at=0.0, token_at=later))
         free_at = first_token_at + turnover_s
     return found
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.roles.controller import WorkerLoad
-from deploy.ray.autoscaler import Autoscaler, Bounds, Change, Grow, Shrink
-from deploy.ray.config import ScaleTerms
+from deploy.ray.autoscaler import Autoscaler, Change
+from deploy.ray.config import ScaleTerms, Workers
 from protocol.ids import InstanceId, Role
 
 TERMS = ScaleTerms(high=0.7, low=0.4, up_hold_s=10, down_hold_s=30, cool_down_s=20)
-BOUNDS = {Role.PREFILL: Bounds(least=1, most=3), Role.DECODE: Bounds(least=1, most=3)}
+BOUNDS = dict.fromkeys((Role.PREFILL, Role.DECODE), Workers(min=1, max=3))
 P, D = Role.PREFILL, Role.DECODE
 
 
@@ -44,15 +44,15 @@ def test_a_need_that_lasts_gets_a_worker_and_one_that_does_not_gets_none() -> No
     assert changes(scaler, busy, 0, 10) == []
     assert changes(scaler, calm, 10, 1) == []
     assert changes(scaler, busy, 11, 10) == []
-    assert changes(scaler, busy, 21, 1) == [Grow(role=P)]
+    assert changes(scaler, busy, 21, 1) == [Change(role=P)]
 
 
 def test_nothing_follows_before_a_change_has_shown_its_effect() -> None:
     scaler = Autoscaler(TERMS, BOUNDS)
     busy = loads([0.5], [0.9, 0.9])
-    assert changes(scaler, busy, 0, 11) == [Grow(role=D)]
+    assert changes(scaler, busy, 0, 11) == [Change(role=D)]
     assert changes(scaler, busy, 11, 19) == []
-    assert changes(scaler, busy, 30, 1) == [Grow(role=D)]
+    assert changes(scaler, busy, 30, 1) == [Change(role=D)]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_nothing_follows_before_a_change_has_shown_its_effect() -> None:
         (
             loads([0.5], [0.3, 0.1, 0.2]),  # the others could do the least used one's work
             31,
-            [Shrink(instance_id=InstanceId("decode-1"), role=D)],
+            [Change(role=D, leaving=InstanceId("decode-1"))],
         ),
         (loads([0.1] * 2, [0.1] * 2, draining=True), 100, []),
-        (loads([0.9] * 2, [0.0] * 2), 15, [Grow(role=P)]),  # the other role lacks a worker
+        (loads([0.9] * 2, [0.0] * 2), 15, [Change(role=P)]),  # the other role lacks a worker
         # The conductor changes a worker's role, which needs no machine.
         (loads([0.9], [0.1, 0.1], can_change=True), 100, []),
-        (loads([0.9], [0.6, 0.6], can_change=True), 11, [Grow(role=P)]),
+        (loads([0.9], [0.6, 0.6], can_change=True), 11, [Change(role=P)]),
     ],
 )
 def test_what_follows_a_load_that_lasts(
@@ -98,8 +98,8 @@ def test_a_constant_load_is_never_answered_by_going_back_and_forth(
         seen = loads([work / counts[P]] * counts[P], [other / counts[D]] * counts[D])
         change = scaler.decide(seen, len(seen), now)
         if change is not None:
-            step = 1 if isinstance(change, Grow) else -1
+            step = 1 if change.leaving is None else -1
             counts[change.role] += step
             steps[change.role].append(step)
-            assert BOUNDS[change.role].least <= counts[change.role] <= BOUNDS[change.role].most
+            assert BOUNDS[change.role].min <= counts[change.role] <= BOUNDS[change.role].most
     assert all(len(set(taken)) <= 1 for taken in steps.values())

@@ -14,6 +14,7 @@ from deploy.ray.config import parse_cluster
 from deploy.ray.events import (
     READY,
     Action,
+    Asked,
     Gone,
     Host,
     HostsSeen,
@@ -22,11 +23,9 @@ from deploy.ray.events import (
     Member,
     MembersSeen,
     Report,
-    Reported,
     Restart,
     RestartAll,
     Scale,
-    Silent,
     Start,
     Stop,
     TakeDown,
@@ -104,10 +103,8 @@ class World:
         self.tell(HostsSeen(hosts=list(self.hosts.values())))
         answering = {host.node_id for host in self.hosts.values() if host.answers}
         for name, (generation, report, node) in list(self.actors.items()):
-            if node in answering:
-                self.tell(Reported(name=name, generation=generation, report=report))
-            else:
-                self.tell(Silent(name=name, generation=generation))
+            said = report if node in answering else None
+            self.tell(Asked(name=name, generation=generation, report=said))
         members = [
             Member(instance_id=name, epoch=epoch, load=None) for name, epoch in self.epochs.items()
         ]
@@ -196,7 +193,7 @@ def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -
 def test_a_silent_actor_on_a_host_that_answers_is_rays_to_restart_for_a_while() -> None:
     world = settled()
     generation = world.actors["decode-0"][0]
-    silent = Silent(name="decode-0", generation=generation)
+    silent = Asked(name="decode-0", generation=generation, report=None)
     assert world.tell(silent) == []
     world.now += ACTOR_PATIENCE_S
     assert [type(action) for action in world.tell(silent)] == [Kill, Start]
