@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks import admission, conditional, policies, replication
 from benchmarks.coupled_live import cluster_of
-from benchmarks.fidelity import figures_of, journeys_after, relative, spec_of
-from benchmarks.fidelity_page import FIGURES, MORE_FIGURES
 from benchmarks.policies_page import as_page
 from benchmarks.rank_test import mann_whitney_p
 from conductor.policies.least_added_delay import Terms
 from protocol.step_budget import CHUNK_SHARE
-from tests.traces.simulator.small import MODEL, request
 from traces.client import StreamClient
 from traces.format import TraceRecord
-from traces.simulator.spec import Overheads
 
 NEAR = pytest.approx
 
@@ -87,21 +81,6 @@ def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFix
     for off, heat in zip(rows[::2], rows[1::2], strict=True):
         assert (off[1], off[-1], heat[1]) == ("off", "0", "heat")
         assert float(heat[2]) < float(off[2])
-
-
-def test_figures_of_a_simulation_are_those_of_a_report() -> None:
-    """Prompts of 2 and 1 s at 100 tokens per second, the second one with half of it cached; 50 ms per step."""
-    shared = list(range(5))
-    given = [request(1.0, 200, 11, shared, base=20), request(10.0, 100, 11, shared, base=70)]
-    model = replace(MODEL, overheads=Overheads(request_s=0.5))
-    spec = replace(spec_of(model, 1, 1), block_size=10, chunk_tokens=1000, admission="none")
-    figures = figures_of(spec, journeys_after(spec, given))
-    assert figures["p50_ttft_ms"] == NEAR((2500 + 1000) / 2, rel=1e-3)
-    assert figures["p50_itl_ms"] == NEAR(50, rel=1e-3)
-    assert figures["hit_ratio"] == NEAR(50 / 300)
-    assert figures["request_throughput"] == NEAR(2 / 11.5, rel=1e-3)  # from the trace's begin
-    assert not any(math.isnan(figures[name]) for name in FIGURES | MORE_FIGURES)
-    assert (relative(110.0, 100.0), relative(1.0, 0.0)) == (NEAR(0.1), math.inf)
 
 
 def test_the_rank_test_gives_what_the_textbook_gives() -> None:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import xml.etree.ElementTree as ET
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.engine import attention, block_pool, prefix, store_writes
 from benchmarks.engine.contest import Side, measure_shape
 from benchmarks.engine.contestants import NATIVE, TORCH, TRANSFORMERS, Wish
-from benchmarks.engine.kv_error import ANSWER, PROMPT, TEXTS, read_texts
-from benchmarks.engine.kv_scales import RememberingPool
 from benchmarks.engine.lookahead.__main__ import POLICIES, Load, dominates, replay, verdict
 from benchmarks.engine.lookahead.figures import as_table
 from benchmarks.engine.lookahead.load import SYNTHETIC, synthetic
-from benchmarks.engine.overlap_record import Record
-from benchmarks.engine.overlap_timeline import picture
 from benchmarks.engine.shapes import DEMO_FOLDER, Shape, prompt_tokens
-from engine.kv_pool import KvPool
-from protocol.layout import QUANTISED_DTYPES, KvLayout
 from traces.format import TOKENS_PER_HASH, TraceRecord
 
 
@@ -46,41 +38,12 @@ def test_the_block_pool_is_measured_in_all_columns(monkeypatch: pytest.MonkeyPat
     assert len(block_pool.bars(row)) == 5
 
 
-@pytest.mark.parametrize("kept", QUANTISED_DTYPES)
-def test_the_pool_of_the_error_table_remembers_what_a_workers_pool_does(kept: str) -> None:
-    shape = {"num_layers": 2, "block_size": 4, "num_kv_heads": 3, "head_dim": 8}
-    real = KvPool(KvLayout(**shape, dtype=kept), 2, dtype="float32")  # type: ignore[arg-type]
-    plain = KvLayout(**shape, dtype="float32")  # type: ignore[arg-type]
-    simulated = RememberingPool(plain, 2, kept, "token, head")
-    keys, values = torch.randn(2, 3, 3, 8, generator=torch.Generator().manual_seed(0))
-    for pool in (real, simulated):
-        pool.write(1, torch.tensor([4, 7, 5]), keys, values)
-    block = torch.tensor([1])
-    for found, expected in zip(simulated.gather(1, block), real.gather(1, block), strict=True):
-        assert torch.equal(found, expected)
-    assert read_texts().shape == (len(TEXTS), PROMPT + ANSWER)
-
-
 def test_allocators_are_replayed_and_lookahead_dominates() -> None:
     """Virtual time: fewer preemptions than on demand, more throughput than for the worst case."""
     load = Load("chat", synthetic(SYNTHETIC["chat"], 300, 1e9, seed=7), 100_000)
     rows = {name: replay(load, make()) for name, make in POLICIES.items()}
     assert dominates(rows), verdict(rows)
     assert len(as_table(list(rows.items())).splitlines()) == 2 + len(POLICIES)
-
-
-def test_the_picture_of_overlap_has_a_bar_for_each_turn_and_layer(tmp_path: Path) -> None:
-    record = Record(
-        leases=[(0.0, 0.1)],
-        turns=[(0.1, 0.4), (0.4, 0.9)],
-        checks=[(0.9, 1.0)],
-        steps=[(0.4, 2.0)],
-        pauses=[(0.5, 0.8), (1.5, 1.6)],
-    )
-    assert record.hidden_share == pytest.approx(0.3)  # waits for layers hide nothing
-    picture(path := tmp_path / "timeline.svg", "one & two", [("layered", record)])
-    bars = [e.get("fill") for e in ET.fromstring(path.read_text()).iter() if e.tag[-4:] == "rect"]
-    assert (bars.count("#3a86ff"), bars.count("#2a9d8f")) == (3, 4)  # one each in the legend
 
 
 def test_both_prefix_indices_keep_the_same_blocks_through_a_round() -> None:

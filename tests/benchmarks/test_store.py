@@ -17,12 +17,9 @@ from benchmarks.store.report import blocks_report, nodes_report, restart_report
 from benchmarks.store.workload import EXISTS, Load
 from benchmarks.store_directory import LOOKUP_LENGTHS
 from benchmarks.store_directory import measure as measure_directory
-from benchmarks.store_hit_ratio import measure, prompts_of
 from benchmarks.transfer.pair import Placement
 from kvstore import eviction
 from tests.patience import PATIENCE_S
-from tests.public_trace import TRACE, needs_trace
-from traces.format import read_trace
 
 MIB = 1 << 20
 
@@ -90,15 +87,3 @@ def test_hit_ratios_are_printed_and_written_for_every_policy(
     assert "| lru | 0.500 (0.500) |" in capsys.readouterr().out
     points = json.loads(result.read_text())["points"]
     assert {point["policy"] for point in points} == {*eviction.POLICY_NAMES, "belady", "unlimited"}
-
-
-@pytest.mark.trace
-@needs_trace
-def test_reuse_credit_keeps_more_of_the_conversation_trace_than_lru() -> None:
-    """Of its first requests, in a store that is as small beside them."""
-    prompts = prompts_of(read_trace(TRACE, 2_000))
-    lru, credit = (
-        measure(name, eviction.make(name), prompts, 1_000_000)["block_hit_ratio"]
-        for name in ("lru", "reuse-credit")
-    )
-    assert credit > 1.1 * lru

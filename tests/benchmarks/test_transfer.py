@@ -8,16 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.transfer import rounds
-from benchmarks.transfer.bars import bars
 from benchmarks.transfer.contestant import Contestant
-from benchmarks.transfer.crowd import by_peer
 from benchmarks.transfer.pair import Placement
 from benchmarks.transfer.workload import (
-    KIB,
     POOL_BYTES,
-    REMOTE,
     SIZES,
-    Load,
     differing_blocks,
     pattern,
     throughput,
@@ -50,22 +45,3 @@ def test_one_wrong_byte_is_one_differing_block() -> None:
     assert differing_blocks(landed, LOAD) == 0
     landed[12345] ^= 1
     assert differing_blocks(landed, LOAD) == 1
-
-
-def test_a_bar_is_the_median_of_the_rounds_ratios() -> None:
-    def figures(*found: float) -> dict[str, object]:
-        cell = {"gb_s": sorted(found)[1], "gb_s_rounds": list(found)}
-        throughputs = {"1 MiB": {"read": cell, "write": cell}}
-        return {"throughput": throughputs, "latency": {"p50_us": 20.0}, "absent": None}
-
-    results = {"moonserve tcp": figures(9, 1, 8), "raw sockets": figures(10, 1, 10)}
-    found = {bar["claim"]: bar["measured"] for bar in bars(results, ["1 MiB"])}
-    assert found["moonserve tcp / raw sockets, 1 MiB read"] == 0.9
-
-
-def test_each_batch_goes_to_one_peer_and_the_peers_take_turns() -> None:
-    load = Load("read", 64 * KIB, requests=4)
-    requests, share = np.concatenate(load.batches()), POOL_BYTES // 4
-    owners = by_peer(requests, share, load.requests)[:, :, 0, REMOTE] // share
-    assert (owners == owners[:, :1]).all()
-    assert owners[:4, 0].tolist() == list(range(4))

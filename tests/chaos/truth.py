@@ -1,16 +1,15 @@
 """What clients ask for, and the tokens that each must get, computed by one coupled engine before the cluster starts.
 
-Prompts and arrivals are a trace's, shortened. Whose greedy choice is ever too close to call is left out: KV that was
-computed again in other chunks differs in its last bits (ARCHITECTURE.md, invariant 6), and may tip it.
+Prompts and arrivals are a trace's, shortened. Native kernels compute the same bits in any chunks (ARCHITECTURE.md,
+invariant 6).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.generate import Generation, generate
+from benchmarks.generate import generate
 from engine.config import load_model_config
 from engine.engine import Engine
 from protocol.request import SamplingParams
@@ -23,8 +22,6 @@ MAX_PROMPT, MAX_OUTPUT = 400, 48
 SYNTHETIC = Path(__file__).parents[1] / "traces" / "synthesis" / "small.jsonl"
 SHORTENED = 1 / 24
 """Prompts: of a thousand tokens remain some forty."""
-CLOSE = 1e-3
-"""In log-probability; the bits that differ are a thousand times smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Wish:
 
 
 def wishes(model: Path, trace: Path, count: int) -> list[Wish]:
-    """At most `count`, in the trace's order; fewer where some were too close."""
+    """Of the first `count` requests of the trace."""
     config = load_model_config(model)
     records = [_shortened(record) for record in read_trace(trace, count)]
     builder = PromptBuilder(config.vocab_size)
@@ -58,16 +55,11 @@ def wishes(model: Path, trace: Path, count: int) -> list[Wish]:
         layout=config.kv_layout(BLOCK_SIZE, "float32"),
         dtype="float32",
         num_blocks=NUM_BLOCKS,
+        kernels="native",
     )
-    wanted = [
-        SamplingParams(max_tokens=output, temperature=0.0, num_logprobs=2) for output in outputs
-    ]
+    wanted = [SamplingParams(max_tokens=output, temperature=0.0) for output in outputs]
     found = generate(engine, prompts, wanted)
-    return [
-        Wish(prompt, generation.token_ids)
-        for prompt, generation in zip(prompts, found, strict=True)
-        if not _is_close(generation)
-    ]
+    return [Wish(prompt, each.token_ids) for prompt, each in zip(prompts, found, strict=True)]
 
 
 def _shortened(record: TraceRecord) -> TraceRecord:
@@ -79,13 +71,3 @@ def _shortened(record: TraceRecord) -> TraceRecord:
         hash_ids=shorter.hash_ids,
         tokens_per_hash=shorter.tokens_per_hash,
     )
-
-
-def _is_close(generation: Generation) -> bool:
-    """Whether some token was hardly better than the next best."""
-    margins: Sequence[float] = [
-        logprobs.top[0][1] - logprobs.top[1][1]
-        for logprobs in generation.logprobs
-        if logprobs is not None and len(logprobs.top) > 1
-    ]
-    return min(margins, default=0.0) < CLOSE

@@ -79,22 +79,6 @@ def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
     assert service["ports"][0]["targetPort"] == cluster.serve.port
 
 
-def test_kustomize_builds_the_whole() -> None:
-    binary = shutil.which("kubectl")
-    if binary is None:
-        pytest.skip("needs kubectl")
-    built = subprocess.run(
-        [binary, "kustomize", str(KUBERNETES)], capture_output=True, text=True, check=False
-    )
-    assert built.returncode == 0, built.stderr
-    kinds = {document["kind"]: document for document in yaml.safe_load_all(built.stdout)}
-    held, ray = kinds["ConfigMap"], kinds["RayCluster"]
-    assert yaml.safe_load(held["data"]["cluster.yaml"])["name"] == "chat"
-    [volume] = ray["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
-    assert ray["metadata"]["namespace"] == held["metadata"]["namespace"] == "moonserve"
-    assert volume["configMap"]["name"].startswith("moonserve-cluster")
-
-
 def test_the_launchers_file_is_as_ray_wants_it() -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from ray.autoscaler._private.util import fillout_defaults, prepare_config, validate_config

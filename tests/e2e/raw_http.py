@@ -1,10 +1,9 @@
-"""HTTP by hand, for clients that no library would be: that leave, send rubbish, or hardly read."""
+"""HTTP by hand, for clients that no library would be: that leave."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
 from http.client import HTTPResponse
 from typing import Any
 
@@ -15,18 +14,9 @@ from tests.patience import PATIENCE_S
 class RawClient:
     """One connection to the cluster's endpoint."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        *,
-        receive_buffer: int | None = None,
-    ) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._headers = cluster.headers
-        self.socket = socket.socket()
-        self.socket.settimeout(PATIENCE_S)
-        if receive_buffer is not None:  # before connecting, or the window is agreed already
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.connect(("127.0.0.1", cluster.port))
+        self.socket = socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S)
 
     def __enter__(self) -> RawClient:
         return self
@@ -34,25 +24,14 @@ class RawClient:
     def __exit__(self, *_: object) -> None:
         self.leave()
 
-    def send(
-        self,
-        path: str,
-        body: bytes,
-        *,
-        method: str = "POST",
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        lines = {"Host": "test", "Content-Type": "application/json", **self._headers}
-        lines |= headers or {}
-        lines.setdefault("Content-Length", str(len(body)))
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
-        self.socket.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-
     def ask(self, prompt: Any, **parameters: Any) -> None:
         """A streamed completion, of which nothing is read yet. Tokens without text are events too."""
         fixed = {"stream": True, "ignore_eos": True, "return_token_ids": True}
-        body = {"prompt": prompt, **fixed, **parameters}
-        self.send("/v1/completions", json.dumps(body).encode())
+        body = json.dumps({"prompt": prompt, **fixed, **parameters}).encode()
+        lines = {"Host": "test", "Content-Type": "application/json", **self._headers}
+        lines["Content-Length"] = str(len(body))
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self.socket.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + body)
 
     def reply(self) -> HTTPResponse:
         """The reply with its head read."""

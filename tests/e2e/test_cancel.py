@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.e2e.cluster import Cluster, prompt_of, small_cluster
-from tests.e2e.raw_http import RawClient, read_events
+from tests.e2e.raw_http import RawClient
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,6 @@ FLAGS = (
 BLOCK_SIZE = 32
 NUM_BLOCKS = 2_048
 """In a pool of that size."""
-NOTICED_AFTER_S = 4.0  # the conductor gives a worker up that is silent for a second more
 TOO_MANY_BLOCKS = 2_000
 """Leave no room for a long prompt."""
 
@@ -107,57 +106,6 @@ def test_while_the_decode_worker_cannot_grant_a_landing(cluster: Cluster) -> Non
                 lambda: landing.renew() or cluster.status("prefill-0").load.held_blocks > 0,
             )
         wait_for_count(cluster, "cancelled_reserving", 1)
-
-
-def test_while_its_kv_is_on_the_way(cluster: Cluster) -> None:
-    """On a busy machine the stop may come when all has arrived: then another one is tried."""
-    assert any(left_while_sending(cluster, attempt) for attempt in range(10))
-
-
-def left_while_sending(cluster: Cluster, attempt: int) -> bool:
-    """False: the decode worker had all of it already, or the stop came so soon that computing waits for it."""
-    # The stop of an earlier attempt may have made the conductor give the decode worker up.
-    cluster.wait_for("service", lambda: serves(cluster))
-    cluster.wait_until_all_is_free()
-    handed_off = cluster.counter("prefill-0", "handed_off_requests")
-    sending, committing = (
-        cluster.counter("prefill-0", f"cancelled_{phase}") for phase in ("sending", "committing")
-    )
-
-    def is_handed_off() -> bool:
-        return cluster.counter("prefill-0", "handed_off_requests") > handed_off
-
-    def is_cancelled() -> bool:
-        return (
-            cluster.counter("prefill-0", "cancelled_sending") > sending
-            or cluster.counter("prefill-0", "cancelled_committing") > committing
-        )
-
-    with RawClient(cluster) as client:
-        # So short that the conductor does not notice that the decode worker is silent, however busy the machine.
-        client.ask(long_prompt(f"sending {attempt}")[: 8_000 >> attempt // 2], max_tokens=100)
-        cluster.wait_for(
-            "its landing",
-            lambda: cluster.status("decode-0").load.leased_blocks > 0 or is_handed_off(),
-        )
-        with cluster.stopped("decode-0"):
-            # All is computed, but what was sent since the stop has not arrived.
-            client.socket.settimeout(NOTICED_AFTER_S)
-            try:
-                (first,) = read_events(client.reply(), 1)
-            except TimeoutError:
-                return False
-            assert first["choices"][0]["finish_reason"] is None
-            client.leave()
-            cluster.wait_for("its end", lambda: is_cancelled() or is_handed_off())
-    cluster.wait_until_all_is_free()
-    return cluster.counter("prefill-0", "cancelled_sending") > sending
-
-
-def serves(cluster: Cluster) -> bool:
-    wish = {"prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True}
-    with cluster.client() as client:
-        return client.post("/v1/completions", json=wish).is_success
 
 
 def test_while_a_whole_reply_is_made(cluster: Cluster) -> None:

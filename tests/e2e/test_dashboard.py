@@ -151,17 +151,6 @@ async def test_a_request_is_explained_by_keys_alone(cluster: Cluster, tmp_path: 
         assert not opened.complaints
 
 
-async def test_an_unknown_request_is_said_to_be_unknown(cluster: Cluster, tmp_path: Path) -> None:
-    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
-        await shown(opened)
-        await opened.evaluate("document.getElementById('request').focus()")
-        await opened.write("nobody")
-        await opened.press("Enter")
-        explained = "document.getElementById('explained').innerText"
-        await opened.wait_for(f"{explained}.includes('no decision about')")
-        assert "--num-decisions" in await opened.evaluate(explained)
-
-
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     text = PAGE.read_text()
     assert not re.search(r"""(?:src|href)\s*=(?!"data:)|@import|https?://|url\(""", text)

@@ -1,4 +1,4 @@
-"""Calls that lie, from a peer with the token, to every service of every process; and rubbish to whatever listens.
+"""Calls that lie, from a peer with the token, to every service of every process.
 
 Each is answered or refused as somebody's fault: never an error of the inside, never the end of a process. Afterwards
 the cluster serves the same tokens, and no process has grown.
@@ -6,10 +6,7 @@ the cluster serves the same tokens, and no process has grown.
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +34,6 @@ from protocol.pb import (
 from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
 from tests.e2e.cluster import Cluster, small_cluster
 from tests.e2e.invented import messages
-from tests.patience import PATIENCE_S
 from tests.processes import running
 from tests.thoroughness import examples
 
@@ -192,44 +188,3 @@ def _memory(cluster: Cluster) -> dict[int, int]:
     """Bytes by process id, of those that the launcher watches."""
     children = psutil.Process(cluster.process.pid).children()
     return {child.pid: child.memory_info().rss for child in children}
-
-
-RUBBISH = (
-    b"",
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /" + b"a" * 100_000,
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" * 50,
-    bytes.fromhex("160301020001000100fc0303") + bytes(500),
-    b"MOONLEAN\x01\x00" + bytes(32) + bytes(32) + b"\xff" * 64,
-    b"MOONXFER" + b"\xff" * 200,
-    b"\0" * 70_000,
-)
-
-
-def test_rubbish_to_whatever_listens_ends_no_process(cluster: Cluster) -> None:
-    """gRPC, lean connections, KV and HTTP alike; openings are real ones, what follows them is not."""
-    right, before = _answer(cluster), _memory(cluster)
-    launcher = psutil.Process(cluster.process.pid)
-    ports = {
-        connection.laddr.port
-        for process in launcher.children(recursive=True)
-        for connection in process.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert len(ports) >= 8
-    for port in ports:
-        for opening in RUBBISH:
-            for tail in (b"", secrets.token_bytes(2_000)):
-                _throw(port, opening + tail)
-    assert _answer(cluster) == right
-    grown = {pid: size - before[pid] for pid, size in _memory(cluster).items()}
-    assert grown.keys() == before.keys()
-    assert max(grown.values()) < MAX_GROWTH_BYTES, grown
-
-
-def _throw(port: int, data: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock, suppress(OSError):
-        sock.settimeout(0.01)
-        sock.sendall(data)
-        sock.recv(4096)

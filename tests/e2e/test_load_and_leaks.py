@@ -19,7 +19,6 @@ from tests.e2e.cluster import (
     GREEDY,
     Cluster,
     cached_of,
-    prompt_of,
     running_cluster,
     tokens_of,
 )
@@ -180,79 +179,3 @@ def more_than(before: dict[str, Footprint], after: dict[str, Footprint]) -> list
         or now.num_threads > before[name].num_threads + 4
         or now.anonymous_kib > before[name].anonymous_kib + MAX_GROWTH_KIB
     ]
-
-
-def test_a_pool_too_small_for_all_lets_them_take_turns(
-    cluster: Cluster, tmp_path: Path, model: Path
-) -> None:
-    """Greedy or by a seed, they say what they say alone in a cluster with room for all, which cuts prompts otherwise.
-    Draws are among few tokens: among thousands one would fall within the last bits of where the next one begins."""
-    flags = (
-        *("--kv-cache-memory", str(NUM_CRAMPED * BLOCK_BYTES), "--store-nodes", "0"),
-        *("--max-num-batched-tokens", "50", "--max-num-seqs", "32"),
-        *("--block-allocation", "on-demand"),  # which lets more in than can stay
-    )
-    asked = wishes(12, prompt=(30, 100), output=(280, 320), seed=1)
-    drawn = {"temperature": 1.0, "top_k": 5}
-    asked[::2] = [{**wish, **drawn, "seed": seed} for seed, wish in enumerate(asked[::2])]
-    expected = [alone(cluster, wish) for wish in asked]
-    with running_cluster(model, tmp_path, *COMMON, *flags) as cramped:
-        assert cramped.status("decode-0").num_blocks == NUM_CRAMPED
-        for _ in range(20):  # whether they meet in the pool is up to the machine
-            assert streamed(cramped, asked, len(asked)) == expected
-            if preempted := cramped.counter("decode-0", "num_preemptions"):
-                break
-        assert preempted
-        cramped.wait_for(
-            "the metric", lambda: cramped.metric("vllm:num_preemptions_total") == preempted
-        )
-        cramped.wait_until_all_is_free()
-        leave_while_the_pool_is_full(cramped)
-        assert not cramped.tracebacks(), cramped.logs()
-
-
-def leave_while_the_pool_is_full(cluster: Cluster) -> None:
-    """The second of two does not fit beside a landing and gives its place in the line up; then the first leaves.
-
-    The landing is this test's own, so that the pool is full for as long as it wants, however fast the first ends.
-    """
-    prompt = prompt_of("full", 600)  # 38 blocks of 48
-    with cluster.landing("decode-0", 11, BLOCK_SIZE) as landing, RawClient(cluster) as first:
-        first.ask(prompt[:200], max_tokens=360)  # 35 blocks at its end
-        response = first.reply()
-        read_events(response, 2)  # the second is from the decode worker
-        # The decode worker's token may be here before the prefill worker has heard that its commit was taken.
-        cluster.wait_for("its handoff", lambda: not cluster.status("prefill-0").load.held_blocks)
-        handed_off = cluster.counter("prefill-0", "handed_off_requests")
-
-        def waits() -> bool:
-            landing.renew()
-            return cluster.status("decode-0").load.num_waiting == 1
-
-        with RawClient(cluster) as second:
-            second.ask(prompt[::-1], max_tokens=5)
-            cluster.wait_for("a line", waits)
-        cluster.wait_for("its end", lambda: not cluster.status("prefill-0").load.held_blocks)
-        cluster.wait_for("no line", lambda: not cluster.status("decode-0").load.num_waiting)
-        assert cluster.counter("prefill-0", "handed_off_requests") == handed_off
-        read_events(response, 1)
-    cluster.wait_until_all_is_free()
-
-
-def test_what_cannot_meet_its_slo_is_refused_with_when_to_come_back(
-    tmp_path: Path, model: Path
-) -> None:
-    flags = ("--dtype", "float32", "--ttft-slo", "0.000001", "--store-nodes", "0")
-    with running_cluster(model, tmp_path, *flags) as cluster, cluster.client() as client:
-        for stream in (False, True):
-            wish = {"prompt": [1, 2, 3], "max_tokens": 3, "stream": stream}
-            response = client.post("/v1/completions", json=wish)
-            assert response.status_code == 429
-            assert int(response.headers["retry-after"]) >= 1
-            error = response.json()["error"]
-            assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-            assert error["predicted_ttft_s"] > 0.000001
-            assert error["predicted_tbt_s"] > 0
-        # A client's own limit goes before the cluster's.
-        patient = client.post("/v1/completions", json=wish, headers={"x-slo-ttft-ms": "60000"})
-        assert patient.status_code == 200

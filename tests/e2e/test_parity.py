@@ -37,7 +37,8 @@ STREAMS = 8 if THOROUGH else 2  # of others, beside four of our own
 LONGEST = 3_000
 LONG_ANSWER = 160
 
-# Fields of the transformers configuration. Mistral's window is shorter than most prompts.
+# Fields of the transformers configuration. Mistral's window is shorter than most prompts. That all families compute
+# rightly is shown by tests/engine; here it is how prompts travel.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 48},
@@ -88,14 +89,12 @@ class Case:
 
 
 CASES = {
-    "llama over shm": Case(family="llama", block_size=16, chunk=256, flags=("--transports", "shm")),
     "mistral over tcp": Case(
         family="mistral", block_size=32, chunk=100, flags=("--transports", "tcp")
     ),
-    "qwen2, two workers of each kind": Case(
-        family="qwen2", block_size=32, chunk=100, flags=("--transports", "shm"), num_workers=2
+    "qwen2 over shm, two workers of each kind": Case(
+        family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm"), num_workers=2
     ),
-    "qwen3 over tcp": Case(family="qwen3", block_size=16, chunk=256, flags=("--transports", "tcp")),
     "int8 in blocks of 512": Case(
         family="llama",
         block_size=512,
@@ -107,7 +106,7 @@ CASES = {
     # As on a GPU: nothing is computed from what was not loaded, nothing is sent that was not stored, and decode steps
     # begin before those before them have ended. Only the device is a stand-in.
     "staged device": Case(
-        family="llama",
+        family="qwen3",
         block_size=16,
         chunk=100,
         flags=("--device", "cpu-staged", "--layered-loads", "always", "--async-scheduling"),

@@ -123,16 +123,6 @@ def test_no_answer_is_lost_or_wrong_while_workers_of_both_roles_change_under_loa
             assert switch(cluster, instance_id, to, 300.0) == 0
 
 
-def test_a_worker_that_changed_is_placed_upon_in_its_new_role(cluster: Cluster) -> None:
-    assert switch(cluster, "worker-2", "prefill", 300.0) == 0
-    answer = cluster.greedy(PROMPT, 2)
-    (decision,) = cluster.decisions(answer["id"])
-    prefills = {c["instance_id"] for c in decision["prefill_candidates"]}
-    assert prefills == {"worker-0", "worker-2"}
-    assert [c["instance_id"] for c in decision["decode_candidates"]] == ["worker-1"]
-    assert switch(cluster, "worker-2", "decode", 300.0) == 0
-
-
 def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
     cluster.greedy(PROMPT, 2)
     num_blocks = len(PROMPT) // 32

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from conductor.roles.controller import WorkerLoad
 from deploy.plan import Kind
 from deploy.ray.config import parse_cluster
 from deploy.ray.events import (
@@ -33,6 +34,7 @@ from deploy.ray.events import (
 from deploy.ray.hosts import REFUSAL_S
 from deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
 from protocol.errors import ConfigError
+from protocol.ids import InstanceId, Role
 from tests.thoroughness import examples
 
 DOCUMENT = {
@@ -63,6 +65,7 @@ class World:
         self.hosts = {number: host(number) for number in range(hosts)}
         self.actors: dict[str, tuple[int, Report, str]] = {}  # generation, what it says, node
         self.epochs: dict[str, int] = {}
+        self.need: float | None = None  # of each worker
         self.clock = 0
         self.log: list[Action] = []
 
@@ -106,9 +109,23 @@ class World:
             said = report if node in answering else None
             self.tell(Asked(name=name, generation=generation, report=said))
         members = [
-            Member(instance_id=name, epoch=epoch, load=None) for name, epoch in self.epochs.items()
+            Member(instance_id=name, epoch=epoch, load=self._load(name))
+            for name, epoch in self.epochs.items()
         ]
         self.tell(MembersSeen(members=members))
+
+    def _load(self, name: str) -> WorkerLoad | None:
+        """decode-1 is used a little less than the others."""
+        if self.need is None or not name.startswith(("prefill", "decode")):
+            return None
+        return WorkerLoad(
+            instance_id=InstanceId(name),
+            role=Role(name.partition("-")[0]),
+            can_change=False,
+            draining=False,
+            need=self.need,
+            use=self.need - 0.01 * (name == "decode-1"),
+        )
 
     def settle(self, looks: int = 40) -> None:
         """Until all is whole and nothing was done for three looks."""
@@ -258,6 +275,22 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
     assert sorted(restarted) == sorted(names)
     assert world.state.is_whole
     assert not world.state.is_restarting
+
+
+@pytest.mark.parametrize(
+    ("need", "names"), [(0.9, {"decode-0", "decode-1", "decode-2"}), (0.1, {"decode-0"})]
+)
+def test_load_that_lasts_changes_the_number_of_workers(need: float, names: set[str]) -> None:
+    """By what the conductor says of workers; the one that is used least leaves."""
+    terms = {"up_hold_s": 1, "down_hold_s": 1, "cool_down_s": 0}
+    world = World(autoscale=terms, decode={**DOCUMENT["decode"], "max": 3})
+    world.settle()
+    world.need = need
+    for _ in range(20):
+        world.look()
+    world.settle()
+    assert world.state.is_whole
+    assert {name for name in world.actors if name.startswith("decode")} == names
 
 
 def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
