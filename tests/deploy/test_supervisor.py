@@ -132,6 +132,14 @@ async def test_one_whose_successor_does_not_come_up_serves_on(
     assert child.process is not old
 
 
+async def test_one_that_dies_at_its_start_is_told_with_its_last_lines(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "fails").touch()
+    with pytest.raises(ChildDied, match=r"it-0 ended with exit code 3 .* last log lines"):
+        await launch("--fails-if", str(tmp_path / "fails"))
+
+
 async def test_each_process_has_its_own_time_to_stop(launch: Launch) -> None:
     """One would wait for its own end; the other waits for the first one's."""
     supervisor, killed = await launch("--while-alive", "self", stop_grace_s=0.1)

@@ -15,7 +15,8 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from gateway.access.key_file import KeyFile
+from deploy.keys import main as keys
+from gateway.access.key_file import KeyFile, read
 from gateway.access.key_record import ApiKey, KeyLimits, digest_of
 from tests.e2e.cluster import UNHURRIED, Cluster, metric, running_cluster
 from tests.patience import PATIENCE_S
@@ -170,6 +171,21 @@ def num_times_alone(cluster: Cluster) -> int:
     """How often a gateway began to limit for itself, since Redis did not answer."""
     logs = [(cluster.log_dir / f"{name}.log").read_text() for name in NAMES]
     return sum(log.count("limits are this gateway's own") for log in logs)
+
+
+def test_a_key_is_revoked_everywhere(
+    cluster: Cluster, folder: Path, own_keys: dict[str, str]
+) -> None:
+    path, digest = folder / "keys.json", digest_of(own_keys[LIMITED[0]].encode())
+    (record,) = [key for key in read(path) if key.digest == digest]
+    assert keys(["revoke", "--file", str(path), record.key_id], {}) == 0
+    cluster.wait_for(
+        "every gateway to know",
+        lambda: all(
+            ask(cluster, own_keys[LIMITED[0]], "/v1/models").status_code == 401 for _ in range(12)
+        ),
+    )
+    assert ask(cluster, own_keys["free"], "/v1/models").status_code == 200
 
 
 def test_one_that_dies_is_replaced_at_the_same_port_and_the_others_serve(
