@@ -18,7 +18,6 @@ from rich.text import Text
 
 from deploy.local import READY
 from deploy.supervisor import Child
-from deploy.terminal.output import grid
 
 _STYLES = {"ready": "green", "restarting": "red"}
 
@@ -88,7 +87,8 @@ class Display:
             self._console.print(what, **how)
 
     def _table(self) -> Table:
-        table = grid("process", "pid", "state", "where")
+        names = ("process", "pid", "state", "where")
+        table = Table(*names, box=None, pad_edge=False, header_style="dim")
         for child in self._children:
             is_under_way = child.fraction is not None and child.stage != "ready"
             state = f"{child.stage} {child.fraction:.0%}" if is_under_way else child.stage

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from rich import table
-
 from protocol.progress import Progress
 
 SHORT_KEY_DIGITS = 16
@@ -99,15 +97,6 @@ class Table:
             cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns
         ]
         return "  ".join(texts).rstrip()
-
-
-def grid(*columns: str) -> table.Table:
-    """A table to be redrawn in place (rich's). Columns that begin with `>` are numbers; without any, no header."""
-    made = table.Table(box=None, pad_edge=False, header_style="dim", show_header=bool(columns))
-    for column in columns:
-        right = column.startswith(">")
-        made.add_column(column.removeprefix(">"), justify="right" if right else "left")
-    return made
 
 
 def bar(share: float) -> str:
