@@ -21,10 +21,9 @@ from benchmarks.measure import table, write_json
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.eviction import POLICY_NAMES, EvictionPolicy, make
-from kvstore.eviction.ranked import Ranked
 from kvstore.native.base import Record
 from kvstore.native.metadata import KeyIndex
-from kvstore.stored import Tier, Watermarks
+from kvstore.stored import Tier, Watermarks, Wish
 from protocol.keys import KEY_BYTES, BlockKey
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 
@@ -43,7 +42,7 @@ class Prompt:
     num_tokens: int
 
 
-class Belady(Ranked):
+class Belady(EvictionPolicy):
     """What is needed again last goes first. `added` and `used` must come once per block of `prompts`, in order."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
@@ -165,7 +164,7 @@ def _serve(catalog: Catalog, prompt: Prompt) -> int:
     catalog.used(reversed(held))  # as a lease does
     for parent, key in itertools.pairwise((None, *prompt.keys)):
         if key is not None and catalog.find(key) is None:
-            stored_new = catalog.reserve(key, parent, ALIGNMENT)
+            stored_new = catalog.reserve(Wish(key=key, parent=parent, length=ALIGNMENT))
             if stored_new is None:
                 raise ValueError(f"a prompt of {len(prompt.keys)} blocks does not fit")
             catalog.publish(stored_new, checksum=0)

@@ -5,18 +5,27 @@ Its rule: free + held + leased + reserved = capacity. Knows no keys and decides 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.allocator import Allocator, padded
+from kvstore.disk.base import DiskSpace
 from kvstore.native.base import MAX_OBJECT_BYTES
 from kvstore.records import Records
-from kvstore.stored import DiskSpace, StoredObject, Usage
+from kvstore.stored import StoredObject, Usage
 from protocol.errors import InvalidRequest
 
 Extent = tuple[int | None, int]
 """Offset in memory, None = not there, and length."""
+
+
+@dataclass(slots=True, eq=False)
+class Remains:
+    """Space of one object that was removed while somebody held it, until the last hold ends."""
+
+    offset: int | None  # None = it was not in memory
+    length: int
+    holds: int
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +40,18 @@ class Books:
     num_on_disk: int = 0  # only there
     num_places: int = 0  # on disk at all
     disk_live: int = 0
+    hidden: dict[int, Remains] = field(default_factory=dict)
+    """By generation, since a key may be hidden more than once."""
+
+    def let_go_hidden(self, generation: int) -> None:
+        """One hold less of a removed object; the last one frees its memory."""
+        remains = self.hidden[generation]
+        remains.holds -= 1
+        if not remains.holds:
+            del self.hidden[generation]
+            if remains.offset is not None:
+                self.leased_bytes -= padded(remains.length)
+                self.space.free(remains.offset, remains.length)
 
     def check_size(self, length: int) -> None:
         """Raises InvalidRequest when an object could never fit."""
@@ -72,11 +93,12 @@ class Books:
         disk: DiskSpace | None,
         *,
         writing: Sequence[Extent],
-        hidden: Sequence[Extent],
         loading: Sequence[Extent],
     ) -> None:
         """Raises AssertionError unless exactly the visible objects and these extents take space, as it is counted."""
         here = [(o.offset, o.length) for o in visible]
+        remains = self.hidden.values()
+        hidden = [(r.offset, r.length) for r in remains if r.offset is not None]
         taken = [*here, *writing, *hidden, *loading]
         self.space.validate((at, length) for at, length in taken if at is not None)
         leased = [o for o in visible if rows.holds[o.record]]
@@ -91,47 +113,3 @@ class Books:
         assert self.disk_live == sum(space(o.length) for o in on_disk)
         assert self.num_places == len(on_disk)
         assert all(o.offset is not None or o.place is not None for o in visible)
-
-
-@dataclass(slots=True, eq=False)
-class Remains:
-    """Space of one removed object that somebody still holds."""
-
-    offset: int | None  # None = it was not in memory
-    length: int
-    holds: int
-
-
-class Hidden:
-    """Space of objects that were removed while somebody held them, until the last hold ends.
-
-    By generation, since a key may be hidden more than once.
-    """
-
-    def __init__(self) -> None:
-        self._remains: dict[int, Remains] = {}
-
-    def __contains__(self, generation: object) -> bool:
-        return generation in self._remains
-
-    def add(self, generation: int, remains: Remains) -> None:
-        self._remains[generation] = remains
-
-    def let_go(self, generation: int) -> tuple[int, int] | None:
-        """One hold less; gives (offset, length) of the memory that is free with the last one."""
-        remains = self._remains[generation]
-        remains.holds -= 1
-        if remains.holds:
-            return None
-        del self._remains[generation]
-        return None if remains.offset is None else (remains.offset, remains.length)
-
-    def extents(self) -> Iterator[tuple[int, int]]:
-        """(offset, length) of the memory that is still held."""
-        for remains in self._remains.values():
-            if remains.offset is not None:
-                yield remains.offset, remains.length
-
-    def holds(self) -> Counter[int]:
-        """By generation."""
-        return Counter({g: remains.holds for g, remains in self._remains.items()})

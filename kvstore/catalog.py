@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvstore.allocator import Allocator, padded
-from kvstore.books import Books, Hidden, Remains
-from kvstore.candidates import Candidates, Followers
-from kvstore.disk.base import Pin, Place
+from kvstore.allocator import Allocator
+from kvstore.books import Books, Remains
+from kvstore.disk.base import DiskSpace, Pin, Place
 from kvstore.eviction import EvictionPolicy
 from kvstore.generations import Reserving
 from kvstore.native.base import (
@@ -27,10 +26,10 @@ from kvstore.native.base import (
     RecordArray,
 )
 from kvstore.native.metadata import KeyIndex
-from kvstore.records import NO_PLACE, Records, SpareCopies, Visible
-from kvstore.room import Room
+from kvstore.records import NO_PLACE, Records
+from kvstore.room import Candidates, Followers, Room
 from kvstore.shares import Shares
-from kvstore.stored import Announcements, DiskSpace, StoredObject, Usage, Watermarks
+from kvstore.stored import Announcements, StoredObject, Usage, Watermarks, Wish
 from protocol.keys import BlockKey
 
 
@@ -59,33 +58,32 @@ class Catalog:
         self._announce = announce
         self._shares = Shares(self.space.capacity, quotas or {}, policies)
         self._reserved: dict[BlockKey, StoredObject] = {}
-        self._hidden = Hidden()
         self._followers = Followers(self.rows, index)
-        self._visible = Visible(self.rows, index, self._shares)
         self._candidates = Candidates(self.rows, index, self._shares)
-        self._copies = SpareCopies(self.rows)
         self.room = Room(self, self._candidates, self._shares, watermarks)
         self._next_generation = first_generation
         if disk is not None:
             self.use_disk(disk)
 
     def __len__(self) -> int:
-        return len(self._visible)
-
-    def find(self, key: BlockKey) -> StoredObject | None:
-        """The object that readers see under `key`."""
-        return self._visible.find(key)
+        return len(self._index)
 
     @property
     def latest_generation(self) -> int:
+        """No object has a later one yet."""
         return self._next_generation - 1
+
+    def find(self, key: BlockKey) -> StoredObject | None:
+        """The object that readers see under `key`."""
+        entry = self._index.find(key)
+        return None if entry is None else self._stored(key, entry)
 
     def entry(self, key: BlockKey) -> Entry | None:
         """What readers must know of it: less than `find` gives, for less."""
-        return self._visible.entry(key)
+        return self._index.find(key)
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._visible.present(keys)
+        return [record != NO_RECORD for record in self._index.records_of(keys)]
 
     def records_among(self, packed_keys: bytes) -> RecordArray:
         """The records of those that are visible, in order; 16-byte keys, back to back."""
@@ -94,8 +92,23 @@ class Catalog:
         return there
 
     def objects(self) -> Iterator[StoredObject]:
-        """All visible ones; see `Visible`."""
-        return iter(self._visible)
+        """All visible ones. Nothing may change meanwhile, except between two `next` of a slow reader: then objects that
+        come or go may be missed, and one that comes again be given twice."""
+        for record in range(len(self.rows.holds)):
+            key = self.rows.key(record)
+            entry = self._index.find(key)
+            if entry is not None and entry.record == record:
+                yield self._stored(key, entry)
+
+    def _stored(self, key: BlockKey, entry: Entry) -> StoredObject:
+        rows, record = self.rows, entry.record
+        stored = StoredObject(key, rows.parent(record), entry.length, entry.generation)
+        stored.tenant = self._shares.name(rows.tenants[record])
+        stored.pin = rows.pin(record)
+        stored.checksum, stored.offset = entry.checksum, entry.offset
+        stored.place = Place(rows.places[record]) if rows.on_disk(record) else None
+        stored.record = record
+        return stored
 
     def is_reserved(self, key: BlockKey) -> bool:
         return key in self._reserved
@@ -111,28 +124,20 @@ class Catalog:
 
     # The life of an object
 
-    def reserve(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        length: int,
-        *,
-        tenant: str = "",
-        pin: Pin = Pin.NONE,
-        second_hand: bool = False,
-    ) -> StoredObject | None:
+    def reserve(self, wish: Wish) -> StoredObject | None:
         """A place for an object that is neither visible nor reserved, evicting as needed; None = nothing to evict."""
-        assert key not in self._reserved
-        self._follow(parent)  # first, so that making room does not evict the parent
-        offset = self.room.for_new(length, tenant)
+        assert wish.key not in self._reserved
+        self._follow(wish.parent)  # first, so that making room does not evict the parent
+        offset = self.room.for_new(wish.length, wish.tenant)
         if offset is None:
-            self._unfollow(parent)
+            self._unfollow(wish.parent)
             return None
-        stored = StoredObject(key, parent, length, self.take_generation(), tenant, pin)
-        stored.offset, stored.second_hand = offset, second_hand
-        self._reserved[key] = stored
+        stored = StoredObject(wish.key, wish.parent, wish.length, self.take_generation())
+        stored.tenant, stored.pin, stored.second_hand = wish.tenant, wish.pin, wish.second_hand
+        stored.offset = offset
+        self._reserved[wish.key] = stored
         self.books.reserved_bytes += stored.space
-        self._shares.charge(tenant, stored.space)
+        self._shares.charge(wish.tenant, stored.space)
         return stored
 
     def publish(self, stored: StoredObject, checksum: int) -> None:
@@ -189,7 +194,7 @@ class Catalog:
         self.rows.free(record)
         self.books.num_on_disk -= not in_memory
         if holds:
-            self._hidden.add(stored.generation, Remains(stored.offset, stored.length, holds))
+            self.books.hidden[stored.generation] = Remains(stored.offset, stored.length, holds)
             self.books.num_leased -= 1
         elif stored.offset is not None:
             self.space.free(stored.offset, stored.length)
@@ -205,21 +210,14 @@ class Catalog:
 
     def let_go(self, stored: StoredObject) -> None:
         """One less; the last one of a hidden object frees its space."""
-        if stored.generation in self._hidden:
-            self._let_go_hidden(stored.generation)
+        if self.is_hidden(stored):
+            self.books.let_go_hidden(stored.generation)
             return
         self.rows.holds[stored.record] -= 1
         if not self.rows.holds[stored.record]:
             self.books.num_leased -= 1
             self.books.leased_bytes -= stored.space if self.rows.in_memory(stored.record) else 0
             self._candidates.reconsider(stored.record)
-
-    def _let_go_hidden(self, generation: int) -> None:
-        freed = self._hidden.let_go(generation)
-        if freed is not None:
-            offset, length = freed
-            self.books.leased_bytes -= padded(length)
-            self.space.free(offset, length)
 
     def set_pin(self, stored: StoredObject, pin: Pin) -> None:
         """How much a visible object may be evicted from now on."""
@@ -231,7 +229,7 @@ class Catalog:
 
     def is_hidden(self, stored: StoredObject) -> bool:
         """Whether a held object was removed meanwhile."""
-        return stored.generation in self._hidden
+        return stored.generation in self.books.hidden
 
     def set_place(self, stored: StoredObject, place: Place) -> None:
         """A visible object has a copy on disk, or has it elsewhere now."""
@@ -253,7 +251,9 @@ class Catalog:
     def drop_a_copy(self) -> bool:
         """Takes the disk's copy of some object in memory away; False = none was found."""
         record = (
-            self._copies.next() if self.books.num_places > self.books.num_on_disk else NO_RECORD
+            self.rows.next_spare_copy()
+            if self.books.num_places > self.books.num_on_disk
+            else NO_RECORD
         )
         entry = None if record == NO_RECORD else self._index.find(self.rows.key(record))
         if entry is None:
@@ -378,13 +378,12 @@ class Catalog:
             self.rows,
             self.disk,
             writing=[(o.offset, o.length) for o in waiting],
-            hidden=list(self._hidden.extents()),
             loading=list(loading),
         )
         self._shares.validate((o.tenant, o.space) for o in (*visible, *waiting))
         holds = Counter(stored.generation for stored in held)
         counted = Counter({o.generation: self.rows.holds[o.record] for o in visible})
-        assert holds == counted + self._hidden.holds()
+        assert holds == counted + Counter({g: r.holds for g, r in self.books.hidden.items()})
         stays = [o.offset is not None and not self.rows.is_leaving(o.record) for o in visible]
         following = zip((*visible, *waiting), (*stays, *(True for _ in waiting)), strict=True)
         self._followers.validate((o.parent, here) for o, here in following if o.parent)

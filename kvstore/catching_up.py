@@ -77,7 +77,7 @@ class _Cursor:
 
 
 class CatchingUp:
-    """`mover.Doubts`, and what a seat does before it joins again. Belongs to one event loop."""
+    """What a recovery asks, and what a seat does before it joins again. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -128,22 +128,22 @@ class CatchingUp:
     # What this node had before it listened again
 
     async def begin(self) -> bool:
-        """`mover.Doubts`."""
+        """Returns once it can be told what of the disk may be used; False = nothing of it."""
         await self._decided.wait()
         return self._may_stay
 
     async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
-        """`mover.Doubts`."""
+        """Those of which another value has been stored elsewhere."""
         replaced = await self._replaced(found)
         return {about.key for about in found} if self._has_begun_empty else replaced
 
     async def before_rejoin(self, absent_s: float) -> None:
         """The registry had forgotten this node. Raises MoonserveError when the registry does not answer."""
-        had_before = self._state.latest_generation + 1
+        had_before = self._state.catalog.latest_generation + 1
         if not await self._fence(absent_s):
             log.error("nobody knows what was removed in the last %.0f s: beginning empty", absent_s)
             self._has_begun_empty = True
-            self._remembering.drop([o.header() for o in self._state.objects()])
+            self._remembering.drop([o.header() for o in self._state.catalog.objects()])
             self._remembering.knows_only(self._covered_s)
             return
         if self._comparing is not None:
@@ -153,7 +153,7 @@ class CatchingUp:
 
     async def _compare(self, had_before: int) -> None:
         """All that is here and was before; may take long."""
-        for piece in batched(self._state.objects(), COMPARED_AT_ONCE):
+        for piece in batched(self._state.catalog.objects(), COMPARED_AT_ONCE):
             old = [o.header() for o in piece if o.generation < had_before]
             outdated = await self._replaced(old)
             if outdated:

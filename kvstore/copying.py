@@ -15,10 +15,10 @@ from dataclasses import replace
 from kvstore.client.blocks import BlockStores
 from kvstore.client.objects import LeasedObject, ReadLease
 from kvstore.client.spots import Spots
-from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.promises import Outcome, Reservation
 from kvstore.remembering import Remembering
-from kvstore.removals import Removals
 from kvstore.state import StoreState
+from kvstore.stored import Wish
 from kvstore.wire import keys_from_wire
 from protocol.errors import MoonserveError, StaleLease
 from protocol.ids import new_id
@@ -38,90 +38,80 @@ LEASE_S = 4.0
 RENEW_EVERY_S = 1.0
 
 
-async def copy_here(
-    client: BlockStores,
-    state: StoreState,
-    remembering: Remembering,
-    segment: Segment,
-    request: kvstore_pb2.StoreCopyRequest,
-    clock: Callable[[], float],
-) -> kvstore_pb2.StoreCopyReply:
-    """The leading run of the keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
-    source, keys = endpoint_from_wire(request.source), keys_from_wire(request.keys)
-    wanted = keys[: await _num_up_to_date(client, remembering, source, keys)]
-    heard = {key: remembering.removals.last(key) for key in wanted}
-    reply = kvstore_pb2.StoreCopyReply(missing=len(keys))
-    if not wanted:
-        return reply
-    lease = await client.lease(source, wanted, ttl_s=LEASE_S)
-    reply.missing = len(keys) - len(lease.objects)
-    if not lease.objects:
-        return reply
-    try:
-        async with running(_renewed(client, lease)):
-            copying = _Copying(client, state, remembering.removals, heard, segment, clock)
-            copied = await copying.run(lease, request.deadline_s, reply)
-    finally:
-        client.release_soon(lease)
-    reply.copied = copied
-    state.counters["objects_copied"] += copied
-    return reply
-
-
-async def _num_up_to_date(
-    client: BlockStores, remembering: Remembering, source: Endpoint, keys: Sequence[BlockKey]
-) -> int:
-    """Of how many leading keys the source has heard the last removal that is known here, so that what it has was stored
-    since; this node hears of those that only the source knew, so that they are not taken for later ones.
-
-    It is asked before the lease: then what it gives cannot be older than its answer.
-    """
-    theirs = await client.last_removals(source, keys)
-    # Looked up now, as `copy_here` does: what was removed during the call, the source may not have heard of.
-    ours = [remembering.removals.last(key) for key in keys]
-    await remembering.learn(heard for heard in theirs if heard is not None)
-    behind = (
-        n
-        for n, (known, heard) in enumerate(zip(ours, theirs, strict=True))
-        if known and (heard is None or heard.removal_id != known)
-    )
-    return next(behind, len(keys))
-
-
-async def _renewed(client: BlockStores, lease: ReadLease) -> None:
-    """For as long as the source lets it; ends when it does not."""
-    while True:
-        await asyncio.sleep(RENEW_EVERY_S)
-        try:
-            await client.renew(lease, ttl_s=LEASE_S)
-        except StaleLease:
-            return
-        except MoonserveError as error:
-            log.info("the source of a copy did not renew its lease: %s", error)
-
-
-class _Copying:
-    """One run of objects from one source."""
+class Copier:
+    """Of one node."""
 
     def __init__(
         self,
         client: BlockStores,
         state: StoreState,
-        removals: Removals,
-        heard: Mapping[BlockKey, int],
+        remembering: Remembering,
         segment: Segment,
         clock: Callable[[], float],
     ) -> None:
         self._client = client
         self._state = state
-        self._removals = removals
-        self._heard = heard
+        self._remembering = remembering
+        self._removals = remembering.removals
         self._segment = segment
         self._clock = clock
 
-    async def run(
-        self, lease: ReadLease, deadline_s: float, reply: kvstore_pb2.StoreCopyReply
+    async def copy(self, request: kvstore_pb2.StoreCopyRequest) -> kvstore_pb2.StoreCopyReply:
+        """The leading run of the keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
+        source, keys = endpoint_from_wire(request.source), keys_from_wire(request.keys)
+        wanted = keys[: await self._num_up_to_date(source, keys)]
+        heard = {key: self._removals.last(key) for key in wanted}
+        reply = kvstore_pb2.StoreCopyReply(missing=len(keys))
+        if not wanted:
+            return reply
+        lease = await self._client.lease(source, wanted, ttl_s=LEASE_S)
+        reply.missing = len(keys) - len(lease.objects)
+        if not lease.objects:
+            return reply
+        try:
+            async with running(self._renewed(lease)):
+                reply.copied = await self._copied(lease, heard, request.deadline_s, reply)
+        finally:
+            self._client.release_soon(lease)
+        self._state.counters["objects_copied"] += reply.copied
+        return reply
+
+    async def _num_up_to_date(self, source: Endpoint, keys: Sequence[BlockKey]) -> int:
+        """Of how many leading keys the source has heard the last removal that is known here, so that what it has was
+        stored since; this node hears of those that only the source knew, so that they are not taken for later ones.
+
+        It is asked before the lease: then what it gives cannot be older than its answer.
+        """
+        theirs = await self._client.last_removals(source, keys)
+        # Looked up now, as `copy` does: what was removed during the call, the source may not have heard of.
+        ours = [self._removals.last(key) for key in keys]
+        await self._remembering.learn(heard for heard in theirs if heard is not None)
+        behind = (
+            n
+            for n, (known, heard) in enumerate(zip(ours, theirs, strict=True))
+            if known and (heard is None or heard.removal_id != known)
+        )
+        return next(behind, len(keys))
+
+    async def _renewed(self, lease: ReadLease) -> None:
+        """For as long as the source lets it; ends when it does not."""
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            try:
+                await self._client.renew(lease, ttl_s=LEASE_S)
+            except StaleLease:
+                return
+            except MoonserveError as error:
+                log.info("the source of a copy did not renew its lease: %s", error)
+
+    async def _copied(
+        self,
+        lease: ReadLease,
+        heard: Mapping[BlockKey, int],
+        deadline_s: float,
+        reply: kvstore_pb2.StoreCopyReply,
     ) -> int:
+        """How many of its objects. `heard`: their last removals before the lease."""
         wishes = [_wish(stored) for stored in lease.objects]
         reservation = self._state.writers.reserve(new_id("copy"), wishes, None, self._clock())
         outcomes = [slot.outcome for slot in reservation.slots]
@@ -133,14 +123,13 @@ class _Copying:
         good: tuple[LeasedObject, ...] = ()
         try:
             num_good = await self._read(lease, granted, reservation, deadline_s)
-            good = tuple(o for o in granted[:num_good] if self._still_counts(o.key))
+            # What was removed while it was copied does not count.
+            good = tuple(
+                o for o in granted[:num_good] if self._removals.last(o.key) == heard[o.key]
+            )
         finally:
             self._end(reservation, {stored.key: stored.checksum for stored in good})
         return len(good)
-
-    def _still_counts(self, key: BlockKey) -> bool:
-        """Whether it was not removed while it was copied."""
-        return self._removals.last(key) == self._heard[key]
 
     async def _read(
         self,
@@ -160,13 +149,17 @@ class _Copying:
 
     def _end(self, reservation: Reservation, checksums: dict[BlockKey, int]) -> None:
         """What was verified while it was read becomes visible, the rest is given up."""
-        state, reservation_id, now = self._state, reservation.reservation_id, self._clock()
+        writers, reservation_id, now = (
+            self._state.writers,
+            reservation.reservation_id,
+            self._clock(),
+        )
         if checksums:
-            state.writers.commit(reservation_id, checksums, now)
-            state.writers.verified(reservation_id, (), now)
+            writers.commit(reservation_id, checksums, now)
+            writers.verified(reservation_id, (), now)
         else:
-            state.writers.abort(reservation_id, now)
-            state.writers.closed(reservation_id, now)
+            writers.abort(reservation_id, now)
+            writers.closed(reservation_id, now)
 
 
 def _wish(stored: LeasedObject) -> Wish:

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.state import StoreState
-from kvstore.stored import Announcements, Tier
+from kvstore.stored import Tier
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey, pack_keys
+from protocol.membership import BlockLog
 from protocol.pb import kvstore_pb2
 from protocol.timer import set_within
 
@@ -40,9 +41,13 @@ class Follower:
 
 
 class EventLog:
-    """The events of one incarnation of a node, numbered from 1."""
+    """The events of one incarnation of a node, numbered from 1 (`Announcements`).
 
-    def __init__(self) -> None:
+    A conductor is told through `conductor`: it asks who holds a block, not in which tier.
+    """
+
+    def __init__(self, conductor: BlockLog | None = None) -> None:
+        self._conductor = conductor
         self.next_seq = 1
         self.closed = False
         self._kept: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -89,12 +94,16 @@ class EventLog:
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
         self._note(Event(key, parent))
+        if self._conductor is not None:
+            self._conductor.added(key, parent)
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
         """Followers ask who holds an object, not in which tier."""
 
     def removed(self, key: BlockKey) -> None:
         self._note(Event(key, left=True))
+        if self._conductor is not None:
+            self._conductor.removed(key)
 
     def _note(self, event: Event) -> None:
         self.next_seq += 1
@@ -102,25 +111,6 @@ class EventLog:
             self._kept.append(event)
             for follower in self._followers:
                 follower.wake()
-
-
-class ToAll:
-    """Announces to each of several."""
-
-    def __init__(self, listeners: Sequence[Announcements]) -> None:
-        self._listeners = listeners
-
-    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
-        for listener in self._listeners:
-            listener.added(key, parent, tier)
-
-    def moved(self, key: BlockKey, tier: Tier) -> None:
-        for listener in self._listeners:
-            listener.moved(key, tier)
-
-    def removed(self, key: BlockKey) -> None:
-        for listener in self._listeners:
-            listener.removed(key)
 
 
 # About 1.5 MiB on the wire.
@@ -160,7 +150,7 @@ async def _inventory(
     follower.next_seq = log.next_seq
     first = True
     found: list[Event] = []
-    for stored in state.objects():
+    for stored in state.catalog.objects():
         found.append(Event(stored.key, stored.parent))
         if len(found) == EVENTS_PER_MESSAGE:
             yield message_of(epoch, follower.next_seq, found, snapshot=first, more=True)

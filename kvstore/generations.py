@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.disk.files import replace_durably
 from protocol.errors import ConfigError
 
 FILE_NAME = "incarnation"
@@ -46,7 +47,7 @@ def _next_incarnation(folder: Path) -> int:
 
 def _write(path: Path, incarnation: int) -> None:
     try:
-        _replace(path, incarnation)
+        replace_durably(path, str(incarnation))
     except OSError as error:
         if error.errno not in _FULL or not path.exists():
             raise
@@ -59,23 +60,6 @@ def _overwrite(path: Path, incarnation: int) -> None:
         file.write(str(incarnation))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace(path: Path, incarnation: int) -> None:
-    fresh = path.with_suffix(".new")
-    try:
-        with fresh.open("w") as file:
-            file.write(str(incarnation))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 FINE_S = 0.02

@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from kvstore import wire
-from kvstore.disk.identity import sync_folder
+from kvstore.disk.files import sync_folder
 from kvstore.mover import Mover
 from kvstore.remembering import Remembering
 from kvstore.removals import Heard
@@ -89,7 +89,7 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
             log.error("a reader found %d of %d objects corrupt; dropped", len(gone), len(keys))
         self._changed()
         forgotten = [about.key for about in gone] if request.keep_pinned else keys
-        await self.mover.forget(forgotten, self._state.latest_generation)
+        await self.mover.forget(dict.fromkeys(forgotten, self._state.catalog.latest_generation))
         return kvstore_pb2.StoreRemoveReply(removed=len(gone))
 
     async def Removals(

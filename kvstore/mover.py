@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvstore.disk.base import (
     DiskObject,
@@ -30,6 +30,9 @@ from protocol.held_tasks import HeldTasks
 from protocol.keys import BlockKey
 from protocol.timer import set_within
 
+if TYPE_CHECKING:
+    from kvstore.catching_up import CatchingUp
+
 log = logging.getLogger(__name__)
 
 # Enough to keep several threads writing; more would hold back memory that readers want.
@@ -37,16 +40,6 @@ PIECE_BYTES = 8 * 2**20
 MAX_WRITING_BYTES = 64 * 2**20
 # A disk that has no room finds some by compaction, or when objects are evicted, or not at all.
 REFUSED_REST_S = 0.2
-
-
-class Doubts(Protocol):
-    """Whether what a disk holds is still what it was: the node may have been away while it was removed or replaced."""
-
-    async def begin(self) -> bool:
-        """Returns once that can be told; False = nothing of it may be used."""
-
-    async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
-        """Those of which another value has been stored elsewhere."""
 
 
 class Mover:
@@ -89,10 +82,12 @@ class Mover:
         self,
         disk: DiskTier,
         progress: Callable[[float], None],
-        doubts: Doubts | None = None,
+        doubts: CatchingUp | None = None,
     ) -> None:
-        """Takes in what the disk holds, as far as there are no `doubts`, while the node serves already. Nothing is
-        written to it meanwhile."""
+        """Takes in what the disk holds while the node serves already. Nothing is written to it meanwhile.
+
+        `doubts`: whether that is still what it was; the node may have been away while it was removed or replaced.
+        """
 
         def tell(share: float) -> None:
             self.recovered = min(share, 0.999)
@@ -119,7 +114,7 @@ class Mover:
             self._unwanted.clear()
             self._all_found.set()
         self._changed()
-        log.info("%d objects found on disk; %d are here now", num_found, self._state.num_objects)
+        log.info("%d objects found on disk; %d are here now", num_found, len(self._state.catalog))
 
     def _take_in(
         self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]
@@ -179,7 +174,7 @@ class Mover:
             return 0
         if not self.usable:
             return self._state.num_not_on_disk
-        self._fresh.extend(o.key for o in self._state.objects() if o.place is None)
+        self._fresh.extend(o.key for o in self._state.catalog.objects() if o.place is None)
         self._write_through = True
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout_s
@@ -216,11 +211,7 @@ class Mover:
         while self._state.short_of(nbytes) and (left_s := ends_at - loop.time()) > 0:
             await set_within(self._moved, left_s)
 
-    async def forget(self, keys: Sequence[BlockKey], generation: int) -> bool:
-        """As `forget_up_to`, all up to one generation."""
-        return await self.forget_up_to(dict.fromkeys(keys, generation))
-
-    async def forget_up_to(self, generations: Mapping[BlockKey, int]) -> bool:
+    async def forget(self, generations: Mapping[BlockKey, int]) -> bool:
         """Nothing that these keys had up to these generations comes back after a restart, if it gives True. Otherwise
         the disk takes no writes: it is made up for if that gets well before this process ends.
 
@@ -241,9 +232,9 @@ class Mover:
     async def keep_pins(self, keys: Iterable[BlockKey]) -> None:
         """The pins that these objects have now outlast a restart, where the objects do."""
         await self._all_found.wait()
-        found = [stored for key in keys if (stored := self._state.find(key)) is not None]
+        found = [stored for key in keys if (stored := self._state.catalog.find(key)) is not None]
         changes = [
-            replace(stored.header(), generation=self._state.take_generation())
+            replace(stored.header(), generation=self._state.catalog.take_generation())
             for stored in found
             if stored.place is not None
         ]
@@ -266,7 +257,7 @@ class Mover:
     def _copies(self) -> list[Store]:
         stores: list[Store] = []
         while self._fresh and not stores:
-            stored = self._state.find(self._fresh.popleft())
+            stored = self._state.catalog.find(self._fresh.popleft())
             stores = self._state.moves.copies(PIECE_BYTES, [stored]) if stored else []
         return stores
 
@@ -279,7 +270,7 @@ class Mover:
         try:
             places = await self.disk.write(
                 [
-                    DiskWrite(object=s.object.header(), memory=self._bytes_of(s.object))
+                    DiskWrite(object=s.object.header(), memory=s.object.bytes_in(self._memory))
                     for s in stores
                 ]
             )
@@ -324,10 +315,6 @@ class Mover:
             self._state.loaded(load, arrived)
             _settle(self._loading.pop(load.object.generation))
         self._ended()
-
-    def _bytes_of(self, stored: StoredObject) -> memoryview:
-        assert stored.offset is not None
-        return self._bytes_at(stored.offset, stored)
 
     def _bytes_at(self, offset: int, stored: StoredObject) -> memoryview:
         return self._memory[offset : offset + stored.length]

@@ -18,7 +18,7 @@ from kvstore.catalog import Catalog
 from kvstore.catching_up import CatchingUp
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, SsdTier
-from kvstore.event_log import EventLog, ToAll
+from kvstore.event_log import EventLog
 from kvstore.express.frames import METHOD
 from kvstore.express.service import ExpressConnections, ExpressService
 from kvstore.express.storing import Storing
@@ -28,7 +28,6 @@ from kvstore.metrics import StoreCollector
 from kvstore.native.metadata import KeyIndex
 from kvstore.service import StoreService
 from kvstore.state import StoreState
-from kvstore.stored import Announcements, Tier
 from protocol.errors import ConfigError
 from protocol.in_loop import InLoop
 from protocol.keys import NO_PARENT, BlockKey
@@ -77,22 +76,6 @@ _GIB = 2**30
 STOP_GRACE_S = 1.0
 
 
-class ToConductor:
-    """The node's changes as a conductor wants them: it asks who holds a block, not in which tier."""
-
-    def __init__(self, log: BlockLog) -> None:
-        self._log = log
-
-    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
-        self._log.added(key, parent)
-
-    def moved(self, key: BlockKey, tier: Tier) -> None:
-        """The same to a conductor."""
-
-    def removed(self, key: BlockKey) -> None:
-        self._log.removed(key)
-
-
 class StoreNode:
     """One node over an allocated segment."""
 
@@ -114,11 +97,8 @@ class StoreNode:
             rpc_address="",  # known once it listens
             transfer_address=transfer.address,
         )
-        events = EventLog()
         self._block_log = BlockLog(self._inventory)
-        heard: list[Announcements] = [events]
-        if config.conductor:
-            heard.append(ToConductor(self._block_log))
+        events = EventLog(self._block_log if config.conductor else None)
         segments = IndexSegments(transfer)
         self._segment = segment
         self._index = KeyIndex(segments.allocate, segments.retire)
@@ -126,7 +106,7 @@ class StoreNode:
             segment.nbytes,
             index=self._index,
             policies=lambda: eviction.make(config.eviction_policy),
-            announce=ToAll(heard),
+            announce=events,
             watermarks=config.watermarks(),
             quotas=config.quotas(),
             first_generation=generation,
@@ -209,7 +189,7 @@ class StoreNode:
             health_changed=mover.health_changed,
         )
         mover.expect(disk)
-        self._state.use_disk(disk)
+        self._state.catalog.use_disk(disk)
 
     @contextlib.asynccontextmanager
     async def _recovering(self, lifecycle: Lifecycle) -> AsyncIterator[None]:
@@ -265,7 +245,9 @@ class StoreNode:
             await catching_up.close()
 
     def _inventory(self) -> list[tuple[BlockKey, BlockKey]]:
-        return [(stored.key, stored.parent or NO_PARENT) for stored in self._state.objects()]
+        return [
+            (stored.key, stored.parent or NO_PARENT) for stored in self._state.catalog.objects()
+        ]
 
 
 def _remember(identity: Identity, joined: Member) -> None:

@@ -1,7 +1,7 @@
 """What a store node promises: space to writers, unchanged bytes to readers. Pure; `kvstore.state` grants and ends them.
 
-A reservation's life is the table `_NEXT`. **Its space is never free while its write window is open**: committing and
-giving up both close the window first, which the shell does and reports.
+A reservation is open until it is committed or given up (`Phase`). **Its space is never free while its write window is
+open**: committing and giving up both close the window first, which the shell does and reports.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Generic, TypeVar
 
-from kvstore.disk.base import Pin
 from kvstore.disk.format import MAX_TENANT_BYTES
 from kvstore.moves import Load
-from kvstore.stored import StoredObject
+from kvstore.stored import StoredObject, Wish
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
 
@@ -34,18 +33,6 @@ class Outcome(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """An object that a writer wants to store."""
-
-    key: BlockKey
-    parent: BlockKey | None
-    length: int
-    tenant: str = ""
-    pin: Pin = Pin.NONE
-    second_hand: bool = False  # it is a copy of another node's object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """The answer to one wish."""
 
@@ -58,25 +45,8 @@ class Phase(StrEnum):
 
     OPEN = "open"  # its window is open
     COMMITTING = "committing"  # window being closed, then bytes verified
-    CLOSING = "closing"  # window being closed, then space freed
+    CLOSING = "closing"  # aborted or expired: window being closed, then space freed
     ENDED = "ended"
-
-
-class Step(StrEnum):
-    """What moves a reservation on."""
-
-    COMMIT = "commit"
-    GIVE_UP = "give_up"  # aborted or expired
-    VERIFIED = "verified"
-    CLOSED = "closed"
-
-
-_NEXT = {
-    (Phase.OPEN, Step.COMMIT): Phase.COMMITTING,
-    (Phase.OPEN, Step.GIVE_UP): Phase.CLOSING,
-    (Phase.COMMITTING, Step.VERIFIED): Phase.ENDED,
-    (Phase.CLOSING, Step.CLOSED): Phase.ENDED,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -104,21 +74,10 @@ class Reservation:
         """Whether nothing was granted and other writers' ends would change the answer."""
         return not self.objects and any(s.outcome is Outcome.IN_PROGRESS for s in self.slots)
 
-    def advance(self, step: Step) -> None:
-        following = _NEXT.get((self.phase, step))
-        if following is None:
-            raise AssertionError(f"{self.reservation_id}: {step} while {self.phase}")
-        self.phase = following
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
-    """Written bytes to verify."""
-
-    key: BlockKey
-    offset: int
-    length: int
-    checksum: int
+    def advance(self, before: Phase, after: Phase) -> None:
+        if self.phase is not before:
+            raise AssertionError(f"{self.reservation_id} is {self.phase}, not {before}")
+        self.phase = after
 
 
 @dataclass(slots=True, eq=False)

@@ -7,16 +7,12 @@ about bytes; they are counted elsewhere.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.disk.base import Pin, Place
-from kvstore.native.base import NO_RECORD, Entry, Record, RecordArray
-from kvstore.native.metadata import KeyIndex
-from kvstore.shares import Shares
-from kvstore.stored import StoredObject
+from kvstore.native.base import NO_RECORD, Record, RecordArray
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
 NO_PLACE = Place(2**64 - 1)
@@ -26,6 +22,7 @@ _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
 _PIN_SHIFT = 2
 _PIN_MASK = 3 << _PIN_SHIFT
 _SECOND_HAND = 16
+HAND_STEPS = 4096
 
 
 class Records:
@@ -45,6 +42,7 @@ class Records:
         self.places = array("Q")
         """On disk; NO_PLACE = nowhere."""
         self.tenants = array("H")
+        self._hand = 0  # of `next_spare_copy`
 
     def __len__(self) -> int:
         return len(self.holds) - len(self._free)
@@ -89,9 +87,14 @@ class Records:
         flags = self._flags[record]
         self._flags[record] = flags | _IN_MEMORY if present else flags & ~_IN_MEMORY
 
-    def is_copied(self, record: Record) -> bool:
-        """Whether it is in memory and on disk, and nobody holds it."""
-        return self.on_disk(record) and self.in_memory(record) and not self.holds[record]
+    def next_spare_copy(self) -> Record:
+        """The next one that is in memory and on disk and that nobody holds; NO_RECORD when none was found soon."""
+        num_rows = len(self.holds)
+        for _ in range(min(num_rows, HAND_STEPS)):
+            self._hand = record = (self._hand + 1) % num_rows
+            if self.on_disk(record) and self.in_memory(record) and not self.holds[record]:
+                return record
+        return NO_RECORD
 
     def is_leaving(self, record: Record) -> bool:
         """Whether it is being written to disk to leave memory then."""
@@ -139,65 +142,3 @@ class Records:
         self.places.append(NO_PLACE)
         self.tenants.append(0)
         return len(self.holds) - 1
-
-
-HAND_STEPS = 4096
-
-
-class SpareCopies:
-    """Copies on disk of objects that are in memory too: gives the next one that may be dropped for others."""
-
-    def __init__(self, rows: Records) -> None:
-        self._rows = rows
-        self._hand = 0
-
-    def next(self) -> Record:
-        """The next such copy, or NO_RECORD when none was found within `HAND_STEPS`."""
-        num_rows = len(self._rows.holds)
-        for _ in range(min(num_rows, HAND_STEPS)):
-            self._hand = (self._hand + 1) % num_rows
-            if self._rows.is_copied(self._hand):
-                return self._hand
-        return NO_RECORD
-
-
-class Visible:
-    """The visible objects of a node as snapshots by key, put together from its index and its rows."""
-
-    def __init__(self, rows: Records, index: KeyIndex, shares: Shares) -> None:
-        self._rows = rows
-        self._index = index
-        self._shares = shares
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __iter__(self) -> Iterator[StoredObject]:
-        """Nothing may change meanwhile, except between two `next` of a slow reader: then objects that come or go may
-        be missed, and one that comes again be given twice."""
-        for record in range(len(self._rows.holds)):
-            key = self._rows.key(record)
-            entry = self._index.find(key)
-            if entry is not None and entry.record == record:
-                yield self._stored(key, entry)
-
-    def entry(self, key: BlockKey) -> Entry | None:
-        return self._index.find(key)
-
-    def find(self, key: BlockKey) -> StoredObject | None:
-        entry = self._index.find(key)
-        return None if entry is None else self._stored(key, entry)
-
-    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [record != NO_RECORD for record in self._index.records_of(keys)]
-
-    def _stored(self, key: BlockKey, entry: Entry) -> StoredObject:
-        rows, record = self._rows, entry.record
-        stored = StoredObject(key, rows.parent(record), entry.length, entry.generation)
-        stored.tenant = self._shares.name(rows.tenants[record])
-        stored.pin = rows.pin(record)
-        stored.checksum = entry.checksum
-        stored.offset = entry.offset
-        stored.place = Place(rows.places[record]) if rows.on_disk(record) else None
-        stored.record = record
-        return stored

@@ -26,9 +26,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Record = tuple[BlockKey, int, float]
-"""Key, removal id, age in seconds: as the file has it."""
-
 REWRITE_ABOVE = 2 * MAX_REMOVALS
 """Records in the file."""
 
@@ -74,9 +71,7 @@ class Remembering:
         except OSError as error:
             log.error("the removals of earlier lives cannot be read: %s", error)
             kept = []
-        self.removals.learn(
-            (Heard(k.key, k.removal_id, k.age_s or 0.0) for k in kept), self._clock()
-        )
+        self.removals.learn(kept, self._clock())
         self._is_torn = True  # the file may end anywhere
         await self._keep(())
 
@@ -88,8 +83,8 @@ class Remembering:
         self.removals.took((about.key for about in removed), removal_id)
         self._changed()
         if fresh:
-            generations = dict.fromkeys(fresh, self._state.latest_generation)
-            self._save(generations, [(key, removal_id, 0.0) for key in fresh])
+            generations = dict.fromkeys(fresh, self._state.catalog.latest_generation)
+            self._save(generations, [Heard(key, removal_id, 0.0) for key in fresh])
         await self._until_saved({(key, removal_id) for key in keys})
         return self.removals.num_taken(keys, removal_id)
 
@@ -105,7 +100,7 @@ class Remembering:
         self._note_taken(fresh, removed)
         self._changed()
         now = self._clock()
-        self._save(self._gone(bounds), [(r.key, r.removal_id, now - r.at) for r in fresh])
+        self._save(self._gone(bounds), [Heard(r.key, r.removal_id, now - r.at) for r in fresh])
         return len(removed)
 
     def _note_taken(self, fresh: Iterable[Removal], removed: Iterable[DiskObject]) -> None:
@@ -174,16 +169,16 @@ class Remembering:
     def _gone(self, keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
         """By key: all up to this generation is not here any more. More than what was there when it was removed: a copy
         that was taken since of such a value has a later one, also if it was evicted and is left on disk only."""
-        found = {key: self._state.find(key) for key in keys}
-        latest = self._state.latest_generation
+        found = {key: self._state.catalog.find(key) for key in keys}
+        latest = self._state.catalog.latest_generation
         return {key: stored.generation - 1 if stored else latest for key, stored in found.items()}
 
     async def _forget(self, generations: dict[BlockKey, int]) -> None:
         """On disk, up to and with these."""
-        if generations and not await self._mover.forget_up_to(generations):
+        if generations and not await self._mover.forget(generations):
             self._state.counters["removals_unsaved"] += len(generations)
 
-    def _save(self, generations: dict[BlockKey, int], records: Sequence[Record]) -> None:
+    def _save(self, generations: dict[BlockKey, int], records: Sequence[Heard]) -> None:
         """Begins to. It goes on when whoever asked for it has left."""
         self._mover.refuse(generations)
         saving = asyncio.create_task(self._forget_and_keep(generations, records))
@@ -193,7 +188,7 @@ class Remembering:
             self._unsaved[key, removal_id] = saving
 
     async def _forget_and_keep(
-        self, generations: dict[BlockKey, int], records: Sequence[Record]
+        self, generations: dict[BlockKey, int], records: Sequence[Heard]
     ) -> None:
         """In this order: a life that ended between the two would know of a removal whose object comes back, and take
         the next attempt at it, or the next node that tells of it, for one that is done."""
@@ -207,7 +202,7 @@ class Remembering:
         waits = {self._unsaved[each] for each in removals if each in self._unsaved}
         await asyncio.gather(*map(asyncio.shield, waits))
 
-    async def _keep(self, records: Sequence[Record]) -> None:
+    async def _keep(self, records: Sequence[Heard]) -> None:
         if self._file is None:
             return
         file, rewrite = self._file, self._is_torn or self._num_records > REWRITE_ABOVE
@@ -216,7 +211,7 @@ class Remembering:
         if rewrite:
             now = self._clock()
             records = [
-                (r.key, r.removal_id, now - r.at)
+                Heard(r.key, r.removal_id, now - r.at)
                 for r in self.removals.all()
                 if (r.key, r.removal_id) not in self._unsaved
             ]

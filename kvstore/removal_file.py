@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from kvstore.removals import Heard
 from protocol.keys import BlockKey
 
 PRESENCE_FILE_NAME = "presence.json"
@@ -81,45 +81,37 @@ _SUM = struct.Struct("<Q")
 RECORD_BYTES = _RECORD.size + _SUM.size
 
 
-class Kept(NamedTuple):
-    """`age_s` None = nobody knows."""
-
-    key: BlockKey
-    removal_id: int
-    age_s: float | None
-
-
 class RemovalFile:
     """Used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
 
-    def load(self) -> list[Kept]:
-        """Raises OSError."""
+    def load(self) -> list[Heard]:
+        """With age 0 where nobody knows. Raises OSError."""
         if not self._path.exists():
             return []
         now = Stamp.now()
         return [
-            Kept(key, removal_id, at.until(now))
+            Heard(key, removal_id, at.until(now) or 0.0)
             for key, removal_id, at in _records(self._path.read_bytes())
         ]
 
-    def append(self, removals: Sequence[tuple[BlockKey, int, float]]) -> None:
-        """(key, id, age in seconds) each. Raises OSError."""
+    def append(self, removals: Sequence[Heard]) -> None:
+        """Raises OSError."""
         with self._path.open("ab") as file:
             if not file.tell():
                 file.write(_MAGIC)
             file.write(b"".join(_encoded(removals)))
 
-    def rewrite(self, removals: Sequence[tuple[BlockKey, int, float]]) -> None:
+    def rewrite(self, removals: Sequence[Heard]) -> None:
         """These and no others. Raises OSError."""
         fresh = self._path.with_suffix(".new")
         fresh.write_bytes(_MAGIC + b"".join(_encoded(removals)))
         os.replace(fresh, self._path)
 
 
-def _encoded(removals: Iterable[tuple[BlockKey, int, float]]) -> Iterator[bytes]:
+def _encoded(removals: Iterable[Heard]) -> Iterator[bytes]:
     now = Stamp.now()
     boot = now.boot.encode()
     for key, removal_id, age_s in removals:

@@ -20,17 +20,17 @@ import grpc.aio
 from kvstore import event_log, promises, wire
 from kvstore.client.blocks import BlockStores
 from kvstore.config import StoreConfig
-from kvstore.copying import copy_here
+from kvstore.copying import Copier
 from kvstore.event_log import EventLog
 from kvstore.express.storing import LocalWrites
 from kvstore.index_segment import IndexSegments
 from kvstore.lasting import DrainMark, LastingCalls
 from kvstore.mover import Mover
-from kvstore.promises import Landed, Reservation
+from kvstore.promises import Reservation
 from kvstore.remembering import Remembering
 from kvstore.removals import Removals
 from kvstore.state import StoreState
-from kvstore.stored import Usage
+from kvstore.stored import StoredObject, Usage
 from kvstore.verification import Landings, Verifier, batched
 from protocol.errors import Overloaded
 from protocol.held_tasks import HeldTasks
@@ -95,6 +95,7 @@ class StoreService(LastingCalls):
         self.draining = self._drain_mark.is_set()
         removals = Removals(secrets.randbits(63), clock(), kept_s=config.removals_kept_s)
         self.remembering = Remembering(state, self.mover, removals, folder, clock, self._changed)
+        self._copier = Copier(self._client, state, self.remembering, segment, clock)
         self._landings = Landings(transfer, segment)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
@@ -115,11 +116,11 @@ class StoreService(LastingCalls):
         return dict(self._state.counters)
 
     def usage(self) -> Usage:
-        return self._state.usage()
+        return self._state.catalog.usage()
 
     def load(self) -> conductor_pb2.Load:
         """In blocks of the mean size of what is stored now, since a store knows no layout."""
-        usage = self._state.usage()
+        usage = self._state.catalog.usage()
         in_memory = usage.num_objects - usage.num_on_disk
         mean = (usage.held + usage.leased) // in_memory if in_memory else 0
         return conductor_pb2.Load(
@@ -210,20 +211,22 @@ class StoreService(LastingCalls):
     async def Exists(
         self, request: kvstore_pb2.StoreExistsRequest, context: Context
     ) -> kvstore_pb2.StoreExistsReply:
-        present = self._state.exists(wire.keys_from_wire(request.keys))
+        present = self._state.catalog.present(wire.keys_from_wire(request.keys))
         return kvstore_pb2.StoreExistsReply(present=present)
 
     async def Find(
         self, request: kvstore_pb2.StoreFindRequest, context: Context
     ) -> kvstore_pb2.StoreFindReply:
         keys = wire.keys_from_wire(request.keys)
-        return wire.entries_to_wire(self._state.entry(key) for key in keys)
+        return wire.entries_to_wire(self._state.catalog.entry(key) for key in keys)
 
     async def Stats(
         self, request: kvstore_pb2.StoreStatsRequest, context: Context
     ) -> kvstore_pb2.StoreStatsReply:
-        reply = wire.usage_to_wire(self._state.usage(), self._state.counters, self._endpoint)
-        reply.metadata_bytes = self._state.metadata_bytes
+        reply = wire.usage_to_wire(
+            self._state.catalog.usage(), self._state.counters, self._endpoint
+        )
+        reply.metadata_bytes = self._state.catalog.metadata_bytes
         reply.draining = self.draining
         reply.recovered = self.mover.recovered
         reply.disk_health = self.mover.health if self.mover.disk else "none"
@@ -268,9 +271,7 @@ class StoreService(LastingCalls):
     ) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
         try:
-            reply = await copy_here(
-                self._client, self._state, self.remembering, self._segment, request, self._clock
-            )
+            reply = await self._copier.copy(request)
             self.mover.wants_copy(wire.keys_from_wire(request.keys))
         finally:
             self._end_of_writer()
@@ -288,10 +289,10 @@ class StoreService(LastingCalls):
     ) -> AsyncIterator[kvstore_pb2.StoreListReply]:
         if request.key:
             [key] = wire.keys_from_wire([request.key])
-            stored = self._state.find(key)
+            stored = self._state.catalog.find(key)
             yield wire.listing_to_wire(self._state, [stored] if stored else [])
             return
-        for piece in batched(self._state.objects(), OBJECTS_PER_MESSAGE):
+        for piece in batched(self._state.catalog.objects(), OBJECTS_PER_MESSAGE):
             yield wire.listing_to_wire(self._state, piece)
             await asyncio.sleep(0)
 
@@ -332,7 +333,7 @@ class StoreService(LastingCalls):
         return reservation
 
     async def _verify(
-        self, reservation_id: str, window_id: int | None, landed: Sequence[Landed]
+        self, reservation_id: str, window_id: int | None, landed: Sequence[StoredObject]
     ) -> tuple[BlockKey, ...]:
         try:
             corrupt = await self._in_thread(
@@ -343,7 +344,7 @@ class StoreService(LastingCalls):
             del self._commits[reservation_id]
 
     def _verified(
-        self, reservation_id: str, landed: Sequence[Landed], corrupt: tuple[BlockKey, ...]
+        self, reservation_id: str, landed: Sequence[StoredObject], corrupt: tuple[BlockKey, ...]
     ) -> tuple[BlockKey, ...]:
         """Nobody can write to the objects any more, and their bytes were compared."""
         self._state.writers.verified(reservation_id, corrupt, self._clock())

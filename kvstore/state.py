@@ -6,25 +6,24 @@ arguments, in monotonic seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.allocator import padded
 from kvstore.catalog import Catalog
 from kvstore.disk.base import DiskObject, Pin, Place
 from kvstore.moves import Load, Moves
-from kvstore.native.base import Entry
-from kvstore.promises import Reservation, Wish
+from kvstore.promises import Reservation
 from kvstore.reading import ReadRights
-from kvstore.stored import DiskSpace, StoredObject, Usage
+from kvstore.stored import StoredObject, Wish
 from kvstore.writing import WriteRights
 from protocol.keys import BlockKey
 
 
 class StoreState:
-    """The rights of one node, over its catalog of objects."""
+    """The rights of one node, over its `catalog` of objects: what is there is asked of that."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+        self.catalog = catalog
         self.counters = catalog.counters
         self.moves = Moves(catalog)
         self.writers = WriteRights(catalog, self.moves)
@@ -32,15 +31,12 @@ class StoreState:
 
     def bytes_to_write(self, wishes: Iterable[Wish]) -> int:
         """Memory that these wishes need."""
-        return sum(padded(w.length) for w in wishes if self._catalog.find(w.key) is None)
+        return sum(padded(w.length) for w in wishes if self.catalog.find(w.key) is None)
 
     def short_of(self, nbytes: int) -> bool:
         """Whether so much memory is not free now, but will be once what is being written to disk has left."""
-        usage = self._catalog.usage()
+        usage = self.catalog.usage()
         return usage.free < nbytes and self.moves.leaving_bytes > 0
-
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._catalog.present(keys)
 
     def remove(
         self, keys: Sequence[BlockKey], *, corrupt: bool, keep_pinned: bool = False
@@ -54,47 +50,47 @@ class StoreState:
         if keep_pinned:
             found = _without_pinned(found)
         for stored in found:
-            self._catalog.remove(stored)
+            self.catalog.remove(stored)
         self.counters["integrity_failures" if corrupt else "objects_removed"] += len(found)
         return [stored.header() for stored in found]
 
     def remove_before(self, bounds: Mapping[BlockKey, int]) -> list[DiskObject]:
         """As `remove`, of each key only an object whose generation is below its bound, or that is a copy of another
         node's, since that was stored earlier than its generation says."""
-        is_copy = self._catalog.rows.is_second_hand
+        is_copy = self.catalog.rows.is_second_hand
         found = self._found(list(bounds))
         found = [o for o in found if o.generation < bounds[o.key] or is_copy(o.record)]
         for stored in found:
-            self._catalog.remove(stored)
+            self.catalog.remove(stored)
         return [stored.header() for stored in found]
 
     def reserved_before(self, at: float) -> int:
         """A bound: objects that were reserved here before `at` have a generation below it."""
-        return self._catalog.reserving.before(at, self._catalog.latest_generation + 1)
+        return self.catalog.reserving.before(at, self.catalog.latest_generation + 1)
 
     def pins(self, keys: Sequence[BlockKey]) -> list[Pin]:
         """Of each; none also where it is absent."""
-        found = (self._catalog.find(key) for key in keys)
+        found = (self.catalog.find(key) for key in keys)
         return [Pin.NONE if stored is None else stored.pin for stored in found]
 
     def touch(self, packed_keys: bytes) -> None:
         """Counts as a use: these objects, in the order of their chain, were read without a lease. 16-byte keys, back to
         back. Raises ValueError."""
-        records = self._catalog.records_among(packed_keys)
+        records = self.catalog.records_among(packed_keys)
         self.counters["lease_hits"] += len(records)
         self.moves.touched(records)
 
     def pin(self, keys: Sequence[BlockKey], pin: Pin) -> int:
         """How much these objects may be evicted from now on; gives how many were there."""
-        found = [stored for key in keys if (stored := self._catalog.find(key)) is not None]
+        found = [stored for key in keys if (stored := self.catalog.find(key)) is not None]
         for stored in found:
-            self._catalog.set_pin(stored, pin)
+            self.catalog.set_pin(stored, pin)
         return len(found)
 
     def _found(self, keys: Sequence[BlockKey]) -> list[StoredObject]:
         """Each once."""
         wanted = dict.fromkeys(keys)
-        return [stored for key in wanted if (stored := self._catalog.find(key)) is not None]
+        return [stored for key in wanted if (stored := self.catalog.find(key)) is not None]
 
     # The disk
 
@@ -103,64 +99,32 @@ class StoreState:
         self.counters["disk_reads_failed"] += not good
         self.moves.loaded(load, good)
 
-    def use_disk(self, disk: DiskSpace) -> None:
-        """There is a disk behind the memory from now on."""
-        self._catalog.use_disk(disk)
-
     def restore(self, found: DiskObject, place: Place) -> bool:
         """An object was found on disk; False = it is not wanted."""
         stored = StoredObject(found.key, found.parent, found.length, found.generation)
         stored.tenant, stored.pin, stored.checksum = found.tenant, found.pin, found.checksum
         stored.place = place
-        kept = self._catalog.restore(stored)
+        kept = self.catalog.restore(stored)
         self.counters["objects_restored"] += kept
         return kept
 
     def forget_disk(self) -> None:
         """The disk is gone, and with it all that was only there."""
-        before = len(self._catalog)
-        self._catalog.forget_disk()
-        self.counters["objects_lost_with_disk"] += before - len(self._catalog)
-
-    def take_generation(self) -> int:
-        """A number later than that of all objects and changes so far."""
-        return self._catalog.take_generation()
+        before = len(self.catalog)
+        self.catalog.forget_disk()
+        self.counters["objects_lost_with_disk"] += before - len(self.catalog)
 
     # Looking around
 
-    def entry(self, key: BlockKey) -> Entry | None:
-        """What readers must know of a visible object."""
-        return self._catalog.entry(key)
-
-    def find(self, key: BlockKey) -> StoredObject | None:
-        return self._catalog.find(key)
-
-    def objects(self) -> Iterator[StoredObject]:
-        """All visible ones; see `Catalog.objects`."""
-        return self._catalog.objects()
-
     def standing(self, stored: StoredObject) -> tuple[int, int]:
         """How many hold a visible object, and how many resident blocks follow it."""
-        rows = self._catalog.rows
+        rows = self.catalog.rows
         return rows.holds[stored.record], rows.followers[stored.record]
-
-    @property
-    def latest_generation(self) -> int:
-        """No object has a later one yet."""
-        return self._catalog.latest_generation
-
-    @property
-    def num_objects(self) -> int:
-        return len(self._catalog)
 
     @property
     def num_not_on_disk(self) -> int:
         """Of them, those that would be lost with the memory."""
-        return len(self._catalog) - self._catalog.books.num_places
-
-    @property
-    def metadata_bytes(self) -> int:
-        return self._catalog.metadata_bytes
+        return len(self.catalog) - self.catalog.books.num_places
 
     # Time
 
@@ -174,15 +138,12 @@ class StoreState:
         self.readers.expire(now)
         return self.writers.expire(now)
 
-    def usage(self) -> Usage:
-        return self._catalog.usage()
-
     def validate(self) -> None:
         """Raises AssertionError unless the catalog agrees with the rights granted on it."""
         self.moves.validate()
         self.writers.validate()
         self.readers.validate()
-        self._catalog.validate(
+        self.catalog.validate(
             held=[*self.readers.held(), *self.moves.under_way()],
             reserved=self.writers.reserved(),
             loading=self.moves.extents(),

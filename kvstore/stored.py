@@ -1,4 +1,4 @@
-"""One object of a node, as its catalog speaks of it. Pure."""
+"""What a catalog and its users speak of: objects, wishes for some, usage. Pure."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ class Announcements(Protocol):
     def removed(self, key: BlockKey) -> None: ...
 
 
-class DiskSpace(Protocol):
-    """What the catalog asks of the disk (`kvstore.disk.base.DiskTier`)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """An object that a writer wants to store."""
 
-    def space(self, length: int) -> int: ...
-
-    def takes(self, length: int) -> bool: ...
-
-    @property
-    def live_limit(self) -> int: ...
-
-    def release(self, place: Place) -> None: ...
+    key: BlockKey
+    parent: BlockKey | None
+    length: int
+    tenant: str = ""
+    pin: Pin = Pin.NONE
+    second_hand: bool = False  # it is a copy of another node's object
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +67,11 @@ class StoredObject:
     @property
     def tier(self) -> Tier:
         return Tier.DISK if self.offset is None else Tier.MEMORY
+
+    def bytes_in(self, memory: memoryview) -> memoryview:
+        """Of one that is in memory: `memory` is the segment's."""
+        assert self.offset is not None
+        return memory[self.offset : self.offset + self.length]
 
     def header(self) -> DiskObject:
         """What the disk keeps of it beside its bytes."""

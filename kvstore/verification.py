@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from kvstore.disk.base import DiskRead
 from kvstore.mover import Mover
-from kvstore.promises import Landed
 from kvstore.state import StoreState
 from kvstore.stored import StoredObject
 from protocol.checksum import checksum
@@ -46,7 +45,7 @@ class Verifier:
 
     async def run(self) -> AsyncIterator[kvstore_pb2.StoreVerifyReply]:
         """Progress after each piece."""
-        keys = [stored.key for stored in self._state.objects()]
+        keys = [stored.key for stored in self._state.catalog.objects()]
         checked = 0
         for piece in batched(keys, 1_000):
             rotten = [found for key in piece if (found := await self._rotten(key)) is not None]
@@ -60,15 +59,15 @@ class Verifier:
         corrupt = [stored.key for stored in rotten if self._is_here(stored)]
         if corrupt:
             self._state.remove(corrupt, corrupt=True)
-            await self._mover.forget(corrupt, self._state.latest_generation)
+            await self._mover.forget(dict.fromkeys(corrupt, self._state.catalog.latest_generation))
 
     def _is_here(self, stored: StoredObject) -> bool:
-        found = self._state.find(stored.key)
+        found = self._state.catalog.find(stored.key)
         return found is not None and found.generation == stored.generation
 
     async def _rotten(self, key: BlockKey) -> StoredObject | None:
         """None also when it has left meanwhile."""
-        stored = self._state.find(key)
+        stored = self._state.catalog.find(key)
         if stored is None:
             return None
         self._state.moves.check(stored)
@@ -81,7 +80,7 @@ class Verifier:
     async def _memory_matches(self, stored: StoredObject) -> bool:
         if stored.offset is None:
             return True
-        piece = self._memory[stored.offset : stored.offset + stored.length]
+        piece = stored.bytes_in(self._memory)
         if stored.length < PIECE_BYTES // 64:
             return checksum([piece]) == stored.checksum
         return await self._in_thread(lambda: checksum([piece]) == stored.checksum)
@@ -93,7 +92,7 @@ class Verifier:
         scratch = memoryview(bytearray(stored.length))
         read = DiskRead(object=stored.header(), place=stored.place, memory=scratch)
         [good] = await disk.read([read])
-        fresh = self._state.find(stored.key)
+        fresh = self._state.catalog.find(stored.key)
         moved = fresh is None or fresh.place != stored.place  # compaction took it elsewhere
         return good or moved
 
@@ -112,24 +111,20 @@ class Landings:
         self._transfer = transfer
         self._memory = segment.buffer
 
-    def can_be_verified_here(self, window_id: int | None, landed: Sequence[Landed]) -> bool:
+    def can_be_verified_here(self, window_id: int | None, landed: Sequence[StoredObject]) -> bool:
         """Whether little was written, and the window is closed now because nobody is writing."""
         if sum(item.length for item in landed) > VERIFY_HERE_BYTES:
             return False
         return window_id is None or self._transfer.close_window_if_idle(window_id)
 
     def close_and_verify(
-        self, window_id: int | None, landed: Sequence[Landed]
+        self, window_id: int | None, landed: Sequence[StoredObject]
     ) -> tuple[BlockKey, ...]:
         """As `corrupt`, behind a window that is closed first; blocks."""
         if window_id is not None:
             self._transfer.close_window(window_id)
         return self.corrupt(landed)
 
-    def corrupt(self, landed: Sequence[Landed]) -> tuple[BlockKey, ...]:
+    def corrupt(self, landed: Sequence[StoredObject]) -> tuple[BlockKey, ...]:
         """The keys whose bytes do not match."""
-        return tuple(
-            item.key
-            for item in landed
-            if checksum([self._memory[item.offset : item.offset + item.length]]) != item.checksum
-        )
+        return tuple(o.key for o in landed if checksum([o.bytes_in(self._memory)]) != o.checksum)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from kvstore.disk.base import Pin
 from kvstore.native.base import NO_RECORD, Entry
-from kvstore.promises import Lease, Reservation, Wish
+from kvstore.promises import Lease, Reservation
 from kvstore.state import StoreState
-from kvstore.stored import StoredObject, Usage
+from kvstore.stored import StoredObject, Usage, Wish
 from protocol.errors import InvalidRequest
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2

@@ -15,17 +15,14 @@ from kvstore.moves import Moves
 from kvstore.promises import (
     Deadlines,
     Ended,
-    Landed,
     Outcome,
     Phase,
     Reservation,
     Slot,
-    Step,
-    Wish,
     check_tenant,
     check_ttl,
 )
-from kvstore.stored import StoredObject
+from kvstore.stored import StoredObject, Wish
 from protocol.errors import InvalidRequest, StaleLease
 from protocol.keys import BlockKey
 
@@ -94,23 +91,21 @@ class WriteRights:
                 f"{len(strangers)} keys are not part of this reservation",
                 reservation_id=reservation_id,
             )
-        reservation.advance(Step.COMMIT)
+        reservation.advance(Phase.OPEN, Phase.COMMITTING)
         reservation.checksums = dict(checksums)
+        for key, checksum in checksums.items():
+            reservation.objects[key].checksum = checksum
         return None
 
-    def landed(self, reservation_id: str) -> tuple[int | None, list[Landed]]:
+    def landed(self, reservation_id: str) -> tuple[int | None, list[StoredObject]]:
         """The window that a commit under way has to close, and what it has to verify then."""
         reservation = self._live[reservation_id]
-        return reservation.window_id, [
-            Landed(key=key, offset=stored.offset, length=stored.length, checksum=checksum)
-            for key, checksum in reservation.checksums.items()
-            if (stored := reservation.objects[key]).offset is not None
-        ]
+        return reservation.window_id, [reservation.objects[key] for key in reservation.checksums]
 
     def verified(self, reservation_id: str, corrupt: Collection[BlockKey], now: float) -> None:
         """The window is closed and the bytes were compared: objects become visible, except the corrupt ones."""
         reservation = self._live[reservation_id]
-        reservation.advance(Step.VERIFIED)
+        reservation.advance(Phase.COMMITTING, Phase.ENDED)
         self._catalog.reserving.note(now, self._catalog.latest_generation + 1)
         for key, stored in reservation.objects.items():
             if key in reservation.checksums and key not in corrupt:
@@ -130,13 +125,13 @@ class WriteRights:
             return None
         if reservation.phase is not Phase.OPEN:
             return None
-        reservation.advance(Step.GIVE_UP)
+        reservation.advance(Phase.OPEN, Phase.CLOSING)
         return reservation
 
     def closed(self, reservation_id: str, now: float) -> None:
         """The window of a reservation that was given up is closed: its space is free."""
         reservation = self._live[reservation_id]
-        reservation.advance(Step.CLOSED)
+        reservation.advance(Phase.CLOSING, Phase.ENDED)
         for stored in reservation.objects.values():
             self._catalog.discard(stored)
         del self._live[reservation_id]
@@ -150,7 +145,7 @@ class WriteRights:
         given_up: list[Reservation] = []
         for reservation_id in self._deadlines.due(now):
             reservation = self._live[reservation_id]
-            reservation.advance(Step.GIVE_UP)
+            reservation.advance(Phase.OPEN, Phase.CLOSING)
             given_up.append(reservation)
             self._counters["reservations_expired"] += 1
         return given_up
@@ -191,14 +186,7 @@ class WriteRights:
         headless = wish.parent in refused
         stored = None
         if not headless:
-            stored = self._catalog.reserve(
-                wish.key,
-                wish.parent,
-                wish.length,
-                tenant=wish.tenant,
-                pin=wish.pin,
-                second_hand=wish.second_hand,
-            )
+            stored = self._catalog.reserve(wish)
         if stored is None:
             refused.add(wish.key)
             self._counters["wishes_refused"] += 1

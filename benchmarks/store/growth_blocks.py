@@ -24,9 +24,8 @@ from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.eviction import POLICY_NAMES
 from kvstore.native.metadata import KeyIndex
-from kvstore.promises import Wish
 from kvstore.state import StoreState
-from kvstore.stored import Tier, Watermarks
+from kvstore.stored import Tier, Watermarks, Wish
 from protocol.keys import KEY_BYTES, BlockKey
 
 CHAIN = 16
@@ -153,7 +152,7 @@ def _lease_us(state: StoreState, chains: Sequence[Chain], now: float) -> float:
 
 def _batch_rate(state: StoreState, keys: Sequence[BlockKey]) -> float:
     batches = [keys[at : at + LOOKUP_BATCH] for at in range(0, len(keys), LOOKUP_BATCH)]
-    return LOOKUP_BATCH * _rate(state.exists, batches)
+    return LOOKUP_BATCH * _rate(state.catalog.present, batches)
 
 
 def _rate(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:

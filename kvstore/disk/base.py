@@ -78,8 +78,8 @@ class DiskUsage:
     free: int
 
 
-class DiskTier(Protocol):
-    """One folder. All methods belong to one event loop; none blocks it."""
+class DiskSpace(Protocol):
+    """What the catalog asks of a disk."""
 
     def space(self, length: int) -> int:
         """Bytes of disk that an object of `length` bytes takes."""
@@ -90,6 +90,13 @@ class DiskTier(Protocol):
     @property
     def live_limit(self) -> int:
         """Live bytes above which writes may be refused for want of a segment to move objects into."""
+
+    def release(self, place: Place) -> None:
+        """The object there is no longer wanted. It may come back after a restart: `DiskTier.forget` prevents that."""
+
+
+class DiskTier(DiskSpace, Protocol):
+    """One folder. All methods belong to one event loop; none blocks it."""
 
     @property
     def health(self) -> Health: ...
@@ -118,9 +125,6 @@ class DiskTier(Protocol):
 
         On a disk that does not answer it may take as long as that lasts, since the disk may still write to the memory.
         """
-
-    def release(self, place: Place) -> None:
-        """The object there is no longer wanted. It may come back after a restart: `forget` prevents that."""
 
     async def forget(self, objects: Sequence[DiskObject]) -> bool:
         """Durably, if it gives True: these objects, and earlier ones of the same keys, are not found by `recover` any

@@ -17,6 +17,29 @@ from kvstore.disk.health import Waits
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
+def sync_folder(path: Path) -> None:
+    """Makes the names in it durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """The file has this content or the one before, whatever happens. Raises OSError."""
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 class FileCalls:
     """The system calls that can fail or hang because of the disk; a test's subclass makes them do so."""
 
@@ -33,12 +56,7 @@ class FileCalls:
         source.rename(target)
 
     def sync_folder(self, path: Path) -> None:
-        """Makes the names in it durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(path)
 
 
 class SegmentFile:

@@ -23,8 +23,8 @@ from kvstore.disk.format import (
     Context,
     Kind,
     context_of,
-    encode_head,
-    frame,
+    fill,
+    fill_head,
 )
 from kvstore.disk.health import Waits
 from kvstore.disk.identity import Identity
@@ -165,13 +165,11 @@ class Folder:
         self.identity = identity
 
     def _write_head(self, file: SegmentFile, nbytes: int) -> None:
-        context = self.context(file.number, 0)
-        head = encode_head(context, nbytes // PAGE, self.identity.cipher)
-        end_mark = frame(Kind.END, self.context(file.number, LOG_BEGIN))
-        content = head.ljust(PAGE, b"\0") + end_mark.ljust(PAGE, b"\0")
-        with self._scratch.borrow(len(content)) as scratch:
-            scratch[: len(content)] = content
-            file.write(0, [scratch[: len(content)]])
+        with self._scratch.borrow(2 * PAGE) as scratch:
+            head, end_mark = scratch[:PAGE], scratch[PAGE : 2 * PAGE]
+            fill_head(head, self.context(file.number, 0), nbytes // PAGE, self.identity.cipher)
+            fill(end_mark, Kind.END, self.context(file.number, LOG_BEGIN))
+            file.write(0, [head, end_mark])
 
     def _check_heads(self) -> None:
         """Segments of another folder would be taken for empty ones, and written over."""

@@ -17,6 +17,7 @@ from kvstore.disk.files import SegmentFile
 from kvstore.disk.format import (
     TOMBSTONE_BYTES,
     TOMBSTONES_PER_PAGE,
+    Kind,
     Record,
     Tombstone,
     encode_record,
@@ -26,10 +27,11 @@ from kvstore.disk.format import (
     record_bytes,
     segment_of,
 )
+from kvstore.disk.health import Doing
 from kvstore.disk.log import Segment
 from kvstore.disk.memory import OutOfPages
-from kvstore.disk.object_io import EndEntry, Entry, ObjectEntry, ObjectIo, Pages, TombstonesEntry
-from kvstore.disk.ring import Flight, Ring, Run, Way
+from kvstore.disk.object_io import Entry, ObjectIo, Pages
+from kvstore.disk.ring import Flight, Ring, Run
 from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
 from protocol.held_tasks import HeldTasks
@@ -84,8 +86,8 @@ class Item:
     @property
     def entry(self) -> Entry:
         if self.write is not None:
-            return ObjectEntry(self.page, self.num_pages, self.encoded, self.write.memory)
-        return TombstonesEntry(self.page, self.encoded)
+            return Entry(self.page, self.num_pages, Kind.OBJECT, self.encoded, self.write.memory)
+        return Entry(self.page, 1, Kind.TOMBSTONES, self.encoded)
 
     def settle(self, place: Place | None) -> None:
         self.call.settle(self.index, place)
@@ -121,7 +123,7 @@ class Group:
 
     @property
     def entries(self) -> list[Entry]:
-        return [*(item.entry for item in self.items), EndEntry(self.end)]
+        return [*(item.entry for item in self.items), Entry(self.end, 1, Kind.END)]
 
 
 def object_items(writes: Sequence[DiskWrite], call: Call, source: int) -> list[Item]:
@@ -212,7 +214,7 @@ class Carrier:
         if asked is None or not ring.takes(asked):
             over()
             return False
-        ring.begin(Way.WRITE, asked, landed=partial(self._ended, group), over=over)
+        ring.begin(Doing.WRITE, asked, landed=partial(self._ended, group), over=over)
         return True
 
     def _laid_out(self, file: SegmentFile, group: Group, pages: Pages) -> list[Run] | None:

@@ -7,11 +7,12 @@ import hmac
 import json
 import os
 import secrets
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.disk.format import FORMAT_VERSION, OLDEST_FORMAT
+from kvstore.disk.files import replace_durably
+from kvstore.disk.format import FORMAT_VERSION
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,8 +136,7 @@ def identify(path: Path, key_file: Path | None, *, used: bool) -> tuple[Identity
         return _new(path, key)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path / _FILE} cannot be read: {error}") from error
-    cipher = _cipher_of(identity, path, key)
-    return _upgraded(identity, path), cipher
+    return identity, _cipher_of(identity, path, key)
 
 
 def read(path: Path) -> Identity:
@@ -149,22 +149,7 @@ def read(path: Path) -> Identity:
 
 def write(path: Path, identity: Identity) -> None:
     """Durably and at once. Raises OSError."""
-    temporary = path / f"{_FILE}.new"
-    with temporary.open("w") as file:
-        json.dump(asdict(identity), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path / _FILE)
-    sync_folder(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in it durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    replace_durably(path / _FILE, json.dumps(asdict(identity)))
 
 
 def _new(path: Path, key: bytes | None) -> tuple[Identity, AesGcm | None]:
@@ -184,22 +169,10 @@ def _new(path: Path, key: bytes | None) -> tuple[Identity, AesGcm | None]:
     return identity, cipher
 
 
-def _upgraded(identity: Identity, path: Path) -> Identity:
-    """Older versions, which would misread what is written from now on, refuse the folder."""
-    if identity.format == FORMAT_VERSION:
-        return identity
-    upgraded = replace(identity, format=FORMAT_VERSION)
-    try:
-        write(path, upgraded)
-    except OSError:  # a full disk; the next start tries again
-        return identity
-    return upgraded
-
-
 def _cipher_of(identity: Identity, path: Path, key: bytes | None) -> AesGcm | None:
-    if not OLDEST_FORMAT <= identity.format <= FORMAT_VERSION:
+    if identity.format != FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has format {identity.format}, this version reads {OLDEST_FORMAT} to {FORMAT_VERSION}: empty it"
+            f"{path} has format {identity.format}, this version reads {FORMAT_VERSION}: empty it"
         )
     if identity.cipher == NO_CIPHER:
         if key:

@@ -17,10 +17,10 @@ from kvstore.disk.folder import Folder
 from kvstore.disk.format import (
     Context,
     Header,
+    Kind,
     decode_header,
-    encode_tombstones,
     extent_pages,
-    fill_end,
+    fill,
     fill_header,
     holds,
     page_of,
@@ -31,29 +31,14 @@ from kvstore.disk.identity import AesGcm
 from kvstore.disk.memory import Scratch, is_aligned
 
 
-class ObjectEntry(NamedTuple):
-    """An object to write at a page."""
+class Entry(NamedTuple):
+    """What to write at a page. An end mark says that the log was whole up to here; the next run is written over it."""
 
     page: int
     num_pages: int
-    encoded_record: bytes
-    memory: memoryview
-
-
-class TombstonesEntry(NamedTuple):
-    page: int
-    packed: bytes
-    num_pages: int = 1
-
-
-class EndEntry(NamedTuple):
-    """Says that the log was whole up to here; the next run is written over it."""
-
-    page: int
-    num_pages: int = 1
-
-
-Entry = ObjectEntry | TombstonesEntry | EndEntry
+    kind: Kind  # OBJECT, TOMBSTONES or END
+    encoded: bytes = b""  # the record, or the tombstones
+    memory: memoryview = memoryview(b"")  # of an object
 
 
 class Pages(Protocol):
@@ -125,48 +110,26 @@ class ObjectIo:
         buffers: list[memoryview] = []
         for entry in entries:
             context = self._folder.context(segment, entry.page)
-            if isinstance(entry, ObjectEntry):
-                self._lay_out(entry, context, pages, buffers)
-                continue
-            (page,) = pages.take(1)
-            if isinstance(entry, TombstonesEntry):
-                _fill([page], encode_tombstones(context, entry.packed))
+            (header,) = pages.take(1)
+            buffers.append(header)
+            if entry.kind is not Kind.OBJECT:
+                fill(header, entry.kind, context, entry.encoded)
+            elif self._cipher is not None:
+                buffers += self._sealed(self._cipher, entry, context, pages, header)
             else:
-                fill_end(page, context)
-            buffers.append(page)
+                fill_header(header, context, entry.encoded)
+                _lay_out(entry.memory, pages, buffers)
         return buffers
 
-    def _lay_out(
-        self, entry: ObjectEntry, context: Context, pages: Pages, buffers: list[memoryview]
-    ) -> None:
-        (header,) = pages.take(1)
-        buffers.append(header)
-        if self._cipher is not None:
-            buffers += self._sealed(self._cipher, entry, context, pages, header)
-            return
-        fill_header(header, context, entry.encoded_record)
-        memory = entry.memory
-        whole = len(memory) // PAGE * PAGE
-        direct = pages.in_place(memory, whole) if whole else None
-        if direct is not None:
-            buffers.append(direct)
-            if whole == len(memory):
-                return
-            memory = memory[whole:]
-        if memory:
-            rest = pages.take(extent_pages(len(memory)) - 1)
-            _fill(rest, memory)
-            buffers += rest
-
     def _sealed(
-        self, cipher: AesGcm, entry: ObjectEntry, context: Context, pages: Pages, header: memoryview
+        self, cipher: AesGcm, entry: Entry, context: Context, pages: Pages, header: memoryview
     ) -> list[memoryview]:
         length = len(entry.memory)
-        associated = sealed_with(context, entry.encoded_record)
+        associated = sealed_with(context, entry.encoded)
         (data,) = pages.take(entry.num_pages - 1)
         tag = cipher.seal(context.nonce(), associated, entry.memory, data[:length])
         _fill([data[length:]], b"")
-        fill_header(header, context, entry.encoded_record, tag)
+        fill_header(header, context, entry.encoded, tag)
         return [data]
 
     def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
@@ -249,6 +212,21 @@ def pages_of(entries: Sequence[Entry]) -> int:
 
 def pages_to_read(reads: Sequence[DiskRead]) -> int:
     return sum(extent_pages(read.object.length) for read in reads)
+
+
+def _lay_out(memory: memoryview, pages: Pages, buffers: list[memoryview]) -> None:
+    """Data as it is."""
+    whole = len(memory) // PAGE * PAGE
+    direct = pages.in_place(memory, whole) if whole else None
+    if direct is not None:
+        buffers.append(direct)
+        if whole == len(memory):
+            return
+        memory = memory[whole:]
+    if memory:
+        rest = pages.take(extent_pages(len(memory)) - 1)
+        _fill(rest, memory)
+        buffers += rest
 
 
 def _fill(pages: Sequence[memoryview], content: bytes | memoryview) -> None:

@@ -16,7 +16,7 @@ from kvstore.disk.group import run_limit
 from kvstore.disk.health import Doing
 from kvstore.disk.memory import LastingPages, OutOfPages
 from kvstore.disk.object_io import Landing, ObjectIo, Pages
-from kvstore.disk.ring import Flight, Ring, Run, Way
+from kvstore.disk.ring import Flight, Ring, Run
 from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
 
@@ -87,7 +87,7 @@ class Reader:
         lent = Lent(files, pages)
         answer: Answer[Flight] = Answer()
         direct = any(landing.is_direct for landing in landings)
-        ring.begin(Way.READ, asked, landed=answer.give, over=lent.done, until_over=direct)
+        ring.begin(Doing.READ, asked, landed=answer.give, over=lent.done, until_over=direct)
         try:
             flight = await answer.wait()
             if flight.given_up:

@@ -19,12 +19,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore.disk.base import PAGE
-from kvstore.disk.health import Waits
+from kvstore.disk.health import Doing, Waits
 from kvstore.disk.memory import LastingPages, LastingViews, PagePool
 
 logger = logging.getLogger(__name__)
@@ -38,13 +37,6 @@ IN_LOOP_BYTES = 5 * 2**20
 loop 40 µs."""
 _AGAIN_S = 0.01
 """When the kernel had no memory for an operation."""
-
-
-class Way(Enum):
-    """Where to."""
-
-    READ = auto()
-    WRITE = auto()
 
 
 class Run(NamedTuple):
@@ -182,7 +174,7 @@ class Ring:
 
     def begin(
         self,
-        way: Way,
+        doing: Doing,
         runs: Sequence[Run],
         *,
         landed: Callable[[Flight], None],
@@ -193,7 +185,7 @@ class Ring:
         answers in time."""
         flight = Flight(runs, self._waits.now, landed, over, until_over, len(runs))
         uring, ring = self._uring, self._ring
-        prepare = uring.io_uring_prep_readv if way is Way.READ else uring.io_uring_prep_writev
+        prepare = uring.io_uring_prep_readv if doing is Doing.READ else uring.io_uring_prep_writev
         in_loop = sum([run.nbytes for run in runs]) <= IN_LOOP_BYTES
         for index, run in enumerate(runs):
             slot = self._free.pop()

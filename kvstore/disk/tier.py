@@ -15,7 +15,6 @@ from kvstore.disk.base import (
     PAGE,
     DiskObject,
     DiskRead,
-    DiskTier,
     DiskUsage,
     DiskWrite,
     Health,
@@ -305,8 +304,3 @@ class SsdTier:
 def _segment_bytes(capacity: int) -> int:
     wanted = min(max(capacity // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
     return max(min(wanted, capacity // (2 * FEWEST_SEGMENTS)) // PAGE * PAGE, 2 * PAGE)
-
-
-def _keeps_the_promise(tier: SsdTier) -> DiskTier:
-    """For the type checker."""
-    return tier

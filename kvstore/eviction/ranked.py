@@ -1,55 +1,13 @@
-"""Policies that rank a record when it is stored or used: the smallest rank on offer goes first."""
+"""The policies that rank by the time and the number of uses."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
-from kvstore.eviction.base import Column
+from kvstore.eviction.base import Column, EvictionPolicy
 from kvstore.native.base import NO_RECORD, Record, RecordArray
-from kvstore.native.metadata import RankHeap
 from protocol.keys import BlockKey
 
 
-class Ranked(ABC):
-    """All of a policy but `added` and `used`, which call `_place`."""
-
-    def __init__(self) -> None:
-        self._clock = 0  # counts uses; part of most ranks, since it makes them differ
-        self._ranks = RankHeap()  # of every resident record; in the heap are those on offer
-
-    @abstractmethod
-    def used(self, record: Record) -> None:
-        """Ranks a record anew after a use."""
-
-    def used_all(self, records: RecordArray) -> None:
-        for record in records.tolist():
-            self.used(record)
-
-    def offer(self, record: Record) -> None:
-        self._ranks.offer(record)
-
-    def withdraw(self, record: Record) -> None:
-        self._ranks.discard(record)
-
-    def forget(self, record: Record) -> None:
-        self._ranks.discard(record)
-
-    def victim(self) -> Record:
-        return self._ranks.first()
-
-    @property
-    def nbytes(self) -> int:
-        return self._ranks.nbytes
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _place(self, record: Record, primary: float, secondary: int) -> None:
-        self._ranks.rank(record, primary, secondary)
-
-
-class LeastRecentlyUsed(Ranked):
+class LeastRecentlyUsed(EvictionPolicy):
     """What was used longest ago goes first.
 
     Right when the chance of another use falls with the time since the last one.
@@ -68,7 +26,7 @@ class LeastRecentlyUsed(Ranked):
         self._clock += len(records)
 
 
-class FirstInFirstOut(Ranked):
+class FirstInFirstOut(EvictionPolicy):
     """What was stored longest ago goes first. A policy that looks at uses has to beat it."""
 
     name = "fifo"
@@ -87,7 +45,7 @@ MAX_USES = 2**32 - 1
 """What a column holds."""
 
 
-class LeastFrequentlyUsed(Ranked):
+class LeastFrequentlyUsed(EvictionPolicy):
     """What was used least goes first, with counts that age (LFU-DA); among equals, what was used longest ago."""
 
     name = "lfu"

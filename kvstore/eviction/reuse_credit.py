@@ -14,8 +14,7 @@ share of the store that the run takes, so it does not depend on the size of bloc
 
 from __future__ import annotations
 
-from kvstore.eviction.base import Column
-from kvstore.eviction.ranked import Ranked
+from kvstore.eviction.base import Column, EvictionPolicy
 from kvstore.native.base import NO_RECORD, Record
 from protocol.keys import BlockKey
 
@@ -27,7 +26,7 @@ SMOOTHING = 0.01
 """Of the mean lifetime: about the last hundred unread victims count."""
 
 
-class ReuseCredit(Ranked):
+class ReuseCredit(EvictionPolicy):
     """What was used longest ago goes first, reads and run depth counted as time."""
 
     name = "reuse-credit"

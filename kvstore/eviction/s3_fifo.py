@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
-from kvstore.eviction.base import Column
-from kvstore.native.base import NO_RECORD, Record, RecordArray
+from kvstore.eviction.base import Column, EvictionPolicy
+from kvstore.native.base import NO_RECORD, Record
 from kvstore.native.metadata import RankHeap
 from protocol.keys import BlockKey
 
@@ -30,14 +30,14 @@ _SMALL, _MAIN = 1, 2
 """What `_queues` holds."""
 
 
-class S3Fifo:
+class S3Fifo(EvictionPolicy):
     """Two queues and the ghosts of what the small one evicted."""
 
     name = "s3-fifo"
 
     def __init__(self) -> None:
-        self._clock = 0  # counts places
-        self._small, self._main = RankHeap(), RankHeap()  # in the heaps are those on offer
+        super().__init__()  # its clock counts places
+        self._small, self._main = self._ranks, RankHeap()  # in the heaps are those on offer
         self._queues = Column("B")  # of each record; 0 = not resident
         self._num_reads = Column("B")  # since it was added, less one for each main round
         # Of keys, by Python's own hash, whose secret clients do not know; two that share one only cost a hit.
@@ -61,10 +61,6 @@ class S3Fifo:
 
     def used(self, record: Record) -> None:
         self._num_reads[record] = min(self._num_reads[record] + 1, MAX_READS)
-
-    def used_all(self, records: RecordArray) -> None:
-        for record in records.tolist():
-            self.used(record)
 
     def offer(self, record: Record) -> None:
         self._queue_of(record).offer(record)

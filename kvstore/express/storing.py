@@ -16,8 +16,9 @@ from kvstore.express import frames
 from kvstore.express.frames import ANSWER, CHECKSUM, WISH, MalformedQuestion, Status
 from kvstore.express.link import Link, checksums_on_arrival, discard, received, send
 from kvstore.mover import Mover
-from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.promises import Outcome, Reservation
 from kvstore.state import StoreState
+from kvstore.stored import Wish
 from kvstore.wire import keys_from_wire, pin_from_wire
 from protocol.errors import InvalidRequest, MoonserveError
 from protocol.failures import failure_to_wire

@@ -41,7 +41,7 @@ class Memory:
 
 @dataclass
 class Disk:
-    """`kvstore.stored.DiskSpace`, and what of it survives a restart."""
+    """`kvstore.disk.base.DiskSpace`, and what of it survives a restart."""
 
     live_limit: int
     kept: dict[Place, DiskObject] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore import eviction
@@ -54,7 +56,8 @@ def make(units: int = 4) -> tuple[Catalog, Witness]:
 
 
 def put(catalog: Catalog, number: int, parent: int | None = None) -> StoredObject:
-    stored = catalog.reserve(key(number), None if parent is None else key(parent), ALIGNMENT)
+    [wish] = chain(number)
+    stored = catalog.reserve(replace(wish, parent=None if parent is None else key(parent)))
     assert stored is not None
     catalog.publish(stored, number)
     return stored
@@ -126,4 +129,4 @@ def test_metadata_of_an_object_is_small() -> None:
     node = Tiered.make(memory=20_000, disk=0)
     for start in range(1, 20_000, 1_000):
         node.put(chain(*range(start, start + 1_000)))
-    assert node.state.metadata_bytes / node.state.num_objects < 200
+    assert node.state.catalog.metadata_bytes / len(node.state.catalog) < 200

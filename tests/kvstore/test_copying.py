@@ -102,7 +102,7 @@ async def test_what_is_removed_before_it_is_known_whether_the_source_knows_is_no
         after(monkeypatch, target, "last_removals", lambda: remembering.remove([key(0)], 7))
         reply = await target.copy()
         assert (reply.copied, reply.missing) == (0, 1)
-        assert target.state.exists([key(0)]) == [False]
+        assert target.state.catalog.present([key(0)]) == [False]
 
 
 async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_has_ended(

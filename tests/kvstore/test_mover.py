@@ -15,9 +15,8 @@ from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
-from kvstore.promises import Wish
 from kvstore.state import StoreState
-from kvstore.stored import Watermarks
+from kvstore.stored import Watermarks, Wish
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from tests.kvstore.nodes import within
@@ -71,7 +70,9 @@ class Node:
     def present(self, numbers: range) -> list[int]:
         return [
             n
-            for n, there in zip(numbers, self.state.exists([*map(key, numbers)]), strict=True)
+            for n, there in zip(
+                numbers, self.state.catalog.present([*map(key, numbers)]), strict=True
+            )
             if there
         ]
 
@@ -85,7 +86,7 @@ async def node_on(folder: Path) -> AsyncIterator[Node]:
     node = Node()
     disk = await SsdTier.open(folder, DISK, DiskOptions(), node.mover.relocated, ignore)
     node.mover.disk = disk
-    node.state.use_disk(disk)
+    node.state.catalog.use_disk(disk)
     await node.mover.recover(disk, ignore)
     try:
         yield node
@@ -99,7 +100,7 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
         for number in range(60):
             node.put(number)
         await node.mover.make_room(MEMORY // 2, 10.0)
-        assert node.state.usage().num_on_disk >= 28
+        assert node.state.catalog.usage().num_on_disk >= 28
         assert await node.mover.flush(10.0) == 0
     async with node_on(tmp_path) as again:
         assert again.present(range(60)) == [*range(60)]
@@ -110,7 +111,7 @@ async def test_what_is_empty_is_on_disk_at_the_end_like_all_else(tmp_path: Path)
     async with node_on(tmp_path) as node:
         node.put(1, b"")
         assert await node.mover.flush(10.0) == 0
-        [stored] = node.state.objects()
+        [stored] = node.state.catalog.objects()
         assert stored.place is not None
 
 
@@ -154,13 +155,13 @@ async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before
         for number in range(10):
             node.put(number)
         await node.mover.flush(10.0)
-        evicted = node.state.find(key(3))
+        evicted = node.state.catalog.find(key(3))
         assert evicted is not None
         assert evicted.place is not None
         node.state.remove([key(3)], corrupt=False)  # as an eviction does: the disk is told nothing
         removed = [key(3), key(4)]
         node.state.remove(removed, corrupt=False)
-        await node.mover.forget(removed, node.state.latest_generation)
+        await node.mover.forget(dict.fromkeys(removed, node.state.catalog.latest_generation))
     async with node_on(tmp_path) as again:
         assert again.present(range(10)) == [0, 1, 2, 5, 6, 7, 8, 9]
 
@@ -176,7 +177,7 @@ async def test_a_value_that_was_evicted_does_not_come_back_in_place_of_a_later_o
         await node.mover.flush(10.0)
         node.state.remove([key(1)], corrupt=False)  # as an eviction does: the disk is told nothing
         if removed:
-            await node.mover.forget([key(1)], node.state.latest_generation)
+            await node.mover.forget({key(1): node.state.catalog.latest_generation})
         node.put(1, value(99))
         if not removed:
             assert await node.mover.flush(10.0) == 0
@@ -191,14 +192,14 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
         node.put(1)
         node.put(2)
         await node.mover.flush(10.0)
-        later = node.state.latest_generation + 1
+        later = node.state.catalog.latest_generation + 1
     early = Node()
     disk = await SsdTier.open(tmp_path, DISK, DiskOptions(), early.mover.relocated, ignore)
     early.mover.disk = disk
-    early.state.use_disk(disk)
+    early.state.catalog.use_disk(disk)
     recovering = asyncio.create_task(early.mover.recover(disk, ignore))
     await asyncio.sleep(0)  # it has begun
-    await early.mover.forget([key(1)], later)
+    await early.mover.forget({key(1): later})
     await recovering
     assert early.present(range(3)) == [2]
     await early.mover.close()
@@ -219,7 +220,7 @@ async def test_a_copy_that_is_dropped_while_the_disk_moves_it_can_be_made_again(
         moved = disk._compactor._moved
 
         def dropped_and_moved(*move: Any) -> bool:
-            assert node.state._catalog.drop_a_copy()
+            assert node.state.catalog.drop_a_copy()
             return moved(*move)
 
         monkeypatch.setattr(disk._compactor, "_moved", dropped_and_moved)

@@ -29,7 +29,7 @@ async def node_with_cold_objects(
     mover = node.mover
     disk = await SsdTier.open(folder, DISK, options, mover.relocated, mover.health_changed)
     mover.disk = disk
-    node.state.use_disk(disk)
+    node.state.catalog.use_disk(disk)
     await mover.recover(disk, ignore)
     for number in range(60):
         node.put(number)
@@ -39,7 +39,7 @@ async def node_with_cold_objects(
 
 
 def only_on_disk(node: Node) -> int:
-    return next(n for n in range(60) if (o := node.state.find(key(n))) and o.offset is None)
+    return next(n for n in range(60) if (o := node.state.catalog.find(key(n))) and o.offset is None)
 
 
 async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(

@@ -53,7 +53,7 @@ async def life_in(folder: Path) -> AsyncIterator[Life]:
     node = Node()
     disk = await SsdTier.open(folder, DISK, DiskOptions(), node.mover.relocated, ignore)
     node.mover.expect(disk)
-    node.state.use_disk(disk)
+    node.state.catalog.use_disk(disk)
     remembering = Remembering(
         node.state, node.mover, Removals(1, 0.0), folder, lambda: 1.0, lambda: None
     )

@@ -21,7 +21,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_coldest_only() -> None:
     for number in (2, 3, 4):
         assert node.put(chain(number, tenant="alice")) == [GRANTED]
     assert node.in_memory() == [1, 3, 4]
-    assert node.state.usage().tenants == {"alice": 2 * ALIGNMENT}
+    assert node.state.catalog.usage().tenants == {"alice": 2 * ALIGNMENT}
 
 
 def test_what_is_being_written_counts_and_counts_no_more_when_it_was_given_up() -> None:
@@ -83,7 +83,7 @@ def test_a_disk_makes_the_share_of_all_others_larger_whenever_it_comes(late: boo
     node = Tiered.make(memory=4, disk=0, quotas={"alice": 4})
     if late:
         node.disk.live_limit = 16 * UNIT
-        node.state.use_disk(node.disk)
+        node.state.catalog.use_disk(node.disk)
     node.put(chain(1, tenant="alice"))
     for number in (2, 3, 4, 5):
         node.put(chain(number))
@@ -104,13 +104,13 @@ def test_recovered_objects_count_towards_their_tenants_quota() -> None:
     node = Tiered.make(quotas={"alice": 1})
     node.put(chain(1, tenant="alice"))
     node.sink(1)
-    [stored] = node.state.objects()
+    [stored] = node.state.catalog.objects()
     assert stored.place is not None
     header, place = stored.header(), stored.place
     again = Tiered.make(quotas={"alice": 1})
     assert again.state.restore(header, place)
     again.disk.places[place] = stored.key
-    assert again.state.usage().tenants == {"alice": ALIGNMENT}
+    assert again.state.catalog.usage().tenants == {"alice": ALIGNMENT}
     assert again.put(chain(2, tenant="alice")) == [GRANTED]
     assert again.in_memory() == [2]
     assert again.on_disk_only() == []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.promises import Outcome, Phase, Wish
+from kvstore.promises import Outcome, Phase
 from kvstore.state import StoreState
-from kvstore.stored import Watermarks
+from kvstore.stored import Watermarks, Wish
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey
 from tests.kvstore.states import NO_TRIM, Heard, make_state
@@ -47,9 +47,9 @@ def store(state: StoreState, wishes: list[Wish], now: float = 0.0, name: str = "
 def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     state, heard = make()
     state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
-    assert state.exists([key(1), key(2)]) == [False, False]
+    assert state.catalog.present([key(1), key(2)]) == [False, False]
     assert state.writers.commit("r", {key(1): 11, key(2): 22}, 1.0) is None
-    assert state.exists([key(1)]) == [False]
+    assert state.catalog.present([key(1)]) == [False]
     assert [item.checksum for item in state.writers.landed("r")[1]] == [11, 22]
     state.writers.verified("r", [], 1.0)
     assert heard.present == {key(1): None, key(2): key(1)}
@@ -64,7 +64,7 @@ def test_keys_left_out_of_the_commit_are_dropped() -> None:
     state.writers.commit("r", {key(1): 1}, 0.0)
     state.writers.verified("r", [], 0.0)
     assert list(heard.present) == [key(1)]
-    assert state.usage().reserved == 0
+    assert state.catalog.usage().reserved == 0
     state.validate()
 
 
@@ -152,7 +152,7 @@ def test_a_lease_covers_the_longest_leading_run() -> None:
     store(state, chain(4))
     lease = state.readers.lease("l", [key(1), key(2), key(3), key(4)], 10.0, 0.0)
     assert [stored.key for stored in lease.objects] == [key(1), key(2)]
-    assert state.usage().leased == 2 * ALIGNMENT
+    assert state.catalog.usage().leased == 2 * ALIGNMENT
     assert state.readers.lease("l", [key(1)], 10.0, 1.0) is lease
     state.validate()
 
@@ -165,9 +165,9 @@ def test_an_expired_lease_is_refused_and_never_revived() -> None:
     assert state.next_deadline() == 19.0
     with pytest.raises(StaleLease):
         state.readers.renew("l", 10.0, 19.0)
-    assert state.usage().leased == ALIGNMENT
+    assert state.catalog.usage().leased == ALIGNMENT
     state.expire(19.0)
-    assert state.usage().leased == 0
+    assert state.catalog.usage().leased == 0
     for attempt in (
         lambda: state.readers.renew("l", 1.0, 20.0),
         lambda: state.readers.lease("l", [], 1.0, 20.0),

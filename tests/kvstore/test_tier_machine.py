@@ -14,7 +14,8 @@ from kvstore.allocator import ALIGNMENT
 from kvstore.disk.base import DiskObject, Pin, Place
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from kvstore.moves import Load, Store
-from kvstore.promises import Outcome, Wish
+from kvstore.promises import Outcome
+from kvstore.stored import Wish
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.hardware import NOTHING
@@ -61,11 +62,11 @@ class TwoTiers(TwoTiersInTruth):
             )
             for depth in range(first, DEPTH)
         ]
-        before = self.state.usage().tenants["limited"]
+        before = self.state.catalog.usage().tenants["limited"]
         expires = not at_once and self.count % 2 == 0
         ttl_s = TTL_S if expires else None
         reservation = self.state.writers.reserve(name, wishes, ttl_s, self.now)
-        after = self.state.usage().tenants["limited"]
+        after = self.state.catalog.usage().tenants["limited"]
         assert after <= max(before, QUOTA_UNITS * ALIGNMENT)
         for wish, slot in zip(wishes, reservation.slots, strict=True):
             assert (slot.outcome is Outcome.PRESENT) <= (wish.key in self.truth)
@@ -103,7 +104,7 @@ class TwoTiers(TwoTiersInTruth):
         self.state.writers.verified(name, corrupt, self.now)
         assert self.state.writers.commit(name, {}, self.now) == tuple(corrupt)
         for block in contents.keys() - set(corrupt):
-            found = self.state.find(block)
+            found = self.state.catalog.find(block)
             assert found is not None
             self.truth[block] = (found.generation, contents[block])
             self.law.pins[block] = found.pin
@@ -128,7 +129,7 @@ class TwoTiers(TwoTiersInTruth):
     def lease(self, chain: int, last: int) -> None:
         name = f"lease-{self.new_number()}"
         keys = [key(chain, depth) for depth in range(last + 1)]
-        present = self.state.exists(keys)
+        present = self.state.catalog.present(keys)
         lease = self.state.readers.lease(name, keys, TTL_S, self.now)
         assert len(lease.objects) <= [*present, False].index(False)
         self.begin(lease.loads)
@@ -218,7 +219,7 @@ class TwoTiers(TwoTiersInTruth):
     @precondition(lambda self: not self.disk_is_lost)
     @rule(chain=chains)
     def copy(self, chain: int) -> None:
-        found = (self.state.find(key(chain, depth)) for depth in range(DEPTH))
+        found = (self.state.catalog.find(key(chain, depth)) for depth in range(DEPTH))
         self.stores += self.state.moves.copies(2**30, [stored for stored in found if stored])
 
     @precondition(lambda self: self.stores)
@@ -269,7 +270,7 @@ class TwoTiers(TwoTiersInTruth):
     @rule(chain=chains, depth=depths)
     def check(self, chain: int, depth: int) -> None:
         """Begins or ends one."""
-        stored = self.state.find(key(chain, depth))
+        stored = self.state.catalog.find(key(chain, depth))
         if self.checks:
             self.state.moves.checked(self.checks.pop())
         elif stored is not None:
@@ -313,7 +314,7 @@ class TwoTiers(TwoTiersInTruth):
             self.disk.compact()
         elif kind == "restart":  # a crash: writes under way are lost
             # As a node counts its starts: what is found later has no generation of this life.
-            self.next_generation = self.state.latest_generation + 1
+            self.next_generation = self.state.catalog.latest_generation + 1
             self.start()
         elif not self.disk_is_lost:
             self.lose_the_disk()
@@ -351,7 +352,7 @@ class TwoTiers(TwoTiersInTruth):
         self.disk.release(place)
 
     def fits(self, found: DiskObject) -> bool:
-        usage = self.state.usage()
+        usage = self.state.catalog.usage()
         arriving = sum(store.disk_bytes for store in self.stores)
         room = usage.disk_limit - usage.disk_live - arriving
         return not self.disk_is_lost and self.disk.space(found.length) <= room

@@ -38,7 +38,7 @@ def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() ->
     assert node.in_memory() == [1, 2, 3, 4, 7, 8, 9]
     assert node.on_disk_only() == [5, 6]
     assert node.state.counters["copies_dropped"] == 2
-    assert node.state.usage().disk_live == node.state.usage().disk_limit
+    assert node.state.catalog.usage().disk_live == node.state.catalog.usage().disk_limit
 
 
 def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> None:
@@ -46,11 +46,11 @@ def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> Non
     for number in (1, 2):
         node.put(chain(number))
     node.copy(1)
-    found = node.state.find(key(2))
+    found = node.state.catalog.find(key(2))
     assert found is not None
     assert node.state.moves.copies(2**30, [found]) == []
     node.lease(1)
-    assert not node.state._catalog.drop_a_copy()
+    assert not node.state.catalog.drop_a_copy()
     assert node.tiers().keys() == {1, 2}
 
 
@@ -83,7 +83,7 @@ def test_of_generations_found_at_a_restart_the_latest_counts_in_any_order() -> N
     assert not node.recover(1, 4)
     assert node.recover(1, 6)
     assert node.recover(2, 9)
-    found = node.state.find(key(1))
+    found = node.state.catalog.find(key(1))
     assert found is not None
     assert found.generation == 6
     assert sorted(node.disk.places.values()) == keys(1, 2)
@@ -93,7 +93,7 @@ def test_generations_go_on_above_those_found_at_a_restart() -> None:
     node = Tiered.make()
     node.recover(1, 500)
     node.put(chain(2))
-    found = node.state.find(key(2))
+    found = node.state.catalog.find(key(2))
     assert found is not None
     assert found.generation > 500
 
@@ -126,7 +126,7 @@ def test_an_object_being_checked_stays_where_it_is() -> None:
     node = Tiered.make(memory=1)
     node.put(chain(1))
     node.copy(1)
-    found = node.state.find(key(1))
+    found = node.state.catalog.find(key(1))
     assert found is not None
     node.state.moves.check(found)
     assert node.put(chain(2)) == [Outcome.FULL]
@@ -139,7 +139,7 @@ def test_an_object_being_checked_while_it_is_written_stays_in_memory() -> None:
     node = Tiered.make(watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
     node.put(chain(1))
     stores = node.demotions()
-    found = node.state.find(key(1))
+    found = node.state.catalog.find(key(1))
     assert found is not None
     node.state.moves.check(found)
     node.written(stores)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvstore.allocator import ALIGNMENT
 from kvstore.disk.base import DiskObject, Pin
 from kvstore.moves import Load, Store
-from kvstore.promises import Outcome, Wish
+from kvstore.promises import Outcome
 from kvstore.state import StoreState
-from kvstore.stored import Tier, Watermarks
+from kvstore.stored import Tier, Watermarks, Wish
 from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.states import NO_TRIM, CountedDisk, Heard, make_state
 
@@ -97,7 +97,7 @@ class Tiered:
 
     def copy(self, *numbers: int) -> None:
         """To disk, and they stay in memory."""
-        found = [stored for n in numbers if (stored := self.state.find(key(n))) is not None]
+        found = [stored for n in numbers if (stored := self.state.catalog.find(key(n))) is not None]
         self.written(self.state.moves.copies(2**30, found))
 
     def sink(self, *numbers: int) -> None:
@@ -108,9 +108,9 @@ class Tiered:
 
     def leave(self, number: int) -> None:
         """Out of memory for what takes its place for a moment."""
-        stored = self.state.find(key(number))
+        stored = self.state.catalog.find(key(number))
         assert stored is not None
-        self.state._catalog.leave_memory(stored)
+        self.state.catalog.leave_memory(stored)
 
     def recover(
         self, number: int, generation: int, *, parent: int | None = None, pin: Pin = Pin.NONE

@@ -61,7 +61,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         )
         self.state = StoreState(catalog)
         self.law.is_leaving = lambda block: catalog.rows.is_leaving(self.index.record_of(block))
-        self.state.use_disk(self.disk)
+        self.state.catalog.use_disk(self.disk)
         self.disk_is_lost = False
         self.unknown = self.disk.recover()  # found by and by
         self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content
@@ -96,7 +96,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         assert all(self.law.is_leaving(visible[g]) for g in leaving & visible.keys())
         self.protect()
         self.state.validate()
-        usage = self.state.usage()
+        usage = self.state.catalog.usage()
         assert usage.num_objects == len(self.law.tiers)
         arriving = sum(store.disk_bytes for store in self.stores)
         assert usage.disk_live == 0 or usage.disk_live + arriving <= usage.disk_limit
@@ -124,7 +124,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
 
     @invariant()
     def places_on_disk_are_those_of_visible_objects(self) -> None:
-        visible = {o.place: o for o in self.state.objects() if o.place is not None}
+        visible = {o.place: o for o in self.state.catalog.objects() if o.place is not None}
         unknown = {place for _, place in self.unknown}
         assert self.disk.live == visible.keys() | unknown
         for place, stored in visible.items():

@@ -246,7 +246,7 @@ class PoolClient:
 
     async def _remove(self, node: PoolNode) -> None:
         [key] = self._chain()[-1:]
-        until = node.state.latest_generation
+        until = node.state.catalog.latest_generation
         await self._call(node, "Remove", kvstore_pb2.StoreRemoveRequest(keys=[key]))
         self._world.truth.removed_at(node.life.name, key, until)
 

@@ -9,7 +9,7 @@ import itertools
 import struct
 from collections.abc import Callable, Iterable
 
-from kvstore.stored import StoredObject, Tier
+from kvstore.stored import Announcements, StoredObject, Tier
 from protocol.checksum import checksum
 from protocol.keys import KEY_BYTES, BlockKey
 
@@ -66,17 +66,23 @@ class Truth:
 
 
 class Shown:
-    """`stored.Announcements` of one life of a node: what it says must be what there is."""
+    """`stored.Announcements` of one life of a node, on their way to its log: what it says must be what there is."""
 
     def __init__(
-        self, node: str, truth: Truth, find: Callable[[BlockKey], StoredObject | None]
+        self,
+        node: str,
+        truth: Truth,
+        find: Callable[[BlockKey], StoredObject | None],
+        log: Announcements,
     ) -> None:
+        self._log = log
         self.expected: dict[BlockKey, tuple[int, int, Tier]] = {}
         self._node = node
         self._truth = truth
         self._find = find
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
+        self._log.added(key, parent, tier)
         found = self._find(key)
         assert found is not None
         assert key not in self.expected
@@ -86,7 +92,9 @@ class Shown:
         self.expected[key] = found.generation, found.checksum, tier
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
+        self._log.moved(key, tier)
         self.expected[key] = *self.expected[key][:2], tier
 
     def removed(self, key: BlockKey) -> None:
+        self._log.removed(key)
         del self.expected[key]

@@ -16,7 +16,7 @@ from kvstore.catalog import Catalog
 from kvstore.disk.base import Place
 from kvstore.eviction import make
 from kvstore.native.metadata import KeyIndex
-from kvstore.stored import StoredObject, Tier, Watermarks
+from kvstore.stored import StoredObject, Tier, Watermarks, Wish
 from protocol.keys import NO_PARENT, BlockKey
 
 UNIT = 256  # the catalog's allocator gives space in multiples of this
@@ -212,7 +212,7 @@ class Store:
 
     def _put(self, key: BlockKey, parent: BlockKey | None) -> bool:
         self._make_room()
-        stored = self._catalog.reserve(key, parent, UNIT)
+        stored = self._catalog.reserve(Wish(key=key, parent=parent, length=UNIT))
         if stored is None:
             return False
         self._catalog.publish(stored, checksum=0)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from kvstore.disk import ring as rings
 from kvstore.disk.base import PAGE, DiskRead, DiskWrite
-from kvstore.disk.health import Waits
+from kvstore.disk.health import Doing, Waits
 from kvstore.disk.memory import MAX_PAGES, OutOfPages
-from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run, Way
+from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run
 from tests.kvstore.disk.tiers import NO_RING, SMALL, opened, written
 from tests.thoroughness import examples
 
@@ -55,11 +55,11 @@ def cut(num_pages: int) -> list[bytearray]:
     return [bytearray(size * PAGE) for size in sizes]
 
 
-async def ended(ring: Ring, way: Way, runs: Sequence[Run]) -> Flight:
+async def ended(ring: Ring, doing: Doing, runs: Sequence[Run]) -> Flight:
     """Once the kernel is done with the memory."""
     told: list[Flight] = []
     over = asyncio.Event()
-    ring.begin(way, runs, landed=told.append, over=over.set)
+    ring.begin(doing, runs, landed=told.append, over=over.set)
     await over.wait()
     ring.validate()
     (flight,) = told
@@ -89,7 +89,7 @@ def test_what_lands_is_what_a_system_call_reads(
     async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes | None]:
         memories = [cut(num_pages) for _, num_pages in batch]
         runs = [run_of(file, page, m) for (page, _), m in zip(batch, memories, strict=True)]
-        flight = await ended(ring, Way.READ, runs)
+        flight = await ended(ring, Doing.READ, runs)
         return [b"".join(m) if flight.is_whole(index) else None for index, m in enumerate(memories)]
 
     async def play() -> None:
@@ -117,7 +117,7 @@ async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file
     one = run_of(file, 0, [bytearray(PAGE)])
     assert not ring.takes([run_of(file, 0, [bytearray(PAGE)] * (MAX_BUFFERS + 1))])
     assert not ring.takes([one] * (NUM_SLOTS + 1))
-    task = asyncio.create_task(ended(ring, Way.READ, [one] * NUM_SLOTS))
+    task = asyncio.create_task(ended(ring, Doing.READ, [one] * NUM_SLOTS))
     await asyncio.sleep(0)
     assert ring.num_under_way == NUM_SLOTS
     assert not ring.takes([one])
@@ -132,7 +132,7 @@ async def test_one_that_fails_spoils_none_of_the_others(file: int) -> None:
     os.close(closed)
     memory = bytearray(PAGE)
     flight = await ended(
-        ring, Way.READ, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])]
+        ring, Doing.READ, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])]
     )
     assert [flight.is_whole(0), flight.is_whole(1)] == [True, False]
     assert memory == os.pread(file, PAGE, PAGE)
@@ -146,7 +146,7 @@ async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_o
     told: list[Flight] = []
     over = asyncio.Event()
     runs = [run_of(file, 0, [bytearray(PAGE)])]
-    ring.begin(Way.READ, runs, landed=told.append, over=over.set)
+    ring.begin(Doing.READ, runs, landed=told.append, over=over.set)
     ring.give_up(everything=False)
     ring.give_up(everything=True)
     assert len(told) == 1

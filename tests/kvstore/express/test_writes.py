@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.express.storing import LocalWrites
 from kvstore.mover import Mover
-from kvstore.promises import Outcome, Reservation, Wish
+from kvstore.promises import Outcome, Reservation
+from kvstore.stored import Wish
 from protocol.errors import Overloaded
 from protocol.keys import BlockKey
 from tests.kvstore.nodes import key
@@ -76,12 +77,12 @@ class Writers(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         reservation = self._one(data)
-        free = self.state.usage().free
+        free = self.state.catalog.usage().free
         self.writes.give_up(reservation)
         assert self.calls[-1] == "ended"
         assert self._visible(list(reservation.objects)) == [False] * len(reservation.objects)
         space = sum(stored.space for stored in reservation.objects.values())
-        assert self.state.usage().free == free + space
+        assert self.state.catalog.usage().free == free + space
 
     @rule()
     def drain(self) -> None:
@@ -101,7 +102,7 @@ class Writers(RuleBasedStateMachine):
         return self.under_way.pop(at)
 
     def _visible(self, keys: list[BlockKey]) -> list[bool]:
-        return self.state.exists(keys)
+        return self.state.catalog.present(keys)
 
 
 TestWriters = Writers.TestCase
@@ -117,4 +118,4 @@ def test_giving_up_what_was_not_granted_changes_nothing() -> None:
     assert [slot.outcome for slot in second.slots] == [Outcome.IN_PROGRESS]
     machine.writes.give_up(second)
     machine.writes.end(first, {key(1): 7}, ())
-    assert machine.state.exists([key(1)]) == [True]
+    assert machine.state.catalog.present([key(1)]) == [True]

@@ -15,7 +15,7 @@ from kvstore.catching_up import CatchingUp
 from kvstore.config import StoreConfig
 from kvstore.directory.follower import STORE_ROLE, Following
 from kvstore.directory.index import Directory
-from kvstore.event_log import EventLog, ToAll
+from kvstore.event_log import EventLog
 from kvstore.generations import first_of
 from kvstore.index_segment import IndexSegments
 from kvstore.native.metadata import KeyIndex
@@ -96,14 +96,14 @@ class PoolNode(Process):
         self.memory = self.transfer.allocate(MEMORY_UNITS * ALIGNMENT)
         self.indexes = IndexSegments(self.transfer, self.life.clock)  # type: ignore[arg-type]
         self.index = KeyIndex(self.indexes.allocate, self.indexes.retire)
-        self.shown = Shown(name, self.world.truth, lambda key: self.state.find(key))
         events, policy = EventLog(), rng.choice(eviction.POLICY_NAMES)
+        self.shown = Shown(name, self.world.truth, lambda key: self.state.catalog.find(key), events)
         self.state = StoreState(
             Catalog(
                 self.memory.nbytes,
                 index=self.index,
                 policies=lambda: eviction.make(policy),
-                announce=ToAll([events, self.shown]),
+                announce=self.shown,
                 watermarks=Watermarks(evict_above=0.8, evict_share=0.1),
                 quotas={"limited": QUOTA_UNITS * ALIGNMENT},
                 first_generation=first_of(self.life.epoch),
@@ -120,7 +120,7 @@ class PoolNode(Process):
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, self.server)
         await self.service.remembering.load(is_first_life=self.life.epoch == 1)
         self.service.mover.expect(self.disk)
-        self.state.use_disk(self.disk)
+        self.state.catalog.use_disk(self.disk)
         registry = RemoteRegistry(DIRECTORY, "token", channels=self.channels)
         self.catching_up = CatchingUp(
             name, registry, self.service.remembering, self.state, self.channels
@@ -184,7 +184,7 @@ class PoolNode(Process):
 
     def validate(self) -> None:
         self.state.validate()
-        visible = list(self.state.objects())
+        visible = list(self.state.catalog.objects())
         assert self.shown.expected == {
             o.key: (o.generation, o.checksum, o.tier) for o in visible
         }, "what it announced is not what it shows"
@@ -201,11 +201,11 @@ class PoolNode(Process):
         return self.service.remembering.removals.all()
 
     def leftovers(self, known: set[tuple[BlockKey, int]]) -> list[str]:
-        return self.world.truth.leftovers(known, self.state.objects())
+        return self.world.truth.leftovers(known, self.state.catalog.objects())
 
     def unrest(self) -> str:
-        usage, moves = self.state.usage(), self.state.moves
-        places = {o.place for o in self.state.objects() if o.place is not None}
+        usage, moves = self.state.catalog.usage(), self.state.moves
+        places = {o.place for o in self.state.catalog.objects() if o.place is not None}
         held: dict[str, Any] = {
             "leased": usage.num_leased,
             "reserved": usage.reserved,

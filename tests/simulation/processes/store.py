@@ -8,9 +8,8 @@ from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
 from kvstore.catalog import Catalog
 from kvstore.config import StoreConfig
-from kvstore.event_log import EventLog, ToAll
+from kvstore.event_log import EventLog
 from kvstore.native.metadata import KeyIndex
-from kvstore.node import ToConductor
 from kvstore.service import StoreService
 from kvstore.state import StoreState
 from kvstore.stored import Watermarks
@@ -33,13 +32,13 @@ class Store(Member):
     async def start(self) -> None:
         self.make_transfer()
         segment = self.transfer.allocate(self.world.terms.store_blocks * ALIGNMENT)
-        events = EventLog()
         self.blocks = BlockLog(self._inventory)
+        events = EventLog(self.blocks)
         catalog = Catalog(
             segment.nbytes,
             index=KeyIndex(),
             policies=lambda: eviction.make("lru"),
-            announce=ToAll([events, ToConductor(self.blocks)]),
+            announce=events,
             watermarks=Watermarks(evict_above=0.9, evict_share=0.05),
             quotas={},
             first_generation=self.life.epoch << 32,
@@ -70,7 +69,7 @@ class Store(Member):
         self.service._changed = changed_and_proven  # type: ignore[method-assign]
 
     def _inventory(self) -> list[Any]:
-        return [(stored.key, stored.parent or NO_PARENT) for stored in self.state.objects()]
+        return [(stored.key, stored.parent or NO_PARENT) for stored in self.state.catalog.objects()]
 
     def registration(self) -> conductor_pb2.RegisterRequest:
         request = super().registration()
@@ -84,7 +83,7 @@ class Store(Member):
         self.state.validate()
 
     def unrest(self) -> str:
-        usage = self.state.usage()
+        usage = self.state.catalog.usage()
         held = [f"{usage.num_leased} leased"] if usage.num_leased else []
         held += [f"windows {sorted(self.transfer.windows)}"] if self.transfer.windows else []
         return ", ".join(held)
