@@ -68,14 +68,6 @@ COMPARE_S = 3.0
 """Before a running node is a member again; the rest is compared behind the scenes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Cursor:
-    """How much of a node's removals is known here."""
-
-    life: int = 0
-    next_seq: int = 1
-
-
 class CatchingUp:
     """What a recovery asks, and what a seat does before it joins again. Belongs to one event loop."""
 
@@ -93,7 +85,8 @@ class CatchingUp:
         self._state = state
         self._channels = channels
         remembering.settled = False
-        self._cursors: dict[str, _Cursor] = {}
+        self._cursors: dict[str, tuple[int, int]] = {}
+        """How much of a node's removals is known here: in which of its lives, up to which number."""
         self._peers: list[Member] = []
         self._turn = 0
         self._decided = asyncio.Event()
@@ -225,12 +218,10 @@ class CatchingUp:
         stub = self._stub(peer)
         try:
             while True:
-                cursor = self._cursors.get(peer.instance_id, _Cursor())
-                request = kvstore_pb2.StoreRemovalsRequest(
-                    life=cursor.life, next_seq=cursor.next_seq
-                )
+                life, next_seq = self._cursors.get(peer.instance_id, (0, 1))
+                request = kvstore_pb2.StoreRemovalsRequest(life=life, next_seq=next_seq)
                 reply = await self._channels.call(stub.Removals, request, timeout_s=CALL_S)
-                self._cursors[peer.instance_id] = _Cursor(reply.life, reply.next_seq)
+                self._cursors[peer.instance_id] = reply.life, reply.next_seq
                 await self._remembering.learn(_heard(reply))
                 if not reply.more:
                     break

@@ -18,7 +18,6 @@ from kvstore import wire
 from kvstore.disk.files import sync_folder
 from kvstore.mover import Mover
 from kvstore.remembering import Remembering
-from kvstore.removals import Heard
 from kvstore.state import StoreState
 from protocol.keys import pack_keys
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
@@ -109,7 +108,9 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
         next_seq = request.next_seq if request.life == removals.life else 1
         page = removals.tell(next_seq, REMOVALS_PER_MESSAGE, now)
         reply.next_seq, reply.more = page.next_seq, page.more
-        _tell(page.heard, reply)
+        reply.keys = pack_keys([each.key for each in page.heard])
+        reply.ids.extend(each.removal_id for each in page.heard)
+        reply.ages_s.extend(each.age_s for each in page.heard)
         return reply
 
     async def Pin(
@@ -133,9 +134,3 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
         log.info("draining" if request.draining else "accepting objects again")
         await self._drain_mark.keep(request.draining)
         return kvstore_pb2.StoreSetDrainingReply()
-
-
-def _tell(heard: list[Heard], reply: kvstore_pb2.StoreRemovalsReply) -> None:
-    reply.keys = pack_keys([each.key for each in heard])
-    reply.ids.extend(each.removal_id for each in heard)
-    reply.ages_s.extend(each.age_s for each in heard)

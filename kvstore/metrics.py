@@ -53,39 +53,35 @@ class StoreCollector(Collector):
             yield from _of_disk(*disk)
 
     def _of_memory(self, usage: Usage) -> Iterator[Metric]:
-        used = usage.capacity - usage.free
-        yield GaugeMetricFamily("master_key_count", "Visible objects.", value=usage.num_objects)
-        yield GaugeMetricFamily("master_allocated_bytes", "Bytes in use.", value=used)
-        yield GaugeMetricFamily(
-            "master_total_capacity_bytes", "Bytes in all.", value=usage.capacity
+        figures = (
+            ("master_key_count", "Visible objects.", usage.num_objects),
+            ("master_allocated_bytes", "Bytes in use.", usage.capacity - usage.free),
+            ("master_total_capacity_bytes", "Bytes in all.", usage.capacity),
+            ("moonserve_store_objects_on_disk", "Objects only there.", usage.num_on_disk),
         )
-        parts = GaugeMetricFamily(
-            "moonserve_store_memory_bytes", "Bytes of memory by what they are.", labels=("state",)
-        )
-        for state in ("free", "held", "leased", "reserved"):
-            parts.add_metric((state,), getattr(usage, state))
-        yield parts
-        tenants = GaugeMetricFamily(
-            "moonserve_store_tenant_bytes", "Bytes of tenants with a quota.", labels=("tenant",)
-        )
-        for tenant, nbytes in usage.tenants.items():
-            tenants.add_metric((tenant,), nbytes)
-        yield tenants
-        yield GaugeMetricFamily(
-            "moonserve_store_objects_on_disk", "Objects only there.", value=usage.num_on_disk
-        )
+        for name, help_text, value in figures:
+            yield GaugeMetricFamily(name, help_text, value=value)
+        states = {state: getattr(usage, state) for state in ("free", "held", "leased", "reserved")}
+        yield _parts("moonserve_store_memory_bytes", "Bytes of memory by what they are.", states)
+        help_text = "Bytes of tenants with a quota."
+        yield _parts("moonserve_store_tenant_bytes", help_text, usage.tenants, "tenant")
+
+
+def _parts(
+    name: str, help_text: str, values: Mapping[str, int], label: str = "state"
+) -> GaugeMetricFamily:
+    parts = GaugeMetricFamily(name, help_text, labels=(label,))
+    for part, value in values.items():
+        parts.add_metric((part,), value)
+    return parts
 
 
 def _of_disk(health: Health, usage: DiskUsage, counters: Mapping[str, int]) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "moonserve_store_disk_healthy", "1 = the disk serves.", value=health is Health.GOOD
     )
-    parts = GaugeMetricFamily(
-        "moonserve_store_disk_bytes", "Bytes of disk by what they are.", labels=("state",)
-    )
-    for state in ("live", "dead", "free"):
-        parts.add_metric((state,), getattr(usage, state))
-    yield parts
+    states = {state: getattr(usage, state) for state in ("live", "dead", "free")}
+    yield _parts("moonserve_store_disk_bytes", "Bytes of disk by what they are.", states)
     events = CounterMetricFamily(
         "moonserve_store_disk_events", "What the disk tier counts.", labels=("event",)
     )

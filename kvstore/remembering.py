@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from kvstore.disk.base import DiskObject
 from kvstore.mover import Mover
-from kvstore.removal_file import Presence, RemovalFile, Seen, Stamp
+from kvstore.removal_file import Presence, RemovalFile, Stamp
 from kvstore.removals import MAX_REMOVALS, Heard, Removal, Removals
 from kvstore.state import StoreState
+from protocol.held_tasks import HeldTasks
 from protocol.keys import BlockKey
 
 log = logging.getLogger(__name__)
@@ -56,16 +57,18 @@ class Remembering:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="removals")
         self._num_records = 0
         self._is_torn = False  # an append failed: nothing may follow it
-        self._seen: Seen | None = None
-        self._saving: set[asyncio.Task[None]] = set()
+        self._covered_s = 0.0  # in the last life, when it was last in touch
+        self._saving = HeldTasks()
         self._unsaved: dict[tuple[BlockKey, int], asyncio.Task[None]] = {}
 
     async def load(self, *, is_first_life: bool) -> None:
         """What earlier lives knew. Before anything is removed or learned."""
         if self._file is None or self._presence is None:
             return
-        self._seen = await self._in_thread(self._presence.read)
-        self.absent_s = 0.0 if is_first_life else _absence(self._seen)
+        seen_at, self._covered_s = await self._in_thread(self._presence.read) or (None, 0.0)
+        passed_s = None if seen_at is None else seen_at.until(Stamp.now())
+        if not is_first_life:
+            self.absent_s = math.inf if passed_s is None else passed_s
         try:
             kept = await self._in_thread(self._file.load)
         except OSError as error:
@@ -128,8 +131,8 @@ class Remembering:
 
     def knows_what_it_knew(self) -> None:
         """Nothing was missed since the last life."""
-        if self._seen is not None:
-            self.removals.inherit(self._seen.covered_s + self.absent_s, self._clock())
+        if self.absent_s < math.inf:
+            self.removals.inherit(self._covered_s + self.absent_s, self._clock())
 
     @property
     def is_saved(self) -> bool:
@@ -181,9 +184,7 @@ class Remembering:
     def _save(self, generations: dict[BlockKey, int], records: Sequence[Heard]) -> None:
         """Begins to. It goes on when whoever asked for it has left."""
         self._mover.refuse(generations)
-        saving = asyncio.create_task(self._forget_and_keep(generations, records))
-        self._saving.add(saving)
-        saving.add_done_callback(self._saving.discard)
+        saving = self._saving.start(self._forget_and_keep(generations, records))
         for key, removal_id, _ in records:
             self._unsaved[key, removal_id] = saving
 
@@ -228,8 +229,3 @@ class Remembering:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _absence(seen: Seen | None) -> float:
-    passed_s = seen.at.until(Stamp.now()) if seen is not None else None
-    return math.inf if passed_s is None else passed_s

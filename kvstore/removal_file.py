@@ -45,32 +45,24 @@ class Stamp:
         return passed_s if passed_s >= 0 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """The last time that a node was in touch, and how much of the removals before it knew then."""
-
-    at: Stamp
-    covered_s: float
-
-
 class Presence:
-    """The file in one folder."""
+    """The last time that a node was in touch, and for how long before it knew all removals: a file in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PRESENCE_FILE_NAME
 
-    def read(self) -> Seen | None:
+    def read(self) -> tuple[Stamp, float] | None:
         """None when there is none that can be read."""
         try:
             entry = json.loads(self._path.read_text())
-            return Seen(at=Stamp(**entry["at"]), covered_s=float(entry["covered_s"]))
+            return Stamp(**entry["at"]), float(entry["covered_s"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def write(self, covered_s: float) -> None:
         """Raises OSError. It need not outlast a loss of power: an older one says a longer absence."""
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(Seen(at=Stamp.now(), covered_s=covered_s))))
+        fresh.write_text(json.dumps({"at": asdict(Stamp.now()), "covered_s": covered_s}))
         os.replace(fresh, self._path)
 
 

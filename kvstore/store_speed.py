@@ -51,33 +51,27 @@ class Speed:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    speed: Speed
-    measured_at: float
-
-
 class StoreSpeeds:
     """The stores that one reader has met, by instance id."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[Speed, float]] = {}  # and when it was measured
 
     def of(self, store: Endpoint, reader_host: str, now: float) -> Speed:
         """What to expect of a store now."""
-        known = self._known.get(store.instance_id)
-        if known is None or now - known.measured_at > FORGET_AFTER_S:
+        speed, measured_at = self._known.get(store.instance_id, (None, 0.0))
+        if speed is None or now - measured_at > FORGET_AFTER_S:
             self._known.pop(store.instance_id, None)
             return prior(store, reader_host)
-        return known.speed
+        return speed
 
     def measured(self, store: Endpoint, speed: Speed, now: float) -> None:
         """The speed of a store after its latest read."""
-        self._known[store.instance_id] = _Known(speed, now)
+        self._known[store.instance_id] = speed, now
 
     def all(self) -> Mapping[str, Speed]:
         """What was measured and is not forgotten, for metrics."""
-        return {name: known.speed for name, known in list(self._known.items())}
+        return {name: speed for name, (speed, _) in list(self._known.items())}
 
 
 def prior(store: Endpoint, reader_host: str) -> Speed:

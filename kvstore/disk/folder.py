@@ -46,14 +46,13 @@ class Folder:
         path: Path,
         key_file: Path | None,
         *,
-        direct: bool,
         calls: FileCalls,
         scratch: Scratch,
         waits: Waits,
     ) -> None:
         """Raises ConfigError when it is in use, or not what was asked for."""
         self.path = path
-        self.direct = direct
+        self.direct = True  # around the page cache, as far as the file system lets it
         self._calls = calls
         self._scratch = scratch
         self._waits = waits

@@ -31,20 +31,22 @@ class AesGcm:
     def __init__(self, operator_key: bytes, folder_id: bytes) -> None:
         """Raises ConfigError without the package `cryptography`."""
         try:
-            from cryptography.hazmat.primitives.ciphers import algorithms
+            from cryptography.hazmat.primitives import ciphers
+            from cryptography.hazmat.primitives.ciphers import algorithms, modes
         except ImportError as error:
             raise ConfigError(
                 "encryption at rest needs the package cryptography: pip install 'moonserve[encryption]'"
             ) from error
+        self._cipher, self._mode = ciphers.Cipher, modes.GCM
         self._algorithm = algorithms.AES(_derived(operator_key, _PURPOSE_OBJECTS + folder_id))
         self.key_check = _derived(operator_key, _PURPOSE_CHECK + folder_id)[:16].hex()
         """Tells a wrong key before the first object; says nothing about the right one."""
 
     def seal(self, nonce: bytes, associated: bytes, plain: memoryview, sealed: memoryview) -> bytes:
         """Encrypts `plain` into `sealed`, which is as long and another memory. Returns the tag."""
-        from cryptography.hazmat.primitives.ciphers import Cipher, modes
-
-        encryptor: AEADEncryptionContext = Cipher(self._algorithm, modes.GCM(nonce)).encryptor()
+        encryptor: AEADEncryptionContext = self._cipher(
+            self._algorithm, self._mode(nonce)
+        ).encryptor()
         encryptor.authenticate_additional_data(associated)
         encryptor.update_into(plain, sealed)
         encryptor.finalize()
@@ -55,9 +57,8 @@ class AesGcm:
     ) -> bool:
         """Decrypts `sealed` into `plain`. When False, nothing of what lies in `plain` may be believed."""
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
-        decryptor = Cipher(self._algorithm, modes.GCM(nonce, tag)).decryptor()
+        decryptor = self._cipher(self._algorithm, self._mode(nonce, tag)).decryptor()
         decryptor.authenticate_additional_data(associated)
         decryptor.update_into(sealed, plain)
         try:

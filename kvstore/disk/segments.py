@@ -21,6 +21,7 @@ from kvstore.disk.health import DiskHealth, Doing
 from kvstore.disk.log import Log, Segment
 from kvstore.disk.memory import Scratch
 from kvstore.disk.threads import IoThreads
+from protocol.held_tasks import HeldTasks
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Segments:
         self._folder = folder
         self._scratch = scratch
         self._prepared: asyncio.Task[SegmentFile | None] | None = None
-        self._footers: set[asyncio.Task[None]] = set()
+        self._footers = HeldTasks()
         self._footed: set[int] = set()
         """Segments whose footers are not durable yet."""
         self.is_durable: Callable[[Segment], None] = lambda segment: None
@@ -103,14 +104,12 @@ class Segments:
         if self.log.active is not None:
             segment = self.log.seal()
             segment.unanswered += 1
-            task = asyncio.create_task(self._finish(segment, landed))
-            self._footers.add(task)
-            task.add_done_callback(self._footers.discard)
+            self._footers.start(self._finish(segment, landed))
 
     async def sealed(self) -> bool:
         """Waits until a footer is written; False when none is on its way."""
         if self._footers:
-            await asyncio.wait(self._footers, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(list(self._footers), return_when=asyncio.FIRST_COMPLETED)
             return True
         return False
 

@@ -83,7 +83,8 @@ class Surveyor:
         if survey.trailer is None:
             return survey.records
         try:
-            packed = self._records_section(file, survey, survey.trailer)
+            behind = pages(survey.trailer.tombstones_bytes)
+            packed = self._section(file, survey, survey.trailer.records_bytes, behind)
             if xxh3_64_intdigest(packed) == survey.trailer.records_checksum:
                 return decode_records(packed, survey.trailer.num_records)
             survey.trailer, survey.tombstones, survey.log_end = None, b"", LOG_BEGIN
@@ -104,21 +105,16 @@ class Surveyor:
         trailer = decode_trailer(page, self._folder.context(file.number, last))
         if trailer is None:
             return False
-        packed = self._tombstones_section(file, survey, trailer)
+        packed = self._section(file, survey, trailer.tombstones_bytes)
         if xxh3_64_intdigest(packed) != trailer.tombstones_checksum:
             return False
         survey.trailer, survey.log_end, survey.tombstones = trailer, trailer.log_end, packed
         return True
 
-    def _records_section(self, file: SegmentFile, survey: Survey, trailer: Trailer) -> bytes:
-        num_pages = pages(trailer.records_bytes)
-        begin = survey.num_pages - 1 - pages(trailer.tombstones_bytes) - num_pages
-        return self._read(file, begin, num_pages)[: trailer.records_bytes]
-
-    def _tombstones_section(self, file: SegmentFile, survey: Survey, trailer: Trailer) -> bytes:
-        num_pages = pages(trailer.tombstones_bytes)
-        begin = survey.num_pages - 1 - num_pages
-        return self._read(file, begin, num_pages)[: trailer.tombstones_bytes]
+    def _section(self, file: SegmentFile, survey: Survey, nbytes: int, behind: int = 0) -> bytes:
+        """Of the footer; `behind` it there are so many pages before the trailer."""
+        num_pages = pages(nbytes)
+        return self._read(file, survey.num_pages - 1 - behind - num_pages, num_pages)[:nbytes]
 
     def _read(self, file: SegmentFile, page: int, num_pages: int) -> bytes:
         if not num_pages:

@@ -27,7 +27,6 @@ from kvstore.disk.compaction import Compactor
 from kvstore.disk.files import FileCalls
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, extent_pages
-from kvstore.disk.group import Carrier
 from kvstore.disk.health import Clock, DiskHealth, Waits
 from kvstore.disk.log import Log
 from kvstore.disk.memory import Scratch
@@ -61,7 +60,6 @@ class DiskOptions:
     # 32 random reads of 64 KiB took half as long as with 8; a thread is cheap.
     num_threads: int = 16
     key_file: Path | None = None  # None = not encrypted
-    direct: bool = True  # around the page cache
     ring: bool = True  # through io_uring, where there is one
     memory: memoryview | None = None
     """Where objects lie when they are written and read; it outlasts the tier. The ring copies what lies elsewhere."""
@@ -97,7 +95,6 @@ class SsdTier:
             Folder,
             folder,
             options.key_file,
-            direct=options.direct,
             calls=options.calls,
             scratch=scratch,
             waits=waits,
@@ -132,11 +129,7 @@ class SsdTier:
         self._ring = Ring.opened(waits, options.memory or memoryview(b"")) if by_ring else None
         self._reader = Reader(self._segments, io, self._ring)
         self._flusher = Flusher(self._segments, options.sync_interval_s, options.sleep)
-        self._writer = Writer(
-            self._segments,
-            self._flusher,
-            lambda landed: Carrier(self._segments, io, self._ring, landed),
-        )
+        self._writer = Writer(self._segments, self._flusher, io, self._ring)
         self._pins = Pins()
         self._compactor = Compactor(
             self._segments,

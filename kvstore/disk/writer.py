@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 
 from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
 from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, place_of, segment_of
-from kvstore.disk.group import Call, Carrier, Group, Item, Landed, object_items, tombstone_items
+from kvstore.disk.group import Call, Carrier, Group, Item, object_items, tombstone_items
 from kvstore.disk.health import Doing
 from kvstore.disk.log import Segment
+from kvstore.disk.object_io import ObjectIo
+from kvstore.disk.ring import Ring
 from kvstore.disk.segments import Flusher, Segments
+from protocol.held_tasks import HeldTasks
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +35,20 @@ class Writer:
     """The only one who appends to the log. Belongs to one event loop."""
 
     def __init__(
-        self, segments: Segments, flusher: Flusher, carry: Callable[[Landed], Carrier]
+        self, segments: Segments, flusher: Flusher, io: ObjectIo, ring: Ring | None
     ) -> None:
         self._segments = segments
         self._log = segments.log
         self._flusher = flusher
         flusher.failed = self._flush_failed
-        self._carrier = carry(self._landed)
+        self._carrier = Carrier(segments, io, ring, self._landed)
         self._urgent: deque[Item] = deque()
         self._waiting: deque[Item] = deque()
         self._under_way: deque[Group] = deque()
         self._owed: list[Tombstone] = []
         self._changed = asyncio.Event()
         self._making_room: asyncio.Task[None] | None = None
-        self._hardening: set[asyncio.Task[None]] = set()
+        self._hardening = HeldTasks()
         self.room_is_coming: Callable[[], bool] = lambda: False
         """Whether it is worth waiting for a segment; asked when there is none."""
 
@@ -93,8 +96,7 @@ class Writer:
         self._segments.seal(self._landed_in)
         while await self._segments.sealed():
             pass
-        if self._hardening:
-            await asyncio.wait(self._hardening)
+        await asyncio.gather(*self._hardening)
 
     def _abandon(self, writes: Sequence[DiskWrite], places: Sequence[Place | None]) -> None:
         """Nobody will hear where they are."""
@@ -248,12 +250,13 @@ class Writer:
         for item in group.items:
             self._keep(group.segment, item)
         if self._flusher.at_once:
-            self._harden(group, group.items)
+            self._hardening.start(self._hardened(group, group.items))
             return
         objects = [item for item in group.items if item.write is not None]
         self._succeeded(group, objects)
         if len(objects) < len(group.items):
-            self._harden(group, [item for item in group.items if item.write is None])
+            lasting = [item for item in group.items if item.write is None]
+            self._hardening.start(self._hardened(group, lasting))
 
     def _keep(self, segment: Segment, item: Item) -> None:
         """For the footer, in the order of the log."""
@@ -262,13 +265,8 @@ class Writer:
         else:
             segment.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
 
-    def _harden(self, group: Group, items: Sequence[Item]) -> None:
-        """They are answered when they are durable."""
-        task = asyncio.create_task(self._hardened(group, items))
-        self._hardening.add(task)
-        task.add_done_callback(self._hardening.discard)
-
     async def _hardened(self, group: Group, items: Sequence[Item]) -> None:
+        """They are answered when they are durable."""
         try:
             if await self._flusher.flush() and not group.segment.is_broken:
                 self._succeeded(group, items)

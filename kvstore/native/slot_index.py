@@ -38,29 +38,16 @@ def _loaded(source: Path) -> ctypes.PyDLL:
     return ctypes.PyDLL(loaded._name, handle=loaded._handle)
 
 
-class SlotLibrary:
-    """slot_index.c."""
-
-    def __init__(self) -> None:
-        library = _loaded(SLOTS_SOURCE)
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.find = library.slots_find
-        self.find.argtypes = pointer, pointer, pointer, number, pointer, ctypes.c_int32
-        self.find.restype = number
-        self.insert, self.remove, self.move = (
-            library.slots_insert,
-            library.slots_remove,
-            library.slots_move,
-        )
-        self.insert.argtypes = self.remove.argtypes = pointer, pointer, pointer, number
-        self.move.argtypes = pointer, pointer, pointer
-        self.insert.restype = self.remove.restype = self.move.restype = None
-
-
 @functools.cache
-def _slot_library() -> SlotLibrary:
-    """The one of this process: code, like an imported module."""
-    return SlotLibrary()
+def _slots() -> ctypes.PyDLL:
+    library = _loaded(SLOTS_SOURCE)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.slots_find.argtypes = pointer, pointer, pointer, number, pointer, ctypes.c_int32
+    library.slots_find.restype = number
+    for change in (library.slots_insert, library.slots_remove):
+        change.argtypes, change.restype = (pointer, pointer, pointer, number), None
+    library.slots_move.argtypes, library.slots_move.restype = (pointer, pointer, pointer), None
+    return library
 
 
 class _State(ctypes.Structure):
@@ -80,7 +67,7 @@ class SlotIndex:
     """Key → row. Raises CompilerError."""
 
     def __init__(self) -> None:
-        self._library = _slot_library()
+        self._library = _slots()
         self._seed = secrets.randbits(64)
         self._column: Column = np.empty(0, np.uint8)  # the last one given, whose address is known
         self._keys_at = 0
@@ -108,19 +95,19 @@ class SlotIndex:
         if wanted > self._state.num_places * _MOST_LOADED:
             places = max(int(self._state.num_places * _GROWTH), int(wanted / _MOST_LOADED) + 1)
             grown, state = self._make(places)
-            self._library.move(ctypes.addressof(state), self._at, self._address(column))
+            self._library.slots_move(ctypes.addressof(state), self._at, self._address(column))
             self._settle(grown, state)
-        self._library.insert(self._at, self._address(column), address_of(rows), len(rows))
+        self._library.slots_insert(self._at, self._address(column), address_of(rows), len(rows))
 
     def remove(self, column: Column, rows: Rows) -> None:
         """Rows that are present, and still stand in the column."""
         _check_rows(column, rows)
-        self._library.remove(self._at, self._address(column), address_of(rows), len(rows))
+        self._library.slots_remove(self._at, self._address(column), address_of(rows), len(rows))
 
     def _find(self, column: Column, packed_keys: bytes, *, leading: bool) -> Rows:
         count = _num_keys(packed_keys)
         rows = np.empty(count, np.int64)
-        found = self._library.find(
+        found = self._library.slots_find(
             self._at, self._address(column), packed_keys, count, address_of(rows), leading
         )
         return rows if found == count else rows[:found].copy()
