@@ -59,10 +59,6 @@ class ClientConfig:
     enable_auto_tool_choice: bool = option(
         True, help="let the model choose whether to call tools (tool_choice auto)"
     )
-    trust_request_chat_template: bool = option(
-        False,
-        help="run chat templates that come with requests: programs of clients, whose time nothing bounds",
-    )
     max_body_bytes: int = option(
         8 * 2**20, help="longest request body that is accepted", unit="bytes"
     )

@@ -7,7 +7,9 @@ body (`gateway.http.connection` reads it, bounded).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -58,44 +60,57 @@ def build_app(
             Exception: _on_error,  # re-raised after the reply, so that the front door logs it
         },
     )
-    for method, path, handler, operation in _routes(api, model, responses, operations):
+    for route in _routes(api, model, responses, operations):
         app.add_api_route(
-            path,
-            handler,
-            methods=[method],
+            route.path,
+            route.handler,
+            methods=[route.method],
             response_model=None,
-            operation_id=f"{method.lower()} {path}",
-            openapi_extra=operation,
+            operation_id=f"{route.method.lower()} {route.path}",
+            openapi_extra=route.document(),
         )
     return FrontDoor(app, keys, limiter, limits)
 
 
 def _routes(
     api: Api, model: ModelEndpoints, responses: Responses, operations: Operations
-) -> list[tuple[str, str, Handler, Json]]:
-    """Method, path, handler and OpenAPI operation of each endpoint, in the order of `/openapi.json`."""
+) -> list[Route]:
+    """In the order of `/openapi.json`."""
+    response, status, ops = "/v1/responses/{response_id:path}", _object(status=_TEXT), operations
+    explained = "/v1/requests/{request_id:path}/explain"
+    chats, completions = "/v1/chat/completions", "/v1/completions"
     return [
-        ("POST", "/v1/chat/completions", api.chat, _CHAT),
-        ("POST", "/v1/completions", api.completions, _COMPLETIONS),
-        ("POST", "/v1/responses", responses.create, _RESPONSES),
-        ("POST", "/v1/embeddings", model.embeddings, _EMBEDDINGS),
-        ("POST", "/tokenize", model.tokenize, _TOKENIZE),
-        ("POST", "/detokenize", model.detokenize, _DETOKENIZE),
-        ("GET", "/v1/models", model.models, _MODELS),
-        ("GET", "/v1/models/{name:path}", model.model, _MODEL),
-        ("GET", "/v1/responses/{response_id:path}", responses.retrieve, _RESPONSE),
-        ("GET", "/v1/cluster", operations.cluster, _CLUSTER),
-        ("GET", "/v1/figures", operations.figures, _FIGURES),
-        ("GET", "/v1/requests/{request_id:path}/explain", operations.explain, _EXPLAIN),
-        ("GET", "/v1/explain/{request_id:path}", operations.explain, _EXPLAIN),
-        ("GET", "/health", operations.health, _HEALTH),
-        ("GET", "/ready", operations.ready, _READY),
-        ("GET", "/metrics", operations.metrics, _METRICS),
-        ("GET", "/metrics/cluster", operations.cluster_metrics, _METRICS),
-        ("GET", "/version", operations.version, _VERSION),
-        ("GET", "/dashboard", operations.dashboard, _DASHBOARD),
-        ("DELETE", "/v1/responses/{response_id:path}", responses.delete, _DELETE_RESPONSE),
-    ]
+        Route("POST", chats, api.chat, "A chat completion", _CHAT, ChatBody, streams=True),
+        Route(
+            "POST", completions, api.completions, "Completions of one prompt or several", _COMPLETION,
+            CompletionBody, streams=True,
+        ),
+        Route(
+            "POST", "/v1/responses", responses.create, "A response, which a later one may continue",
+            _RESPONSE, _responses_body(), streams=True,
+        ),
+        Route("POST", "/tokenize", model.tokenize, "The tokens of a text", _TOKENIZED, TokenizeBody),
+        Route(
+            "POST", "/detokenize", model.detokenize, "The text of tokens", _object(prompt=_TEXT),
+            DetokenizeBody,
+        ),
+        Route("GET", "/v1/models", model.models, "The models that are served", _MODELS),
+        Route("GET", "/v1/models/{name:path}", model.model, "One model", _MODEL),
+        Route("GET", response, responses.retrieve, "A response that is remembered", _RESPONSE),
+        Route("GET", "/v1/cluster", ops.cluster, "What runs where", _CLUSTER),
+        Route("GET", "/v1/figures", ops.figures, "The last minute in figures", _FIGURES),
+        Route("GET", explained, ops.explain, "Why a request went where it went", _EXPLAINED),
+        Route("GET", "/health", ops.health, "The process lives", status),
+        Route("GET", "/ready", ops.ready, "A request would be served", status),
+        Route("GET", "/metrics", ops.metrics, "Prometheus metrics", media_type="text/plain"),
+        Route(
+            "GET", "/metrics/cluster", ops.cluster_metrics, "Those of all processes",
+            media_type="text/plain",
+        ),
+        Route("GET", "/version", ops.version, "Of the software", _object(version=_TEXT)),
+        Route("GET", "/dashboard", ops.dashboard, "The cluster's state", media_type="text/html"),
+        Route("DELETE", response, responses.delete, "Forgets a response", _DELETED),
+    ]  # fmt: skip
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -165,40 +180,44 @@ _BODY_REFUSALS: Mapping[int, str] = {
 }
 
 
-def _document(
-    *,
-    summary: str,
-    body: type[BaseModel] | Json | None = None,
-    reply: Json | None = None,
-    media_type: str = "application/json",
-    streams: bool = False,
-    path: Sequence[str] = (),
-    refusals: Mapping[int, str] | None = None,
-) -> Json:
-    """An operation. `streams`: it may answer with server-sent events; `path`: names of parameters in the path."""
-    content: Json = {media_type: {"schema": reply or {"type": "object"}}}
-    if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
-    errors = _BODY_REFUSALS if body is not None else _REFUSALS
-    operation: Json = {
-        "summary": summary,
-        "responses": {
-            "200": {"description": "the answer", "content": content},
-            **{str(code): _error(why) for code, why in {**errors, **(refusals or {})}.items()},
-        },
-        "security": [{}, {"bearer": []}],
-    }
-    if body is not None:
-        schema = body if isinstance(body, dict) else _schema_of(body)
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An endpoint and what the document says of it."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    reply: Json = field(default_factory=lambda: _TEXT)
+    body: type[BaseModel] | Json | None = None
+    media_type: str = "application/json"
+    streams: bool = False  # it may answer with server-sent events
+
+    def document(self) -> Json:
+        """Its OpenAPI operation."""
+        content: Json = {self.media_type: {"schema": self.reply}}
+        if self.streams:
+            content["text/event-stream"] = {"schema": _TEXT}
+        named = re.findall(r"{(\w+)", self.path)
+        errors = _BODY_REFUSALS if self.body is not None else _REFUSALS
+        if named:
+            errors = {**errors, 404: "it is not known, or not any more"}
+        operation: Json = {
+            "summary": self.summary,
+            "responses": {
+                "200": {"description": "the answer", "content": content},
+                **{str(code): _error(why) for code, why in errors.items()},
+            },
+            "security": [{}, {"bearer": []}],
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named
+            ],
         }
-    if path:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in path
-        ]
-    return operation
+        if self.body is not None:
+            schema = self.body if isinstance(self.body, dict) else _schema_of(self.body)
+            content = {"application/json": {"schema": schema}}
+            operation["requestBody"] = {"required": True, "content": content}
+        return operation
 
 
 def _error(why: str) -> Json:
@@ -248,30 +267,23 @@ _USAGE = _object(
 )
 _HEAD = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
 
-_CHAT_REPLY = _object(
+_LOGPROBS: Json = {"type": ["object", "null"]}
+_CONTENT: Json = {"type": ["string", "null"]}
+_MESSAGE = _object(role={"const": "assistant"}, content=_CONTENT)
+_ENDED = {"index": _COUNT, "logprobs": _LOGPROBS, "finish_reason": _FINISH}
+_CHAT = _object(
     **_HEAD,
     object={"const": "chat.completion"},
-    choices=_list(
-        _object(
-            index=_COUNT,
-            message=_object(role={"const": "assistant"}, content={"type": ["string", "null"]}),
-            logprobs={"type": ["object", "null"]},
-            finish_reason=_FINISH,
-        )
-    ),
+    choices=_list(_object(**_ENDED, message=_MESSAGE)),
     usage=_USAGE,
 )
-_COMPLETION_REPLY = _object(
+_COMPLETION = _object(
     **_HEAD,
     object={"const": "text_completion"},
-    choices=_list(
-        _object(
-            index=_COUNT, text=_TEXT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH
-        )
-    ),
+    choices=_list(_object(**_ENDED, text=_TEXT)),
     usage=_USAGE,
 )
-_RESPONSE_REPLY = _object(
+_RESPONSE = _object(
     id=_TEXT,
     object={"const": "response"},
     created_at=_COUNT,
@@ -280,86 +292,19 @@ _RESPONSE_REPLY = _object(
     output=_list(_object(type={"enum": ["message", "function_call"]}, id=_TEXT)),
     usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
 )
-_DELETED_REPLY = _object(id=_TEXT, object={"const": "response"}, deleted={"const": True})
-_MODEL_REPLY = _object(
+_DELETED = _object(id=_TEXT, object={"const": "response"}, deleted={"const": True})
+_MODEL = _object(
     id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, vocab_size=_COUNT
 )
-_MODELS_REPLY = _object(object={"const": "list"}, data=_list(_MODEL_REPLY))
-_TOKENIZE_REPLY = _object(
-    count=_COUNT,
-    max_model_len=_COUNT,
-    tokens=_list(_COUNT),
-    token_strs={"type": ["array", "null"], "items": _TEXT},
-)
-_DETOKENIZE_REPLY = _object(prompt=_TEXT)
-_STATUS_REPLY = _object(status=_TEXT)
-_VERSION_REPLY = _object(version=_TEXT)
-_EXPLAIN_REPLY = _object(request_id=_TEXT, decisions=_list({"type": "object"}))
-_CLUSTER_REPLY = _object(
-    ready={"type": "boolean"}, models=_list(_TEXT), instances=_list({"type": "object"})
-)
-_FIGURES_REPLY = _object(
+_MODELS = _object(object={"const": "list"}, data=_list(_MODEL))
+_STRINGS: Json = {"type": ["array", "null"], "items": _TEXT}
+_TOKENIZED = _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_STRINGS)
+_ANY: Json = {"type": "object"}
+_EXPLAINED = _object(request_id=_TEXT, decisions=_list(_ANY))
+_CLUSTER = _object(ready={"type": "boolean"}, models=_list(_TEXT), instances=_list(_ANY))
+_TOLD_OF_A_MINUTE = ("ttft_s", "tbt_s", "slo", "phases", "totals", "rejections", "failures")
+_FIGURES = _object(
     window_s={"type": "number"},
-    ttft_s={"type": "object"},
-    tbt_s={"type": "object"},
-    slo={"type": "object"},
-    phases={"type": "object"},
-    totals={"type": "object"},
-    rejections={"type": "object"},
-    failures={"type": "object"},
-    rails=_list({"type": "object"}),
-)
-_EMBEDDINGS_BODY: Json = {
-    "type": "object",
-    "properties": {"model": _TEXT, "input": {}},
-}
-
-_NOT_FOUND = {404: "it is not known, or not any more"}
-
-_CHAT = _document(summary="A chat completion", body=ChatBody, reply=_CHAT_REPLY, streams=True)
-_COMPLETIONS = _document(
-    summary="Completions of one prompt or several",
-    body=CompletionBody,
-    reply=_COMPLETION_REPLY,
-    streams=True,
-)
-_RESPONSES = _document(
-    summary="A response, which a later one may continue",
-    body=_responses_body(),
-    reply=_RESPONSE_REPLY,
-    streams=True,
-)
-_RESPONSE = _document(
-    summary="A response that is remembered",
-    reply=_RESPONSE_REPLY,
-    path=["response_id"],
-    refusals=_NOT_FOUND,
-)
-_DELETE_RESPONSE = _document(
-    summary="Forgets a response", reply=_DELETED_REPLY, path=["response_id"], refusals=_NOT_FOUND
-)
-_EMBEDDINGS = _document(
-    summary="Refused with 400: the model predicts tokens and was not trained to make embeddings",
-    body=_EMBEDDINGS_BODY,
-)
-_TOKENIZE = _document(
-    summary="The tokens of a text or a conversation", body=TokenizeBody, reply=_TOKENIZE_REPLY
-)
-_DETOKENIZE = _document(summary="The text of tokens", body=DetokenizeBody, reply=_DETOKENIZE_REPLY)
-_MODELS = _document(summary="The models that are served", reply=_MODELS_REPLY)
-_MODEL = _document(summary="One model", reply=_MODEL_REPLY, path=["name"], refusals=_NOT_FOUND)
-_CLUSTER = _document(summary="What runs where", reply=_CLUSTER_REPLY)
-_FIGURES = _document(summary="The last minute in figures", reply=_FIGURES_REPLY)
-_EXPLAIN = _document(
-    summary="Why a request went where it went",
-    reply=_EXPLAIN_REPLY,
-    path=["request_id"],
-    refusals=_NOT_FOUND,
-)
-_HEALTH = _document(summary="The process lives", reply=_STATUS_REPLY)
-_READY = _document(summary="A request would be served", reply=_STATUS_REPLY)
-_METRICS = _document(summary="Prometheus metrics", reply=_TEXT, media_type="text/plain")
-_VERSION = _document(summary="The version of the software", reply=_VERSION_REPLY)
-_DASHBOARD = _document(
-    summary="The cluster's state for people", reply=_TEXT, media_type="text/html"
+    **dict.fromkeys(_TOLD_OF_A_MINUTE, _ANY),
+    rails=_list(_ANY),
 )

@@ -1,6 +1,6 @@
-"""Server-sent events of streamed replies, formatted by hand.
+"""Replies of chats and completions, as server-sent events and as whole bodies, which say the same.
 
-All that is the same in every chunk of a choice is formatted once per request; a chunk is then a few string joins.
+All that is the same in every chunk is formatted once per request; a chunk of text is then a few string joins.
 JSON is written in ASCII: clients that split lines as Unicode does would break an event at a raw U+2028. Pure.
 """
 
@@ -19,10 +19,9 @@ from gateway.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
-    joined,
+    prompt_logprobs,
 )
 from gateway.text.tokenizer import Tokenizer
-from protocol.request import Token
 
 DONE = b"data: [DONE]\n\n"
 
@@ -56,7 +55,7 @@ class Wants:
 
 
 class Chunks(ABC):
-    """The chunks of one streamed reply, in the order of the methods."""
+    """One reply in its form: the chunks of a stream, in the order of the methods, or a whole body."""
 
     @abstractmethod
     def first(self) -> str:
@@ -65,6 +64,10 @@ class Chunks(ABC):
     @abstractmethod
     def piece(self, piece: Piece) -> str:
         """A chunk for new output; empty when there is nothing to show."""
+
+    def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
+        """The chunk with `x_timing`, of choices that have ended."""
+        raise NotImplementedError
 
     @abstractmethod
     def usage(self, usage: dict[str, Any]) -> str:
@@ -78,112 +81,144 @@ class Chunks(ABC):
         """An error after the first byte of a stream; nothing comes after it."""
         return b"data: " + reply.body() + b"\n\n"
 
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """The reply that is not streamed, of one piece per choice."""
+
 
 class CompletionLike(Chunks):
-    """What chat and completions share."""
+    """What chat and completions share: a choice as JSON, and by hand where it is nothing but text."""
 
-    kind = ""
+    chunk_kind = whole_kind = ""
     text_opening = ""  # between the choice's index and its text
     text_closing = ""
-
-    def __init__(self, heading: Heading, wants: Wants, tokenizer: Tokenizer) -> None:
-        self._wants = wants
-        self._tokenizer = tokenizer
-        self._opening = heading.opening(self.kind)
-        self._closing = ',"usage":null}\n\n' if wants.usage else "}\n\n"
-
-    def piece(self, piece: Piece) -> str:
-        wants = self._wants
-        if not (piece.text or piece.finish_reason or wants.token_ids or wants.logprobs):
-            return ""
-        return self._chunk(piece.index, piece.text, piece.tokens, piece.finish_reason)
-
-    def usage(self, usage: dict[str, Any]) -> str:
-        return f'{self._opening},"choices":[],"usage":{_compact(usage)}}}\n\n'
-
-    def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
-        """The chunk with `x_timing`, of choices that have ended."""
-        return f'{self._opening},"choices":[],"x_timing":{_compact(ledgers)}{self._closing}'
-
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        tokens: Sequence[Token],
-        finish_reason: str | None,
-        extra: str = "",
-    ) -> str:
-        output = f"{self.text_opening}{encode_basestring_ascii(text)}{self.text_closing}"
-        return self._around(index, output, tokens, finish_reason, extra)
-
-    def _around(
-        self,
-        index: int,
-        output: str,
-        tokens: Sequence[Token],
-        finish_reason: str | None,
-        extra: str = "",
-        columns: dict[str, Any] | None = None,
-    ) -> str:
-        """The chunk with these fields of the choice, as JSON, for its output. `columns`: its log-probabilities, where
-        they are not those of the tokens."""
-        logprobs = "null"
-        if self._wants.logprobs:
-            logprobs = _compact(columns or self._logprobs(index, tokens))
-        reason = f'"{finish_reason}"' if finish_reason else "null"
-        if self._wants.token_ids:
-            ids = ",".join(str(token.token_id) for token in tokens)
-            extra += f',"token_ids":[{ids}]'
-        return (
-            f'{self._opening},"choices":[{{"index":{index},{output}'
-            f',"logprobs":{logprobs},"finish_reason":{reason}{extra}}}]{self._closing}'
-        )
-
-    @abstractmethod
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        """In the form of this kind of reply."""
-
-
-class ChatChunks(CompletionLike):
-    """`chat.completion.chunk`."""
-
-    kind = "chat.completion.chunk"
-    text_opening = '"delta":{"content":'
-    text_closing = "}"
 
     def __init__(
         self,
         heading: Heading,
         wants: Wants,
         tokenizer: Tokenizer,
-        *,
-        num_choices: int,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[Sequence[int]],
     ) -> None:
-        super().__init__(heading, wants, tokenizer)
-        self._num_choices = num_choices
+        """`prompt_token_ids`: of each choice's prompt."""
+        self._heading = heading
+        self._wants = wants
+        self._tokenizer = tokenizer
         self._prompt_token_ids = prompt_token_ids
+        self._opening = heading.opening(self.chunk_kind)
+        self._closing = ',"usage":null}\n\n' if wants.usage else "}\n\n"
+
+    @abstractmethod
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """An entry of a chunk's `choices`."""
+
+    @abstractmethod
+    def whole_choice(self, piece: Piece) -> dict[str, Any]:
+        """An entry of a whole reply's `choices`."""
+
+    def piece(self, piece: Piece) -> str:
+        if self._wants.token_ids or self._wants.logprobs:
+            return self._chunk(self.choice(piece))
+        if not (piece.text or piece.finish_reason):
+            return ""
+        text = f"{self.text_opening}{encode_basestring_ascii(piece.text)}{self.text_closing}"
+        reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
+        return (
+            f'{self._opening},"choices":[{{"index":{piece.index},{text}'
+            f',"logprobs":null,"finish_reason":{reason}}}]{self._closing}'
+        )
+
+    def usage(self, usage: dict[str, Any]) -> str:
+        return f'{self._opening},"choices":[],"usage":{_compact(usage)}}}\n\n'
+
+    def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
+        return f'{self._opening},"choices":[],"x_timing":{_compact(ledgers)}{self._closing}'
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._heading.id,
+            "object": self.whole_kind,
+            "created": self._heading.created,
+            "model": self._heading.model,
+            "choices": [self.whole_choice(piece) for piece in pieces],
+            "usage": usage,
+        }
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        return f'{self._opening},"choices":[{_compact(choice)}]{self._closing}'
+
+    def _token_ids(self, piece: Piece) -> dict[str, Any]:
+        ids = [token.token_id for token in piece.tokens]
+        return {"token_ids": ids} if self._wants.token_ids else {}
+
+    def _ids_of_prompt(self, index: int) -> dict[str, Any]:
+        ids = self._prompt_token_ids[index]
+        return {"prompt_token_ids": ids} if self._wants.token_ids else {}
+
+    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+        """What a client wants to see of a choice's prompt in a whole reply."""
+        told, num_top = self._ids_of_prompt(piece.index), self._wants.prompt_logprobs
+        if num_top is not None:
+            ids = self._prompt_token_ids[piece.index]
+            told["prompt_logprobs"] = prompt_logprobs(
+                ids, piece.prompt_logprobs, num_top, self._tokenizer
+            )
+        return told
+
+
+class ChatChunks(CompletionLike):
+    """`chat.completion.chunk` and `chat.completion`."""
+
+    chunk_kind = "chat.completion.chunk"
+    whole_kind = "chat.completion"
+    text_opening = '"delta":{"content":'
+    text_closing = "}"
 
     def first(self) -> str:
         """The role of each choice's message."""
-        ids = ""
+        opening = self._opening
         if self._wants.token_ids:
-            ids = f',"prompt_token_ids":{_compact(list(self._prompt_token_ids))}'
-        return "".join(
-            f'{self._opening}{ids if index == 0 else ""},"choices":[{{"index":{index},"delta":'
-            '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-            f"{self._closing}"
-            for index in range(self._num_choices)
-        )
+            opening += f',"prompt_token_ids":{_compact(self._prompt_token_ids[0])}'
+        chunks = ""
+        for index in range(len(self._prompt_token_ids)):
+            chunks += (
+                f'{opening},"choices":[{{"index":{index},"delta":{{"role":"assistant","content":""}}'
+                f',"logprobs":null,"finish_reason":null}}]{self._closing}'
+            )
+            opening = self._opening
+        return chunks
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        return {"content": chat_logprobs(tokens, self._tokenizer)}
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        delta, reason = self._delta(piece)
+        logprobs = None
+        if self._wants.logprobs:
+            logprobs = {"content": chat_logprobs(piece.tokens, self._tokenizer)}
+        told = {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": piece.index, **told, **self._token_ids(piece)}
+
+    def whole_choice(self, piece: Piece) -> dict[str, Any]:
+        choice = self.choice(piece)
+        delta = choice.pop("delta")
+        message = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
+        if calls := delta.get("tool_calls"):
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"} for call in calls
+            ]
+        return {**choice, "message": message}
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        return super().whole(pieces, usage) | self._of_prompt(pieces[0])
+
+    def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
+        """What the piece adds to the message, and why the choice ended."""
+        return {"content": piece.text}, piece.finish_reason
 
 
 class CompletionChunks(CompletionLike):
     """`text_completion`, of which streams have no further form."""
 
-    kind = "text_completion"
+    chunk_kind = whole_kind = "text_completion"
     text_opening = '"text":'
 
     def __init__(
@@ -191,13 +226,11 @@ class CompletionChunks(CompletionLike):
         heading: Heading,
         wants: Wants,
         tokenizer: Tokenizer,
-        *,
         prompt_token_ids: Sequence[Sequence[int]],
         echoes: Sequence[str],
     ) -> None:
-        """One entry of `prompt_token_ids` and `echoes` (text put before the output) per choice."""
-        super().__init__(heading, wants, tokenizer)
-        self._prompt_token_ids = prompt_token_ids
+        """`echoes`: text put before each choice's output."""
+        super().__init__(heading, wants, tokenizer, prompt_token_ids)
         self._echoes = echoes
         self._offsets = [len(echo) for echo in echoes]
 
@@ -207,41 +240,44 @@ class CompletionChunks(CompletionLike):
         if self._wants.echoed_logprobs is not None:
             return ""
         return "".join(
-            self._chunk(index, echo, (), None, self._ids(index))
+            self._chunk(
+                self.choice(Piece(index=index, text=echo, tokens=())) | self._ids_of_prompt(index)
+            )
             for index, echo in enumerate(self._echoes)
             if echo or self._wants.token_ids
         )
 
-    def piece(self, piece: Piece) -> str:
-        num_top, found = self._wants.echoed_logprobs, piece.prompt_logprobs
-        if num_top is None or found is None:
-            return super().piece(piece)
-        index = piece.index
-        echo, ids = self._echoes[index], self._prompt_token_ids[index]
-        # One event: its id, where it has one, says that the client has all of the piece.
-        columns = joined(
-            echoed_logprobs(ids, echo, found, num_top, self._tokenizer),
-            self._logprobs(index, piece.tokens),
-        )
-        text = f"{self.text_opening}{encode_basestring_ascii(echo + piece.text)}"
-        return self._around(
-            index, text, piece.tokens, piece.finish_reason, self._ids(index), columns
-        )
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        # One event with the prompt: its id, where it has one, says that the client has all of the piece.
+        if self._wants.echoed_logprobs is None or piece.prompt_logprobs is None:
+            return self._choice(piece, "")
+        return self._choice(piece, self._echoes[piece.index]) | self._ids_of_prompt(piece.index)
 
-    def _ids(self, index: int) -> str:
-        """Of the prompt, where they are wanted."""
-        if not self._wants.token_ids:
-            return ""
-        return f',"prompt_token_ids":{_compact(list(self._prompt_token_ids[index]))}'
+    def whole_choice(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece, self._echoes[piece.index]) | self._of_prompt(piece)
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _choice(self, piece: Piece, echo: str) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "text": echo + piece.text,
+            "logprobs": self._logprobs(piece, echo) if self._wants.logprobs else None,
+            "finish_reason": piece.finish_reason,
+            **self._token_ids(piece),
+        }
+
+    def _logprobs(self, piece: Piece, echo: str) -> dict[str, Any]:
+        index, found, num_top = piece.index, piece.prompt_logprobs, self._wants.echoed_logprobs
         columns, self._offsets[index] = completion_logprobs(
-            tokens,
+            piece.tokens,
             self._tokenizer,
             self._offsets[index],
             skip_special_tokens=self._wants.skip_special_tokens,
         )
-        return columns
+        if found is None or num_top is None:
+            return columns
+        ids = self._prompt_token_ids[index]
+        echoed = echoed_logprobs(ids, echo, found, num_top, self._tokenizer)
+        return {name: [*column, *columns[name]] for name, column in echoed.items()}
 
 
 def _compact(value: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from gateway.openai.chunks import (
     ChatChunks,
     Chunks,
     CompletionChunks,
-    CompletionLike,
     Heading,
     Wants,
 )
@@ -46,13 +45,10 @@ from gateway.openai.replies import (
     ClusterReply,
     StreamReply,
     WholeReply,
-    render_chat,
-    render_completion,
     usage_of,
-    with_timing,
 )
 from gateway.openai.resuming import EventId, EventIds
-from gateway.openai.sampling import best, choices_for, spellings
+from gateway.openai.sampling import choices_for, spellings
 from gateway.openai.schema import (
     BodyParser,
     ChatBody,
@@ -61,7 +57,7 @@ from gateway.openai.schema import (
 )
 from gateway.openai.tools.formats import format_of
 from gateway.openai.tools.plan import ToolPlanner
-from gateway.openai.tools.replies import ToolChunks, message_of
+from gateway.openai.tools.replies import ToolChunks
 from protocol.grammar import Grammars
 
 _MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so longer names are known by a digest
@@ -79,12 +75,9 @@ class ReplyPlan:
     body: SamplingBody
     prompts: Sequence[Prompt]
     choices: tuple[Choice, ...]
-    chunks: Chunks  # of a streamed reply
+    chunks: Chunks
     heading: Heading
     last: EventId | None  # event that the client has, of a stream that goes on
-    render: Callable[
-        [list[list[Piece]], dict[str, Any]], bytes
-    ]  # pieces and usage to a whole reply
 
 
 class Api:
@@ -117,7 +110,7 @@ class Api:
         return await self.reply(request, await self.chat_plan(request, body, "chatcmpl-"))
 
     async def chat_plan(self, request: Request, body: ChatBody, id_prefix: str) -> ReplyPlan:
-        """A chat completion, ready to be asked for; another API may replace its chunks and its rendering."""
+        """A chat completion, ready to be asked for; another API may replace its chunks."""
         self._model.require(body.model)
         last = resuming.last_event(request, body)
         body = resuming.seeded(body, last)
@@ -132,7 +125,6 @@ class Api:
             variables=body.chat_template_kwargs,
             continues=bool(body.continue_final_message),
             tools=body.tools,
-            template=self._model.template(body.chat_template),
         )
         prompt = truncated(prompt, body, limits)
         grammar = (plan.grammar if plan else "") or (form.grammar if form else "")
@@ -144,36 +136,19 @@ class Api:
             choices = plan.seen_in(choices, body)
         heading = self._heading(id_prefix, request, body, last)
         wants = _wants(body, logprobs=bool(body.logprobs))
-        make: Callable[..., Chunks] = ChatChunks
+        ids = [prompt.token_ids] * len(choices)
+        chunks = ChatChunks(heading, wants, self._tokenizer, ids)
         if plan is not None:
-            make = partial(ToolChunks, plan=plan)
-        ids = prompt.token_ids
-        chunks = make(
-            heading, wants, self._tokenizer, num_choices=len(choices), prompt_token_ids=ids
-        )
+            is_stream = bool(body.stream)
+            chunks = ToolChunks(heading, wants, self._tokenizer, ids, plan, is_stream=is_stream)
         return ReplyPlan(
-            body=body,
-            prompts=[prompt],
-            choices=choices,
-            chunks=chunks,
-            heading=heading,
-            last=last,
-            render=lambda pieces, usage: render_chat(
-                heading,
-                wants,
-                self._tokenizer,
-                ids,
-                pieces,
-                usage,
-                None if plan is None else partial(message_of, plan),
-            ),
+            body=body, prompts=[prompt], choices=choices, chunks=chunks, heading=heading, last=last
         )
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
         body = self._parser.parse(CompletionBody, await self._model.read(request))
         self._model.require(body.model)
-        body.check_best_of()
         last = resuming.last_event(request, body)
         body = resuming.seeded(body, last)
         limits = self._model.limits()
@@ -191,26 +166,11 @@ class Api:
         echoes = [self._echo(body, prompt) for prompt in told]
         heading = self._heading("cmpl-", request, body, last)
         wants = _wants(body, logprobs=body.logprobs is not None)
-        prompt_ids = [prompt.token_ids for prompt in told]
         chunks = CompletionChunks(
-            heading, wants, self._tokenizer, prompt_token_ids=prompt_ids, echoes=echoes
+            heading, wants, self._tokenizer, [prompt.token_ids for prompt in told], echoes
         )
         plan = ReplyPlan(
-            body=body,
-            prompts=prompts,
-            choices=choices,
-            chunks=chunks,
-            heading=heading,
-            last=last,
-            render=lambda pieces, usage: render_completion(
-                heading,
-                wants,
-                self._tokenizer,
-                prompt_ids,
-                echoes,
-                best(pieces, num_drawn=body.num_drawn, num_kept=body.num_choices),
-                usage,
-            ),
+            body=body, prompts=prompts, choices=choices, chunks=chunks, heading=heading, last=last
         )
         return await self.reply(request, plan)
 
@@ -233,40 +193,37 @@ class Api:
 
     async def reply(self, request: Request, plan: ReplyPlan) -> ClusterReply:
         """Asks the cluster; the reply waits for it."""
-        body, chunks, last = plan.body, plan.chunks, plan.last
+        body, last = plan.body, plan.last
         fingerprint = self._gateway.cluster.facts().fingerprint
         choices = resuming.without_known(plan.choices, last, fingerprint)
         wish = _wish_of(request, body, choices)
         answer = await _admitted(request, self._gateway, wish, plan.prompts)
         slow_client_s = self._config.slow_client_s
-
-        def usage() -> dict[str, Any]:
-            return usage_of(answer, plan.prompts)
-
-        if body.stream:
-            timing = event_ids = None
-            if body.x_timing and isinstance(chunks, CompletionLike):
-                timing = partial(_timing_chunk, chunks, answer)
-            if body.includes_event_ids or last is not None:
-                event_ids = EventIds(plan.heading, choices, fingerprint)
-            return StreamReply(
-                answer,
-                slow_client_s,
-                chunks,
-                usage if body.includes_usage else None,
-                timing,
-                event_ids,
-                is_resumed=last is not None,
-            )
-        return WholeReply(
+        if not body.stream:
+            return WholeReply(answer, slow_client_s, lambda pieces: _whole(plan, answer, pieces))
+        event_ids = None
+        if body.includes_event_ids or last is not None:
+            event_ids = EventIds(plan.heading, choices, fingerprint)
+        return StreamReply(
             answer,
             slow_client_s,
-            lambda pieces: with_timing(body, plan.render(pieces, usage()), answer),
+            plan.chunks,
+            lambda: _behind(plan, answer),
+            event_ids,
+            is_resumed=last is not None,
         )
 
 
-def _timing_chunk(chunks: CompletionLike, answer: Answer) -> str:
-    return chunks.timing(answer.timing())
+def _whole(plan: ReplyPlan, answer: Answer, pieces: list[Piece]) -> dict[str, Any]:
+    whole = plan.chunks.whole(pieces, usage_of(answer, plan.prompts))
+    return whole | ({"x_timing": answer.timing()} if plan.body.x_timing else {})
+
+
+def _behind(plan: ReplyPlan, answer: Answer) -> str:
+    """The chunks of a stream that come after all output."""
+    timing = plan.chunks.timing(answer.timing()) if plan.body.x_timing else ""
+    is_wanted = plan.body.includes_usage
+    return timing + (plan.chunks.usage(usage_of(answer, plan.prompts)) if is_wanted else "")
 
 
 def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:

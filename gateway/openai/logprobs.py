@@ -78,11 +78,6 @@ def _offsets_in(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> li
     return offsets
 
 
-def joined(echoed: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:
-    """An echoed prompt's columns and those of the answer behind it."""
-    return {name: [*column, *following[name]] for name, column in echoed.items()}
-
-
 def prompt_logprobs(
     token_ids: Sequence[int], found: PromptLogprobs | None, num_top: int, tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None] | None:

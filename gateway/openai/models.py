@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.config import GatewayConfig
 from gateway.generation.service import Gateway
 from gateway.http.connection import read_body
-from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.http.errors import ApiError, invalid
 from gateway.openai.prompts import Limits, chat_prompt, encode
-from gateway.openai.schema import Body, BodyParser, ChatMessage, ChatTemplateText, TokenId, Tools
-from gateway.text.chat_template import ChatTemplate
+from gateway.openai.schema import Body, BodyParser, ChatMessage, TokenId, Tools
 from gateway.text.tokenizer import Tokenizer, load_vocab_size
 
 
@@ -54,19 +53,6 @@ class ServedModel:
                 code="model_not_found",
             )
 
-    def template(self, source: str | None) -> ChatTemplate | None:
-        """That a request brings; None = it has none. Raises ApiError where the operator does not allow that, and
-        InvalidRequest for what is no template."""
-        if source is None:
-            return None
-        if not self._config.trust_request_chat_template:
-            raise unsupported(
-                "chat_template: a template is a program, and this server runs none of its clients'; its operator can"
-                " allow it with --trust-request-chat-template",
-                "chat_template",
-            )
-        return self.tokenizer.request_templates.get(source)
-
     def limits(self) -> Limits:
         """As the workers have them now."""
         return Limits(
@@ -101,7 +87,6 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
-    chat_template: ChatTemplateText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
 
@@ -120,13 +105,6 @@ class ModelEndpoints:
         self._model = model
         self._tokenizer = model.tokenizer
         self._parser = BodyParser()
-
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings"""
-        raise unsupported(
-            "this model predicts tokens and was not trained to make embeddings; ask a server that serves one that was",
-            "model",
-        )
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -183,7 +161,6 @@ class ModelEndpoints:
                 variables=body.chat_template_kwargs,
                 tools=body.tools,
                 add_special_tokens=body.add_special_tokens is True,
-                template=self._model.template(body.chat_template),
             )
             return prompt.token_ids
         return await encode(

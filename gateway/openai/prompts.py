@@ -6,7 +6,6 @@ Whatever the model or its context cannot read is refused here with 400, so that 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,6 @@ from gateway.openai.schema import (
     SamplingBody,
     Tool,
 )
-from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 
 # Shorter texts encode in less time than a thread takes to start.
@@ -70,20 +68,15 @@ async def chat_prompt(
     tools: Sequence[Tool] | None = None,
     add_special_tokens: bool = False,
     continues: bool = False,
-    template: ChatTemplate | None = None,
 ) -> Prompt:
     """A conversation as one prompt. The template writes special tokens itself. `continues`: the prompt ends where the
-    last message's text does. `template`: the request's own, run in a thread, since it may take long; None = the
-    model's."""
-    render = functools.partial(
-        tokenizer.render_chat,
+    last message's text does."""
+    text = tokenizer.render_chat(
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,
         variables=variables,
         tools=[tool.for_template() for tool in tools or ()] or None,
-        template=template,
     )
-    text = render() if template is None else await asyncio.to_thread(render)
     if continues:
         text = cut_behind(text, messages[-1])
     ids = await encode(tokenizer, text, limits, "messages", add_special_tokens=add_special_tokens)
@@ -170,11 +163,11 @@ def _all(values: list[object], kind: type) -> bool:
 
 def check_count(body: SamplingBody, num_prompts: int, param: str) -> None:
     """Raises ApiError for more choices than one request may have."""
-    count = body.num_drawn
+    count = body.num_choices
     if count * num_prompts > MAX_CHOICES:
         raise invalid(
-            f"{num_prompts} prompts with {body.count_param}={count} are more than {MAX_CHOICES} choices",
-            body.count_param if count > 1 else param,
+            f"{num_prompts} prompts with n={count} are more than {MAX_CHOICES} choices",
+            "n" if count > 1 else param,
         )
 
 

@@ -1,4 +1,4 @@
-"""Replies that wait for the cluster: a stream or a whole body, each with an eye on the client; and whole bodies' JSON.
+"""Replies that wait for the cluster: a stream or a whole body, each with an eye on the client.
 
 Lean ASGI: nothing stands between a chunk and the server's `send`, which waits while the client's buffers are full. A
 client that leaves or stops reading ends its request in the cluster. Nothing is sent before the first output, so that
@@ -17,25 +17,15 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.generation.answer import Answer
+from gateway.generation.answer import Answer, joined
 from gateway.generation.events import Piece
 from gateway.http.connection import Connection
 from gateway.http.errors import ApiError, reply_for
-from gateway.openai.chunks import Chunks, Heading, Wants
-from gateway.openai.logprobs import (
-    chat_logprobs,
-    completion_logprobs,
-    echoed_logprobs,
-    joined,
-    prompt_logprobs,
-)
+from gateway.openai.chunks import Chunks
 from gateway.openai.prompts import Prompt
 from gateway.openai.resuming import EventIds
-from gateway.openai.schema import SamplingBody
-from gateway.text.tokenizer import Tokenizer
 from protocol.errors import Cancelled, MoonserveError
 from protocol.logs import of
-from protocol.request import Token
 
 log = logging.getLogger(__name__)
 
@@ -110,22 +100,22 @@ class WholeReply(ClusterReply):
         self,
         answer: Answer,
         slow_client_s: float,
-        render: Callable[[list[list[Piece]]], bytes],
+        render: Callable[[list[Piece]], dict[str, Any]],
     ) -> None:
-        """`render` gets the pieces of each choice."""
+        """`render` gets one piece per choice."""
         super().__init__(answer, slow_client_s)
         self._render = render
 
     async def _deliver(self, send: Send) -> None:
-        collected: list[list[Piece]] = [[] for _ in self._answer.generations]
+        pieces: list[Piece] = []
         try:
             while not self._answer.is_complete:
-                for piece in await self._answer.take():
-                    collected[piece.index].append(piece)
+                pieces += await self._answer.take()
         except MoonserveError as error:
             await self._send_error(send, error)
             return
-        body = self._render(collected)
+        whole = self._render(sorted(joined(pieces), key=lambda piece: piece.index))
+        body = json.dumps(whole, separators=(",", ":")).encode()
         length = {"content-length": str(len(body))}
         await self._start(send, 200, b"application/json", length)
         await self._send(send, body, more=False)
@@ -139,18 +129,15 @@ class StreamReply(ClusterReply):
         answer: Answer,
         slow_client_s: float,
         chunks: Chunks,
-        usage: Callable[[], dict[str, Any]] | None,
-        timing: Callable[[], str] | None = None,
+        behind: Callable[[], str],
         event_ids: EventIds | None = None,
         *,
         is_resumed: bool = False,
     ) -> None:
-        """`usage` and `timing`, a chunk, are asked at the end, when the client wants to know. `is_resumed`: the client
-        has what comes before any output."""
+        """`behind` gives the chunks that come after all output. `is_resumed`: the client has what comes before any."""
         super().__init__(answer, slow_client_s)
         self._chunks = chunks
-        self._usage = usage
-        self._timing = timing
+        self._behind = behind
         self._event_ids = event_ids
         self._is_resumed = is_resumed
 
@@ -179,10 +166,7 @@ class StreamReply(ClusterReply):
                 await self._send(send, text.encode(), more=True)
             text = ""
             pieces = await self._answer.take(self._write_now)
-        if self._timing is not None:
-            text += self._timing()
-        if self._usage is not None:
-            text += self._chunks.usage(self._usage())
+        text += self._behind()
         await self._send(send, text.encode() + self._chunks.ending(), more=False)
 
     def _event(self, piece: Piece) -> str:
@@ -204,137 +188,6 @@ def _told(error: MoonserveError) -> ApiError:
     """What the client gets to know. The frames that the error came through hold the request, which holds the error."""
     error.__traceback__ = None
     return reply_for(error)
-
-
-# What whole bodies say
-
-MessageOf = Callable[[Sequence[Piece]], tuple[dict[str, Any], str | None]]
-"""A choice's message, and why it ended, from its pieces."""
-
-
-def render_chat(
-    heading: Heading,
-    wants: Wants,
-    tokenizer: Tokenizer,
-    prompt_token_ids: Sequence[int],
-    choices: Sequence[Sequence[Piece]],
-    usage: dict[str, Any],
-    message_of: MessageOf | None = None,
-) -> bytes:
-    """A `chat.completion`; `choices` are the pieces of each. `message_of`: None = their text is the message."""
-    rendered = []
-    for index, pieces in enumerate(choices):
-        tokens = _tokens(pieces)
-        message, finish_reason = (message_of or _text_message)(pieces)
-        rendered.append(
-            {
-                "index": index,
-                "message": message,
-                "logprobs": {"content": chat_logprobs(tokens, tokenizer)}
-                if wants.logprobs
-                else None,
-                "finish_reason": finish_reason,
-                **_token_ids(wants, tokens),
-            }
-        )
-    prompt = _prompt(wants, tokenizer, prompt_token_ids, choices[0])
-    return _body("chat.completion", heading, rendered, usage, prompt)
-
-
-def render_completion(
-    heading: Heading,
-    wants: Wants,
-    tokenizer: Tokenizer,
-    prompt_token_ids: Sequence[Sequence[int]],
-    echoes: Sequence[str],
-    choices: Sequence[Sequence[Piece]],
-    usage: dict[str, Any],
-) -> bytes:
-    """A `text_completion`; one entry of the sequences per choice."""
-    rendered = []
-    for index, pieces in enumerate(choices):
-        tokens = _tokens(pieces)
-        logprobs = None
-        if wants.logprobs:
-            logprobs, _ = completion_logprobs(
-                tokens,
-                tokenizer,
-                len(echoes[index]),
-                skip_special_tokens=wants.skip_special_tokens,
-            )
-            found, num_top = pieces[0].prompt_logprobs, wants.echoed_logprobs
-            if found is not None and num_top is not None:
-                ids = prompt_token_ids[index]
-                logprobs = joined(
-                    echoed_logprobs(ids, echoes[index], found, num_top, tokenizer), logprobs
-                )
-        prompt = _prompt(wants, tokenizer, prompt_token_ids[index], pieces)
-        rendered.append(
-            {
-                "index": index,
-                "text": echoes[index] + _text(pieces),
-                "logprobs": logprobs,
-                "finish_reason": pieces[-1].finish_reason,
-                **prompt,
-                **_token_ids(wants, tokens),
-            }
-        )
-    return _body("text_completion", heading, rendered, usage, {})
-
-
-def _body(
-    kind: str,
-    heading: Heading,
-    choices: list[dict[str, Any]],
-    usage: dict[str, Any],
-    extra: dict[str, Any],
-) -> bytes:
-    body = {
-        "id": heading.id,
-        "object": kind,
-        "created": heading.created,
-        "model": heading.model,
-        "choices": choices,
-        "usage": usage,
-        **extra,
-    }
-    return json.dumps(body, separators=(",", ":")).encode()
-
-
-def _prompt(
-    wants: Wants, tokenizer: Tokenizer, token_ids: Sequence[int], pieces: Sequence[Piece]
-) -> dict[str, Any]:
-    """What the client wants to see of a prompt; `pieces`: of a choice of it."""
-    told: dict[str, Any] = {"prompt_token_ids": token_ids} if wants.token_ids else {}
-    if wants.prompt_logprobs is not None:
-        told["prompt_logprobs"] = prompt_logprobs(
-            token_ids, pieces[0].prompt_logprobs, wants.prompt_logprobs, tokenizer
-        )
-    return told
-
-
-def _text_message(pieces: Sequence[Piece]) -> tuple[dict[str, Any], str | None]:
-    message = {"role": "assistant", "content": _text(pieces), "refusal": None}
-    return message, pieces[-1].finish_reason
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _tokens(pieces: Sequence[Piece]) -> list[Token]:
-    return [token for piece in pieces for token in piece.tokens]
-
-
-def _token_ids(wants: Wants, tokens: Sequence[Token]) -> dict[str, Any]:
-    return {"token_ids": [token.token_id for token in tokens]} if wants.token_ids else {}
-
-
-def with_timing(body: SamplingBody, reply: bytes, answer: Answer) -> bytes:
-    """A reply's JSON object with `x_timing`, where the client wants that."""
-    if not body.x_timing:
-        return reply
-    return reply[:-1] + b',"x_timing":' + json.dumps(answer.timing()).encode() + b"}"
 
 
 def usage_of(answer: Answer, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""The choices of one request: how many are drawn of each prompt, with which sampling parameters, and which ones the
-client gets.
-"""
+"""The choices of one request, with their sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from gateway.generation.events import Choice, Piece
+from gateway.generation.events import Choice
 from gateway.http.errors import ApiError, invalid
 from gateway.openai.prompts import Limits, Prompt, check_count, check_prompt
 from gateway.openai.schema import ChatBody, CompletionBody, SamplingBody
@@ -29,9 +27,9 @@ def choices_for(
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[Choice, ...]:
-    """Those that are drawn of each prompt, numbered through. Choice i of a prompt samples with seed + i. `grammar`:
+    """Those of each prompt, numbered through. Choice i of a prompt samples with seed + i. `grammar`:
     that all of them follow; empty = none. Of a prompt that is scored the first choice has it done. Raises ApiError."""
-    count = body.num_drawn
+    count = body.num_choices
     check_count(body, len(prompts), param)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices: list[Choice] = []
@@ -70,25 +68,6 @@ def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
             " each token, or for fewer prompts at once",
             "prompt_logprobs",
         )
-
-
-def best(
-    choices: Sequence[Sequence[Piece]], *, num_drawn: int, num_kept: int
-) -> list[Sequence[Piece]]:
-    """Of each prompt's `num_drawn` answers the `num_kept` of the greatest cumulative log-probability, best first; as
-    they are where all are kept."""
-    if num_drawn == num_kept:
-        return list(choices)
-    kept: list[Sequence[Piece]] = []
-    for start in range(0, len(choices), num_drawn):
-        of_prompt = sorted(choices[start : start + num_drawn], key=_cumulative, reverse=True)
-        kept += of_prompt[:num_kept]
-    return kept
-
-
-def _cumulative(pieces: Sequence[Piece]) -> float:
-    tokens = (token for piece in pieces for token in piece.tokens)
-    return sum(token.logprobs.sampled for token in tokens if token.logprobs is not None)
 
 
 N = TypeVar("N", int, float)
@@ -165,8 +144,7 @@ def _stop_token_ids(body: SamplingBody, limits: Limits) -> frozenset[int]:
 
 def _num_logprobs(body: SamplingBody) -> int | None:
     if isinstance(body, CompletionBody):
-        ranked = 0 if body.num_drawn > body.num_choices else None  # by what was sampled
-        return ranked if body.logprobs is None else body.logprobs
+        return body.logprobs
     if isinstance(body, ChatBody) and body.logprobs:
         return body.top_logprobs or 0
     if isinstance(body, ChatBody) and body.top_logprobs:

@@ -21,14 +21,12 @@ log = logging.getLogger(__name__)
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20  # OpenAI's own limit for chat
 _MAX_BAD_WORDS = 128
-_MAX_TEMPLATE = 65_536  # characters; those of models have up to 20,000
 _MAX_STOPS = 32
 _MAX_WARNED_NAMES = 1_000
 
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=200)]
-ChatTemplateText = Annotated[str, Field(min_length=1, max_length=_MAX_TEMPLATE)]
 _StopString = Annotated[str, Field(min_length=1, max_length=1_000)]
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
@@ -207,16 +205,6 @@ class SamplingBody(Body):
         return self.n or 1
 
     @property
-    def num_drawn(self) -> int:
-        """Number of answers to each prompt that are drawn; the client gets the best of them."""
-        return self.num_choices
-
-    @property
-    def count_param(self) -> str:
-        """Which parameter says so."""
-        return "n"
-
-    @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -259,7 +247,6 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
-    chat_template: ChatTemplateText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -285,32 +272,11 @@ class CompletionBody(SamplingBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-
-    @property
-    def num_drawn(self) -> int:
-        return self.best_of or self.num_choices
-
-    @property
-    def count_param(self) -> str:
-        return "n" if self.best_of is None else "best_of"
 
     @property
     def echoed_logprobs(self) -> int | None:
         """How many likeliest tokens are told of beside each of the echoed prompt; None = it has none."""
         return self.logprobs if self.echo else None
-
-    def check_best_of(self) -> None:
-        """Raises ApiError where there are fewer drawn than wanted, or the best cannot be known before the end."""
-        if self.num_drawn == self.num_choices:
-            return
-        why = ""
-        if self.num_drawn < self.num_choices:
-            why = f"best_of is {self.best_of}, less than n, {self.num_choices}"
-        elif self.stream:
-            why = "best_of above n does not go with stream: which answers are best is known at their end"
-        if why:
-            raise invalid(why, "best_of")
 
 
 # Parameters that exist elsewhere and would change the output, by the values that ask for nothing.
@@ -320,6 +286,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none"),
     "suffix": (None, ""),
+    "best_of": (None, 1),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -329,7 +296,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 
 # Of them, those that are refused only where the body has no such field.
-_BUILT_FOR_CHAT = frozenset({"tools", "tool_choice", "chat_template"})
+_BUILT_FOR_CHAT = frozenset({"tools", "tool_choice"})
 
 B = TypeVar("B", bound=Body)
 

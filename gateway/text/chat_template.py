@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,8 +20,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from protocol.errors import ConfigError, InvalidRequest
-
-_MAX_REQUEST_TEMPLATES = 32
 
 
 class ChatTemplate:
@@ -71,24 +68,6 @@ class ChatTemplate:
         except (OverflowError, MemoryError, RecursionError, ArithmeticError) as error:
             raise InvalidRequest(
                 "the chat template could not render the messages", param="messages"
-            ) from error
-
-
-class RequestTemplates:
-    """Templates that came with requests, compiled once. They run in the same sandbox, which does not bound their time:
-    only for clients that are trusted (`--trust-request-chat-template`)."""
-
-    def __init__(self, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = special_tokens
-        self.get = lru_cache(_MAX_REQUEST_TEMPLATES)(self._compile)
-
-    def _compile(self, source: str) -> ChatTemplate:
-        """Raises InvalidRequest for what is no template."""
-        try:
-            return ChatTemplate(source, self._special_tokens)
-        except (ConfigError, RecursionError) as error:
-            raise InvalidRequest(
-                "chat_template: it does not compile as a Jinja template", param="chat_template"
             ) from error
 
 

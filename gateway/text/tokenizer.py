@@ -10,13 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.generation.detokenize import ByteDecoder, TextDecoder, WindowDecoder
-from gateway.text.chat_template import ChatTemplate, RequestTemplates
+from gateway.text.chat_template import ChatTemplate
 from protocol.errors import ConfigError, InvalidRequest
 
 _NAMED_SPECIAL_TOKENS = (
@@ -32,14 +31,11 @@ class Tokenizer:
         inner: FastTokenizer,
         template: ChatTemplate | None,
         eos_token_ids: frozenset[int],
-        special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`special_tokens`: by name, as templates that come with requests may write them."""
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
         self._template = template
-        self.request_templates = RequestTemplates(special_tokens)
         self.eos_token_ids = eos_token_ids
         self.size = max(inner.get_vocab().values(), default=-1) + 1  # above the greatest token id
         added = inner.get_added_tokens_decoder()
@@ -107,16 +103,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template: ChatTemplate | None = None,
     ) -> str:
-        """A conversation as the prompt text the model was trained on. `tools`: functions that it may call. `template`:
-        None = the model's."""
-        template = template or self._template
-        if template is None:
+        """A conversation as the prompt text the model was trained on. `tools`: functions that it may call."""
+        if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return template.render(
+        return self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             variables=variables,
@@ -132,8 +125,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     source, with_tools = _template_sources(folder, config)
     special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
     template = ChatTemplate(source, special, with_tools) if source else None
-    eos = _eos_token_ids(folder)
-    return Tokenizer(_tokens_of(folder), template, eos, special)
+    return Tokenizer(_tokens_of(folder), template, _eos_token_ids(folder))
 
 
 def _tokens_of(folder: Path) -> FastTokenizer:

@@ -131,7 +131,7 @@ def test_events_are_framed_whatever_they_say(usage: bool, texts: list[str]) -> N
     """ASCII lines that no splitter of lines takes for more, one JSON object each."""
     wants = Wants(usage=usage, token_ids=False, logprobs=False)
     heading = Heading(id="cmpl-\u2028\n", created=1, model="m\r\n\r\n")
-    chunks = CompletionChunks(heading, wants, TOKENIZER, prompt_token_ids=[()], echoes=[texts[0]])
+    chunks = CompletionChunks(heading, wants, TOKENIZER, [()], [texts[0]])
     sent = chunks.first() + "".join(
         chunks.piece(Piece(index=0, text=text, tokens=())) for text in texts
     )

@@ -146,10 +146,7 @@ NO_PROMPTS: tuple[Any, ...] = (
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     *(({"prompt": prompt}, "prompt") for prompt in NO_PROMPTS),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 1, "n": 2}, "best_of"),
-    ({"best_of": 3, "stream": True}, "best_of"),
-    ({"best_of": 129}, "best_of"),
-    ({"best_of": 65, "prompt": ["x", "y"]}, "best_of"),
+    ({"best_of": 2}, "best_of"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt_logprobs": 20, "prompt": [[5] * 300] * 128}, "prompt_logprobs"),
@@ -232,10 +229,9 @@ async def test_unknown_parameters_are_ignored_with_one_warning(
         ("PUT", "/tokenize", 405),
         ("POST", "/v1/models", 405),
         ("POST", "/metrics", 405),
-        ("POST", "/v1/completion", 404),
+        ("POST", "/v1/embeddings", 404),
         ("GET", "/", 404),
         ("GET", "/..%2f..%2fetc/passwd", 404),
-        ("GET", "/v1/explain/nothing", 404),
         ("GET", "/v1/models/nothing", 404),
     ],
 )
@@ -256,10 +252,6 @@ async def test_no_content_type_or_another_one_is_read_as_json(http: aiohttp.Clie
     for content_type in ("", "text/plain", "application/json; charset=latin-1", "x" * 1_000):
         async with http.post(TEXT_PATH, data=raw, headers={"Content-Type": content_type}) as reply:
             assert reply.status == 200
-
-
-async def test_embeddings_are_400(http: aiohttp.ClientSession) -> None:
-    await refused(http, "/v1/embeddings", 400, json={"input": "x"})
 
 
 async def test_bodies_over_the_limit_are_413_however_they_are_sent(

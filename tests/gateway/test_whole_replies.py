@@ -10,6 +10,7 @@ import pytest
 from gateway.access.isolation import salt_of
 from gateway.text.tokenizer import Tokenizer
 from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
+from protocol.wire import sampling_from_wire
 from tests.gateway.conftest import post
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, ScriptedCluster
 
@@ -129,3 +130,17 @@ async def test_tokenize_and_detokenize_are_inverse(
     chat = await post(http, "/tokenize", {"messages": CHAT["messages"]})
     expected = tokenizer.render_chat(CHAT["messages"])
     assert chat["tokens"] == tokenizer.encode(expected, add_special_tokens=False)
+
+
+async def test_bad_words_reach_the_workers_alone_and_behind_a_space(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    wish = {"prompt": "to be", "max_tokens": 2}
+    for words in (["Romeo", " Romeo", "z"], [], None):
+        await post(http, "/v1/completions", {**wish, "bad_words": words})
+    expected = dict.fromkeys(
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for text in ("Romeo", " Romeo", "z", " z")
+    )
+    found = [sampling_from_wire(each.sampling).bad_words for each in cluster.submissions]
+    assert found == [tuple(expected), (), ()]

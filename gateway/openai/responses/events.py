@@ -1,4 +1,5 @@
-"""The stream of one response: a chat completion's chunks in, the events of the Responses API out. Pure.
+"""One response: a chat completion's choices in, the events of the Responses API out, or the response that they end in.
+Pure.
 
     created, in_progress ─► (item added ─► deltas ─► item done)… ─► completed | incomplete | failed
 
@@ -9,28 +10,20 @@ the next sequence number. There is no `[DONE]`: the last event says that it is t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.generation.events import Piece
 from gateway.http.errors import ApiError
-from gateway.openai.chunks import Chunks
-from gateway.openai.responses.output import (
-    Item,
-    ResponseForm,
-    call_item,
-    message_item,
-    text_part,
-)
-
-_PREFIX = "data: "
+from gateway.openai.chunks import ChatChunks, Chunks
+from gateway.openai.responses.output import Item, ResponseForm, text_part
 
 
 class ResponseEvents(Chunks):
-    """`Chunks` of a streamed response, over those of the chat completion behind it."""
+    """`Chunks` of a response, over those of the chat completion behind it."""
 
     def __init__(
-        self, chunks: Chunks, form: ResponseForm, on_ended: Callable[[dict[str, Any]], None]
+        self, chunks: ChatChunks, form: ResponseForm, on_ended: Callable[[dict[str, Any]], None]
     ) -> None:
         """`on_ended` gets the response when it is over and did not fail."""
         self._chunks = chunks
@@ -41,10 +34,10 @@ class ResponseEvents(Chunks):
         self._open: _OpenMessage | _OpenCall | None = None
         self._untold: list[Any] = []  # log-probabilities of tokens whose text is to come
         self._finish_reason = "stop"
+        self._response: dict[str, Any] = {}  # as it has ended
 
     def first(self) -> str:
         """The response as it begins."""
-        self._chunks.first()  # the role, which no event tells
         response = self._form.under_way()
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -52,11 +45,7 @@ class ResponseEvents(Chunks):
 
     def piece(self, piece: Piece) -> str:
         """Events for new output."""
-        return "".join(
-            self._choice(choice)
-            for chunk in _parse(self._chunks.piece(piece))
-            for choice in chunk["choices"]
-        )
+        return self._choice(self._chunks.choice(piece))
 
     def usage(self, usage: dict[str, Any]) -> str:
         """The end of the open item, and the response as a whole."""
@@ -64,9 +53,15 @@ class ResponseEvents(Chunks):
         if self._open is None and not self._items:
             text += self._begin(_OpenMessage(self._form, 0))
         text += self._close()
-        response = self._form.ended(self._items, self._finish_reason, usage)
-        self._on_ended(response)
-        return text + self._event(f"response.{response['status']}", response=response)
+        self._response = self._form.ended(self._items, self._finish_reason, usage)
+        self._on_ended(self._response)
+        return text + self._event(f"response.{self._response['status']}", response=self._response)
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        for piece in pieces:
+            self.piece(piece)
+        self.usage(usage)
+        return self._response
 
     def ending(self) -> bytes:
         return b""
@@ -104,10 +99,8 @@ class ResponseEvents(Chunks):
     def _call(self, call: Mapping[str, Any]) -> str:
         events, function = "", call.get("function") or {}
         if not self._goes_on(call):
-            opened = _OpenCall(self._form, len(self._items), call, function["name"])
             events += self._close()
-            opened.index = len(self._items)
-            events += self._begin(opened)
+            events += self._begin(_OpenCall(self._form, len(self._items), call, function["name"]))
         opened_call = self._open
         assert isinstance(opened_call, _OpenCall)
         arguments = function.get("arguments") or ""
@@ -152,21 +145,29 @@ class _OpenMessage:
     """Text that is under way."""
 
     def __init__(self, form: ResponseForm, index: int) -> None:
-        self._form = form
         self.index = index
         self.text = ""
         self.logprobs: list[Any] = []
+        self._item = {
+            "id": f"msg_{form.heading.id}_{index}",
+            "type": "message",
+            "role": "assistant",
+        }
 
     @property
     def place(self) -> dict[str, Any]:
-        item_id = self.begun()["id"]
-        return {"item_id": item_id, "output_index": self.index, "content_index": 0}
+        return {"item_id": self._item["id"], "output_index": self.index, "content_index": 0}
 
     def begun(self) -> Item:
-        return message_item(self._form, self.index, "", finish_reason=None)
+        return {**self._item, "status": "in_progress", "content": []}
 
     def done(self, finish_reason: str) -> Item:
-        return message_item(self._form, self.index, self.text, self.logprobs, finish_reason)
+        status = "incomplete" if finish_reason == "length" else "completed"
+        return {
+            **self._item,
+            "status": status,
+            "content": [text_part(self.text, self.logprobs)],
+        }
 
     def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
         part = text_part(self.text, self.logprobs)
@@ -179,35 +180,37 @@ class _OpenCall:
     """A function call whose arguments are under way."""
 
     def __init__(self, form: ResponseForm, index: int, call: Mapping[str, Any], name: str) -> None:
-        self._form = form
         self.index = index
         self.number: int = call["index"]  # among the message's calls
-        self._call_id: str = call["id"]
-        self._name = name
         self.arguments = ""
+        self._item = {
+            "id": f"fc_{form.heading.id}_{index}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": name,
+        }
 
     @property
     def place(self) -> dict[str, Any]:
-        return {"item_id": self.begun()["id"], "output_index": self.index}
+        return {"item_id": self._item["id"], "output_index": self.index}
 
     def begun(self) -> Item:
-        return self._item("", "in_progress")
+        return {**self._item, "status": "in_progress", "arguments": ""}
 
     def done(self, finish_reason: str) -> Item:
-        return self._item(
-            self.arguments, "incomplete" if finish_reason == "length" else "completed"
-        )
+        is_cut = finish_reason == "length" and not _is_whole(self.arguments)
+        status = "incomplete" if is_cut else "completed"
+        return {**self._item, "status": status, "arguments": self.arguments}
 
     def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        named = {"name": self._name, "arguments": self.arguments}
+        named = {"name": self._item["name"], "arguments": self.arguments}
         yield "response.function_call_arguments.done", {**self.place, **named}
 
-    def _item(self, arguments: str, status: str) -> Item:
-        return call_item(self._form, self.index, self._call_id, self._name, arguments, status)
 
-
-def _parse(events: str) -> Iterator[dict[str, Any]]:
-    """The chunks in server-sent events that this gateway has written."""
-    for event in events.split("\n\n"):
-        if event.startswith(_PREFIX):
-            yield json.loads(event[len(_PREFIX) :])
+def _is_whole(arguments: str) -> bool:
+    """Whether they were written to their end."""
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return False
+    return True

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.access.limiter import visit_of
-from gateway.generation.events import Piece
 from gateway.http.errors import ApiError, invalid
+from gateway.openai.chunks import ChatChunks
 from gateway.openai.endpoints import Api
 from gateway.openai.models import ServedModel
 from gateway.openai.responses.events import ResponseEvents
-from gateway.openai.responses.output import ResponseForm, whole
+from gateway.openai.responses.output import ResponseForm
 from gateway.openai.responses.schema import (
     RENAMED,
     ResponsesBody,
@@ -133,14 +133,9 @@ class Responses:
         with _own_names():
             plan = await self._api.chat_plan(request, chat, "resp_")
             form = ResponseForm(plan.heading, body)
-
-            def render(pieces: list[list[Piece]], usage: dict[str, Any]) -> bytes:
-                response = whole(form, json.loads(plan.render(pieces, usage)))
-                keep(response)
-                return json.dumps(response, separators=(",", ":")).encode()
-
+            assert isinstance(plan.chunks, ChatChunks)
             events = ResponseEvents(plan.chunks, form, keep)
-            return await self._api.reply(request, replace(plan, chunks=events, render=render))
+            return await self._api.reply(request, replace(plan, chunks=events))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}"""

@@ -1,8 +1,7 @@
-"""The response object and its output items, from what a chat completion says. Pure."""
+"""The response object, from what a chat completion says. Pure."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,74 +71,8 @@ class ResponseForm:
         }
 
 
-def whole(form: ResponseForm, completion: Mapping[str, Any]) -> dict[str, Any]:
-    """The response for a whole chat completion of one choice."""
-    [choice] = completion["choices"]
-    message, finish_reason = choice["message"], choice["finish_reason"]
-    calls = message.get("tool_calls") or []
-    call_is_cut = bool(calls) and finish_reason == "length" and not _is_whole(calls[-1])
-    items: list[Item] = []
-    if message.get("content") or not calls:
-        logprobs = (choice.get("logprobs") or {}).get("content") or []
-        reason = "stop" if call_is_cut else finish_reason
-        items.append(message_item(form, 0, message.get("content") or "", logprobs, reason))
-    for call in calls:
-        function = call["function"]
-        items.append(
-            call_item(form, len(items), call["id"], function["name"], function["arguments"])
-        )
-    if call_is_cut:
-        items[-1]["status"] = "incomplete"
-    return form.ended(items, finish_reason, completion["usage"])
-
-
-def _is_whole(call: Mapping[str, Any]) -> bool:
-    """Whether its arguments were written to their end."""
-    try:
-        json.loads(call["function"]["arguments"])
-    except ValueError:
-        return False
-    return True
-
-
-def message_item(
-    form: ResponseForm,
-    index: int,
-    text: str,
-    logprobs: Sequence[Any] = (),
-    finish_reason: str | None = "stop",
-) -> Item:
-    """`finish_reason`: None while it is under way, when it has no content either."""
-    status = {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed")
-    return {
-        "id": f"msg_{form.heading.id}_{index}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [] if finish_reason is None else [text_part(text, logprobs)],
-    }
-
-
 def text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def call_item(
-    form: ResponseForm,
-    index: int,
-    call_id: str,
-    name: str,
-    arguments: str,
-    status: str = "completed",
-) -> Item:
-    return {
-        "id": f"fc_{form.heading.id}_{index}",
-        "type": "function_call",
-        "status": status,
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-    }
 
 
 def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:

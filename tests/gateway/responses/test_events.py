@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from gateway.generation.events import Piece
 from gateway.openai.chunks import ChatChunks, Heading, Wants
 from gateway.openai.responses.events import ResponseEvents
-from gateway.openai.responses.output import ResponseForm, whole
+from gateway.openai.responses.output import ResponseForm
 from gateway.openai.responses.schema import ResponsesBody
 from gateway.openai.tools.formats import FORMATS
 from gateway.openai.tools.plan import ToolPlan
-from gateway.openai.tools.replies import ToolChunks, message_of
+from gateway.openai.tools.replies import ToolChunks
 from gateway.text.tokenizer import Tokenizer
 from protocol.ids import RequestId
 from protocol.request import FinishReason, Logprobs, Token
@@ -33,33 +34,33 @@ class ScriptedChunks:
         self._left = [*({"delta": delta} for delta in deltas), {"delta": {}}]
         self._left[-1]["finish_reason"] = finish_reason
 
-    def __len__(self) -> int:
-        return len(self._left)
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return self._left.pop(0)
 
-    def first(self) -> str:
-        return 'data: {"choices":[]}\n\n'
 
-    def piece(self, piece: Piece) -> str:
-        choice = {"index": 0, **self._left.pop(0)}
-        return f"data: {json.dumps({'choices': [choice]})}\n\n"
+def parsed(text: str) -> list[dict]:
+    """Events, each of which is named as it is."""
+    found = []
+    for event in text.split("\n\n")[:-1]:
+        name, _, data = event.partition("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def events_of(deltas: Sequence[dict[str, Any]], finish_reason: str = "stop") -> list[dict]:
-    """The stream of one response, parsed; also proves that what is remembered is what was sent last."""
-    chunks, kept = ScriptedChunks(deltas, finish_reason), []
-    events = ResponseEvents(chunks, FORM, kept.append)  # type: ignore[arg-type]
-    text = events.first()
-    for _ in range(len(chunks)):
-        text += events.piece(Piece(index=0, text="", tokens=()))
-    text += events.usage(USAGE) + events.ending().decode()
-    parsed = []
-    for event in text.split("\n\n")[:-1]:
-        name, _, data = event.partition("\n")
-        parsed.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {parsed[-1]['type']}"
-    assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
-    assert kept == [parsed[-1]["response"]]
-    return parsed
+    """The stream of one response; what is remembered, and a whole reply, are what was sent last."""
+    pieces = [Piece(index=0, text="", tokens=())] * (len(deltas) + 1)
+    kept: list[dict[str, Any]] = []
+    events, whole = (
+        ResponseEvents(ScriptedChunks(deltas, finish_reason), FORM, kept.append)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    text = events.first() + "".join(map(events.piece, pieces))
+    told = parsed(text + events.usage(USAGE) + events.ending().decode())
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert [*kept, whole.whole(pieces, USAGE)] == [told[-1]["response"]] * 2
+    return told
 
 
 def of(kind: str, events: list[dict]) -> list[dict]:
@@ -119,19 +120,6 @@ def test_items_open_and_close_one_after_the_other(turns: list[tuple[bool, list[s
     ]
 
 
-def test_a_stream_says_what_the_whole_reply_says() -> None:
-    arguments = '{"city":"Ulm"}'
-    message = {"content": "I look.", "tool_calls": [
-        {"id": "call_1", "type": "function", "function": {"name": "w", "arguments": arguments}}
-    ]}  # fmt: skip
-    completion = {
-        "choices": [{"message": message, "finish_reason": "tool_calls"}],
-        "usage": USAGE,
-    }
-    deltas = [{"content": "I "}, {"content": "look."}, call(1, "", "w"), call(1, arguments)]
-    assert events_of(deltas, "tool_calls")[-1]["response"] == whole(FORM, completion)
-
-
 def test_text_behind_a_call_may_come_in_one_delta_with_the_calls_end() -> None:
     """As tokens do that arrive together."""
     deltas = [call(0, '{"a":', "f"), {**call(0, "1}"), "content": "Done"}, {"content": "."}]
@@ -155,16 +143,16 @@ def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
     token_ids = tokenizer.encode("\U0001f389", add_special_tokens=False)
     assert len(token_ids) > 1
     wants = Wants(usage=True, token_ids=False, logprobs=True)
-    chunks = ChatChunks(HEADING, wants, tokenizer, num_choices=1, prompt_token_ids=())
-    events = ResponseEvents(chunks, FORM, lambda response: None)
+    events = ResponseEvents(
+        ChatChunks(HEADING, wants, tokenizer, [()]), FORM, lambda response: None
+    )
     decoder, text = tokenizer.decoder(), ""
     for index, token_id in enumerate(token_ids):
         token = Token(
             request_id=RequestId("r"), index=index, token_id=token_id, logprobs=Logprobs(-0.5)
         )
         text += events.piece(Piece(index=0, text=decoder.push(token_id), tokens=(token,)))
-    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    [delta] = of("output_text.delta", list(map(json.loads, data)))
+    [delta] = of("output_text.delta", parsed(text))
     told = [byte for entry in delta["logprobs"] for byte in entry["bytes"]]
     assert bytes(told).decode() == delta["delta"] == "\U0001f389"
 
@@ -176,22 +164,13 @@ def test_of_a_response_that_is_cut_off_only_the_last_item_is_incomplete(
     plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
     wants = Wants(usage=True, token_ids=False, logprobs=False)
     text = 'I look.<tool_call>{"name": "w", "arguments": {"city": "Ul'
-    for cut in range(len(text)):
+    for cut, is_stream in itertools.product(range(len(text)), (True, False)):
         pieces = [
             Piece(index=0, text=text[:cut], tokens=()),
             Piece(index=0, text=text[cut:], tokens=(), finish_reason=FinishReason.LENGTH),
         ]
-        chunks = ToolChunks(
-            HEADING, wants, tokenizer, num_choices=1, prompt_token_ids=(), plan=plan
-        )
-        kept: list[dict[str, Any]] = []
-        events = ResponseEvents(chunks, FORM, kept.append)
-        for piece in pieces:
-            events.piece(piece)
-        events.usage(USAGE)
-        message, reason = message_of(plan, pieces)
-        completion = {"choices": [{"message": message, "finish_reason": reason}], "usage": USAGE}
-        for response in (kept[0], whole(FORM, completion)):
-            items = [(item["type"], item["status"]) for item in response["output"]]
-            assert items == [("message", "completed"), ("function_call", "incomplete")]
-            assert response["status"] == "incomplete"
+        chunks = ToolChunks(HEADING, wants, tokenizer, [()], plan, is_stream=is_stream)
+        response = ResponseEvents(chunks, FORM, lambda ended: None).whole(pieces, USAGE)
+        items = [(item["type"], item["status"]) for item in response["output"]]
+        assert items == [("message", "completed"), ("function_call", "incomplete")]
+        assert response["status"] == "incomplete"
