@@ -8,15 +8,16 @@ run or why they end.
 from __future__ import annotations
 
 from gateway.generation.detokenize import TextOutput
-from gateway.generation.events import Emit
+from gateway.generation.events import Piece
 from protocol.request import FinishReason, Token
 
 
 class Arrivals:
     """Tokens and text of one choice, over all its attempts."""
 
-    def __init__(self, output: TextOutput, num_known: int = 0) -> None:
-        """`num_known`: first tokens that the client has."""
+    def __init__(self, output: TextOutput, index: int = 0, num_known: int = 0) -> None:
+        """`index`: of the choice in the reply. `num_known`: first tokens that the client has."""
+        self._index = index
         self._num_known = num_known
         self.generated: list[int] = []  # token ids accepted, in index order
         self.first_index = 0  # of the first token of this attempt
@@ -61,16 +62,22 @@ class Arrivals:
             return None
         return accepted
 
-    def accept(self, tokens: list[Token]) -> list[Emit]:
+    def accept(self, tokens: list[Token]) -> list[Piece]:
         """What at least one token in order comes to; what the client has already is apart."""
         border = sum(token.index < self._num_known for token in tokens)
-        accepted: list[Emit] = []
+        accepted: list[Piece] = []
         for part, is_known in ((tokens[:border], True), (tokens[border:], False)):
             if part and not (accepted and accepted[-1].finish_reason):
                 text, taken, reason = self._read(part)
                 self.generated += (token.token_id for token in taken)
                 accepted.append(
-                    Emit(text=text, tokens=tuple(taken), finish_reason=reason, is_known=is_known)
+                    Piece(
+                        index=self._index,
+                        text=text,
+                        tokens=tuple(taken),
+                        finish_reason=reason,
+                        is_known=is_known,
+                    )
                 )
         return accepted
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Coroutine
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from gateway.cluster.figures import Figures
 from gateway.cluster.view import Cluster
@@ -20,18 +20,15 @@ from gateway.generation.events import (
     Action,
     CancelAt,
     Choice,
-    Emit,
     Event,
     Fail,
     Pause,
     Piece,
     Place,
     Placed,
+    PlaceDue,
     PlaceFailed,
     Report,
-    ReportPhase,
-    RetryDue,
-    Started,
     Submit,
     SubmitFailed,
     Wish,
@@ -49,14 +46,10 @@ from protocol.request import Placement, Request
 from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
 
-_TICKET_BYTES = 16
+if TYPE_CHECKING:  # it holds generations
+    from gateway.generation.answer import Answer
 
-_PHASES = {
-    ReportPhase.FIRST_TOKEN: conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN,
-    ReportPhase.FINISHED: conductor_pb2.ReportRequest.PHASE_FINISHED,
-    ReportPhase.FAILED: conductor_pb2.ReportRequest.PHASE_FAILED,
-    ReportPhase.CANCELLED: conductor_pb2.ReportRequest.PHASE_CANCELLED,
-}
+_TICKET_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +65,6 @@ class Surroundings:
     figures: Figures
 
 
-class Reader(Protocol):
-    """Receiver of the output; `gateway.generation.answer.Answer` is one."""
-
-    def on_piece(self, piece: Piece) -> None: ...
-
-    def on_failure(self, error: MoonserveError) -> None: ...
-
-
 class Generation:
     """One choice, from its acceptance to its end."""
 
@@ -90,7 +75,7 @@ class Generation:
         wish: Wish,
         choice: Choice,
         output: TextOutput,
-        reader: Reader,
+        answer: Answer,
         surroundings: Surroundings,
         timeout_s: float,
         patience_s: float,
@@ -100,17 +85,9 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._wish = wish
         self._choice = choice
-        self._reader: Reader | None = reader  # until the end
+        self._answer: Answer | None = answer  # until the end
         self._around = surroundings
         arrived_at = wish.arrived_at
-        self.timings = Timings(
-            request_id,
-            surroundings.metrics,
-            surroundings.figures,
-            surroundings.tracer,
-            traceparent,
-            arrived_at,
-        )
         deadline_at = arrived_at + timeout_s
         self.state = RequestState(
             request_id=request_id,
@@ -118,8 +95,17 @@ class Generation:
             sampling=choice.sampling,
             output=output,
             deadline_at=deadline_at,
+            index=choice.index,
             num_known=choice.num_known,
             patience_s=patience_s,
+        )
+        self.timings = Timings(
+            self.state,
+            surroundings.metrics,
+            surroundings.figures,
+            surroundings.tracer,
+            traceparent,
+            arrived_at,
         )
         self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
         self._route_id: RequestId | None = None
@@ -131,13 +117,13 @@ class Generation:
 
     def start(self) -> None:
         """Asks for a placement now."""
-        self.timings.accepted(len(self._choice.token_ids))
-        self.deliver(Started())
+        self.timings.accepted()
+        self.deliver(PlaceDue())
 
     def start_after(self, leader: Generation) -> None:
         """Asks for a placement when `leader`, which has the same prompt, has left its blocks where both workers find
         them: with its second token, which the decode worker makes, or its end. Then they are shared, not made again."""
-        self.timings.accepted(len(self._choice.token_ids))
+        self.timings.accepted()
         leader._followers.append(self)
         self._leader = leader
 
@@ -173,7 +159,7 @@ class Generation:
 
     def _run(self, action: Action) -> None:
         match action:
-            case Emit():
+            case Piece():
                 self._emit(action)
             case Place():
                 self._route(action.request_id)
@@ -183,7 +169,7 @@ class Generation:
                 self.timings.placed()
                 self._start(self._submit(action))
             case Pause():
-                event = RetryDue(attempt=action.attempt)
+                event = PlaceDue(attempt=action.attempt)
                 self._loop.call_later(action.delay_s, self.deliver, event)
             case CancelAt():
                 for endpoint in action.endpoints:
@@ -200,32 +186,21 @@ class Generation:
         whose = self.state.request_id
         return self._around.tasks.start(coroutine, name=self.state.attempt_id, request_id=whose)
 
-    def _emit(self, action: Emit) -> None:
-        now = self._loop.time()
-        self.timings.tokens(len(action.tokens), self.state.report)
-        prompt_logprobs = None
+    def _emit(self, piece: Piece) -> None:
+        self.timings.tokens(len(piece.tokens))
         if self._note_reuse:
             self._note_reuse = False
-            self._reused(now)
-            prompt_logprobs = self.prompt_logprobs
-        if action.finish_reason is not None:
+            self._reused(self._loop.time())
+            piece = replace(piece, prompt_logprobs=self.prompt_logprobs)
+        if piece.finish_reason is not None:
             self._end()
-            self.timings.finished(action.finish_reason, self.state)
-            request_log.finished(self.state, action.finish_reason, self.timings.ledger)
-        if self._followers and (action.finish_reason or len(self.state.generated) > 1):
+            self.timings.finished(piece.finish_reason)
+            request_log.finished(self.state, piece.finish_reason, self.timings.ledger)
+        if self._followers and (piece.finish_reason or len(self.state.generated) > 1):
             self._start_followers()
-        reader = self._reader if action.finish_reason is None else self._hand_over()
-        assert reader is not None, "output behind the last one"
-        reader.on_piece(
-            Piece(
-                index=self._choice.index,
-                text=action.text,
-                tokens=action.tokens,
-                finish_reason=action.finish_reason,
-                prompt_logprobs=prompt_logprobs,
-                is_known=action.is_known,
-            )
-        )
+        answer = self._answer if piece.finish_reason is None else self._hand_over()
+        assert answer is not None, "output behind the last one"
+        answer.on_piece(piece)
 
     def _reused(self, now: float) -> None:
         """Tells whose blocks the prompt's beginning was."""
@@ -242,7 +217,7 @@ class Generation:
     def _start_followers(self) -> None:
         followers, self._followers = self._followers, []
         for follower in followers:
-            follower.deliver(Started())
+            follower.deliver(PlaceDue())
 
     async def _place(self, action: Place) -> None:
         cluster = self._around.cluster
@@ -346,7 +321,7 @@ class Generation:
         await self._around.cluster.report(
             conductor_pb2.ReportRequest(
                 request_id=action.request_id,
-                phase=_PHASES[action.phase],
+                phase=conductor_pb2.ReportRequest.Phase.Value(f"PHASE_{action.phase.name}"),
                 elapsed_s=action.elapsed_s,
                 cached_tokens=action.cached_tokens,
                 output_tokens=action.output_tokens,
@@ -362,7 +337,6 @@ class Generation:
         self._around.routes[request_id] = self
         if previous is not None and previous != request_id:
             self._around.routes.pop(previous, None)
-            self.timings.retried()
             request_log.begun_again(self.state)
 
     def _end(self) -> None:
@@ -370,11 +344,11 @@ class Generation:
             self._around.routes.pop(self._route_id, None)
         self._deadline.cancel()
 
-    def _hand_over(self) -> Reader:
-        """The reader, for the last time: they must not hold each other for ever."""
-        reader, self._reader = self._reader, None
-        assert reader is not None, "two ends"
-        return reader
+    def _hand_over(self) -> Answer:
+        """The answer, for the last time: they must not hold each other for ever."""
+        answer, self._answer = self._answer, None
+        assert answer is not None, "two ends"
+        return answer
 
     def _expire(self) -> None:
         self.abort(DeadlineExceeded("the request took longer than its time limit"))

@@ -38,8 +38,10 @@ class ReportPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """The request was accepted."""
+class PlaceDue:
+    """The request was accepted, or its pause before placing again is over."""
+
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,6 @@ class PlaceFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetryDue:
-    """The pause before placing again is over."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitFailed:
     attempt: int
     error: MoonserveError
@@ -78,15 +73,11 @@ class TokensArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillReported:
-    attempt: int
-    report: PrefillReport
+class Reported:
+    """A worker told what its part took."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeReported:
     attempt: int
-    report: DecodeReport
+    report: PrefillReport | DecodeReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +105,12 @@ class Aborted:
 
 
 Event = (
-    Started
+    PlaceDue
     | Placed
     | PlaceFailed
-    | RetryDue
     | SubmitFailed
     | TokensArrived
-    | PrefillReported
-    | DecodeReported
+    | Reported
     | WorkerFailed
     | InstanceLost
     | Aborted
@@ -153,7 +142,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """RetryDue after `delay_s`."""
+    """PlaceDue after `delay_s`."""
 
     attempt: int
     delay_s: float
@@ -180,13 +169,15 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
-    """Output for the client; `finish_reason` is set on the last one."""
+class Piece:
+    """New output of one choice, for the client; `finish_reason` is set on the last one."""
 
+    index: int  # of the choice
     text: str
     tokens: tuple[Token, ...]
-    finish_reason: FinishReason | None
-    is_known: bool = False  # the client has it already
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # with its first piece, where they are wanted
+    is_known: bool = False  # the client has it, from an earlier connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +187,7 @@ class Fail:
     error: MoonserveError
 
 
-Action = Place | Submit | Pause | CancelAt | Report | Emit | Fail
+Action = Place | Submit | Pause | CancelAt | Report | Piece | Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,15 +218,3 @@ class Wish:
     traceparent: str = ""  # of the client's own trace, as it came
     ttft_slo_s: float = 0.0  # 0 = the conductor's default
     tbt_slo_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """New output of one choice."""
-
-    index: int  # of the choice
-    text: str
-    tokens: tuple[Token, ...]
-    finish_reason: FinishReason | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # with its first piece, where they are wanted
-    is_known: bool = False  # the client has it, from an earlier connection

@@ -38,7 +38,8 @@ class Explanation:
 
 
 async def explain(known_id: str, ask: Ask) -> Explanation:
-    """Raises what `ask` raises. Asks for one id after the other: most requests have one choice and one attempt."""
+    """`known_id`: what the client knows, from a header or a body. Raises what `ask` raises. Asks for one id
+    after the other: most requests have one choice and one attempt."""
     for name in dict.fromkeys((known_id, _BODY_ID.sub("", known_id))):
         named = await ask(name)
         request_id = json.loads(named.decision_json)["request_id"] if named.found else name
@@ -59,11 +60,8 @@ async def _decisions(
     """Decisions about all attempts of all choices, up to the first unknown choice, and the last reply. A choice's first
     attempts may have been forgotten, or made by an earlier leader."""
     decisions: list[dict[str, Any]] = []
-    index, attempt, is_known = (
-        0,
-        1,
-        False,
-    )  # of the attempt that is asked for; whether its choice has others
+    # Of the attempt that is asked for; whether its choice has others.
+    index, attempt, is_known = 0, 1, False
     while True:
         reply = await ask(attempt_id(choice_id(request_id, index), attempt))
         if reply.found:

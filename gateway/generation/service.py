@@ -19,15 +19,14 @@ from gateway.generation.attempts import Generation, Surroundings
 from gateway.generation.detokenize import TextOutput
 from gateway.generation.events import (
     Choice,
-    DecodeReported,
     Event,
     InstanceLost,
-    PrefillReported,
+    Reported,
     TokensArrived,
     Wish,
     WorkerFailed,
 )
-from gateway.generation.explanations import Explanation, choice_id, explain
+from gateway.generation.explanations import choice_id
 from gateway.generation.state import LIVE
 from gateway.tasks import LoggedTasks
 from gateway.text.tokenizer import Tokenizer
@@ -137,10 +136,6 @@ class Gateway:
             else:
                 generation.start_after(leader)
 
-    async def explain(self, known_id: str) -> Explanation:
-        """Why a request went where it went; `known_id` is what the client knows, from a header or from a body."""
-        return await explain(known_id, self.cluster.explain)
-
     async def run(self) -> None:
         """Follows the cluster until cancelled."""
         await self.cluster.run()
@@ -179,7 +174,7 @@ class Gateway:
                 choice.sampling.min_tokens,
                 includes_stop=choice.includes_stop,
             ),
-            reader=answer,
+            answer=answer,
             surroundings=self._surroundings,
             timeout_s=self._config.request_timeout_s,
             patience_s=self._config.worker_patience_s,
@@ -188,20 +183,14 @@ class Gateway:
 
     async def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
         """Tokens in groups, between which others have their turn: those who wrote no faster, and new requests."""
-        for report in batch.prefills:
+        reports: list[PrefillReport | DecodeReport] = [
+            *(from_message(PrefillReport, each) for each in batch.prefills),
+            *(from_message(DecodeReport, each) for each in batch.decodes),
+        ]
+        for report in reports:
             if (generation := self._routes.get(report.request_id)) is not None:
-                event = PrefillReported(
-                    attempt=generation.state.attempt, report=from_message(PrefillReport, report)
-                )
+                event = Reported(attempt=generation.state.attempt, report=report)
                 self._deliver(generation, event)
-        for decoded in batch.decodes:
-            if (generation := self._routes.get(decoded.request_id)) is not None:
-                self._deliver(
-                    generation,
-                    DecodeReported(
-                        attempt=generation.state.attempt, report=from_message(DecodeReport, decoded)
-                    ),
-                )
         for number, (generation, arrived) in enumerate(self._arrivals(batch), start=1):
             self._deliver(generation, arrived)
             if number % _GROUP == 0:

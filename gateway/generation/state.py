@@ -1,8 +1,8 @@
 """The life of one request at the gateway, from its first placement to its last token, across losses.
 
-    PLACING → PREFILLING → DECODING → FINISHED
-       ↑          │            │
-       └── PAUSED ←────────────┘          any → FAILED
+    PAUSED ⇄ PLACING → PREFILLING → DECODING → FINISHED
+                ↑          │            │
+                └──────────┴────────────┘          any → FAILED
 
 The rule: the client sees each token index exactly once and in order (`arrivals`); one that is missing is a
 loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far. It is given up where
@@ -25,19 +25,17 @@ from gateway.generation.events import (
     Aborted,
     Action,
     CancelAt,
-    DecodeReported,
     Event,
     Fail,
     InstanceLost,
     Pause,
     Place,
     Placed,
+    PlaceDue,
     PlaceFailed,
-    PrefillReported,
     Report,
+    Reported,
     ReportPhase,
-    RetryDue,
-    Started,
     Submit,
     SubmitFailed,
     TokensArrived,
@@ -94,10 +92,11 @@ class RequestState:
     sampling: SamplingParams
     output: TextOutput
     deadline_at: float
+    index: int = 0  # of the choice in the reply
     num_known: int = 0  # first tokens whose output the client has, from a stream that broke off
     patience_s: float = PATIENCE_S  # with the absence of workers, or of a conductor
 
-    phase: Phase = Phase.PLACING
+    phase: Phase = Phase.PAUSED
     attempt: int = 1
     losses: int = 0  # attempts that broke, since the last one that got somewhere
     arrivals: Arrivals = field(init=False)
@@ -112,7 +111,7 @@ class RequestState:
     error: MoonserveError | None = None  # FAILED
 
     def __post_init__(self) -> None:
-        self.arrivals = Arrivals(self.output, self.num_known)
+        self.arrivals = Arrivals(self.output, self.index, self.num_known)
 
     @property
     def generated(self) -> list[int]:
@@ -150,8 +149,8 @@ class RequestState:
 
     # Placing
 
-    def _on_started(self, event: Started, now: float) -> list[Action]:
-        return self._place(now)
+    def _on_place_due(self, event: PlaceDue, now: float) -> list[Action]:
+        return self._place(now) if self.phase is Phase.PAUSED else []
 
     def _place(self, now: float) -> list[Action]:
         if now >= self.deadline_at:
@@ -217,19 +216,14 @@ class RequestState:
         self.phase = Phase.PAUSED
         return [Pause(attempt=self.attempt, delay_s=_PAUSE_S)]
 
-    def _on_retry_due(self, event: RetryDue, now: float) -> list[Action]:
-        return self._place(now) if self.phase is Phase.PAUSED else []
-
     # Tokens
 
-    def _on_prefill_reported(self, event: PrefillReported, now: float) -> list[Action]:
-        self.last_report = event.report
-        if self.report is None:
-            self.report = event.report
-        return []
-
-    def _on_decode_reported(self, event: DecodeReported, now: float) -> list[Action]:
-        self.decode_report = event.report
+    def _on_reported(self, event: Reported, now: float) -> list[Action]:
+        if isinstance(event.report, DecodeReport):
+            self.decode_report = event.report
+        else:
+            self.last_report = event.report
+            self.report = self.report or event.report
         return []
 
     def _on_tokens(self, event: TokensArrived, now: float) -> list[Action]:
@@ -363,14 +357,12 @@ def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
 
 # One row per event; typed loosely because each handler takes its own event class.
 _HANDLERS: dict[type, Callable[..., list[Action]]] = {
-    Started: RequestState._on_started,
+    PlaceDue: RequestState._on_place_due,
     Placed: RequestState._on_placed,
     PlaceFailed: RequestState._on_place_failed,
-    RetryDue: RequestState._on_retry_due,
     SubmitFailed: RequestState._on_submit_failed,
     TokensArrived: RequestState._on_tokens,
-    PrefillReported: RequestState._on_prefill_reported,
-    DecodeReported: RequestState._on_decode_reported,
+    Reported: RequestState._on_reported,
     WorkerFailed: RequestState._on_worker_failed,
     InstanceLost: RequestState._on_instance_lost,
     Aborted: RequestState._on_aborted,

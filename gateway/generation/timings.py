@@ -56,7 +56,7 @@ class Instants:
     arrived_at: float
     attempted_at: float  # the last attempt's beginning
     submitted_at: float | None = None  # to the last attempt's prefill worker
-    answered_at: float | None = None  # that it has it
+    answered_at: float | None = None  # that it has it; a token may come before one hears of that
     first_at: float | None = None  # the first token of all
     handed_at: float | None = None  # the last attempt's first token
     last_at: float | None = None
@@ -65,14 +65,6 @@ class Instants:
         """Once more from the beginning."""
         self.attempted_at = now
         self.submitted_at = self.answered_at = self.handed_at = None
-
-    def submitted(self, now: float) -> None:
-        """To the prefill worker."""
-        self.submitted_at = now
-
-    def answered(self, now: float) -> None:
-        """The prefill worker has it; a token may come before one hears of that."""
-        self.answered_at = now
 
     def tokens(self, now: float) -> None:
         """One or more arrived together."""
@@ -118,7 +110,7 @@ class Timings:
 
     def __init__(
         self,
-        request_id: str,
+        state: RequestState,
         metrics: RequestMetrics,
         figures: Figures,
         tracer: Tracer,
@@ -128,18 +120,15 @@ class Timings:
         """`traceparent`: of the request's span; empty = not traced. `arrived_at`: monotonic seconds."""
         self.traceparent = traceparent
         self.ledger: Ledger | None = None  # once it has ended well
-        self._request_id = request_id
+        self._state = state
         self._metrics = metrics
         self._figures = figures
         self._tracer = tracer
         self._at = Instants(arrived_at=arrived_at, attempted_at=arrived_at)
         self._attempt = 1
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_tokens = 0
 
-    def accepted(self, num_prompt_tokens: int) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
+    def accepted(self) -> None:
+        num_prompt_tokens = len(self._state.prompt)
         self._metrics.waiting.inc()
         self._figures.totals["requests"] += 1
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -149,27 +138,26 @@ class Timings:
         """The conductor is asked; after a pause within one attempt, again."""
         if attempt != self._attempt:
             self._attempt = attempt
+            self._metrics.retries.inc()
             self._at.attempt(_clock())
 
     def placed(self) -> None:
         """The prefill worker is asked next."""
-        now = _clock()
-        self._at.submitted(now)
+        now = self._at.submitted_at = _clock()
         if self.traceparent:
             self._tracer.span("placing", self.traceparent, self._at.attempted_at, now)
 
     def taken(self) -> None:
         """The prefill worker has it."""
-        self._at.answered(_clock())
+        self._at.answered_at = _clock()
 
-    def tokens(self, count: int, report: PrefillReport | None) -> None:
+    def tokens(self, count: int) -> None:
         """`count` tokens arrived together: one gap, then none."""
         metrics, now, last_at = self._metrics, _clock(), self._at.last_at
         metrics.generation_tokens.add(count)
-        self._num_tokens += count
         self._figures.totals["output_tokens"] += count
         if last_at is None:
-            self._begin_decoding(now, report)
+            self._begin_decoding(now)
             count -= 1
         elif count:
             metrics.inter_token_s.add(now - last_at)
@@ -179,12 +167,9 @@ class Timings:
             metrics.inter_token_s.add(0.0, count)
         self._at.tokens(now)
 
-    def retried(self) -> None:
-        self._metrics.retries.inc()
-
-    def finished(self, reason: FinishReason, state: RequestState) -> None:
+    def finished(self, reason: FinishReason) -> None:
         """With the last token."""
-        metrics, now = self._metrics, _clock()
+        metrics, state, now = self._metrics, self._state, _clock()
         metrics.running.dec()
         self._figures.totals["finished"] += 1
         metrics.succeeded(reason.value)
@@ -208,30 +193,30 @@ class Timings:
         self._ended(error.code, _clock())
 
     def _ended(self, outcome: str, now: float) -> None:
-        first_at, arrived_at = self._at.first_at, self._at.arrived_at
+        first_at, arrived_at, state = self._at.first_at, self._at.arrived_at, self._state
         self._figures.ended(
             Ended(
-                request_id=self._request_id,
+                request_id=state.request_id,
                 outcome=outcome,
-                prompt_tokens=self._num_prompt_tokens,
-                cached_tokens=self._num_cached_tokens,
-                output_tokens=self._num_tokens,
+                prompt_tokens=len(state.prompt),
+                cached_tokens=state.cached_tokens,
+                output_tokens=len(state.generated),
                 ttft_s=None if first_at is None else first_at - arrived_at,
                 e2e_s=now - arrived_at,
             )
         )
 
-    def _begin_decoding(self, now: float, report: PrefillReport | None) -> None:
-        metrics, ttft_s = self._metrics, now - self._at.arrived_at
+    def _begin_decoding(self, now: float) -> None:
+        metrics, ttft_s, report = self._metrics, now - self._at.arrived_at, self._state.report
         metrics.waiting.dec()
         metrics.running.inc()
         metrics.ttft_s.observe(ttft_s)
         self._figures.ttft.add(ttft_s, now)
         if report is not None:
+            num_prompt_tokens, cached = len(self._state.prompt), self._state.cached_tokens
             metrics.queue_s.observe(report.queue_s)
             metrics.prefill_s.observe(report.load_s + report.compute_s)
-            metrics.prefix_queries.inc(self._num_prompt_tokens)
-            cached = self._num_cached_tokens = min(report.cached_tokens, self._num_prompt_tokens)
+            metrics.prefix_queries.inc(num_prompt_tokens)
             metrics.prefix_hits.inc(cached)
-            self._figures.totals["prompt_tokens"] += self._num_prompt_tokens
+            self._figures.totals["prompt_tokens"] += num_prompt_tokens
             self._figures.totals["cached_tokens"] += cached

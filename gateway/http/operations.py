@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from gateway.access.isolation import visible_to
 from gateway.access.limiter import visit_of
 from gateway.cluster.metrics import ClusterMetrics
-from gateway.generation.explanations import Explanation
+from gateway.generation.explanations import Explanation, explain
 from gateway.generation.service import Gateway
 from gateway.http.errors import ApiError
 from protocol.errors import NoWorker
@@ -103,7 +103,7 @@ class Operations:
     async def explain(self, request: Request) -> Response:
         """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""
         known_id = request.path_params["request_id"]
-        explanation = await self._gateway.explain(known_id)
+        explanation = await explain(known_id, self._gateway.cluster.explain)
         decisions = visible_to(visit_of(request).identity.tenant, explanation.decisions)
         if not decisions:
             raise ApiError(404, _not_remembered(known_id, explanation), code="not_found")

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from gateway.config import GatewayConfig
-from gateway.generation.events import Started
+from gateway.generation.events import PlaceDue
 from gateway.generation.state import RequestState
 from gateway.server import serve
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
@@ -134,7 +134,7 @@ async def http(url: str) -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 def state() -> Iterator[RequestState]:
     made = new_state()
-    made.handle(Started(), 0.0)
+    made.handle(PlaceDue(), 0.0)
     yield made
     made.validate()
 

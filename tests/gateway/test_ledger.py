@@ -42,9 +42,9 @@ def test_the_phases_are_all_of_the_time(
     made_at = taken_at + queue_s + load_s + prefill_s
     ended_at = made_at + transfer_s + decode_queue_s + decode_s + last_way_s
     at = Instants(arrived_at=arrived_at, attempted_at=arrived_at)
-    at.submitted(submitted_at)
+    at.submitted_at = submitted_at
     at.tokens(min(made_at + first_way_s, ended_at))  # they come in order, at the latest together
-    at.answered(taken_at + answer_s)
+    at.answered_at = taken_at + answer_s
     at.tokens(ended_at)
     report = DecodeReport(request_id=REQUEST, transfer_s=transfer_s, queue_s=decode_queue_s)
     made = found(at, prefill(queue_s, load_s, prefill_s), report)
@@ -65,8 +65,8 @@ def test_an_answer_of_one_token_has_all_its_time_in_phases(
     """Nothing is handed over then: behind prefill there is only the token's way."""
     submission_s, answer_s, way_s = ways
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(0.5)
-    at.answered(0.5 + submission_s + answer_s)
+    at.submitted_at = 0.5
+    at.answered_at = 0.5 + submission_s + answer_s
     at.tokens(0.5 + submission_s + sum(parts) + way_s)
     made = found(at, prefill(*parts), None)
     assert made.unaccounted_s == pytest.approx(0.0, abs=1e-6)
@@ -76,17 +76,17 @@ def test_an_answer_of_one_token_has_all_its_time_in_phases(
 
 def test_a_worker_that_tells_of_more_time_than_there_was_is_shown() -> None:
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(1.0)
+    at.submitted_at = 1.0
     at.tokens(2.0)
     assert found(at, prefill(0.0, 0.0, 3.0), None).unaccounted_s == pytest.approx(-2.0)
 
 
 def test_what_a_lost_attempt_took_is_retry() -> None:
     at = Instants(arrived_at=10.0, attempted_at=10.0)
-    at.submitted(10.1)
+    at.submitted_at = 10.1
     at.tokens(10.5)
     at.attempt(12.0)
-    at.submitted(12.25)
+    at.submitted_at = 12.25
     at.tokens(13.0)
     made = found(at, prefill(0.25, 0.0, 0.5), None)
     assert (made.ttft_s, made.retry_s, made.gateway_s) == (0.5, 2.0, 0.25)
@@ -95,23 +95,23 @@ def test_what_a_lost_attempt_took_is_retry() -> None:
 
 def test_a_first_token_before_the_answer_to_the_submission_ends_nothing_later() -> None:
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(0.5)
+    at.submitted_at = 0.5
     at.tokens(2.0)
-    at.answered(2.5)
+    at.answered_at = 2.5
     assert found(at, prefill(0.0, 0.0, 1.0), None).gateway_s == 1.0
 
 
 def test_without_a_prefills_report_there_is_none() -> None:
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(1.0)
+    at.submitted_at = 1.0
     at.tokens(2.0)
     assert ledger(at, None, None) is None
 
 
 def test_as_json_it_has_every_phase_in_seconds() -> None:
     at = Instants(arrived_at=0.0, attempted_at=0.0)
-    at.submitted(0.1)
-    at.answered(0.1234567)
+    at.submitted_at = 0.1
+    at.answered_at = 0.1234567
     at.tokens(1.0)
     shown = found(at, prefill(0.0, 0.0, 0.5), None).as_json()
     assert list(shown) == ["e2e_s", "ttft_s", *(f"{p}_s" for p in PHASES), "unaccounted_s"]

@@ -7,14 +7,14 @@ import pytest
 from gateway.generation.events import (
     Aborted,
     CancelAt,
-    Emit,
     Fail,
     InstanceLost,
+    Piece,
     Place,
-    PrefillReported,
+    PlaceDue,
     Report,
+    Reported,
     ReportPhase,
-    Started,
     Submit,
     SubmitFailed,
     WorkerFailed,
@@ -55,14 +55,14 @@ def test_a_request_is_placed_submitted_read_and_finished(state: RequestState) ->
 
 def test_a_stop_token_ends_the_request_and_has_no_text(decoding: RequestState) -> None:
     actions = arrived(decoding, 2, ids={2: EOS})
-    (emit,) = of(Emit, actions)
+    (emit,) = of(Piece, actions)
     assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
     assert of(CancelAt, actions) == []
 
 
 def test_a_stop_string_ends_the_request_and_cancels_at_both_workers(decoding: RequestState) -> None:
     actions = arrived(decoding, 2, 3, ids={2: 25})
-    (emit,) = of(Emit, actions)
+    (emit,) = of(Piece, actions)
     assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
     (cancel,) = of(CancelAt, actions)
     assert [e.instance_id for e in cancel.endpoints] == ["p0", "d0"]
@@ -78,7 +78,7 @@ def test_tokens_of_decode_may_overtake_the_first_one(state: RequestState) -> Non
     placed(state)
     assert arrived(state, 1) == []
     assert arrived(state, 2, 3) == []
-    (emit,) = of(Emit, arrived(state, 0))
+    (emit,) = of(Piece, arrived(state, 0))
     assert emit.text == "abcd"
 
 
@@ -103,7 +103,7 @@ def test_an_abandoned_attempt_is_not_heard_any_more(decoding: RequestState) -> N
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     assert arrived(decoding, 2, attempt=1) == []
     placed(decoding, decode="d1")
-    (emit,) = of(Emit, arrived(decoding, 2))
+    (emit,) = of(Piece, arrived(decoding, 2))
     assert emit.text == "c"
 
 
@@ -158,7 +158,7 @@ def test_three_attempts_are_enough(state: RequestState) -> None:
 
 def test_attempts_that_got_somewhere_are_not_counted() -> None:
     state = new_state(max_tokens=1000)
-    state.handle(Started(), 0.0)
+    state.handle(PlaceDue(), 0.0)
     for epoch in range(1, 2 * MAX_ATTEMPTS):
         placed(state, epoch=epoch)
         indexes = range(20 * (epoch - 1), 20 * epoch)
@@ -170,7 +170,7 @@ def test_attempts_that_got_somewhere_are_not_counted() -> None:
 def test_a_token_per_attempt_is_no_reason_for_another_one() -> None:
     """The prefill worker always makes one; who breaks every decode worker must not meet them all."""
     state = new_state(max_tokens=1000)
-    state.handle(Started(), 0.0)
+    state.handle(PlaceDue(), 0.0)
     for attempt in range(1, MAX_ATTEMPTS + 1):
         placed(state, epoch=attempt)
         arrived(state, attempt - 1)
@@ -227,5 +227,5 @@ def test_cached_tokens_are_those_of_the_first_attempt(state: RequestState) -> No
         report = PrefillReport(
             request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0
         )
-        state.handle(PrefillReported(attempt=1, report=report), 1.0)
+        state.handle(Reported(attempt=1, report=report), 1.0)
     assert state.cached_tokens == 2

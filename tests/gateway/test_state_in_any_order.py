@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from gateway.generation.events import (
     Aborted,
-    Emit,
     Fail,
     InstanceLost,
+    Piece,
+    PlaceDue,
     PlaceFailed,
-    RetryDue,
-    Started,
     SubmitFailed,
     WorkerFailed,
 )
@@ -39,7 +38,7 @@ def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once
     steps: list[tuple[Any, ...]],
 ) -> None:
     state = new_state(max_tokens=7)
-    actions = state.handle(Started(), 0.0)
+    actions = state.handle(PlaceDue(), 0.0)
     for kind, *rest in steps:
         attempt, lost = state.attempt, PeerLost("x")
         match kind:
@@ -55,7 +54,7 @@ def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once
                     "lost d0": InstanceLost(instance_id="d0", error=lost),
                     "submit failed": SubmitFailed(attempt=attempt, error=lost),
                     "no worker": PlaceFailed(attempt=attempt, error=NoWorker("x")),
-                    "retry": RetryDue(attempt=attempt),
+                    "retry": PlaceDue(attempt=attempt),
                     "abort": Aborted(error=Cancelled("x")),
                     "worker failed": WorkerFailed(
                         attempt=attempt, instance_id="d0", error=IntegrityError("x")
@@ -63,9 +62,9 @@ def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once
                 }[kind]
                 actions += state.handle(event, 2.0)
         state.validate()
-    emitted = of(Emit, actions)
+    emitted = of(Piece, actions)
     indexes = [token.index for emit in emitted for token in emit.tokens]
     assert indexes == list(range(len(indexes)))
     assert "".join(emit.text for emit in emitted) == "abcdefg"[: len(indexes)]
-    ends = len(of(Fail, actions)) + sum(e.finish_reason is not None for e in of(Emit, actions))
+    ends = len(of(Fail, actions)) + sum(e.finish_reason is not None for e in of(Piece, actions))
     assert ends == (state.phase in (Phase.FINISHED, Phase.FAILED))

@@ -10,9 +10,9 @@ from gateway.generation.events import (
     Pause,
     Place,
     Placed,
+    PlaceDue,
     PlaceFailed,
     ReportPhase,
-    RetryDue,
     Submit,
     SubmitFailed,
     WorkerFailed,
@@ -38,7 +38,7 @@ def test_the_first_placement_is_refused_at_once(state: RequestState, error: Moon
 def test_a_new_request_waits_for_workers_that_were_there_a_moment_ago(state: RequestState) -> None:
     absent = PlaceFailed(attempt=1, error=NoWorker("none"), may_return=True)
     assert of(Pause, state.handle(absent, 0.0))
-    assert of(Place, state.handle(RetryDue(attempt=1), 0.25))
+    assert of(Place, state.handle(PlaceDue(attempt=1), 0.25))
     (fail,) = state.handle(absent, 30.0)
     assert fail.error is absent.error
 
@@ -55,7 +55,7 @@ def test_a_new_request_waits_while_no_conductor_leads(
 ) -> None:
     (pause,) = state.handle(PlaceFailed(attempt=1, error=error), 0.0)
     assert isinstance(pause, Pause)
-    (place,) = state.handle(RetryDue(attempt=1), 0.5)
+    (place,) = state.handle(PlaceDue(attempt=1), 0.5)
     assert isinstance(place, Place)
     assert place.attempt == 1
     (fail,) = state.handle(PlaceFailed(attempt=1, error=error), 30.0)
@@ -69,7 +69,7 @@ def test_a_request_with_tokens_waits_for_a_worker_to_come_back(
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     (pause,) = decoding.handle(PlaceFailed(attempt=2, error=error), 3.0)
     assert isinstance(pause, Pause)
-    (place,) = decoding.handle(RetryDue(attempt=2), 3.5)
+    (place,) = decoding.handle(PlaceDue(attempt=2), 3.5)
     assert place.excluded == {("d0", 1)}
     (fail,) = decoding.handle(PlaceFailed(attempt=2, error=error), 30.0)
     assert fail.error is error
@@ -80,7 +80,7 @@ def test_who_failed_is_still_avoided_after_a_rejected_second_attempt(state: Requ
     failed = WorkerFailed(attempt=1, instance_id="p0", error=IntegrityError("bad bytes"))
     state.handle(failed, 2.0)
     state.handle(PlaceFailed(attempt=2, error=Overloaded("full", retry_after_s=2.0)), 2.0)
-    (place,) = state.handle(RetryDue(attempt=2), 2.25)
+    (place,) = state.handle(PlaceDue(attempt=2), 2.25)
     assert place.excluded == {("p0", 1)}
 
 
@@ -89,7 +89,7 @@ def test_who_only_failed_gets_another_chance_when_there_is_nobody_else(state: Re
     failed = WorkerFailed(attempt=1, instance_id="p0", error=IntegrityError("bad bytes"))
     state.handle(failed, 2.0)
     state.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 2.0)
-    (place,) = state.handle(RetryDue(attempt=2), 2.25)
+    (place,) = state.handle(PlaceDue(attempt=2), 2.25)
     assert place.excluded == frozenset()
 
 
@@ -98,7 +98,7 @@ def test_who_broke_is_let_in_again_once_the_conductor_must_have_noticed_its_deat
 ) -> None:
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.0 + DOUBT_S)
-    (place,) = decoding.handle(RetryDue(attempt=2), 3.25 + DOUBT_S)
+    (place,) = decoding.handle(PlaceDue(attempt=2), 3.25 + DOUBT_S)
     assert place.excluded == frozenset()
 
 
@@ -111,7 +111,7 @@ def test_who_broke_is_let_in_again_once_it_speaks_on_a_new_connection(
             attempt=2, error=NoWorker("none"), open_since={("d0", 1): opened_at, ("d1", 1): 9.0}
         )
         decoding.handle(nobody, 3.2)
-        (place,) = decoding.handle(RetryDue(attempt=2), 3.2)
+        (place,) = decoding.handle(PlaceDue(attempt=2), 3.2)
         assert place.excluded == excluded
 
 
@@ -127,10 +127,10 @@ def test_a_lost_incarnation_is_waited_out_without_an_attempt(decoding: RequestSt
         report, pause = placed(decoding, now=3.5)
         assert (report.request_id, report.phase) == ("r~2", ReportPhase.CANCELLED)
         assert isinstance(pause, Pause)
-        (place,) = decoding.handle(RetryDue(attempt=2), 3.75)
+        (place,) = decoding.handle(PlaceDue(attempt=2), 3.75)
         assert (place.attempt, place.excluded) == (2, {("d0", 1)})
         decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.75)
-        (place,) = decoding.handle(RetryDue(attempt=2), 4.0)
+        (place,) = decoding.handle(PlaceDue(attempt=2), 4.0)
         assert place.excluded == {("d0", 1)}
     (submit,) = placed(decoding, epoch=2, now=8.0)
     assert isinstance(submit, Submit)
@@ -143,7 +143,7 @@ def test_a_placement_with_who_has_a_successor_is_given_back(state: RequestState)
     report, pause = state.handle(stale, 1.0)
     assert (report.request_id, report.phase) == ("r", ReportPhase.CANCELLED)
     assert isinstance(pause, Pause)
-    (place,) = state.handle(RetryDue(attempt=1), 1.25)
+    (place,) = state.handle(PlaceDue(attempt=1), 1.25)
     assert (place.attempt, place.excluded) == (1, frozenset())  # its successor may have it
     (submit,) = placed(state, epoch=2)
     assert isinstance(submit, Submit)
@@ -152,7 +152,7 @@ def test_a_placement_with_who_has_a_successor_is_given_back(state: RequestState)
 def test_patience_with_a_lost_incarnation_ends(decoding: RequestState) -> None:
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.0)
-    decoding.handle(RetryDue(attempt=2), 3.25)
+    decoding.handle(PlaceDue(attempt=2), 3.25)
     placed(decoding, epoch=2, now=4.0)  # no token comes of it, so that the patience is not renewed
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 22.0)
     report, fail = placed(decoding, epoch=2, now=23.5)
@@ -163,7 +163,7 @@ def test_patience_with_a_lost_incarnation_ends(decoding: RequestState) -> None:
 def test_a_token_renews_the_patience(decoding: RequestState) -> None:
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     decoding.handle(PlaceFailed(attempt=2, error=NoWorker("none")), 3.0)
-    decoding.handle(RetryDue(attempt=2), 3.25)
+    decoding.handle(PlaceDue(attempt=2), 3.25)
     placed(decoding, epoch=2, now=4.0)
     assert decoding.impatient_at is not None
     arrived(decoding, 2)
@@ -173,7 +173,7 @@ def test_a_token_renews_the_patience(decoding: RequestState) -> None:
 def test_an_incarnation_listed_long_after_its_loss_lives(decoding: RequestState) -> None:
     decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
     placed(decoding, now=8.9)
-    decoding.handle(RetryDue(attempt=2), 9.2)
+    decoding.handle(PlaceDue(attempt=2), 9.2)
     (submit,) = placed(decoding, now=9.2)
     assert isinstance(submit, Submit)
 
@@ -183,7 +183,7 @@ def test_a_new_request_that_cannot_be_submitted_waits_for_the_restart(state: Req
     state.handle(SubmitFailed(attempt=1, error=PeerLost("refused")), 1.0)
     _, pause = placed(state, now=1.5)
     assert isinstance(pause, Pause)
-    state.handle(RetryDue(attempt=2), 1.75)
+    state.handle(PlaceDue(attempt=2), 1.75)
     (submit,) = placed(state, epoch=2, now=8.0)
     assert isinstance(submit, Submit)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from enum import Enum
 
-_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+_SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # within a string
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")  # numbers, true, false, null
 _WORDS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
@@ -18,9 +18,10 @@ _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _MAX_WORD = 400  # characters of a number: enough for any float, and a bound on what is kept
 _MAX_DEPTH = 200
+_MAX_HEAD = 4_096  # characters of keys, of the name and of what is neither name nor arguments
 
 
-class _ValueAt(Enum):
+class _At(Enum):
     """What may come next."""
 
     VALUE = "a value"
@@ -34,131 +35,12 @@ class _ValueAt(Enum):
     WORD = "more of a number or a name"
 
 
-class JsonValue:
-    """One value. `read` until `is_complete` or `is_broken`."""
+class _Part(Enum):
+    """What is being read of the call's own object."""
 
-    def __init__(self) -> None:
-        self.is_complete = False
-        self.is_broken = False
-        self._at = _ValueAt.VALUE
-        self._open: list[str] = []  # the brackets around, as they close
-        self._is_key = False  # of STRING and ESCAPE
-        self._num_hex = 0  # digits that a \\u still needs
-        self._word = ""
-
-    def read(self, text: str, start: int) -> int:
-        """Reads from `start`; returns where it stopped: behind a complete value (a number is complete at the first
-        character that is not its own), at the character that breaks it, or at the end of the text."""
-        at = start
-        while at < len(text) and not (self.is_complete or self.is_broken):
-            match self._at:
-                case _ValueAt.STRING:
-                    at = self._string(text, at)
-                case _ValueAt.ESCAPE:
-                    at = self._escape(text, at)
-                case _ValueAt.WORD:
-                    at = self._more_of_word(text, at)
-                case _:
-                    found = _JSON_SPACE.match(text, at)
-                    assert found is not None, "nothing is space, too"
-                    at = found.end()
-                    if at < len(text):
-                        at = self._token(text[at], at)
-        return at
-
-    def _token(self, char: str, at: int) -> int:
-        """Takes a character between tokens, or leaves one that a word begins with."""
-        opens_value = self._at in (_ValueAt.VALUE, _ValueAt.FIRST_ITEM)
-        if char == '"' and (opens_value or self._at in (_ValueAt.KEY, _ValueAt.FIRST_KEY)):
-            self._is_key = not opens_value
-            self._at = _ValueAt.STRING
-        elif char in "{[" and opens_value and len(self._open) < _MAX_DEPTH:
-            self._open.append("}" if char == "{" else "]")
-            self._at = _ValueAt.FIRST_KEY if char == "{" else _ValueAt.FIRST_ITEM
-        elif char == ":" and self._at is _ValueAt.COLON:
-            self._at = _ValueAt.VALUE
-        elif char == "," and self._at is _ValueAt.AFTER:
-            self._at = _ValueAt.KEY if self._open[-1] == "}" else _ValueAt.VALUE
-        elif self._may_close(char):
-            self._open.pop()
-            self._end_value()
-        elif opens_value and (char.isalnum() or char == "-"):
-            self._at, self._word = _ValueAt.WORD, ""
-            return at
-        else:
-            self.is_broken = True
-            return at
-        return at + 1
-
-    def _may_close(self, char: str) -> bool:
-        closing = {_ValueAt.FIRST_KEY: "}", _ValueAt.FIRST_ITEM: "]", _ValueAt.AFTER: "}]"}.get(
-            self._at, ""
-        )
-        return char in closing and bool(self._open) and self._open[-1] == char
-
-    def _end_value(self) -> None:
-        self._at = _ValueAt.AFTER
-        self.is_complete = not self._open
-
-    def _string(self, text: str, at: int) -> int:
-        found = _PLAIN.match(text, at)
-        assert found is not None, "nothing is plain, too"
-        at = found.end()
-        if at == len(text):
-            return at
-        if text[at] == "\\":
-            self._at = _ValueAt.ESCAPE
-        elif text[at] != '"':
-            self.is_broken = True
-            return at
-        elif self._is_key:
-            self._at = _ValueAt.COLON
-        else:
-            self._end_value()
-        return at + 1
-
-    def _escape(self, text: str, at: int) -> int:
-        char = text[at]
-        if self._num_hex:
-            self._num_hex -= 1
-            self.is_broken = char not in _HEX
-        elif char == "u":
-            self._num_hex = 4
-        else:
-            self.is_broken = char not in _ESCAPES
-        if self.is_broken:
-            return at
-        if not self._num_hex:
-            self._at = _ValueAt.STRING
-        return at + 1
-
-    def _more_of_word(self, text: str, at: int) -> int:
-        found = _WORD.match(text, at, at + _MAX_WORD - len(self._word))
-        assert found is not None, "nothing is a word, too"
-        self._word += found.group()
-        end = found.end()
-        if end < len(text):
-            ends_here = _WORD.fullmatch(text[end]) is None
-            if ends_here and _WORDS.fullmatch(self._word):
-                self._end_value()
-            else:
-                self.is_broken = True
-        return end
-
-
-_SPACE = " \t\n\r"
-_MAX_HEAD = 4_096  # characters of keys, of the name and of what is neither name nor arguments
-
-
-class _At(Enum):
-    """Within the call's own object."""
-
-    OPENING = "{"
-    FIRST_KEY = "its first key"
     KEY = "a key"
-    COLON = ":"
-    VALUE = "a value"
-    AFTER = ", or }"
+    ARGUMENTS = "the arguments"
+    OTHER = "the name, or what is neither"
 
 
 class CallReader:
@@ -171,9 +53,13 @@ class CallReader:
         self.is_complete = False
         self.is_broken = False
         self.name: str | None = None
-        self._at = _At.OPENING
-        self._value: JsonValue | None = None  # a key or a value that is being read
-        self._text = ""  # of it, unless it is the arguments
+        self._at = _At.VALUE
+        self._open: list[str] = []  # the brackets around, as they close
+        self._is_key = False  # of STRING and ESCAPE
+        self._num_hex = 0  # digits that a \\u still needs
+        self._word = ""
+        self._part: _Part | None = None
+        self._text = ""  # of the part, unless it is the arguments
         self._key = ""
         self._seen: set[str] = set()
         self._unread = ""  # arguments that have not been taken
@@ -196,72 +82,145 @@ class CallReader:
         """Reads from `start`; returns where it stopped: behind the call, at what breaks it, or at the text's end."""
         at = start
         while at < len(text) and not (self.is_complete or self.is_broken):
-            at = self._inside(text, at) if self._value is not None else self._between(text, at)
+            part, begin, end = self._part, at, len(text)
+            if part in (_Part.KEY, _Part.OTHER):  # never beyond the limit, wherever the pieces end
+                end = min(end, at + _MAX_HEAD + 1 - self._num_head)
+            at = self._step(text, at, end)
+            self._keep(part or self._part, text[begin:at])
+            if part is not None and self._part is None and not self.is_broken:
+                self._end_part(part)
         return at
 
-    def _between(self, text: str, at: int) -> int:
-        char = text[at]
-        if char in _SPACE:
-            return at + 1
-        if self._at is _At.OPENING and char == "{":
-            self._at = _At.FIRST_KEY
-        elif self._at in (_At.FIRST_KEY, _At.KEY) and char == '"':
-            self._begin()
-            return at
-        elif self._at is _At.COLON and char == ":":
-            self._at = _At.VALUE
-        elif self._at is _At.VALUE:
-            self._begin()
-            self._has_arguments = self._has_arguments or self._is_arguments
+    def _keep(self, part: _Part | None, text: str) -> None:
+        if part is _Part.ARGUMENTS:
+            self._unread += text
+        elif part is not None:
+            self._text += text
+            self._num_head += len(text)
+            self.is_broken = self.is_broken or self._num_head > _MAX_HEAD
+
+    # The call's own object
+
+    def _begin_value(self, char: str) -> None:
+        """Of any depth."""
+        if not self._open:
+            self.is_broken = char != "{"
+        elif len(self._open) == 1:
+            is_arguments = self._key in self._arguments_keys
+            self._part, self._text = _Part.ARGUMENTS if is_arguments else _Part.OTHER, ""
             # Arguments are an object; a model that writes anything else does not call.
-            self.is_broken = self._is_arguments and char != "{"
+            self.is_broken = is_arguments and char != "{"
+            self._has_arguments = self._has_arguments or (is_arguments and char == "{")
+
+    def _end_value(self) -> None:
+        """Of any depth."""
+        self._at = _At.AFTER
+        if len(self._open) == 1:
+            self._part = None
+        elif not self._open:
+            self.is_complete, self.is_broken = self.is_certain, not self.is_certain
+
+    def _end_part(self, part: _Part) -> None:
+        if part is _Part.KEY:
+            self._key = json.loads(self._text)
+            kind = "arguments" if self._key in self._arguments_keys else self._key
+            self.is_broken = kind in self._seen
+            self._seen.add(kind)
+        elif part is _Part.OTHER and self._key == "name":
+            name = json.loads(self._text)
+            self.name = name if isinstance(name, str) and name in self._names else None
+            self.is_broken = self.name is None
+
+    # JSON
+
+    def _step(self, text: str, at: int, end: int) -> int:
+        """Takes what comes next, up to `end`, and returns where that ends; what breaks the call stays."""
+        match self._at:
+            case _At.STRING:
+                return self._string(text, at, end)
+            case _At.ESCAPE:
+                return self._escape(text[at], at)
+            case _At.WORD:
+                return self._more_of_word(text, at, end)
+            case _:
+                behind = _match(_SPACE, text, at, end)
+                return behind if behind > at else self._token(text[at], at)
+
+    def _token(self, char: str, at: int) -> int:
+        """Takes a character between tokens, or leaves one that a word begins with."""
+        opens_value = self._at in (_At.VALUE, _At.FIRST_ITEM)
+        is_word = char.isalnum() or char == "-"
+        if opens_value and (is_word or char in '"{['):
+            self._begin_value(char)
+        if char == '"' and (opens_value or self._at in (_At.KEY, _At.FIRST_KEY)):
+            self._is_key, self._at = not opens_value, _At.STRING
+            if self._is_key and len(self._open) == 1:
+                self._part, self._text = _Part.KEY, ""
+        elif char in "{[" and opens_value and len(self._open) <= _MAX_DEPTH:
+            self._open.append("}" if char == "{" else "]")
+            self._at = _At.FIRST_KEY if char == "{" else _At.FIRST_ITEM
+        elif char == ":" and self._at is _At.COLON:
+            self._at = _At.VALUE
+        elif char == "," and self._at is _At.AFTER:
+            self._at = _At.KEY if self._open[-1] == "}" else _At.VALUE
+        elif self._may_close(char):
+            self._open.pop()
+            self._end_value()
+        elif opens_value and is_word:
+            self._at, self._word = _At.WORD, ""
             return at
-        elif self._at is _At.AFTER and char == ",":
-            self._at = _At.KEY
-        elif self._at is _At.AFTER and char == "}":
-            self.is_complete = self.is_certain
-            self.is_broken = not self.is_certain
         else:
             self.is_broken = True
         return at if self.is_broken else at + 1
 
-    @property
-    def _is_arguments(self) -> bool:
-        return self._at is _At.VALUE and self._key in self._arguments_keys
+    def _may_close(self, char: str) -> bool:
+        closing = {_At.FIRST_KEY: "}", _At.FIRST_ITEM: "]", _At.AFTER: "}]"}.get(self._at, "")
+        return char in closing and bool(self._open) and self._open[-1] == char
 
-    def _begin(self) -> None:
-        self._value, self._text = JsonValue(), ""
-
-    def _inside(self, text: str, at: int) -> int:
-        value = self._value
-        assert value is not None, "something is being read"
-        if self._is_arguments:
-            end = value.read(text, at)
-            self._unread += text[at:end]
-        else:  # never beyond the limit, wherever the pieces end
-            end = value.read(text[: at + _MAX_HEAD + 1 - self._num_head], at)
-            self._text += text[at:end]
-            self._num_head += end - at
-        if value.is_broken or self._num_head > _MAX_HEAD:
+    def _string(self, text: str, at: int, end: int) -> int:
+        at = _match(_PLAIN, text, at, end)
+        if at == end:
+            return at
+        if text[at] == "\\":
+            self._at = _At.ESCAPE
+        elif text[at] != '"':
             self.is_broken = True
-        elif value.is_complete:
-            self._ended()
-        return end
+            return at
+        elif self._is_key:
+            self._at = _At.COLON
+            if len(self._open) == 1:
+                self._part = None
+        else:
+            self._end_value()
+        return at + 1
 
-    def _ended(self) -> None:
-        self._value = None
-        if self._at is not _At.VALUE:
-            self._end_key(json.loads(self._text))
-            return
-        if self._key == "name":
-            name = json.loads(self._text)
-            if isinstance(name, str) and name in self._names:
-                self.name = name
-            self.is_broken = self.name is None
-        self._at = _At.AFTER
+    def _escape(self, char: str, at: int) -> int:
+        if self._num_hex:
+            self._num_hex -= 1
+            self.is_broken = char not in _HEX
+        elif char == "u":
+            self._num_hex = 4
+        else:
+            self.is_broken = char not in _ESCAPES
+        if self.is_broken:
+            return at
+        if not self._num_hex:
+            self._at = _At.STRING
+        return at + 1
 
-    def _end_key(self, key: str) -> None:
-        kind = "arguments" if key in self._arguments_keys else key
-        self.is_broken = kind in self._seen
-        self._seen.add(kind)
-        self._key, self._at = key, _At.COLON
+    def _more_of_word(self, text: str, at: int, end: int) -> int:
+        behind = _match(_WORD, text, at, min(end, at + _MAX_WORD - len(self._word)))
+        self._word += text[at:behind]
+        if behind < end:
+            if _WORD.fullmatch(text[behind]) is None and _WORDS.fullmatch(self._word):
+                self._end_value()
+            else:
+                self.is_broken = True
+        return behind
+
+
+def _match(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
+    """Where the longest match from `at` ends, which may be empty."""
+    found = pattern.match(text, at, end)
+    assert found is not None, "nothing matches, too"
+    return found.end()
