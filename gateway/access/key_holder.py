@@ -3,16 +3,15 @@
 Rule: what cannot be read changes nothing. A broken file and a registry that is away leave the keys known so far, which
 is said once and counted. Until a store was read for the first time nobody's key is known, which is another answer than
 a wrong key. Finding takes the same time whatever was presented: the table is asked for the digest of what came, which
-nobody can steer towards a stored one, and what it gives is compared in constant time.
+nobody can steer towards a stored one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -53,18 +52,18 @@ class KeyHolder:
         self._stores = stores
         # By place: flags, then each store; None = not read yet.
         self._parts: list[list[ApiKey] | None] = [list(fixed), *(None for _ in stores)]
-        self._keyring = Keyring(fixed)
+        self._by_digest = {key.digest: key for key in fixed}  # of two of one key the later counts
         self._failures = Counter(
             "moonserve_api_keys_reload_failures",
             "Times that API keys could not be read; those known before stayed.",
             registry=registry,
         )
         self._count = Gauge("moonserve_api_keys", "API keys that count now.", registry=registry)
-        self._count.set(len(self._keyring))
+        self._count.set(len(self._by_digest))
 
     def find(self, presented: bytes) -> ApiKey | None:
         """None for a wrong key. Raises NoWorker while it may be one of a store that could not be read yet."""
-        found = self._keyring.find(presented)
+        found = self._by_digest.get(digest_of(presented))
         if found is None and any(part is None for part in self._parts):
             raise NoWorker("the API keys are not known yet: their registry does not answer")
         return found
@@ -106,30 +105,7 @@ class KeyHolder:
 
     def _take(self, place: int, keys: list[ApiKey]) -> None:
         before, self._parts[place] = self._parts[place], keys
-        self._keyring = Keyring(key for part in self._parts for key in part or ())
-        self._count.set(len(self._keyring))
+        self._by_digest = {key.digest: key for part in self._parts for key in part or ()}
+        self._count.set(len(self._by_digest))
         if before is not None and before != keys:
-            log.info("%d API keys now", len(self._keyring))
-
-
-_NOBODY = "0" * 64
-
-
-class Keyring:
-    """Keys by digest; of two records of one key the later counts."""
-
-    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
-        self._by_digest = {key.digest: key for key in keys}
-
-    def __len__(self) -> int:
-        return len(self._by_digest)
-
-    def __iter__(self) -> Iterator[ApiKey]:
-        return iter(self._by_digest.values())
-
-    def find(self, presented: bytes) -> ApiKey | None:
-        """The key's record; None when it is none of ours."""
-        digest = digest_of(presented)
-        found = self._by_digest.get(digest)
-        known = _NOBODY if found is None else found.digest
-        return found if hmac.compare_digest(digest, known) else None
+            log.info("%d API keys now", len(self._by_digest))

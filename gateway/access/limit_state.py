@@ -10,6 +10,7 @@ bucket is admitted when that is full.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.access.key_record import KeyLimits
@@ -24,10 +25,6 @@ class Bucket:
     """`full_at` may lie in the past: it is full."""
 
     full_at: float = float("-inf")
-
-    def level(self, capacity: int, now: float) -> float:
-        """What can be taken; below 0 where more was taken than there was."""
-        return capacity - max(0.0, self.full_at - now) * (capacity / MINUTE_S)
 
     def wait_s(self, amount: float, capacity: int, now: float) -> float:
         """Until so much can be taken; 0 = now. An amount above the capacity needs a full bucket."""
@@ -148,22 +145,32 @@ def _judge(
         if limits.streams is not None and len(account.under_way) >= limits.streams
         else 0.0,
     }
-    worst = max(waits, key=lambda name: waits[name])
-    is_refused = refuses and waits[worst] > 0
-    return Verdict(
-        refused_by=worst if is_refused else None,
-        retry_after_s=waits[worst] if is_refused else 0.0,
-        requests=balance(limits.requests_per_minute, account.requests.full_in_s(now)),
-        tokens=balance(limits.tokens_per_minute, account.tokens.full_in_s(now)),
-    )
+    full_in_s = (account.requests.full_in_s(now), account.tokens.full_in_s(now))
+    return verdict(limits, waits, full_in_s, refuses=refuses)
 
 
 def _wait_s(bucket: Bucket, amount: int, capacity: int | None, now: float) -> float:
     return 0.0 if capacity is None else bucket.wait_s(amount, capacity, now)
 
 
-def balance(capacity: int | None, full_in_s: float) -> Balance | None:
-    """Where a limit stands whose bucket is full in so many seconds; None where there is no limit."""
+def verdict(
+    limits: KeyLimits,
+    waits: Mapping[str, float],
+    full_in_s: tuple[float, float],
+    *,
+    refuses: bool,
+) -> Verdict:
+    """`waits`: for each limit. `full_in_s`: until the buckets of requests and of tokens are full."""
+    worst = max(waits, key=lambda name: waits[name])
+    return Verdict(
+        refused_by=worst if refuses and waits[worst] > 0 else None,
+        retry_after_s=waits[worst] if refuses else 0.0,
+        requests=_balance(limits.requests_per_minute, full_in_s[0]),
+        tokens=_balance(limits.tokens_per_minute, full_in_s[1]),
+    )
+
+
+def _balance(capacity: int | None, full_in_s: float) -> Balance | None:
     if capacity is None:
         return None
     level = capacity - full_in_s * capacity / MINUTE_S

@@ -23,7 +23,7 @@ from gateway.access.limit_state import (
     STREAM_TTL_S,
     STREAMS_RETRY_S,
     Verdict,
-    balance,
+    verdict,
 )
 from protocol.errors import ConfigError, InvalidRequest, PeerError
 from protocol.registry import redis_address, redis_client
@@ -192,7 +192,9 @@ class SharedLimits:
         ttl_ms = int(STREAM_TTL_S * 1000)
         arguments = [*_arguments(limits), request_id, tokens, ttl_ms]
         reply = await self._run(_ADMIT, self._keys(key_id), arguments)
-        return _verdict(limits, bool(reply[0]), [float(number) for number in reply[1:]])
+        *waits, requests_full_s, tokens_full_s = map(float, reply[1:])
+        named = dict(zip(("requests", "tokens", "streams"), waits, strict=True))
+        return verdict(limits, named, (requests_full_s, tokens_full_s), refuses=not reply[0])
 
     async def settle(
         self, key_id: str, request_id: str, limits: KeyLimits, more_tokens: int
@@ -222,14 +224,3 @@ class SharedLimits:
 def _arguments(limits: KeyLimits) -> list[int | str]:
     values = (limits.requests_per_minute, limits.tokens_per_minute, limits.streams)
     return ["" if value is None else value for value in values]
-
-
-def _verdict(limits: KeyLimits, admitted: bool, numbers: list[float]) -> Verdict:
-    waits = dict(zip(("requests", "tokens", "streams"), numbers[:3], strict=True))
-    worst = max(waits, key=lambda name: waits[name])
-    return Verdict(
-        refused_by=None if admitted else worst,
-        retry_after_s=0.0 if admitted else waits[worst],
-        requests=balance(limits.requests_per_minute, numbers[3]),
-        tokens=balance(limits.tokens_per_minute, numbers[4]),
-    )

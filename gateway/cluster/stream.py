@@ -19,37 +19,28 @@ _REOPEN_DELAY_S = 0.2
 _SETTLED_WITHIN_S = 1.0
 
 
-class Heard:
-    """What a gateway has heard of one incarnation of a worker."""
-
-    def __init__(self) -> None:
-        self._times_given_up = 0
-        self._num_batches = 0
-
-    def begins(self, standing: worker_pb2.Standing) -> bool:
-        """A stream stands. False: events were missed since the last one, or all requests given up."""
-        before = (self._times_given_up, self._num_batches)
-        self._times_given_up, self._num_batches = standing.times_given_up, standing.num_batches
-        return before == (standing.times_given_up, standing.num_batches)
-
-    def came(self) -> None:
-        """A batch that is not a stream's first."""
-        self._num_batches += 1
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerStream:
     """Events stream of one incarnation of a worker."""
 
     endpoint: Endpoint
-    heard: Heard = field(default_factory=Heard)
     is_open: bool = False  # something has come on it since it was opened
     is_broken: bool = False  # it was open once, or could not be opened
     opened_at: float = 0.0  # when the first of that came
     spoke_at: float = 0.0  # when something came last
     task: asyncio.Task[None] | None = None
+    _heard: tuple[int, int] = (0, 0)  # times that the worker gave us up, batches since
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _settled: asyncio.Event = field(default_factory=asyncio.Event)  # whether or not it opened
+
+    def begins(self, standing: worker_pb2.Standing) -> bool:
+        """A stream stands. False: events were missed since the last one, or all requests given up."""
+        before, self._heard = self._heard, (standing.times_given_up, standing.num_batches)
+        return before == self._heard
+
+    def came(self) -> None:
+        """A batch that is not a stream's first."""
+        self._heard = (self._heard[0], self._heard[1] + 1)
 
     def speaks(self, now: float) -> None:
         if not self.is_open:

@@ -340,7 +340,7 @@ class Cluster:
                 if batch.HasField("standing"):
                     self._begin(stream, batch.standing)
                 else:
-                    stream.heard.came()
+                    stream.came()
                     await self._on_batch(endpoint.instance_id, batch)
         except MoonserveError as error:
             return PeerLost(
@@ -354,7 +354,7 @@ class Cluster:
     def _begin(self, stream: WorkerStream, standing: worker_pb2.Standing) -> None:
         """Whoever waits for what was missed waits in vain."""
         instance_id = stream.endpoint.instance_id
-        if not stream.heard.begins(standing) and self._streams.get(instance_id) is stream:
+        if not stream.begins(standing) and self._streams.get(instance_id) is stream:
             # It lives: no reason to take it for dead.
             missed = IntegrityError(f"missed events of {instance_id}", instance_id=instance_id)
             self._on_lost(instance_id, missed)

@@ -26,8 +26,7 @@ from gateway.generation.events import (
     Wish,
     WorkerFailed,
 )
-from gateway.generation.explanations import choice_id
-from gateway.generation.state import LIVE
+from gateway.generation.state import LIVE, choice_id
 from gateway.tasks import LoggedTasks
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, NoWorker

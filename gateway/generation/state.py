@@ -350,6 +350,11 @@ class RequestState:
         )
 
 
+def choice_id(request_id: str, index: int) -> RequestId:
+    """The id under which the cluster knows one choice of a request."""
+    return RequestId(f"{request_id}.{index}" if index else request_id)
+
+
 def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
     """Workers remember cancelled ids for a while, so that each attempt needs its own."""
     return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")

@@ -114,10 +114,7 @@ def _routes(
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    reply = reply_for(error)
-    return Response(
-        reply.body(), reply.status, headers=dict(reply.headers), media_type="application/json"
-    )
+    return reply_for(error).response()
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

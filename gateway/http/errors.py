@@ -9,6 +9,8 @@ import json
 import math
 from collections.abc import Mapping
 
+from starlette.responses import Response
+
 from protocol.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -49,6 +51,10 @@ class ApiError(Exception):
         """`{"error": {…}}` as JSON."""
         named = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": {**named, **self._extra}}).encode()
+
+    def response(self) -> Response:
+        """The reply."""
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def invalid(message: str, param: str | None) -> ApiError:

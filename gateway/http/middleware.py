@@ -72,11 +72,11 @@ class FrontDoor:
                 visit.look()
             await self._app(scope, receive, echo.send)
         except (ApiError, NoWorker) as error:
-            await echo.fail(error)
+            await echo.fail(scope, receive, error)
         except Exception as error:  # the outermost frame: without it the client would get no reply
             whose = of(scope["state"]["cluster_id"])
             log.exception("%s %s failed", scope["method"], scope["path"], extra=whose)
-            await echo.fail(error)
+            await echo.fail(scope, receive, error)
         finally:
             if visit is not None:
                 visit.leave()
@@ -129,14 +129,7 @@ class _Echo:
             ]
         await self._send(message)
 
-    async def fail(self, error: Exception) -> None:
+    async def fail(self, scope: Scope, receive: Receive, error: Exception) -> None:
         """An error reply, unless another reply has begun."""
-        if self._started:
-            return
-        reply = reply_for(error)
-        body = reply.body()
-        headers = [(b"content-type", b"application/json")]
-        headers.append((b"content-length", str(len(body)).encode()))
-        headers += [(name.encode(), value.encode()) for name, value in reply.headers.items()]
-        await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        if not self._started:
+            await reply_for(error).response()(scope, receive, self.send)

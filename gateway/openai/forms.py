@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from protocol.grammar import Grammars
 WHITESPACE = r" |\n[ \t]{0,64}"
 
 _PREFIX = "start: "
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class FormChecker:
 
 
 def _asks_for_form(body: SamplingBody) -> bool:
-    names = ("response_format", "structured_outputs", *_GUIDED)
+    names = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _MAKERS))
     return any(getattr(body, name) is not None for name in names)
 
 
@@ -87,14 +86,9 @@ def _forms(body: SamplingBody) -> Iterator[Form | None]:
     yield _of_response_format(body)
     if body.structured_outputs is not None:
         yield from _of_structured_outputs(body.structured_outputs)
-    if body.guided_json is not None:
-        yield json_form(body.guided_json, "guided_json")
-    if body.guided_regex is not None:
-        yield _regex_form(body.guided_regex, "guided_regex")
-    if body.guided_choice is not None:
-        yield _choice_form(body.guided_choice, "guided_choice")
-    if body.guided_grammar is not None:
-        yield _grammar_form(body.guided_grammar, "guided_grammar")
+    for kind, make in _MAKERS.items():
+        if (wish := getattr(body, f"guided_{kind}")) is not None:
+            yield make(wish, f"guided_{kind}")
 
 
 def _of_response_format(body: SamplingBody) -> Form | None:
@@ -118,23 +112,16 @@ def _of_structured_outputs(wish: StructuredOutputs) -> Iterator[Form]:
     for name in ("structural_tag", "disable_additional_properties"):
         if getattr(wish, name) not in (None, False):
             raise unsupported(f"{where}.{name} is not supported by this server", f"{where}.{name}")
-    spacing = _spacing(wish)
+    spacing: dict[str, Any] = {"whitespace_pattern": wish.whitespace_pattern or WHITESPACE}
+    if wish.disable_any_whitespace:
+        spacing = {"whitespace_flexible": False}
     if wish.json_ is not None:
         yield json_form(wish.json_, f"{where}.json", spacing)
     if wish.json_object:
         yield json_form({"type": "object"}, f"{where}.json_object", spacing)
-    if wish.regex is not None:
-        yield _regex_form(wish.regex, f"{where}.regex")
-    if wish.choice is not None:
-        yield _choice_form(wish.choice, f"{where}.choice")
-    if wish.grammar is not None:
-        yield _grammar_form(wish.grammar, f"{where}.grammar")
-
-
-def _spacing(wish: StructuredOutputs) -> dict[str, Any]:
-    if wish.disable_any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": wish.whitespace_pattern or WHITESPACE}
+    for kind in ("regex", "choice", "grammar"):
+        if (given := getattr(wish, kind)) is not None:
+            yield _MAKERS[kind](given, f"{where}.{kind}")
 
 
 def json_form(schema: SchemaOrText, param: str, spacing: Mapping[str, Any] | None = None) -> Form:
@@ -182,6 +169,14 @@ def _grammar_form(grammar: str, param: str) -> Form:
         return Form(grammar=any_to_lark(grammar), param=param)
     except Exception as error:  # bare ones among them, depending on where the text goes wrong
         raise refused(f"is neither Lark nor GBNF: {error}", param) from error
+
+
+_MAKERS: Mapping[str, Callable[[Any, str], Form]] = {
+    "json": json_form,
+    "regex": _regex_form,
+    "choice": _choice_form,
+    "grammar": _grammar_form,
+}
 
 
 def refused(message: str, param: str) -> ApiError:

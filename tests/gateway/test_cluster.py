@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gateway.cluster.stream
 import gateway.cluster.view
-from gateway.cluster.stream import Heard
+from gateway.cluster.stream import WorkerStream
 from gateway.cluster.view import Cluster
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, PeerLost
 from protocol.ids import GatewayId
@@ -217,7 +217,8 @@ def test_a_stream_begins_well_exactly_where_nothing_was_missed(
     streams: list[tuple[int, int, bool]],
 ) -> None:
     """Each stream brings some batches, loses some, and may be followed by the worker giving this gateway up."""
-    heard, given_up, taken, is_whole = Heard(), 0, 0, True
+    worker = endpoint("d0", 1, 1)
+    heard, given_up, taken, is_whole = WorkerStream(endpoint=worker), 0, 0, True
     for num_brought, num_lost, gives_up in [*streams, (0, 0, False)]:
         standing = worker_pb2.Standing(times_given_up=given_up, num_batches=taken)
         assert heard.begins(standing) == is_whole
@@ -228,4 +229,4 @@ def test_a_stream_begins_well_exactly_where_nothing_was_missed(
         if gives_up:
             given_up, taken, is_whole = given_up + 1, 0, False
     for standing in (worker_pb2.Standing(times_given_up=1), worker_pb2.Standing(num_batches=1)):
-        assert not Heard().begins(standing), "missed before the first stream"
+        assert not WorkerStream(endpoint=worker).begins(standing), "missed before the first stream"

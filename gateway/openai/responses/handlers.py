@@ -17,8 +17,7 @@ from gateway.http.errors import ApiError, invalid
 from gateway.openai.chunks import ChatChunks
 from gateway.openai.endpoints import Api
 from gateway.openai.models import ServedModel
-from gateway.openai.responses.events import ResponseEvents
-from gateway.openai.responses.output import ResponseForm
+from gateway.openai.responses.events import ResponseEvents, ResponseForm
 from gateway.openai.responses.schema import (
     RENAMED,
     ResponsesBody,

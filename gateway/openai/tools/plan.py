@@ -10,8 +10,7 @@ from gateway.generation.events import Choice
 from gateway.http.errors import ApiError, unsupported
 from gateway.openai.forms import Form, FormChecker, json_form, json_rule, refused, text_rule
 from gateway.openai.schema import ChatBody, Function, NamedChoice
-from gateway.openai.tools.formats import Format
-from gateway.openai.tools.parser import ToolParser
+from gateway.openai.tools.formats import Format, ToolParser
 
 _TEXT = r"/(.|\n)*/"
 _TEXT_WITHOUT_CALL = r"/([^{](.|\n)*)?/"  # in a format where a message that begins with { calls

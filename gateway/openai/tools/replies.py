@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.generation.events import Piece
 from gateway.openai.chunks import ChatChunks, Heading, Wants
-from gateway.openai.tools.parser import Arguments, CallStarted, Content, Event
+from gateway.openai.tools.formats import Arguments, CallStarted, Content, Event
 from gateway.openai.tools.plan import ToolPlan
 from gateway.text.tokenizer import Tokenizer
 from protocol.request import FinishReason

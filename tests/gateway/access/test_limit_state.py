@@ -53,14 +53,6 @@ def test_who_comes_back_when_told_is_let_in_and_a_moment_before_not(
         assert bucket.wait_s(share * capacity, capacity, now + wait_s - 0.01) > 0
 
 
-@given(capacity=st.integers(1, 10**6), amounts=st.lists(st.floats(-2, 2), max_size=20))
-def test_a_bucket_never_holds_more_than_its_capacity(capacity: int, amounts: list[float]) -> None:
-    bucket = Bucket()
-    for second, amount in enumerate(amounts):
-        bucket = bucket.after(amount * capacity, capacity, float(second))
-        assert bucket.level(capacity, float(second)) <= capacity
-
-
 @dataclass
 class Books:
     """What one key has had, kept the long way: charges by instant, and what is under way."""

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.generation.events import Piece
 from gateway.openai.chunks import ChatChunks, Heading, Wants
-from gateway.openai.responses.events import ResponseEvents
-from gateway.openai.responses.output import ResponseForm
+from gateway.openai.responses.events import ResponseEvents, ResponseForm
 from gateway.openai.responses.schema import ResponsesBody
 from gateway.openai.tools.formats import FORMATS
 from gateway.openai.tools.plan import ToolPlan

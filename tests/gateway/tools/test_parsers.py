@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.tools.formats import HermesParser, Llama3JsonParser
-from gateway.openai.tools.parser import Arguments, CallStarted, Content, Event, ToolParser
+from gateway.openai.tools.formats import (
+    Arguments,
+    CallStarted,
+    Content,
+    Event,
+    HermesParser,
+    Llama3JsonParser,
+    ToolParser,
+)
 from tests.thoroughness import examples
 
 NAMES = ("get_weather", "add")
