@@ -153,9 +153,9 @@ class RequestState:
         return self._place(now) if self.phase is Phase.PAUSED else []
 
     def _place(self, now: float) -> list[Action]:
+        self.phase = Phase.PLACING
         if now >= self.deadline_at:
             return self._fail(DeadlineExceeded("the request took longer than its time limit"), now)
-        self.phase = Phase.PLACING
         self.arrivals.begin_attempt()
         return [
             Place(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,9 @@ import aiohttp
 import pytest
 
 from gateway.config import GatewayConfig
-from gateway.generation.events import PlaceDue
-from gateway.generation.state import RequestState
 from gateway.server import serve
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from protocol.process import Lifecycle
-from tests.gateway.requests import arrived, new_state, placed
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.patience import PATIENCE_S
 
@@ -129,19 +126,3 @@ async def url(cluster: ScriptedCluster) -> AsyncIterator[str]:
 async def http(url: str) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(url) as session:
         yield session
-
-
-@pytest.fixture
-def state() -> Iterator[RequestState]:
-    made = new_state()
-    made.handle(PlaceDue(), 0.0)
-    yield made
-    made.validate()
-
-
-@pytest.fixture
-def decoding(state: RequestState) -> RequestState:
-    placed(state)
-    arrived(state, 0)
-    arrived(state, 1)
-    return state

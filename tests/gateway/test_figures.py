@@ -26,17 +26,14 @@ def test_percentiles_are_of_the_last_minute() -> None:
     figures.ttft.add(100.0, now=0.0)
     for count in range(1, 101):
         figures.ttft.add(count / 100, now=50.0)
-    shown = figures.as_json(now=WINDOW_S + 1.0)["ttft_s"]
-    assert shown["count"] == 100
-    assert 0.49 < shown["p50"] < 0.52
-    assert 0.98 < shown["p99"] <= 1.0
+    shown = figures.as_json(now=WINDOW_S + 1.0)
+    assert shown["ttft_s"]["count"] == 100
+    assert 0.49 < shown["ttft_s"]["p50"] < 0.52
+    assert 0.98 < shown["ttft_s"]["p99"] <= 1.0
+    assert shown["tbt_s"] == {"p50": None, "p95": None, "p99": None, "count": 0}
 
 
-def test_without_samples_there_are_no_percentiles() -> None:
-    assert Figures().as_json(1.0)["tbt_s"] == {"p50": None, "p95": None, "p99": None, "count": 0}
-
-
-def test_prefixes_cool_down_and_the_hottest_come_first() -> None:
+def test_prefixes_cool_down_the_hottest_come_first_and_their_memory_is_bounded() -> None:
     figures = Figures()
     for now in range(4):
         figures.reused(key(1), 64, ["prefill-0"], float(now))
@@ -44,26 +41,20 @@ def test_prefixes_cool_down_and_the_hottest_come_first() -> None:
     first, second = figures.hot_prefixes(300.0)
     assert (first["tokens"], first["holders"]) == (32, ["prefill-0", "store-0"])
     assert second["heat"] < 0.2
-
-
-def test_the_memory_of_prefixes_is_bounded() -> None:
-    figures = Figures()
-    for number in range(_MAX_PREFIXES + 10):
-        figures.reused(key(number), 32, [], float(number))
+    for number in range(3, _MAX_PREFIXES + 3):
+        figures.reused(key(number), 32, [], 300.0)
     assert len(figures._prefixes) == _MAX_PREFIXES
-    assert key(9) not in figures._prefixes
+    assert key(2) not in figures._prefixes
 
 
 def test_the_latest_requests_come_first_and_the_others_are_forgotten() -> None:
     figures = Figures()
+    counts = {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
     for number in range(_NUM_LATEST + 3):
-        counts = {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
-        times = {"ttft_s": 0.1, "e2e_s": 0.2}
-        figures.ended(Ended(request_id=f"req-{number}", outcome="stop", **counts, **times))
-    shown = figures.latest_requests()
-    assert len(shown) == _NUM_LATEST
-    assert shown[0]["request_id"] == f"req-{_NUM_LATEST + 2}"
-    assert shown[-1]["request_id"] == "req-3"
+        ended = Ended(request_id=f"{number}", outcome="stop", **counts, ttft_s=0.1, e2e_s=0.2)
+        figures.ended(ended)
+    shown = [request["request_id"] for request in figures.latest_requests()]
+    assert shown == [str(number) for number in range(_NUM_LATEST + 2, 2, -1)]
 
 
 def worker(
@@ -77,35 +68,20 @@ def worker(
     )
 
 
-class Seen:
-    """Figures fed with views, and the metric values they lead to."""
+def test_usage_is_the_share_of_decode_blocks_and_preemptions_count_once_across_restarts() -> None:
+    registry = CollectorRegistry()
+    figures = DecodeFigures(RequestMetrics(registry, "model", "gateway-0", ()))
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._figures = DecodeFigures(RequestMetrics(self._registry, "model", "gateway-0", ()))
-
-    def take(self, *workers: conductor_pb2.InstanceView) -> None:
-        self._figures.take(conductor_pb2.ClusterView(instances=workers))
-
-    def value(self, name: str) -> float | None:
+    def seen(*workers: conductor_pb2.InstanceView) -> tuple[float | None, float | None]:
+        figures.take(conductor_pb2.ClusterView(instances=workers))
         labels = {"model_name": "model", "engine": "gateway-0"}
-        return self._registry.get_sample_value(name, labels)
+        usage = registry.get_sample_value("vllm:kv_cache_usage_perc", labels)
+        return usage, registry.get_sample_value("vllm:num_preemptions_total", labels)
 
-
-def test_usage_is_the_share_of_all_decode_blocks() -> None:
-    seen = Seen()
     prefill = conductor_pb2.InstanceView(role=common_pb2.ROLE_PREFILL, num_blocks=100)
-    seen.take(worker("a", preemptions=0, held=3), worker("b", preemptions=0, held=5), prefill)
-    assert seen.value("vllm:kv_cache_usage_perc") == 0.5
-    seen.take(prefill)
-    assert seen.value("vllm:kv_cache_usage_perc") == 0.0
-
-
-def test_preemptions_are_counted_once_and_across_restarts() -> None:
-    seen = Seen()
-    seen.take(worker("a", preemptions=2), worker("b", preemptions=1))
-    seen.take(worker("a", preemptions=2), worker("b", preemptions=4))
-    assert seen.value("vllm:num_preemptions_total") == 6
-    seen.take(worker("b", preemptions=4))  # a is not heard of for a while
-    seen.take(worker("a", preemptions=3, epoch=2), worker("b", preemptions=4))
-    assert seen.value("vllm:num_preemptions_total") == 9
+    first = (worker("a", preemptions=2, held=3), worker("b", preemptions=1, held=5))
+    assert seen(*first, prefill) == (0.5, 3)
+    assert seen(prefill) == (0.0, 3)
+    assert seen(worker("a", preemptions=2), worker("b", preemptions=4))[1] == 6
+    assert seen(worker("b", preemptions=4))[1] == 6  # a is not heard of for a while
+    assert seen(worker("a", preemptions=3, epoch=2), worker("b", preemptions=4))[1] == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,20 +38,24 @@ def silent(signs: list[Sign]) -> set[str]:
     return Suspicion().silent(signs, 100.0)
 
 
-def test_who_is_heard_by_nobody_is_lost_when_somebody_else_is_there() -> None:
-    assert silent([sign("d0", SILENT_AFTER_S), sign("d1", 0.1)]) == {"d0"}
+OTHER = sign("d1", 0.1)
 
 
-def test_one_that_still_sends_tokens_is_not_lost() -> None:
-    """Its way to the conductor is broken, or the conductor is behind."""
-    assert silent([sign("d0", 9.0, word_s=0.1), sign("d1", 0.1)]) == set()
-
-
-def test_where_there_is_nobody_else_it_is_waited_for() -> None:
-    alone = [sign("d0", 9.0)]
-    assert silent(alone) == set()
-    assert silent([*alone, sign("d1", 9.0)]) == set()
-    assert silent([*alone, sign("d1", 0.1, draining=True)]) == set()
+@pytest.mark.parametrize(
+    ("signs", "lost"),
+    [
+        ([sign("d0", SILENT_AFTER_S), OTHER], {"d0"}),
+        ([sign("d0", 9.0, word_s=0.1), OTHER], set()),  # it still sends tokens
+        # Where there is nobody else it is waited for.
+        ([sign("d0", 9.0)], set()),
+        ([sign("d0", 9.0), sign("d1", 9.0)], set()),
+        ([sign("d0", 9.0), sign("d1", 0.1, draining=True)], set()),
+    ],
+)
+def test_who_is_heard_by_nobody_is_lost_when_somebody_else_is_there(
+    signs: list[Sign], lost: set[str]
+) -> None:
+    assert silent(signs) == lost
 
 
 @given(SIGNS)
@@ -82,4 +87,4 @@ def test_punctual_workers_change_nothing() -> None:
     for tenths in range(100):
         beats = [sign("d0", tenths % 10 / 10), sign("d1", (tenths + 3) % 10 / 10)]
         assert suspicion.silent(beats, tenths / 10) == set()
-    assert suspicion.silent([sign("d0", SILENT_AFTER_S), sign("d1", 0.1)], 12.0) == {"d0"}
+    assert suspicion.silent([sign("d0", SILENT_AFTER_S), OTHER], 12.0) == {"d0"}

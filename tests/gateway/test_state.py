@@ -1,231 +1,255 @@
-"""One request's life: events in, actions out."""
+"""One request's life: events in, actions out; and whatever happens to it, each token once, and one end."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.generation.events import (
-    Aborted,
-    CancelAt,
-    Fail,
-    InstanceLost,
-    Piece,
-    Place,
-    PlaceDue,
-    Report,
-    Reported,
-    ReportPhase,
-    Submit,
-    SubmitFailed,
-    WorkerFailed,
-)
-from gateway.generation.state import MAX_ATTEMPTS, Phase, RequestState
-from protocol.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    IntegrityError,
-    InvalidRequest,
-    MoonserveError,
-    NoWorker,
-    PeerLost,
-)
+from gateway.generation.avoidance import DOUBT_S
+from gateway.generation.events import Fail, Piece, Reported
+from gateway.generation.state import MAX_ATTEMPTS, PATIENCE_S, Phase
 from protocol.ids import RequestId
-from protocol.request import (
-    FinishReason,
-    PrefillReport,
-)
-from tests.gateway.requests import EOS, arrived, new_state, of, placed
+from protocol.request import PrefillReport
+from tests.gateway.requests import EOS, event_of, in_words, new_state
+
+# Steps: an event, when it comes (otherwise when the one before did), and what follows from it.
+Step = tuple[str, str] | tuple[str, float, str]
+PLACED: Step = ("placed", 1.0, "submit r")
+FIRST: Step = ("tokens 0", "report r first_token, emit a")
+DECODING = [PLACED, FIRST, ("tokens 1", "emit b")]
+LOST: Step = ("d0 lost", 3.0, "cancel r p0 d0, report r failed, place r~2 d0@1")
+LOST_AT_ONCE = "cancel r p0 d0, report r failed, place r~2 "
+NO_WORKER = "place failed: no worker"
+
+LIVES: dict[str, list[Step]] = {
+    "a request is placed, submitted, read and finished": [
+        PLACED, FIRST, ("tokens 1 2 3 4", "emit bcde length, report r finished"),
+    ],
+    "a stop token ends it and has no text": [
+        *DECODING, (f"tokens 2={EOS}", "emit stop, report r finished"),
+    ],
+    "a stop string ends it and cancels at both workers": [
+        *DECODING, ("tokens 2=25 3", "emit stop, report r finished, cancel r p0 d0"),
+    ],
+    "tokens that came before are ignored": [
+        *DECODING, ("tokens 0 1", ""), ("tokens 1 2", "emit c"),
+    ],
+    "tokens of decode may overtake the first one": [
+        PLACED, ("tokens 1", ""), ("tokens 2 3", ""),
+        ("tokens 0", "report r first_token, emit abcd"),
+    ],
+    "one that is missing behind the first is a loss": [
+        PLACED, ("tokens 2", ""), ("tokens 0", LOST_AT_ONCE.strip()),
+    ],
+    "a gap is a loss, and it goes on elsewhere from what was emitted": [
+        *DECODING, ("tokens 3", LOST_AT_ONCE.strip()), ("placed d1", "submit r~2"),
+        ("tokens 2", "report r~2 first_token, emit c"),
+    ],
+    "a lost decode worker is replaced": [*DECODING, LOST],
+    "a lost prefill worker is replaced while it is needed": [
+        PLACED, FIRST, ("p0 lost", LOST_AT_ONCE + "p0@1"),
+    ],
+    "when the handoff is over it is not": [*DECODING, ("p0 lost", "")],
+    "one that has no part in it matters to nobody": [PLACED, FIRST, ("d7 lost", "")],
+    "who says that its peer is lost accuses the peer": [
+        PLACED, ("p0 failed: lost", LOST_AT_ONCE + "d0@1"),
+    ],
+    "who is named by the error is at fault": [
+        PLACED, ("p0 failed: lost itself", LOST_AT_ONCE + "p0@1"),
+    ],
+    "who has bad bytes is at fault": [PLACED, ("d0 failed: bad bytes", LOST_AT_ONCE + "d0@1")],
+    "a failed submission is its prefill worker's fault": [
+        PLACED, ("submit failed", LOST_AT_ONCE + "p0@1"),
+    ],
+    "a failure that repeating cannot help ends it": [
+        PLACED, ("p0 failed: invalid", "cancel r p0 d0, report r failed, fail invalid_request"),
+    ],
+    "no attempt begins after the deadline": [
+        PLACED, ("submit failed", 101.0, LOST_AT_ONCE.replace("place r~2 ", "fail deadline")),
+    ],
+    "a client that leaves cancels at both workers, and its end is told once": [
+        *DECODING, ("aborted", "cancel r p0 d0, report r cancelled, fail cancelled"), ("aborted", ""),
+    ],
+    "a placement that comes too late is given back": [
+        ("aborted", "fail cancelled"), ("placed", "report r cancelled"),
+    ],
+    # Waiting
+    "the first placement is refused at once where all are full": [
+        ("place failed: overloaded", "fail overloaded"),
+    ],
+    "and where nobody is": [(NO_WORKER, "fail no_worker")],
+    "it waits while no conductor leads, until its patience ends": [
+        ("place failed: not leader", "pause"), ("due", 0.5, "place r"),
+        ("place failed: not leader", 30.0, "fail not_leader"),
+    ],
+    "or none answers": [("place failed: lost", "pause"), ("due", 0.5, "place r")],
+    "with tokens it waits for a worker to come back, until its patience ends": [
+        *DECODING, LOST, (NO_WORKER, "pause"), ("due", 3.5, "place r~2 d0@1"),
+        (NO_WORKER, 30.0, "fail no_worker"),
+    ],
+    "and for room": [*DECODING, LOST, ("place failed: overloaded", "pause")],
+    "who failed is still avoided after a refused second attempt": [
+        PLACED, ("p0 failed: bad bytes", LOST_AT_ONCE + "p0@1"), ("place failed: overloaded", "pause"),
+        ("due", "place r~2 p0@1"),
+    ],
+    "who only failed gets another chance when there is nobody else": [
+        PLACED, ("p0 failed: bad bytes", LOST_AT_ONCE + "p0@1"), (NO_WORKER, "pause"), ("due", "place r~2"),
+    ],
+    "who broke is let in again once the conductor must have noticed its death": [
+        *DECODING, LOST, (NO_WORKER, 3.0 + DOUBT_S, "pause"), ("due", "place r~2"),
+    ],
+    "a lost incarnation is waited out without an attempt": [
+        *DECODING, LOST,
+        *[
+            ("placed", 3.5, "report r~2 cancelled, pause"), ("due", "place r~2 d0@1"),
+            (NO_WORKER, "pause"), ("due", "place r~2 d0@1"),
+        ] * 4,
+        ("placed epoch 2", 8.0, "submit r~2"),
+    ],
+    "one that is listed long after its loss lives": [
+        *DECODING, LOST, ("placed", 8.9, "report r~2 cancelled, pause"), ("due", 9.2, "place r~2 d0@1"),
+        ("placed", 9.2, "submit r~2"),
+    ],
+    "patience with a lost incarnation ends where no token renews it": [
+        *DECODING, LOST, (NO_WORKER, "pause"), ("due", 3.25, "place r~2 d0@1"),
+        ("placed epoch 2", 4.0, "submit r~2"),
+        ("d0 lost", 22.0, "cancel r~2 p0 d0, report r~2 failed, place r~3 d0@1 d0@2"),
+        ("placed epoch 2", 3.5 + PATIENCE_S, "report r~3 cancelled, fail no_worker"),
+    ],
+    "a token renews it": [
+        *DECODING, LOST, (NO_WORKER, "pause"), ("due", 3.25, "place r~2 d0@1"),
+        ("placed epoch 2", 4.0, "submit r~2"), ("tokens 2", "report r~2 first_token, emit c"),
+        ("d0 lost", 22.0, "cancel r~2 p0 d0, report r~2 failed, place r~3 d0@1 d0@2"),
+        ("placed epoch 2", 3.5 + PATIENCE_S, "report r~3 cancelled, pause"),
+    ],
+    "one that cannot be submitted waits for the restart": [
+        PLACED, ("submit failed", LOST_AT_ONCE + "p0@1"), ("placed", 1.5, "report r~2 cancelled, pause"),
+        ("due", 1.75, "place r~2 p0@1"), ("placed epoch 2", 8.0, "submit r~2"),
+    ],
+    "a worker that sent bad bytes has not broken": [
+        PLACED, ("d0 failed: bad bytes", LOST_AT_ONCE + "d0@1"), ("placed", "submit r~2"),
+    ],
+}  # fmt: skip
 
 
-def test_a_request_is_placed_submitted_read_and_finished(state: RequestState) -> None:
-    (submit,) = placed(state)
-    assert isinstance(submit, Submit)
-    assert submit.token_ids == (7, 8, 9)
-    assert state.phase is Phase.PREFILLING
-    report, emit = arrived(state, 0)
-    assert report.phase is ReportPhase.FIRST_TOKEN
-    assert report.elapsed_s == 1.0
-    assert emit.text == "a"
-    assert state.phase is Phase.DECODING
-    emit, report = arrived(state, 1, 2, 3, 4)
-    assert (emit.text, emit.finish_reason) == ("bcde", FinishReason.LENGTH)
-    assert report.phase is ReportPhase.FINISHED
-    assert state.phase is Phase.FINISHED
+@pytest.mark.parametrize("name", LIVES)
+def test_it_lives_so(name: str) -> None:
+    state, now = new_state(), 0.0
+    assert in_words(state, state.handle(event_of(state, "due"), now)) == ["place r"]
+    for event, *when, expected in LIVES[name]:
+        now = float(when[0]) if when else now
+        actions = state.handle(event_of(state, event), now)
+        assert ", ".join(in_words(state, actions)) == expected, event
+        state.validate()
 
 
-def test_a_stop_token_ends_the_request_and_has_no_text(decoding: RequestState) -> None:
-    actions = arrived(decoding, 2, ids={2: EOS})
-    (emit,) = of(Piece, actions)
-    assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
-    assert of(CancelAt, actions) == []
+def test_an_abandoned_attempt_is_not_heard_any_more() -> None:
+    state = new_state()
+    for event in ("due", "placed", "tokens 0 1", "d0 lost"):
+        state.handle(event_of(state, event), 1.0)
+    assert state.handle(event_of(state, "tokens 2", attempt=1), 3.0) == []
 
 
-def test_a_stop_string_ends_the_request_and_cancels_at_both_workers(decoding: RequestState) -> None:
-    actions = arrived(decoding, 2, 3, ids={2: 25})
-    (emit,) = of(Piece, actions)
-    assert (emit.text, emit.finish_reason, len(emit.tokens)) == ("", FinishReason.STOP, 1)
-    (cancel,) = of(CancelAt, actions)
-    assert [e.instance_id for e in cancel.endpoints] == ["p0", "d0"]
+def test_a_new_request_waits_for_workers_that_were_there_a_moment_ago() -> None:
+    """But not for a crowd to go."""
+    for error, follows in (("no worker", ["pause"]), ("overloaded", ["fail overloaded"])):
+        state = new_state()
+        state.handle(event_of(state, "due"), 0.0)
+        failed = event_of(state, f"place failed: {error}", may_return=True)
+        assert in_words(state, state.handle(failed, 0.0)) == follows
+    state = new_state()
+    for now, follows in ((0.0, ["pause"]), (30.0, ["fail no_worker"])):
+        state.handle(event_of(state, "due"), now)
+        failed = event_of(state, NO_WORKER, may_return=True)
+        assert in_words(state, state.handle(failed, now)) == follows
 
 
-def test_duplicates_are_ignored(decoding: RequestState) -> None:
-    assert arrived(decoding, 0, 1) == []
-    (emit,) = arrived(decoding, 1, 2)
-    assert emit.text == "c"
+def test_who_broke_is_let_in_again_once_it_speaks_on_a_new_connection() -> None:
+    state = new_state()
+    for event in ("due", "placed", "tokens 0 1", "d0 lost"):
+        state.handle(event_of(state, event), 3.0)
+    for opened_at, places in ((2.9, ["place r~2 d0@1"]), (3.1, ["place r~2"])):
+        speaking = {("d0", 1): opened_at, ("d1", 1): 9.0}
+        state.handle(event_of(state, NO_WORKER, open_since=speaking), 3.2)
+        assert in_words(state, state.handle(event_of(state, "due"), 3.2)) == places
 
 
-def test_tokens_of_decode_may_overtake_the_first_one(state: RequestState) -> None:
-    placed(state)
-    assert arrived(state, 1) == []
-    assert arrived(state, 2, 3) == []
-    (emit,) = of(Piece, arrived(state, 0))
-    assert emit.text == "abcd"
-
-
-def test_one_that_is_missing_behind_the_first_is_a_loss(state: RequestState) -> None:
-    placed(state)
-    assert arrived(state, 2) == []
-    assert of(Place, arrived(state, 0))
-
-
-def test_a_gap_is_a_loss_and_goes_on_elsewhere_from_what_was_emitted(
-    decoding: RequestState,
-) -> None:
-    cancel, report, place = arrived(decoding, 3)
-    assert cancel.request_id == "r"
-    assert report.phase is ReportPhase.FAILED
-    assert place.request_id == "r~2"
-    assert place.token_ids == (7, 8, 9, 0, 1)
-    assert place.max_tokens == 3
-
-
-def test_an_abandoned_attempt_is_not_heard_any_more(decoding: RequestState) -> None:
-    decoding.handle(InstanceLost(instance_id="d0", error=PeerLost("gone")), 3.0)
-    assert arrived(decoding, 2, attempt=1) == []
-    placed(decoding, decode="d1")
-    (emit,) = of(Piece, arrived(decoding, 2))
-    assert emit.text == "c"
+def test_a_placement_with_who_has_a_successor_is_given_back() -> None:
+    """The loss was told before the placement came, which the conductor had made before it knew."""
+    state = new_state()
+    state.handle(event_of(state, "due"), 0.0)
+    stale = event_of(state, "placed", replaced=frozenset({"p0"}))
+    assert in_words(state, state.handle(stale, 1.0)) == ["report r cancelled", "pause"]
+    assert in_words(state, state.handle(event_of(state, "due"), 1.0)) == ["place r"]
 
 
 @pytest.mark.parametrize(
-    ("lost", "num_arrived", "token_ids"),
+    ("error", "num_tokens", "num_lost"),
     [
-        ("d0", 2, (7, 8, 9, 0, 1)),
-        ("p0", 1, (7, 8, 9, 0)),
-        ("p0", 2, None),  # the handoff is over
-        ("d7", 1, None),  # it has no part in it
+        ("lost", 0, MAX_ATTEMPTS),
+        ("lost", 1, MAX_ATTEMPTS),  # the prefill worker always makes one
+        ("lost", 20, None),  # each attempt got somewhere
+        ("no worker", 0, None),  # taken out of service in order
     ],
 )
-def test_a_lost_worker_that_is_needed_is_replaced(
-    state: RequestState, lost: str, num_arrived: int, token_ids: tuple[int, ...] | None
+def test_so_many_lost_attempts_are_enough(
+    error: str, num_tokens: int, num_lost: int | None
 ) -> None:
-    placed(state)
-    arrived(state, *range(num_arrived))
-    actions = state.handle(InstanceLost(instance_id=lost, error=PeerLost("gone")), 3.0)
-    if token_ids is None:
-        assert actions == []
-    else:
-        (place,) = of(Place, actions)
-        assert (place.excluded, place.token_ids) == ({(lost, 1)}, token_ids)
+    """Who breaks every decode worker must not meet them all."""
+    state = new_state(max_tokens=1_000)
+    state.handle(event_of(state, "due"), 0.0)
+    for attempt in range(1, 2 * MAX_ATTEMPTS):
+        state.handle(event_of(state, f"placed epoch {attempt}"), 1.0)
+        begin = len(state.generated)
+        indexes = range(begin, begin + num_tokens)
+        state.handle(event_of(state, " ".join(["tokens", *(f"{i}=1" for i in indexes)])), 1.0)
+        *_, last = in_words(state, state.handle(event_of(state, f"d0 failed: {error}"), 2.0))
+        if attempt == num_lost:
+            assert last.startswith("fail")
+            return
+        assert last.startswith("place")
+    assert num_lost is None
 
 
-@pytest.mark.parametrize(
-    ("instance_id", "error", "excluded"),
-    [
-        ("p0", PeerLost("decode gone"), {"d0"}),
-        ("p0", PeerLost("it was", instance_id="p0"), {"p0"}),
-        ("p0", IntegrityError("bad bytes"), {"p0"}),
-        ("d0", IntegrityError("bad bytes"), {"d0"}),
-    ],
-)
-def test_who_is_avoided_next_time(
-    state: RequestState, instance_id: str, error: MoonserveError, excluded: set[str]
-) -> None:
-    placed(state)
-    event = WorkerFailed(attempt=1, instance_id=instance_id, error=error)
-    (place,) = of(Place, state.handle(event, 2.0))
-    assert place.excluded == {(name, 1) for name in excluded}
-
-
-def test_three_attempts_are_enough(state: RequestState) -> None:
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        placed(state, epoch=attempt)
-        event = WorkerFailed(attempt=attempt, instance_id="d0", error=PeerLost("gone"))
-        actions = state.handle(event, 2.0)
-    assert of(Place, actions) == []
-    assert isinstance(of(Fail, actions)[0].error, PeerLost)
-
-
-def test_attempts_that_got_somewhere_are_not_counted() -> None:
-    state = new_state(max_tokens=1000)
-    state.handle(PlaceDue(), 0.0)
-    for epoch in range(1, 2 * MAX_ATTEMPTS):
-        placed(state, epoch=epoch)
-        indexes = range(20 * (epoch - 1), 20 * epoch)
-        arrived(state, *indexes, ids=dict.fromkeys(indexes, 1))
-        (place,) = of(Place, lose(state, PeerLost("gone")))
-        assert len(place.token_ids) == len(state.prompt) + 20 * epoch
-
-
-def test_a_token_per_attempt_is_no_reason_for_another_one() -> None:
-    """The prefill worker always makes one; who breaks every decode worker must not meet them all."""
-    state = new_state(max_tokens=1000)
-    state.handle(PlaceDue(), 0.0)
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        placed(state, epoch=attempt)
-        arrived(state, attempt - 1)
-        actions = lose(state, PeerLost("gone"))
-    assert of(Fail, actions)
-
-
-def test_a_worker_that_is_taken_out_of_service_is_not_held_against_the_request(
-    state: RequestState,
-) -> None:
-    for _ in range(2 * MAX_ATTEMPTS):
-        placed(state)
-        assert of(Place, lose(state, NoWorker("draining")))
-
-
-def lose(state: RequestState, error: MoonserveError) -> list:
-    """The current attempt, at its decode worker."""
-    event = WorkerFailed(attempt=state.attempt, instance_id="d0", error=error)
-    return state.handle(event, 2.0)
-
-
-def test_a_failure_that_repeating_cannot_help_ends_the_request(state: RequestState) -> None:
-    placed(state)
-    event = WorkerFailed(attempt=1, instance_id="p0", error=InvalidRequest("no"))
-    assert of(Fail, state.handle(event, 2.0))
-    assert state.phase is Phase.FAILED
-
-
-def test_no_attempt_begins_after_the_deadline(state: RequestState) -> None:
-    placed(state)
-    actions = state.handle(SubmitFailed(attempt=1, error=PeerLost("x")), 101.0)
-    assert isinstance(of(Fail, actions)[0].error, DeadlineExceeded)
-
-
-def test_a_client_that_leaves_cancels_at_both_workers_and_reports_it(
-    decoding: RequestState,
-) -> None:
-    cancel, report, fail = decoding.handle(Aborted(error=Cancelled("left")), 3.0)
-    assert isinstance(cancel, CancelAt)
-    assert isinstance(report, Report)
-    assert report.phase is ReportPhase.CANCELLED
-    assert isinstance(fail, Fail)
-    assert decoding.handle(Aborted(error=Cancelled("left")), 3.0) == []
-
-
-def test_a_placement_that_comes_too_late_is_given_back(state: RequestState) -> None:
-    state.handle(Aborted(error=Cancelled("left")), 0.5)
-    (report,) = placed(state)
-    assert report.phase is ReportPhase.CANCELLED
-
-
-def test_cached_tokens_are_those_of_the_first_attempt(state: RequestState) -> None:
+def test_cached_tokens_are_those_of_the_first_attempt() -> None:
+    state = new_state()
     for cached in (2, 500):
         report = PrefillReport(
             request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0
         )
         state.handle(Reported(attempt=1, report=report), 1.0)
     assert state.cached_tokens == 2
+
+
+STEPS = st.lists(st.integers(0, 8), min_size=1, max_size=4).map(
+    lambda indexes: " ".join(["tokens", *map(str, indexes)])
+) | st.sampled_from(
+    ["placed", "placed epoch 2", "p0 lost", "d0 lost", "submit failed", NO_WORKER, "due", "aborted",
+     "d0 failed: bad bytes", "late"]
+)  # fmt: skip
+
+
+@given(st.lists(STEPS, max_size=25))
+def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(
+    steps: list[str],
+) -> None:
+    state = new_state(max_tokens=7)
+    actions: list[Any] = list(state.handle(event_of(state, "due"), 0.0))
+    for step in steps:
+        late = {"attempt": state.attempt + 1} if step == "late" else {}
+        event = event_of(state, "tokens 0 1 2" if late else step, **late)
+        actions += state.handle(event, 2.0)
+        state.validate()
+    emitted = [action for action in actions if isinstance(action, Piece)]
+    indexes = [token.index for piece in emitted for token in piece.tokens]
+    assert indexes == list(range(len(indexes)))
+    assert "".join(piece.text for piece in emitted) == "abcdefg"[: len(indexes)]
+    ends = [
+        each
+        for each in actions
+        if isinstance(each, Fail) or (each in emitted and each.finish_reason)
+    ]
+    assert len(ends) == (state.phase in (Phase.FINISHED, Phase.FAILED))
