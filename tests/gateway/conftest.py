@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,41 @@ async def events(
     parsed = [json.loads(chunk) for chunk in chunks]
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in parsed}) == 1
     return parsed
+
+
+@dataclasses.dataclass(slots=True)
+class Said:
+    """Of one choice, in whatever pieces it came."""
+
+    text: str = ""
+    arguments: str = ""
+    names: tuple[str, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+    offsets: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+def said(replies: Iterable[dict[str, Any]]) -> dict[int, Said]:
+    """By choice, of the chunks of a stream or of a whole reply."""
+    found: dict[int, Said] = {}
+    for choice in (choice for reply in replies for choice in reply["choices"]):
+        one = found.setdefault(choice["index"], Said())
+        delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        one.text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            one.names += (call["function"]["name"],) if "name" in call["function"] else ()
+            assert ("name" in call["function"]) == call.get("id", "").startswith("call_")
+            one.arguments += call["function"]["arguments"]
+        one.prompt_token_ids += tuple(choice.get("prompt_token_ids", ()))
+        one.token_ids += tuple(choice.get("token_ids", ()))
+        logprobs = choice.get("logprobs") or {}
+        columns = (logprobs.get(name, ()) for name in ("tokens", "token_logprobs", "top_logprobs"))
+        one.logprobs += (*logprobs.get("content", ()), *zip(*columns, strict=True))
+        one.offsets += tuple(logprobs.get("text_offset", ()))
+        one.reason = choice["finish_reason"] or one.reason
+    return found
 
 
 @pytest.fixture(scope="session")

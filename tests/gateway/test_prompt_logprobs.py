@@ -15,23 +15,12 @@ from protocol.errors import IntegrityError, PeerLost
 from protocol.ids import RequestId
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 from protocol.request import Logprobs, Token
-from tests.gateway.conftest import events, post
+from tests.gateway.conftest import post
 from tests.gateway.scripted_cluster import BLOCK_SIZE, Run, ScriptedCluster
 
 PATH = "/v1/completions"
 PROMPT = "to be or not to be"
 ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
-
-
-def columns_of(chunks: list[dict], index: int) -> dict[str, list]:
-    """One choice's, put together from a stream."""
-    joined: dict[str, list] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] == index:
-                for name, column in choice["logprobs"].items():
-                    joined.setdefault(name, []).extend(column)
-    return joined
 
 
 async def test_a_completion_has_them_as_vllm_does(
@@ -126,22 +115,6 @@ def test_offsets_are_places_in_the_echoed_text(
     offsets = echoed_logprobs(ids, prompt, found, 0, tokenizer)["text_offset"]
     texts = (tokenizer.decode(ids[:n]).removeprefix(before) for n in range(len(ids)))
     assert offsets == [len(re.sub("\ufffd+$", "?", text)) for text in texts]
-
-
-async def test_a_stream_says_the_same_as_a_whole_reply(http: aiohttp.ClientSession) -> None:
-    """Of two prompts, twice each, with token ids."""
-    ask = {**ASK, "prompt": [PROMPT, "that is"], "n": 2, "echo": True, "logprobs": 1}
-    ask["return_token_ids"] = True
-    whole = (await post(http, PATH, ask))["choices"]
-    chunks = await events(http, PATH, ask)
-    for index, choice in enumerate(whole):
-        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert "".join(each["text"] for each in own) == choice["text"]
-        assert columns_of(chunks, index) == choice["logprobs"]
-        assert [each["prompt_token_ids"] for each in own if "prompt_token_ids" in each] == [
-            choice["prompt_token_ids"]
-        ]
-        assert [token for each in own for token in each["token_ids"]] == choice["token_ids"]
 
 
 async def test_a_prompt_is_scored_once_for_all_its_choices_and_placed_as_new(

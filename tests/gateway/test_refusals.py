@@ -17,8 +17,8 @@ from yarl import URL
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
-from tests.gateway.conftest import clients_of, running_gateway
-from tests.gateway.scripted_cluster import MAX_MODEL_LEN, Run, ScriptedCluster
+from tests.gateway.conftest import clients_of
+from tests.gateway.scripted_cluster import MAX_MODEL_LEN, Run, Script, ScriptedCluster
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
 TEXT = {"prompt": "hello", "max_tokens": 6}
@@ -193,37 +193,37 @@ async def test_a_bug_is_an_openai_error_without_details_and_is_logged(
     assert [r.exc_info for r in caplog.records if f"POST {TEXT_PATH} failed" in r.getMessage()]
 
 
-async def test_a_missing_prompt_is_named(http: aiohttp.ClientSession) -> None:
-    error = await refused(http, TEXT_PATH, 400, json={})
-    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+LONG_PROMPTS = ([5] * MAX_MODEL_LEN, "to be " * 100_000, "a b " * 500, "x" * 8_000_000)
+CODES: list[tuple[int, dict[str, Any], str, str]] = [
+    (400, {}, "prompt", "missing_required_parameter"),
+    *((400, {"prompt": each}, "prompt", "context_length_exceeded") for each in LONG_PROMPTS),
+    *(
+        (404, TEXT | {"model": name}, "model", "model_not_found")
+        for name in ("", "gpt-4", "x" * 10_000, "../../etc/passwd")
+    ),
+]
 
 
-async def test_prompts_over_the_context_are_400(http: aiohttp.ClientSession) -> None:
-    for prompt in ([5] * MAX_MODEL_LEN, "to be " * 100_000, "a b " * 500, "x" * 8_000_000):
-        error = await refused(http, TEXT_PATH, 400, json={"prompt": prompt})
-        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
-        assert str(MAX_MODEL_LEN) in error["message"]
+async def test_what_is_wrong_has_its_code(http: aiohttp.ClientSession) -> None:
+    for status, body, param, code in CODES:
+        error = await refused(http, TEXT_PATH, status, json=body)
+        assert (error["param"], error["code"]) == (param, code)
+        assert code != "context_length_exceeded" or str(MAX_MODEL_LEN) in error["message"]
 
 
-async def test_an_unknown_model_is_404(http: aiohttp.ClientSession) -> None:
-    for model in ("", "gpt-4", "x" * 10_000, "../../etc/passwd"):
-        error = await refused(http, TEXT_PATH, 404, json=TEXT | {"model": model})
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-
-
-async def test_unknown_parameters_are_ignored_with_one_warning(
+async def test_unknown_parameters_are_ignored_with_one_warning_and_so_are_content_types(
     http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="gateway.openai.schema"):
-        for _ in range(3):
-            async with http.post(TEXT_PATH, json=TEXT | {"frobnicate": 1}) as reply:
+        for kind in ("", "text/plain", "application/json; charset=latin-1", "x" * 1_000):
+            raw, headers = json.dumps(TEXT | {"frobnicate": 1}), {"Content-Type": kind}
+            async with http.post(TEXT_PATH, data=raw, headers=headers) as reply:
                 assert reply.status == 200
     assert sum("frobnicate" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
+async def test_unknown_paths_are_404_and_wrong_methods_405(http: aiohttp.ClientSession) -> None:
+    for method, path, status in (
         ("GET", TEXT_PATH, 405),
         ("DELETE", CHAT_PATH, 405),
         ("PUT", "/tokenize", 405),
@@ -233,25 +233,14 @@ async def test_unknown_parameters_are_ignored_with_one_warning(
         ("GET", "/", 404),
         ("GET", "/..%2f..%2fetc/passwd", 404),
         ("GET", "/v1/models/nothing", 404),
-    ],
-)
-async def test_unknown_paths_are_404_and_wrong_methods_405(
-    http: aiohttp.ClientSession, method: str, path: str, status: int
-) -> None:
-    async with http.request(method, URL(path, encoded=True)) as reply:
-        error = (await reply.json())["error"]
-    assert (reply.status, reply.content_type) == (status, "application/json")
-    assert set(error) >= {"message", "type", "param", "code"}
-    if status == 405:
-        assert reply.headers["allow"]
-        assert error["code"] == "method_not_allowed"
-
-
-async def test_no_content_type_or_another_one_is_read_as_json(http: aiohttp.ClientSession) -> None:
-    raw = json.dumps(TEXT).encode()
-    for content_type in ("", "text/plain", "application/json; charset=latin-1", "x" * 1_000):
-        async with http.post(TEXT_PATH, data=raw, headers={"Content-Type": content_type}) as reply:
-            assert reply.status == 200
+    ):
+        async with http.request(method, URL(path, encoded=True)) as reply:
+            error = (await reply.json())["error"]
+            assert (reply.status, reply.content_type) == (status, "application/json")
+        assert set(error) >= {"message", "type", "param", "code"}
+        if status == 405:
+            assert reply.headers["allow"]
+            assert error["code"] == "method_not_allowed"
 
 
 async def test_bodies_over_the_limit_are_413_however_they_are_sent(
@@ -267,18 +256,6 @@ async def test_bodies_over_the_limit_are_413_however_they_are_sent(
             assert error["code"] == "request_too_large"
 
 
-async def test_a_body_that_does_not_come_is_408(cluster: ScriptedCluster) -> None:
-    never = asyncio.Event()
-
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b"{"
-        await never.wait()
-
-    async with clients_of(cluster, body_timeout_s=0.1) as http:
-        error = await refused(http, TEXT_PATH, 408, data=stalls())
-        assert error["code"] == "request_timeout"
-
-
 async def test_api_keys_guard_what_costs(cluster: ScriptedCluster) -> None:
     async with clients_of(cluster, api_key=("one", "two")) as http:
         for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}):
@@ -292,33 +269,35 @@ async def test_api_keys_guard_what_costs(cluster: ScriptedCluster) -> None:
             assert reply.status == 200
 
 
-async def test_overload_is_429_with_predictions(
+OVERLOADED = conductor_pb2.Overloaded(
+    predicted_ttft_s=12.5, predicted_tbt_s=0.25, retry_after_s=3.2, reason="busy"
+)
+TOO_LONG = common_pb2.Failure(code="invalid_request", message="too long for any pool")
+
+
+async def test_the_conductors_own_refusals_keep_their_status(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     cluster.place_replies = [
-        conductor_pb2.PlaceReply(
-            overloaded=conductor_pb2.Overloaded(
-                predicted_ttft_s=12.5, predicted_tbt_s=0.25, retry_after_s=3.2, reason="busy"
-            )
-        )
+        conductor_pb2.PlaceReply(overloaded=OVERLOADED),
+        conductor_pb2.PlaceReply(failure=TOO_LONG),
     ]
     async with http.post(TEXT_PATH, json=TEXT) as reply:
-        assert reply.status == 429
-        assert reply.headers["retry-after"] == "4"
+        assert (reply.status, reply.headers["retry-after"]) == (429, "4")
         error = (await reply.json())["error"]
     assert (error["predicted_ttft_s"], error["predicted_tbt_s"]) == (12.5, 0.25)
     assert error["type"] == "rate_limit_error"
+    error = await refused(http, TEXT_PATH, 400, json=TEXT)
+    assert error["message"] == "too long for any pool"
 
 
 async def test_no_worker_is_503_with_retry_after(cluster: ScriptedCluster) -> None:
     cluster.dead |= {"prefill-0", "prefill-1"}
     async with (
-        running_gateway(cluster, worker_patience_s=0.0) as url,
-        aiohttp.ClientSession(url) as http,
+        clients_of(cluster, worker_patience_s=0.0) as http,
         http.post(TEXT_PATH, json=TEXT) as reply,
     ):
-        assert reply.status == 503
-        assert reply.headers["retry-after"] == "1"
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         assert (await reply.json())["error"]["code"] == "no_worker"
 
 
@@ -338,30 +317,26 @@ async def test_a_new_request_waits_for_the_successor_of_the_only_worker(
     assert await asked == 200
 
 
-async def test_the_conductors_own_refusals_keep_their_status(
+async def test_failures_of_workers_have_their_status(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    cluster.place_replies = [
-        conductor_pb2.PlaceReply(
-            failure=common_pb2.Failure(code="invalid_request", message="too long for any pool")
-        )
-    ]
-    error = await refused(http, TEXT_PATH, 400, json=TEXT)
-    assert error["message"] == "too long for any pool"
+    """Three losses are enough, each at another worker."""
 
+    def failing(error: MoonserveError) -> Script:
+        async def fails(run: Run) -> None:
+            run.fail(error, by=run.prefill)
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(DeadlineExceeded("late"), 504), (MoonserveError("bug"), 500)]
-)
-async def test_failures_of_workers_have_their_status(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, error: MoonserveError, status: int
-) -> None:
-    async def fails(run: Run) -> None:
-        run.fail(error, by=run.prefill)
+        return fails
 
-    cluster.scripts = [fails]
-    body = await refused(http, TEXT_PATH, status, json=TEXT)
-    assert "bug" not in body["message"]
+    late, bug, bad = DeadlineExceeded("late"), MoonserveError("bug"), IntegrityError("bad block")
+    await cluster.add("prefill-2", common_pb2.ROLE_PREFILL)
+    for errors, status in (([late], 504), ([bug], 500), ([bad, bad, bad], 503)):
+        cluster.scripts = list(map(failing, errors))
+        body = await refused(http, TEXT_PATH, status, json=TEXT)
+        assert "bug" not in body["message"]
+    assert body["code"] == "worker_lost"
+    excluded = [list(place.excluded_instances) for place in cluster.places[2:]]
+    assert excluded == [[], ["prefill-0"], ["prefill-0", "prefill-1"]]
 
 
 async def test_the_time_limit_of_a_request_is_504(cluster: ScriptedCluster) -> None:
@@ -375,30 +350,12 @@ async def test_the_time_limit_of_a_request_is_504(cluster: ScriptedCluster) -> N
     await cluster.until(lambda: len(cluster.cancels) == 2)
 
 
-async def test_three_losses_are_503(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
-    async def dies(run: Run) -> None:
-        run.fail(IntegrityError("bad block"), by=run.prefill)
-
-    cluster.scripts = [dies, dies, dies]
-    await cluster.add("prefill-2", common_pb2.ROLE_PREFILL)
-    error = await refused(http, TEXT_PATH, 503, json=TEXT)
-    assert error["code"] == "worker_lost"
-    assert [list(place.excluded_instances) for place in cluster.places] == [
-        [],
-        ["prefill-0"],
-        ["prefill-0", "prefill-1"],
-    ]
-
-
-async def test_bad_targets_in_headers_are_400(http: aiohttp.ClientSession) -> None:
+async def test_headers_that_say_nothing_are_400_and_ids_of_no_printable_word_are_replaced(
+    http: aiohttp.ClientSession,
+) -> None:
     for value in ("x", "-5", "0", "nan", "inf", "1e400", " "):
         error = await refused(http, TEXT_PATH, 400, json=TEXT, headers={"x-slo-ttft-ms": value})
         assert error["param"] == "x-slo-ttft-ms"
-
-
-async def test_request_ids_that_are_not_printable_words_are_replaced(
-    http: aiohttp.ClientSession,
-) -> None:
     for given in ("x" * 8_000, "a b", "<script>", "a\tb"):
         async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": given}) as reply:
             assert reply.status == 200

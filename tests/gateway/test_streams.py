@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -16,16 +14,12 @@ import gateway.cluster.silence
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
 from protocol.pb import conductor_pb2
-from tests.gateway.conftest import events, raw_events
+from tests.gateway.conftest import events, post, raw_events, said
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import PATIENCE_S
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 6}
 TEXT = {"prompt": "hello", "stream": True, "max_tokens": 6}
-
-
-def joined(lists: Iterable[list[Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(lists))
 
 
 async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
@@ -66,28 +60,37 @@ async def test_usage_comes_in_one_more_chunk_and_is_null_before(
     }
 
 
-async def test_a_completion_stream_has_text_only(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}),
+        ("/v1/completions", TEXT),
+        (
+            "/v1/completions",
+            TEXT | {"prompt": ["hello", "you"], "n": 2, "echo": True, "logprobs": 1},
+        ),
+        ("/v1/completions", TEXT | {"stop": "or no", "logprobs": 2, "echo": True}),
+    ],
+)
+async def test_a_stream_says_the_same_as_a_whole_reply(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, path: str, body: dict[str, Any]
 ) -> None:
-    chunks = await events(http, "/v1/completions", TEXT)
-    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert set(choices[0]) == {"index", "text", "logprobs", "finish_reason"}
-    assert "".join(c["text"] for c in choices) == tokenizer.decode(cluster.tokens[:6])
-
-
-async def test_token_ids_come_with_each_chunk(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    body = TEXT | {"return_token_ids": True, "prompt": ["hello", "you"]}
-    chunks = await events(http, "/v1/completions", body)
-    for index, prompt in enumerate(map(tokenizer.encode, ("hello", "you"))):
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert mine[0]["prompt_token_ids"] == prompt
-        assert joined(c["token_ids"] for c in mine) == cluster.tokens[:6]
-    chunks = await events(http, "/v1/chat/completions", CHAT | {"return_token_ids": True})
-    assert chunks[0]["prompt_token_ids"][0] == 0
-    assert joined(c["choices"][0].get("token_ids", []) for c in chunks) == cluster.tokens[:6]
+    """With token ids and without; also what the tokens were."""
+    for with_ids in (False, True):
+        wish = body | {"return_token_ids": with_ids}
+        chunks = await events(http, path, wish)
+        whole = await post(http, path, wish | {"stream": False})
+        told = said(chunks)
+        assert told == said([whole])
+        assert {chunk["object"].removesuffix(".chunk") for chunk in chunks} == {whole["object"]}
+        if with_ids:
+            every = [one.token_ids for one in told.values()]
+            assert all(ids == tuple(cluster.tokens[: len(ids)]) for ids in every)
+            first = chunks[0].get("prompt_token_ids") or list(told[0].prompt_token_ids)
+            assert first == (
+                whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
+            )
 
 
 async def test_characters_are_whole_in_chunks_of_plain_ascii(
@@ -111,23 +114,6 @@ async def test_a_stop_string_across_tokens_is_cut_and_cancels_the_rest(
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     await cluster.until(lambda: len(cluster.cancels) == 2)
     assert {instance for instance, _ in cluster.cancels} == {"prefill-0", "decode-0"}
-
-
-async def test_logprobs_stream_in_both_forms(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    chat = await events(http, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
-    entries = [e for c in chat[1:] for e in c["choices"][0]["logprobs"]["content"]]
-    assert [bytes(e["bytes"]) for e in entries] == [
-        tokenizer.token_bytes(t) for t in cluster.tokens[:6]
-    ]
-    assert [len(e["top_logprobs"]) for e in entries] == [2] * 6
-    text = await events(http, "/v1/completions", TEXT | {"logprobs": 1})
-    columns = [c["choices"][0]["logprobs"] for c in text]
-    assert joined(c["token_logprobs"] for c in columns) == [-0.25] * 6
-    offsets = joined(c["text_offset"] for c in columns)
-    assert offsets[0] == 0
-    assert offsets == sorted(set(offsets))
 
 
 async def test_choices_sample_with_consecutive_seeds(
@@ -164,64 +150,45 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_without_done_and_t
     await writer.wait_closed()
 
 
-async def test_a_stream_survives_the_death_of_its_decode_worker(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
+@pytest.mark.parametrize("how", ["dies", "replaced", "silent"])
+async def test_a_stream_survives_its_decode_worker(
+    http: aiohttp.ClientSession,
+    cluster: ScriptedCluster,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
-    async def dies(run: Run) -> None:
+    """Which is killed; or a newer epoch replaces it, which is welcome; or it falls silent and closes nothing. When it
+    wakes up it goes on with what is not its any more, and nobody listens."""
+    old = cluster.workers["decode-0"]
+    if how == "silent":
+        monkeypatch.setattr(gateway.cluster.silence, "SILENT_AFTER_S", 0.01)
+
+    async def breaks(run: Run) -> None:
         run.prefill_done(cluster.tokens[0], cached_tokens=3)
         run.decoded(run.token(1, cluster.tokens[1]), run.token(2, cluster.tokens[2]))
         await cluster.until(lambda: len(cluster.reports) == 1)
-        await cluster.kill("decode-0")
+        if how == "dies":
+            await cluster.kill("decode-0")
+        elif how == "replaced":
+            await cluster.add("decode-0", old.role, epoch=2)
+        else:
+            cluster.last_heard_s["decode-0"] = 9.0
+            await cluster.until(lambda: len(cluster.submissions) == 2)
+            run.decoded(*(run.token(index, cluster.tokens[0]) for index in range(3, 6)))
 
-    cluster.scripts = [dies]
+    cluster.scripts = [breaks]
     body = TEXT | {"return_token_ids": True, "stream_options": {"include_usage": True}}
     *chunks, usage = await events(http, "/v1/completions", body)
-    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
-    assert "".join(c["choices"][0]["text"] for c in chunks) == tokenizer.decode(cluster.tokens[:6])
-    assert list(cluster.places[1].excluded_instances) == ["decode-0"]
+    told = said(chunks)[0]
+    assert list(told.token_ids) == cluster.tokens[:6]
+    assert told.text == tokenizer.decode(cluster.tokens[:6])
+    excluded = [] if how == "replaced" else ["decode-0"]
+    assert list(cluster.places[1].excluded_instances) == excluded
     assert cluster.submissions[1].request_id == cluster.submissions[0].request_id + "~2"
     assert usage["usage"]["completion_tokens"] == 6
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
-
-
-async def test_a_stream_survives_a_decode_worker_that_a_newer_epoch_replaces(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
-    old = cluster.workers["decode-0"]  # it stays connected and says no more
-
-    async def is_replaced(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0])
-        run.decoded(run.token(1, cluster.tokens[1]), run.token(2, cluster.tokens[2]))
-        await cluster.until(lambda: len(cluster.reports) == 1)
-        await cluster.add("decode-0", old.role, epoch=2)
-
-    cluster.scripts = [is_replaced]
-    chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
-    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
-    assert not cluster.places[1].excluded_instances  # the newer one is welcome
     await old.kill()
-
-
-async def test_a_stream_leaves_a_decode_worker_that_has_fallen_silent(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It closes nothing. When it wakes up it goes on with what is not its any more, and nobody listens."""
-    monkeypatch.setattr(gateway.cluster.silence, "SILENT_AFTER_S", 0.01)
-
-    async def falls_silent(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0])
-        run.decoded(run.token(1, cluster.tokens[1]))
-        await cluster.until(lambda: len(cluster.reports) == 1)
-        cluster.last_heard_s["decode-0"] = 9.0
-        await cluster.until(lambda: len(cluster.submissions) == 2)
-        wrong = cluster.tokens[0]
-        run.decoded(*(run.token(index, wrong) for index in range(2, 6)))
-
-    cluster.scripts = [falls_silent]
-    chunks = await events(http, "/v1/completions", TEXT | {"return_token_ids": True})
-    assert joined(c["choices"][0]["token_ids"] for c in chunks) == cluster.tokens[:6]
-    assert list(cluster.places[1].excluded_instances) == ["decode-0"]
-    assert cluster.submissions[1].placement.decode.instance_id == "decode-1"
 
 
 async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byte(

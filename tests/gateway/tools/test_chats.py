@@ -13,7 +13,7 @@ import pytest
 
 from gateway.text.tokenizer import Tokenizer
 from protocol.keys import unpack_tokens
-from tests.gateway.conftest import MODEL, clients_of, events, post
+from tests.gateway.conftest import MODEL, clients_of, events, post, said
 from tests.gateway.scripted_cluster import ScriptedCluster
 
 PATH = "/v1/chat/completions"
@@ -51,15 +51,12 @@ async def ask(http: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-async def stream(http: aiohttp.ClientSession, **fields: Any) -> list[dict[str, Any]]:
-    return [chunk["choices"][0] for chunk in await events(http, PATH, {**CHAT, **fields})]
-
-
 async def test_a_call_is_no_content_and_why_the_answer_ended(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
     answers(cluster, tokenizer, f"I add.\n{CALL}\n{CALL}")
     choice = await ask(http)
+    assert said(await events(http, PATH, CHAT)) == said([{"choices": [choice]}])
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
     assert message["content"] == "I add."
@@ -71,26 +68,6 @@ async def test_a_call_is_no_content_and_why_the_answer_ended(
     assert (await ask(http))["message"]["content"] is None
 
 
-async def test_a_stream_says_the_same_in_pieces(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    answers(cluster, tokenizer, f"I add.\n{CALL}\n{CALL}")
-    choices = await stream(http)
-    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "I add."
-    deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
-    for index in (0, 1):
-        mine = [delta for delta in deltas if delta["index"] == index]
-        assert mine[0]["type"] == "function"
-        assert mine[0]["function"]["name"] == "add"
-        assert mine[0]["id"].startswith("call_")
-        assert all("name" not in delta["function"] and "id" not in delta for delta in mine[1:])
-        assert "".join(delta["function"]["arguments"] for delta in mine) == '{"a": [1, 2]}'
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [
-        "tool_calls"
-    ]
-
-
 async def test_what_is_no_call_is_content_and_a_cut_call_is_as_far_as_it_goes(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
@@ -99,7 +76,7 @@ async def test_what_is_no_call_is_content_and_a_cut_call_is_as_far_as_it_goes(
     choice = await ask(http)
     assert choice["message"] == {"role": "assistant", "content": wrong, "refusal": None}
     assert choice["finish_reason"] == "stop"
-    assert "".join(c["delta"].get("content", "") for c in await stream(http)) == wrong
+    assert said(await events(http, PATH, CHAT))[0].text == wrong
     answers(cluster, tokenizer, CALL)
     start = tokenizer.encode(CALL.partition("1")[0], add_special_tokens=False)
     choice = await ask(http, max_tokens=len(start))
