@@ -9,21 +9,19 @@ import argparse
 import csv
 import json
 import math
+import sysconfig
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import corpus, packing
-from models.schedule import Schedule
-from models.train_tokenizer import (
+from models import data
+from models.tokenizer import (
     BOS,
     EOS,
     IM_END,
@@ -35,58 +33,50 @@ from models.train_tokenizer import (
     train_tokenizer,
 )
 
+SEED = 20240229
+NUM_THREADS = 2
+PEAK_LEARNING_RATE, FINAL_LEARNING_RATE = 2e-3, 5e-5
+WARM_UP_SHARE = 0.02  # of the time budget
+SHORT, LONG = 512, 2048  # tokens of a sequence
+LONG_SHARE = 0.1  # of the time budget, its end
+TOKENS_PER_STEP = 4096
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+MAX_GRADIENT_NORM = 1.0
+STEPS_PER_ROW = 20  # of the loss curve
 # Nine tenths of the run see 512 positions only. Shipping a larger base than the one trained with stretches the slow
 # rotations over longer texts (NTK-aware scaling). Of 1e4, 2e4, 4e4, 8e4 and 16e4 this one is best at 2,048 tokens: 3.20
 # nats against 3.63, for 0.06 nats at 512 tokens.
 TRAINING_ROPE_THETA = 10000.0
 SHIPPED_ROPE_THETA = 80000.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """What a run is made from, beside the corpus."""
-
-    minutes: float = 60.0
-    seed: int = 20240229
-    num_threads: int = 2
-    compile: bool = False
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_gradient_norm: float = 1.0
-    log_interval_steps: int = 20
-    validation_interval_s: float = 240.0
-    schedule: Schedule = field(default_factory=Schedule)
-
-
-def architecture() -> dict[str, object]:
-    """The model's `config.json`: a Llama of about 5.2 million parameters."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": 256,
-        "intermediate_size": 640,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": SHIPPED_ROPE_THETA,
-        "rope_scaling": None,
-        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": SPECIAL_IDS[BOS],
-        "eos_token_id": SPECIAL_IDS[EOS],
-        "pad_token_id": SPECIAL_IDS[PAD],
-    }
-
+ARCHITECTURE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": SHIPPED_ROPE_THETA,
+    "rope_scaling": None,
+    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": SPECIAL_IDS[BOS],
+    "eos_token_id": SPECIAL_IDS[EOS],
+    "pad_token_id": SPECIAL_IDS[PAD],
+}
+"""`config.json`: about 5.2 million parameters."""
 
 GENERATION_CONFIG = {
     "bos_token_id": SPECIAL_IDS[BOS],
@@ -98,155 +88,139 @@ GENERATION_CONFIG = {
 }
 """A text ends at eos, a chat answer at im_end."""
 
+Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+
+
+def learning_rate(progress: float) -> float:
+    """By the elapsed share of the budget: linear warm-up, then a cosine to the final rate (Loshchilov 2016)."""
+    if progress < WARM_UP_SHARE:
+        return PEAK_LEARNING_RATE * progress / WARM_UP_SHARE
+    decay = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))
+    span = PEAK_LEARNING_RATE - FINAL_LEARNING_RATE
+    return FINAL_LEARNING_RATE + span * 0.5 * (1.0 + math.cos(math.pi * decay))
+
+
+def sequence_length(progress: float) -> int:
+    """The end of the run trains on long sequences; the tokens per step stay the same."""
+    return LONG if progress >= 1.0 - LONG_SHARE else SHORT
+
 
 class Trainer:
-    """One run: the model, its optimizer, the token source and how far it has come."""
+    """One run within its budget of time."""
 
-    def __init__(self, config: TrainingConfig, files: corpus.Corpus, tokenizer: Tokenizer) -> None:
-        torch.manual_seed(config.seed)
-        self.config = config
+    def __init__(self, source: data.TokenSource, minutes: float, loss: Loss) -> None:
+        torch.manual_seed(SEED)
         # fp32, as bf16 has too few digits to be updated.
         training = {"rope_theta": TRAINING_ROPE_THETA, "torch_dtype": "float32"}
-        self.model = LlamaForCausalLM(LlamaConfig.from_dict(architecture() | training))
-        self.source = packing.TokenSource(tokenizer, files.training, config.seed)
-        held_out = packing.TokenSource(tokenizer, files.validation, config.seed)
-        self.validation_stream = held_out.files_only()
-        self.rows: list[dict[str, object]] = []  # of the loss curve
-        self.step = 0
+        self.model = LlamaForCausalLM(LlamaConfig.from_dict(ARCHITECTURE | training))
+        self.rows: list[dict[str, float]] = []  # of the loss curve
+        self.num_steps = 0
         self.elapsed_s = 0.0
-        self._optimizer = _optimizer(self.model, config)
-        self._loss = language_loss
-        if config.compile:
-            self._loss = torch.compile(language_loss, dynamic=False)
+        self._source = source
+        self._budget_s = minutes * 60.0
+        self._loss = loss
+        self._optimizer = _optimizer(self.model)
 
     @property
-    def num_tokens(self) -> int:
-        return self.step * self.config.schedule.tokens_per_step
-
-    @property
-    def share_done(self) -> float:
-        """The elapsed share of the time budget, from 0 to 1."""
-        return min(1.0, self.elapsed_s / (self.config.minutes * 60.0))
+    def progress(self) -> float:
+        """The elapsed share of the budget."""
+        return min(1.0, self.elapsed_s / self._budget_s)
 
     def run(self) -> None:
-        """Trains until the time budget is spent."""
-        self._warm_up()
+        """Trains until the budget is spent."""
+        for length in (SHORT, LONG):  # so that compiling is not training time
+            zeros = torch.zeros(TOKENS_PER_STEP // length, length + 1, dtype=torch.int64)
+            torch.autograd.backward(self._loss(self.model, zeros))
+            self._optimizer.zero_grad(set_to_none=True)
         losses: list[float] = []  # since the last row
-        validated_s = logged_s = 0.0
         began = time.monotonic()
         for windows in self._batches():
-            losses.append(self._train_step(windows))
-            self.step += 1
+            losses.append(self._step(windows))
+            self.num_steps += 1
             self.elapsed_s = time.monotonic() - began
-            is_over = self.share_done >= 1.0
-            if is_over or len(losses) == self.config.log_interval_steps:
-                validates = self.elapsed_s - validated_s >= self.config.validation_interval_s
-                self._log(losses, self.elapsed_s - logged_s, validates=is_over or validates)
-                losses, logged_s = [], self.elapsed_s
-                validated_s = self.elapsed_s if validates else validated_s
-            if is_over:
+            if self.progress >= 1.0 or len(losses) == STEPS_PER_ROW:
+                self._log(math.fsum(losses) / len(losses))
+                losses = []
+            if self.progress >= 1.0:
                 return
 
-    def _warm_up(self) -> None:
-        """Runs each batch shape once without learning, so that compiling is not training time."""
-        schedule = self.config.schedule
-        for share in (0.0, 1.0):
-            shape = (schedule.batch_size(share), schedule.sequence_length(share) + 1)
-            torch.autograd.backward(self._loss(self.model, torch.zeros(shape).long()))
-            self._optimizer.zero_grad(set_to_none=True)
-
     def _batches(self) -> Iterator[torch.Tensor]:
-        """Batches, int64 [batch_size, sequence_length + 1], as the schedule asks; another length is another epoch."""
-        schedule, seed, epoch = self.config.schedule, self.config.seed, 0
+        """int64 [batch, length + 1]; another length is another epoch."""
+        epoch = 0
         while True:
-            length, batch_size = (
-                ask(self.share_done) for ask in (schedule.sequence_length, schedule.batch_size)
-            )
-            stream = self.source.epoch_stream(epoch)
-            order = packing.window_order(len(stream), length, seed, epoch)
-            for first in range(0, len(order) - batch_size + 1, batch_size):
-                if schedule.sequence_length(self.share_done) != length:
+            length = sequence_length(self.progress)
+            batch = TOKENS_PER_STEP // length
+            stream = self._source.epoch_stream(epoch)
+            starts = data.window_starts(len(stream), length, [SEED, epoch])
+            for first in range(0, len(starts) - batch + 1, batch):
+                if sequence_length(self.progress) != length:
                     break
-                starts = order[first : first + batch_size]
-                yield torch.from_numpy(packing.cut_windows(stream, starts, length))
+                own = starts[first : first + batch]
+                yield torch.from_numpy(data.cut_windows(stream, own, length))
             epoch += 1
 
-    def _train_step(self, windows: torch.Tensor) -> float:
-        """One optimizer step on `windows`; returns the loss before it, in nats per token."""
+    def _step(self, windows: torch.Tensor) -> float:
+        """The loss before it, in nats per token."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self.config.schedule.learning_rate(self.share_done)
+            group["lr"] = learning_rate(self.progress)
         loss = self._loss(self.model, windows)
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_gradient_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    def _log(self, losses: list[float], seconds: float, *, validates: bool) -> None:
-        schedule = self.config.schedule
-        length, found = schedule.short_sequence_length, None
-        if validates:
-            found = validation_loss(self.model, self.validation_stream, length)
-        row: dict[str, object] = {
-            "step": self.step,
+    def _log(self, train_loss: float) -> None:
+        row = {
+            "step": self.num_steps,
             "elapsed_s": self.elapsed_s,
-            "num_tokens": self.num_tokens,
-            "tokens_per_s": len(losses) * schedule.tokens_per_step / seconds,
-            "learning_rate": schedule.learning_rate(self.share_done),
-            "sequence_length": schedule.sequence_length(self.share_done),
-            "train_loss": math.fsum(losses) / len(losses),
-            "validation_loss": found,
+            "num_tokens": self.num_steps * TOKENS_PER_STEP,
+            "learning_rate": learning_rate(self.progress),
+            "sequence_length": sequence_length(self.progress),
+            "train_loss": train_loss,
         }
         self.rows.append(row)
-        print(f"{self.share_done:.0%} {row}", flush=True)
+        print(f"{self.progress:.0%} {row}", flush=True)
 
 
-def _optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (norm gains are vectors)."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+def _optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Weight decay on matrices only (norm gains are vectors)."""
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True)
 
 
 def language_loss(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss in nats; `windows` is int64 [batch_size, sequence_length + 1].
-
-    Matrix products run in bf16: 1.3 times as fast as fp32 where the CPU has AVX512-BF16.
-    """
+    """Mean next-token loss in nats; `windows` is int64 [batch, length + 1]. Matrix products run in bf16: 1.3 times as
+    fast as fp32 where the CPU has AVX512-BF16."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
-def validation_loss(model: torch.nn.Module, stream: np.ndarray, sequence_length: int) -> float:
-    """Mean loss over `stream`, in nats per token, in windows of `sequence_length` tokens."""
+def validation_loss(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
+    """Mean loss over `stream` in nats per token, in windows of `length` tokens."""
+    starts = np.arange(0, len(stream) - length, length, dtype=np.int64)
+    batch = TOKENS_PER_STEP // length
+    num_whole = len(starts) // batch  # equal batches, so means can be averaged
     losses = [
-        language_loss(
-            model, torch.from_numpy(packing.cut_windows(stream, starts, sequence_length))
-        ).item()
-        for starts in packing.validation_starts(len(stream), sequence_length)
+        language_loss(model, torch.from_numpy(data.cut_windows(stream, own, length))).item()
+        for own in starts[: num_whole * batch].reshape(num_whole, batch)
     ]
     return math.fsum(losses) / len(losses)
 
 
-# -- what is kept
-
-
-def export(trainer: Trainer, tokenizer: Tokenizer, files: corpus.Corpus, output: Path) -> None:
-    """Writes the model in the Transformers layout (weights in bf16), and the record of its making."""
-    record = output / "training"
-    record.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(tokenizer, output)
-    _write_json(output / "corpus.json", corpus.describe(files))
-    _write_json(output / "config.json", architecture())
+def export(trainer: Trainer, record: dict[str, object], output: Path) -> None:
+    """Writes the weights in bf16, their configuration, and the record of their making."""
+    folder = output / "training"
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(output / "config.json", ARCHITECTURE)
     _write_json(output / "generation_config.json", GENERATION_CONFIG)
-    _write_json(record / "training.json", describe_run(trainer, files))
-    with (record / "loss.csv").open("w", newline="", encoding="utf-8") as file:
+    _write_json(folder / "training.json", record)
+    with (folder / "loss.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(trainer.rows[0]))
         writer.writeheader()
         writer.writerows(trainer.rows)
@@ -264,46 +238,28 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def describe_run(trainer: Trainer, files: corpus.Corpus) -> dict[str, object]:
-    """Hyper-parameters and results of a run."""
-    return {
-        "num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "optimizer": "AdamW",
-        **asdict(trainer.config),
-        "chat_share": packing.CHAT_SHARE,
-        "snippet_share": packing.SNIPPET_SHARE,
-        "precision": "bf16 autocast over fp32 weights",
-        "training_rope_theta": TRAINING_ROPE_THETA,
-        "shipped_rope_theta": SHIPPED_ROPE_THETA,
-        "torch_version": torch.__version__,
-        "num_steps": trainer.step,
-        "num_tokens": trainer.num_tokens,
-        "elapsed_s": round(trainer.elapsed_s, 1),
-        "tokens_per_s": round(trainer.num_tokens / trainer.elapsed_s, 1),
-        "num_file_tokens": trainer.source.num_file_tokens,
-        "validation": describe_validation(trainer, files),
-    }
-
-
-def describe_validation(trainer: Trainer, files: corpus.Corpus) -> list[dict[str, object]]:
-    """The losses over the held-out files, by sequence length, of the shipped form: bf16, its own rope_theta."""
-    model = LlamaForCausalLM(LlamaConfig.from_dict(architecture()))
+def describe_run(trainer: Trainer, stream: np.ndarray, num_bytes: int) -> dict[str, object]:
+    """What was trained for how long, and the losses over the held-out `stream` of `num_bytes` bytes, of the shipped
+    form: bf16, its own rope_theta."""
+    model = LlamaForCausalLM(LlamaConfig.from_dict(ARCHITECTURE))
     model.load_state_dict({k: v.bfloat16() for k, v in trainer.model.state_dict().items()})
-    stream, schedule = trainer.validation_stream, trainer.config.schedule
-    bytes_per_token = sum(len(file.text.encode()) for file in files.validation) / len(stream)
-    described: list[dict[str, object]] = []
-    for length in (schedule.short_sequence_length, schedule.long_sequence_length):
-        nats = validation_loss(model, stream, length)
-        described.append(
+    losses = {length: validation_loss(model, stream, length) for length in (SHORT, LONG)}
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seed": SEED,
+        "torch_version": torch.__version__,
+        "num_steps": trainer.num_steps,
+        "num_tokens": trainer.num_steps * TOKENS_PER_STEP,
+        "elapsed_s": round(trainer.elapsed_s, 1),
+        "validation": [
             {
                 "sequence_length": length,
                 "nats_per_token": round(nats, 4),
-                "perplexity": round(math.exp(nats), 3),
-                "bits_per_byte": round(nats / math.log(2) / bytes_per_token, 4),
-                "bytes_per_token": round(bytes_per_token, 4),
+                "bits_per_byte": round(nats / math.log(2) * len(stream) / num_bytes, 4),
             }
-        )
-    return described
+            for length, nats in losses.items()
+        ],
+    }
 
 
 def main() -> None:
@@ -313,13 +269,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("models/demo"))
     parser.add_argument("--compile", action="store_true", help="torch.compile the training step")
     arguments = parser.parse_args()
-    config = TrainingConfig(minutes=arguments.minutes, compile=arguments.compile)
-    torch.set_num_threads(config.num_threads)
-    files = corpus.load_corpus(corpus.standard_library_root())
-    tokenizer = train_tokenizer(file.text for file in files.training)
-    trainer = Trainer(config, files, tokenizer)
+    torch.set_num_threads(NUM_THREADS)
+    files = data.read_files(Path(sysconfig.get_paths()["stdlib"]))
+    training, validation = data.split(files)
+    tokenizer = train_tokenizer(training.values())
+    loss = torch.compile(language_loss, dynamic=False) if arguments.compile else language_loss
+    trainer = Trainer(data.TokenSource(tokenizer, training, SEED), arguments.minutes, loss)
     trainer.run()
-    export(trainer, tokenizer, files, arguments.output)
+    held_out = data.TokenSource(tokenizer, validation, SEED).files_only()
+    num_bytes = sum(len(text.encode()) for text in validation.values())
+    export(trainer, describe_run(trainer, held_out, num_bytes), arguments.output)
+    save_tokenizer(tokenizer, arguments.output)
+    _write_json(arguments.output / "corpus.json", data.describe(training, validation))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ import argparse
 import json
 import random
 import struct
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from models import corpus, demo_model_path, samples
-from models.schedule import Schedule
-from models.train_tokenizer import (
+from models import data, demo_model_path
+from models.tokenizer import (
     BOS,
     EOS,
     IM_END,
@@ -20,7 +18,6 @@ from models.train_tokenizer import (
     PAD,
     SPECIAL_IDS,
     VOCABULARY_SIZE,
-    train_tokenizer,
 )
 
 AWKWARD_TEXTS = (
@@ -52,33 +49,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tree that has one file per selection rule."""
-    root = tmp_path_factory.mktemp("library")
-    for path in (
-        "zlast.py",
-        "alpha.py",
-        "package/__init__.py",
-        "package/module.py",
-        "package/test/module.py",
-        "package/tests/module.py",
-        "package/test_module.py",
-        "package/__pycache__/module.py",
-        "site-packages/vendor.py",
-        "encodings/cp037.py",
-        "pydoc_data/topics.py",
-        "config-3.11/python-config.py",
-        "html/entities.py",
-        "_sysconfigdata_linux.py",
-        "notes.txt",
-    ):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(f"NAME = {path!r}\n", encoding="utf-8")
-    (root / "empty.py").write_text("\n", encoding="utf-8")
-    return root
-
-
 # -- tokenizer
 
 
@@ -105,11 +75,6 @@ def test_python_costs_at_most_one_token_per_3_3_bytes_and_one_per_line_break(
     text = Path(argparse.__file__).read_text(encoding="utf-8")
     assert len(text.encode()) / count(text) >= 3.3
     assert [count("\n" + " " * indentation) for indentation in range(0, 17, 4)] == [1] * 5
-
-
-def test_training_a_tokenizer_twice_gives_the_same_vocabulary() -> None:
-    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, random)]
-    assert train_tokenizer(texts).to_str() == train_tokenizer(texts).to_str()
 
 
 # -- special tokens, configuration, weights
@@ -175,99 +140,66 @@ def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
     assert ids.count(SPECIAL_IDS[IM_START]) == len(messages) + 1
 
 
-# -- corpus
+# -- corpus and samples
 
 
-def test_the_corpus_leaves_out_tests_tables_and_build_records(library: Path) -> None:
-    paths = [file.path for file in corpus.read_files(library)]
-    assert paths == ["alpha.py", "package/__init__.py", "package/module.py", "zlast.py"]
+def test_the_shipped_record_names_the_rules_in_force_which_leave_out_tests_and_tables(
+    tmp_path: Path,
+) -> None:
+    assert read_json("corpus.json")["rules"] == data.describe({}, {})["rules"]
+    kept = ["alpha.py", "package/__init__.py", "package/module.py", "zlast.py"]
+    left_out = (
+        *("package/test/module.py", "package/test_module.py", "site-packages/vendor.py"),
+        *(
+            "config-3.11/python-config.py",
+            "html/entities.py",
+            "_sysconfigdata_linux.py",
+            "notes.txt",
+        ),
+    )
+    for path in (*reversed(kept), *left_out):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"NAME = {path!r}\n", encoding="utf-8")
+    (tmp_path / "empty.py").write_text("\n", encoding="utf-8")
+    files = data.read_files(tmp_path)
+    assert list(files) == kept
+    training, validation = data.split({f"module_{number}.py": "" for number in range(10_000)})
+    assert len(training) + len(validation) == 10_000
+    assert 150 <= len(validation) <= 250  # 2 %
 
 
-def test_the_split_is_by_path_and_loses_nothing(library: Path) -> None:
-    split, again = (corpus.load_corpus(library) for _ in range(2))
-    assert corpus.describe(split) == corpus.describe(again)
-    assert all(corpus.is_validation(file.path) for file in split.validation)
-    files = sorted(split.training + split.validation, key=lambda file: file.path)
-    assert files == list(corpus.read_files(library))
-    held_out = sum(corpus.is_validation(f"module_{number}.py") for number in range(10_000))
-    assert 150 <= held_out <= 250  # 2 %
+SOURCE = """\
+class A:
+    def area(self, width, height=2):
+        '''Return the area.
+
+        Both are in metres.
+        '''
+        if width < 0:
+            raise ValueError
+
+        return width * height
+
+    def tiny(self):
+        return 1
+"""
 
 
-def test_the_digest_sees_where_a_path_ends_and_the_text_begins() -> None:
-    one = [corpus.SourceFile(path="ab", text="c")]
-    other = [corpus.SourceFile(path="a", text="bc")]
-    assert corpus.digest(one) != corpus.digest(other)
-
-
-def test_the_shipped_record_names_the_rules_in_force() -> None:
-    record = read_json("corpus.json")
-    empty = corpus.describe(corpus.Corpus(training=(), validation=()))
-    assert record["rules"] == empty["rules"]
-
-
-# -- samples
-
-SOURCE = corpus.SourceFile(
-    path="module.py",
-    text=(
-        "class A:\n"
-        "    def area(self, width, height=2):\n"
-        '        """Return the area.\n'
-        "\n"
-        "        Both are in metres.\n"
-        '        """\n'
-        "        if width < 0:\n"
-        "            raise ValueError\n"
-        "\n"
-        "        return width * height\n"
-        "\n"
-        "    def tiny(self):\n"
-        "        return 1\n"
-    ),
-)
-
-
-def test_functions_are_cut_out_dedented_and_whole() -> None:
-    (function,) = samples.find_functions([SOURCE])
+def test_functions_are_cut_out_whole_and_samples_depend_on_the_random_state_alone() -> None:
+    (function,) = data.find_functions([SOURCE])
     assert function.signature == "area(self, width, height=2)"
     assert function.docstring == "Return the area.\n\nBoth are in metres."
-    assert function.source.startswith('def area(self, width, height=2):\n    """Return')
-    assert function.source.endswith("ValueError\n\n    return width * height\n")
-    assert function.bare_source == (
-        "def area(self, width, height=2):\n"
-        "    if width < 0:\n        raise ValueError\n\n    return width * height\n"
-    )
-
-
-def test_samples_depend_on_the_random_state_alone_and_snippets_are_cuts() -> None:
-    (function,) = samples.find_functions([SOURCE])
+    body = "    if width < 0:\n        raise ValueError\n\n    return width * height\n"
+    assert function.bare_source == f"def area(self, width, height=2):\n{body}"
+    assert function.source.startswith("def area(self, width, height=2):\n    '''Return")
+    assert function.source.endswith(body)
     first, second = (
-        [samples.make_chat(function, rng) for _ in range(20)]
+        [data.make_chat(function, rng) for _ in range(20)]
         for rng in (random.Random(7), random.Random(7))
     )
     assert first == second
     rng = random.Random(7)
     for _ in range(50):
-        prompt, continuation = samples.make_snippet(function, rng)
+        prompt, continuation = data.make_snippet(function, rng)
         assert prompt
         assert prompt + continuation == function.source
-
-
-# -- schedule
-
-
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor() -> None:
-    schedule = Schedule()
-    assert schedule.learning_rate(0.0) == 0.0
-    assert schedule.learning_rate(schedule.warm_up_share) == schedule.peak_learning_rate
-    assert schedule.learning_rate(1.0) == pytest.approx(schedule.final_learning_rate)
-    decay = [schedule.learning_rate(share / 100) for share in range(2, 101)]
-    assert all(later < earlier for earlier, later in pairwise(decay))
-
-
-def test_only_the_end_of_the_run_is_long_and_every_step_has_as_many_tokens() -> None:
-    schedule = Schedule()
-    assert schedule.sequence_length(0.0) == schedule.sequence_length(0.89) == 512
-    assert schedule.sequence_length(0.91) == schedule.sequence_length(1.0) == 2048
-    for share in (0.0, 1.0):
-        assert schedule.batch_size(share) * schedule.sequence_length(share) == 4096

@@ -1,7 +1,6 @@
-"""Trains the demo model's byte-level BPE tokenizer and writes it in the Transformers layout.
+"""The demo model's byte-level BPE tokenizer: trained, and written in the Transformers layout.
 
-Owns the vocabulary size, the special tokens, the split pattern and the chat template. Its rule:
-``decode(encode(text)) == text`` for any text, because the base alphabet is all 256 bytes.
+`decode(encode(text)) == text` for any text, because the base alphabet is all 256 bytes.
 """
 
 import json
@@ -47,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Train a tokenizer of exactly ``VOCABULARY_SIZE`` entries on ``texts``."""
+    """A tokenizer of exactly `VOCABULARY_SIZE` entries."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,7 +55,13 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, _trainer())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = TemplateProcessing(
         single=f"{BOS} $A",
         pair=f"{BOS} $A {BOS} $B",
@@ -65,25 +70,10 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def _trainer() -> trainers.BpeTrainer:
-    return trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-
-
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``directory``."""
+    """Writes `tokenizer.json`, and beside it what `transformers.AutoTokenizer` reads."""
     tokenizer.save(str(directory / "tokenizer.json"))
-    text = json.dumps(tokenizer_config(), indent=2) + "\n"
-    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-
-def tokenizer_config() -> dict[str, object]:
-    """The configuration that ``transformers.AutoTokenizer`` reads next to ``tokenizer.json``."""
-    return {
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
@@ -93,3 +83,5 @@ def tokenizer_config() -> dict[str, object]:
         "model_max_length": MAX_POSITION_EMBEDDINGS,
         "chat_template": CHAT_TEMPLATE,
     }
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
