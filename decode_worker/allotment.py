@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.block_pool import BlockPool
-from engine.lookahead.base import Growing, Holder, OnDemand, Policy
+from engine.lookahead.base import Books, Growing, Holder, OnDemand, Policy
 from protocol.ids import BlockId, RequestId
 from protocol.keys import BlockKey
 
@@ -31,62 +30,13 @@ class Prospect:
     max_tokens: int
     num_tokens: int  # the one that is computed next included
     rank: tuple[int, int] = (0, 0)
-    model: str = ""
-
-
-class Claim(NamedTuple):
-    """Blocks that somebody has."""
-
-    request: Growing
-    blocks: Sequence[BlockId]
-    times_preempted: int = 0
-
-
-class Books:
-    """What a policy may look at, at one moment (`engine.lookahead.base.Books`)."""
-
-    def __init__(self, pool: BlockPool, block_size: int, claims: Iterable[Claim]) -> None:
-        self.block_size = block_size
-        self.num_blocks, self.num_free = pool.capacity, pool.num_free
-        self._pool = pool
-        self.holders: dict[RequestId, Holder] = {}
-        for request, blocks, times in claims:
-            self.holders[request.request_id] = Holder(request, blocks, times)
-        self._shared: dict[RequestId, int] = {}
-        self.num_shared = 0
-        if sum(len(holder.blocks) for holder in self.holders.values()) > pool.num_held:
-            self.num_shared = self._count_shared()
-
-    def _count_shared(self) -> int:
-        found: set[BlockId] = set()
-        for request_id, holder in self.holders.items():
-            leading = _leading(holder.blocks, lambda block: self._pool.references_of(block) > 1)
-            self._shared[request_id] = len(leading)
-            found.update(leading)
-        return len(found)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def shared(self, request: Growing) -> int:
-        return self._shared.get(request.request_id, 0)
-
-    def leave(self, num_blocks: int) -> None:
-        """So many are not for this newcomer."""
-        self.num_blocks -= num_blocks
-        self.num_free -= num_blocks
-
-    def finds(self, request: Growing, blocks: Sequence[BlockId]) -> None:
-        """A reference to each of these blocks is this newcomer's; what has others, too, it shares."""
-        shared = _leading(blocks, lambda block: self._pool.references_of(block) > 1)
-        self._shared[request.request_id] = len(shared)
 
 
 class Allotment:
     """Takes blocks from the pool for those who are let in. `claims`: everybody who has some, now."""
 
     def __init__(self, pool: BlockPool, block_size: int, policy: Policy | None = None) -> None:
-        self.claims: Callable[[], Iterable[Claim]] = lambda: ()
+        self.claims: Callable[[], Iterable[Holder]] = lambda: ()
         self._pool = pool
         self._block_size = block_size
         self._policy: Policy = policy or OnDemand()
@@ -129,7 +79,7 @@ class Allotment:
         self._policy.admitted(request)
         return found, fresh
 
-    def victim(self, needy: Growing, claims: Iterable[Claim]) -> RequestId:
+    def victim(self, needy: Growing, claims: Iterable[Holder]) -> RequestId:
         """Who of these gives its blocks up so that `needy` goes on; perhaps itself, and never the best-ranked one
         unless it is the only one."""
         own = [
@@ -150,12 +100,3 @@ class Allotment:
 
     def validate(self) -> None:
         self._policy.validate()
-
-
-def _leading(blocks: Sequence[BlockId], holds: Callable[[BlockId], bool]) -> list[BlockId]:
-    found: list[BlockId] = []
-    for block in blocks:
-        if not holds(block):
-            break
-        found.append(block)
-    return found

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from decode_worker.counters import Counters
-from decode_worker.limits import Limits
+from decode_worker.limits import Counters, Limits
 from decode_worker.sequence import Sequence, SequencePhase, rank_of
 from engine.batch import MAX_SCORED_TOKENS, Slice
 from engine.block_pool import BlockPool

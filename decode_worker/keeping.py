@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from decode_worker.actions import KeepBlocks, KeptBlock, LoadBlocks
-from decode_worker.counters import Counters
 from decode_worker.events import BlocksLoaded, Kept
+from decode_worker.limits import Counters
 from decode_worker.sequence import Sequence as Running
 from decode_worker.sequence import SequencePhase
 from engine.block_pool import BlockPool

@@ -17,12 +17,12 @@ from decode_worker.actions import (
     Refuse,
     VerifyBlocks,
 )
-from decode_worker.allotment import Allotment, Claim, Prospect
-from decode_worker.counters import Counters
+from decode_worker.allotment import Allotment, Prospect
 from decode_worker.events import CommitRequested, LeaseRenewed, ReserveRequested, Verified
 from decode_worker.leases import Ending, Lease, LeasePhase, prospect_of
-from decode_worker.limits import Limits
+from decode_worker.limits import Counters, Limits
 from engine.block_pool import BlockPool
+from engine.lookahead.base import Holder
 from protocol.errors import (
     Cancelled,
     InvalidRequest,
@@ -76,11 +76,11 @@ class Landings:
         """All whose blocks are not free yet."""
         return iter(self._leases.values())
 
-    def claims(self) -> Iterator[Claim]:
+    def claims(self) -> Iterator[Holder]:
         """Blocks that are, or will be, sequences'."""
         for lease in (*self._leases.values(), *self.landed):
             if lease.phase is not LeasePhase.ENDING:
-                yield Claim(lease.prospect, lease.blocks)
+                yield Holder(lease.prospect, lease.blocks)
 
     # -- reserve
 

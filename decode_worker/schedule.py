@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from decode_worker.actions import DecodePhase, SendTokens
-from decode_worker.allotment import Allotment, Claim
+from decode_worker.allotment import Allotment
 from decode_worker.composition import Composition, StepsUnderWay
-from decode_worker.counters import Counters
 from decode_worker.keeping import Keeping
-from decode_worker.limits import Limits
+from decode_worker.limits import Counters, Limits
 from decode_worker.sequence import Sequence, SequencePhase, rank_of
 from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
+from engine.lookahead.base import Holder
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
 from protocol.ids import BlockId, GatewayId, RequestId
 from protocol.request import DecodeReport, FinishReason, Request, Token
@@ -315,7 +315,7 @@ class Schedule:
             self._waits_since = now
         return now - self._waits_since < PATIENCE_S
 
-    def _is_moving(self, claim: Claim) -> bool:
+    def _is_moving(self, claim: Holder) -> bool:
         return self._sequences[claim.request.request_id].move_id is not None
 
     def _preempt(self, sequence: Sequence, now: float, out: list[Action]) -> None:
@@ -366,11 +366,11 @@ class Schedule:
             request=sequence.request.request_id,
         )
 
-    def claims(self) -> Iterator[Claim]:
+    def claims(self) -> Iterator[Holder]:
         """Blocks of those who go on."""
         for sequence in self._sequences.values():
             if sequence.block_table:
-                yield Claim(sequence, sequence.block_table, sequence.times_preempted)
+                yield Holder(sequence, sequence.block_table, sequence.times_preempted)
 
     # -- proof
 

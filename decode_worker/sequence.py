@@ -78,10 +78,6 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def model(self) -> str:
-        return ""  # a worker has one
-
-    @property
     def tenant(self) -> str:
         return self.request.tenant
 

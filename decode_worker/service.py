@@ -59,6 +59,7 @@ class DecodeService(WorkerService):
         self._transfer = transfer
         self._memory = memory
         self._verifier = BlockVerifier(memory.segment.buffer, memory.layout, memory.num_blocks)
+        self._stores = stores
         self._store_access: StoreAccess | None = None
         if stores is not None:
             self._store_access = StoreAccess(stores, memory, self._verifier)

@@ -10,12 +10,12 @@ from decode_worker import events
 from decode_worker.service import DecodeService
 from protocol.checksum import join
 from protocol.errors import Incompatible, InvalidRequest
-from protocol.ids import LeaseId, RequestId
+from protocol.ids import LeaseId
 from protocol.keys import unpack_keys
 from protocol.logs import of
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import SamplingParams
-from protocol.wire import request_from_wire
+from protocol.wire import from_message, request_from_wire, to_message
 from worker.service import Context
 
 log = logging.getLogger(__name__)
@@ -57,14 +57,13 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
     ) -> worker_pb2.LandingLease:
         event = self._reservation(request, context.time_remaining())
         grant, window_id = await self._service.reserve(event)
-        return worker_pb2.LandingLease(
+        return to_message(
+            worker_pb2.LandingLease,
+            self._zone,
             lease_id=grant.lease_id,
             block_ids=grant.blocks,
             num_cached_blocks=grant.num_cached,
-            transfer_address=self._zone.transfer_address,
-            segment_id=self._zone.segment_id,
             window_id=window_id or 0,  # unset when nothing is to be written
-            num_blocks=self._zone.num_blocks,
             ttl_s=grant.ttl_s,
         )
 
@@ -125,17 +124,13 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
                 request=request.request_id,
             )
         wait_s = MAX_WAIT_S if remaining_s is None else min(remaining_s, MAX_WAIT_S)
-        return events.ReserveRequested(
-            lease_id=LeaseId(request.lease_id),
-            request_id=RequestId(request.request_id),
-            num_tokens=request.num_tokens,
+        return from_message(
+            events.ReserveRequested,
+            request,
             block_keys=keys,
             ttl_s=_ttl_s(request.ttl_s),
             deadline_at=self._service.now + max(0.0, wait_s - ANSWER_MARGIN_S),
             num_prompt_tokens=request.num_prompt_tokens or None,
-            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-            tenant=request.tenant,
-            priority=request.priority,
         )
 
     def _require_same_fingerprint(self, request: worker_pb2.ReserveRequest) -> None:

@@ -15,15 +15,14 @@ from typing import Any
 
 from decode_worker import events
 from decode_worker.actions import Question, Refuse, RunStep
-from decode_worker.allotment import Allotment, Claim
-from decode_worker.counters import Counters
+from decode_worker.allotment import Allotment
 from decode_worker.keeping import Keeping, KeepingCosts
 from decode_worker.landings import Landings
-from decode_worker.limits import Limits
+from decode_worker.limits import Counters, Limits
 from decode_worker.schedule import Schedule
 from decode_worker.sequence import Landed
 from engine.block_pool import BlockPool
-from engine.lookahead.base import Policy
+from engine.lookahead.base import Holder, Policy
 from protocol.errors import Cancelled, MoonserveError, NoWorker
 from protocol.keys import BlockKey
 from worker.alarms import Alarms, Tombstones
@@ -213,7 +212,7 @@ class DecodeState:
             )
         self._landings.landed.clear()
 
-    def _claims(self) -> Iterator[Claim]:
+    def _claims(self) -> Iterator[Holder]:
         """Everybody who has blocks, or will."""
         yield from self._landings.claims()
         yield from self._schedule.claims()

@@ -30,6 +30,7 @@ class DecodeWorker(Worker):
 
     role = Role.DECODE
     service: DecodeService
+    service_type: type[DecodeService] = DecodeService
 
     def __init__(
         self, config: DecodeConfig, equipment: Equipment, *, earlier: BlockPool | None = None
@@ -38,15 +39,16 @@ class DecodeWorker(Worker):
         self._allocations = allocation_histogram()
         super().__init__(config, equipment, earlier=earlier)
 
-    def _make_service(self) -> DecodeService:
+    def _make_state(self) -> DecodeState:
         config, replica = self._options, self.equipment.replica
         limits = config.limits(replica.plan, runs_ahead=config.runs_ahead(replica.device))
-        state = DecodeState(
-            self.pool, limits, config.policy(replica.profiles), self._keeping_costs()
-        )
-        return DecodeService(
-            state,
-            replica.thread,
+        policy = config.policy(replica.profiles)
+        return DecodeState(self.pool, limits, policy, self._keeping_costs())
+
+    def _make_service(self) -> DecodeService:
+        return self.service_type(
+            self._make_state(),
+            self.equipment.replica.thread,
             self.equipment.transfer,
             self.memory,
             stores=self.stores,

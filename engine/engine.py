@@ -26,8 +26,8 @@ from engine.grammar_masks import GrammarMasks
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
+from engine.parts import Stage, split
 from engine.scoring import score_prompts
-from engine.stage import Stage, split
 from engine.step import Step
 from engine.step_builder import StepBuilder
 from engine.tensor_parallel.team import Leading, Team
@@ -109,7 +109,7 @@ class Engine:
         whole process.
 
         `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
-        (`protocol.machine.cache_folder`); without a folder, or without a compiler, auto means torch. `device`: cpu,
+        (`protocol.machine.cache_folder`); without a folder auto means torch. `device`: cpu,
         cuda, where auto means triton, or cpu-staged (`engine.device`); but for cpu the KV is in memory of the engine's
         own, and what is in `memory` goes there and comes from there by way of `make_staging`.
 
@@ -149,8 +149,6 @@ class Engine:
             compiling=partial(_tell_compiling, progress),
             sums=None if team is None else team.ranks,
         )
-        if attention == "auto" and layers.name == "torch":
-            attention = "torch" if kernels == "auto" else attention  # why not was told already
         geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder, crew_of(layers))
         plain = Model(part, layers, backend, gives_logits=own.is_last, share=team)

@@ -42,8 +42,7 @@ class FormatConfig:
     block_size: int = option(32, help="tokens per KV block")
     kernels: str = option(
         "auto",
-        help="what computes layers and attention: auto = native, compiled at the first start, or torch where there is "
-        "no compiler; on a GPU Triton's",
+        help="what computes layers and attention: auto = native, compiled at the first start; on a GPU Triton's",
         choices=("auto", "native", "torch"),
     )
 

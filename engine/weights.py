@@ -19,8 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig
-from engine.shard import Shard, shards
-from engine.stage import Stage, split
+from engine.parts import Shard, Stage, shards, split
 from protocol.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "dummy")

@@ -13,7 +13,7 @@ from protocol.keys import pack_keys, pack_tokens
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from protocol.wire import sampling_to_wire
+from protocol.wire import from_message, sampling_to_wire, to_message
 
 # A decode worker that is full for this long is a reason to be placed elsewhere.
 RESERVE_TIMEOUT_S = 30.0
@@ -47,17 +47,12 @@ class LandingClient:
 
     async def reserve(self, action: ReserveLanding) -> ev.Landing:
         """Raises MoonserveError when refused, not reachable, or not granted in time."""
-        request = worker_pb2.ReserveRequest(
-            lease_id=action.lease_id,
-            request_id=action.request_id,
+        request = to_message(
+            worker_pb2.ReserveRequest,
+            action,
             fingerprint=self._fingerprint,
-            num_tokens=action.num_tokens,
             block_keys=pack_keys(action.block_keys),
             ttl_s=self._ttl_s,
-            num_prompt_tokens=action.num_prompt_tokens,
-            max_tokens=action.max_tokens,
-            tenant=action.tenant,
-            priority=action.priority,
         )
         timeout_s = min(action.timeout_s, RESERVE_TIMEOUT_S)
         lease = await self._channels.call(
@@ -90,16 +85,7 @@ class LandingClient:
 def _landing_from_wire(lease: worker_pb2.LandingLease, num_tokens: int) -> ev.Landing:
     if lease.num_cached_blocks > len(lease.block_ids) or not lease.block_ids:
         raise PeerError(f"a landing of {len(lease.block_ids)} blocks for {num_tokens} tokens")
-    return ev.Landing(
-        lease_id=LeaseId(lease.lease_id),
-        block_ids=tuple(lease.block_ids),
-        num_cached_blocks=lease.num_cached_blocks,
-        transfer_address=lease.transfer_address,
-        segment_id=lease.segment_id,
-        window_id=lease.window_id,
-        num_blocks=lease.num_blocks,
-        ttl_s=lease.ttl_s,
-    )
+    return from_message(ev.Landing, lease, block_ids=tuple(lease.block_ids))
 
 
 def _corrupt_from_wire(reply: worker_pb2.CommitReply, action: CommitHandoff) -> tuple[int, ...]:
@@ -112,20 +98,16 @@ def _corrupt_from_wire(reply: worker_pb2.CommitReply, action: CommitHandoff) -> 
 
 def _commit_to_wire(action: CommitHandoff, part_layers: Sequence[int]) -> worker_pb2.CommitRequest:
     request, num_parts = action.request, max(1, len(part_layers))
-    return worker_pb2.CommitRequest(
+    return to_message(
+        worker_pb2.CommitRequest,
+        request,
         lease_id=action.lease_id,
-        request_id=request.request_id,
-        gateway_id=request.gateway_id,
         token_ids=pack_tokens((*request.token_ids, action.first_token_id)),
-        num_prompt_tokens=request.num_prompt_tokens,
         block_keys=pack_keys(request.block_keys),
         checksums=[part for joined in action.checksums for part in split(joined, num_parts)],
         part_layers=part_layers,
         sampling=sampling_to_wire(request.sampling),
-        priority=request.priority,
         timeout_s=action.timeout_s,
-        tenant=request.tenant,
-        traceparent=request.traceparent,
         transfer_s=action.transfer_s,
     )
 

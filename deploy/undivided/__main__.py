@@ -1,20 +1,18 @@
 """`python -m deploy.undivided`."""
 
-from __future__ import annotations
-
 import sys
+from functools import partial
 
 from deploy.undivided.config import UndividedConfig
 from deploy.undivided.worker import serve
 from protocol import process
 
-_PROG = "moonserve worker --role decode --conditional-disaggregation on"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs a decode worker that also prefills until it is told to stop."""
-    return process.main(UndividedConfig, serve, argv, prog=_PROG)
-
+main = partial(
+    process.main,
+    UndividedConfig,
+    serve,
+    prog="moonserve worker --role decode --conditional-disaggregation on",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

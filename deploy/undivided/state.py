@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from decode_worker import events
 from decode_worker.actions import Fail
-from decode_worker.allotment import Claim, Prospect
+from decode_worker.allotment import Prospect
 from decode_worker.keeping import KeepingCosts
 from decode_worker.limits import Limits
 from decode_worker.sequence import Sequence, SequencePhase
 from decode_worker.state import DecodeState
 from deploy.undivided.publishing import NewBlock, Publishing, PutEnded, Sealed
 from engine.block_pool import BlockPool
-from engine.lookahead.base import Policy
+from engine.lookahead.base import Holder, Policy
 from prefill_worker.actions import LoadPrefix, PrefixPart
 from prefill_worker.events import PrefixLoaded, PrefixLoadFailed
 from prefill_worker.load_or_compute import LoadChoice
@@ -329,11 +329,11 @@ class UndividedState(DecodeState):
             prompt.num_sealed = full
             out.append(self.publishing.computed(items, prompt.store))
 
-    def _claims(self) -> Iterator[Claim]:
+    def _claims(self) -> Iterator[Holder]:
         yield from super()._claims()
         for prompt in self._loading.values():
             if not prompt.is_over:
-                yield Claim(prompt.prospect, prompt.blocks)
+                yield Holder(prompt.prospect, prompt.blocks)
 
     # -- proof
 

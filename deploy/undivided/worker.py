@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from decode_worker import actions
 from decode_worker.service import VERIFY_INLINE_BYTES, DecodeService
-from decode_worker.stepping import Compute
 from decode_worker.worker import DecodeWorker
 from deploy.undivided.config import UndividedConfig
 from deploy.undivided.publishing import Publishing, PutEnded, SealBlocks, Sealed
 from deploy.undivided.state import UndividedState
 from engine.replica import Replica
-from kvstore.client.blocks import BlockStores
 from prefill_worker.actions import LoadPrefix, PutBlocks
 from prefill_worker.events import PutFailed
 from prefill_worker.servicer import PrefillServicer
@@ -23,47 +20,18 @@ from prefill_worker.stores import load_prefix, put_blocks
 from protocol.pb import conductor_pb2
 from protocol.process import Lifecycle
 from protocol.step_budget import CHUNK_SHARE, StepBudget
-from protocol.tracing import Tracer
 from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
-from transfer import TransferEngine
 from transfer.config import Patience
 from worker.events import Action, Event
-from worker.memory import KvMemory
 from worker.process import Equipment, equipped
 
 
 class UndividedService(DecodeService):
-    """`stores`: None = prompts are placed without sources, and nothing is put anywhere or kept."""
+    """`patience`: with stores."""
 
     state: UndividedState
 
-    def __init__(
-        self,
-        state: UndividedState,
-        compute: Compute,
-        transfer: TransferEngine,
-        memory: KvMemory,
-        *,
-        stores: BlockStores | None = None,
-        patience: Patience | None = None,
-        look_for_home: Callable[[], None] = lambda: None,
-        observe_allocation: Callable[[float], None] = lambda _: None,
-        tracer: Tracer | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            state,
-            compute,
-            transfer,
-            memory,
-            stores=stores,
-            look_for_home=look_for_home,
-            observe_allocation=observe_allocation,
-            tracer=tracer,
-            clock=clock,
-        )
-        self._stores = stores
-        self._patience = patience or Patience()
+    patience = Patience()
 
     def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
         return {
@@ -82,11 +50,11 @@ class UndividedService(DecodeService):
 
     async def _load(self, action: LoadPrefix) -> Event:
         assert self._stores is not None, "no sources, no loads"
-        return await load_prefix(self._stores, self._memory, action, self._patience)
+        return await load_prefix(self._stores, self._memory, action, self.patience)
 
     async def _put(self, action: PutBlocks) -> Event:
         assert self._stores is not None, "nothing is put without stores"
-        outcome = await put_blocks(self._stores, self._memory, action, self._patience)
+        outcome = await put_blocks(self._stores, self._memory, action, self.patience)
         if isinstance(outcome, PutFailed):
             self._look_for_home()
         return PutEnded(store_id=action.store.instance_id, outcome=outcome)
@@ -116,29 +84,26 @@ class UndividedWorker(DecodeWorker):
     """One worker over a loaded replica."""
 
     service: UndividedService
+    service_type = UndividedService
 
     def __init__(self, config: UndividedConfig, equipment: Equipment) -> None:
         self._own = config
         super().__init__(config, equipment)
 
-    def _make_service(self) -> DecodeService:
+    def _make_service(self) -> UndividedService:
+        service = super()._make_service()
+        assert isinstance(service, UndividedService), "of `service_type`"
+        service.patience = self._own.transfer_patience()
+        return service
+
+    def _make_state(self) -> UndividedState:
         replica, config = self.equipment.replica, self._own
         publishing = Publishing(
             self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts
         )
         limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
-        policy, costs = config.policy(replica.profiles), self._keeping_costs()
-        return UndividedService(
-            UndividedState(self.pool, limits, publishing, policy, costs),
-            replica.thread,
-            self.equipment.transfer,
-            self.memory,
-            stores=self.stores,
-            patience=config.transfer_patience(),
-            look_for_home=self._look_for_home,
-            observe_allocation=self._allocations.observe,
-            tracer=self.equipment.tracer,
-        )
+        policy = config.policy(replica.profiles)
+        return UndividedState(self.pool, limits, publishing, policy, self._keeping_costs())
 
     def _servicer(self) -> PrefillServicer:
         replica = self.equipment.replica

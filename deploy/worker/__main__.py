@@ -1,18 +1,13 @@
 """`python -m deploy.worker`."""
 
-from __future__ import annotations
-
 import sys
+from functools import partial
 
 from deploy.worker.config import WorkerConfig
 from deploy.worker.worker import serve
 from protocol import process
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs a worker of changing roles until it is told to stop."""
-    return process.main(WorkerConfig, serve, argv, prog="moonserve worker --role-switching on")
-
+main = partial(process.main, WorkerConfig, serve, prog="moonserve worker --role-switching on")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from engine.attention.base import Attention, Geometry, Plan, Span
@@ -17,8 +16,6 @@ __all__ = ["NAMES", "Attention", "Geometry", "Plan", "Span", "make_attention"]
 
 NAMES = ("auto", "native", "torch", "triton")
 
-log = logging.getLogger(__name__)
-
 
 def make_attention(
     name: str,
@@ -27,8 +24,9 @@ def make_attention(
     cache_folder: Path | None,
     crew: Crew | None = None,
 ) -> Attention:
-    """The implementation called `name`; auto takes native where it can be had, which works in the threads of `crew`, or
-    in as many of its own as torch has. Raises ConfigError for an unknown name and for native where it cannot."""
+    """The implementation called `name`; auto is native, or torch without a `cache_folder`. Native attention works in
+    the threads of `crew`, or in as many of its own as torch has. Raises ConfigError for an unknown name and for native
+    where it cannot be had."""
     if name not in NAMES:
         raise ConfigError(f"attention backend {name!r} is not one of {', '.join(NAMES)}")
     if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
@@ -40,7 +38,4 @@ def make_attention(
     try:
         return NativePagedAttention(geometry, pool, cache_folder, crew)
     except CompilerError as error:
-        if name == "native":
-            raise ConfigError(f"the native attention kernel is not available: {error}") from error
-        log.warning("native attention kernel not available, using torch: %s", error)
-        return TorchPagedAttention(geometry, pool)
+        raise ConfigError(f"native attention cannot be had: {error}; or --kernels torch") from error

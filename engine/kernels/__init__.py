@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.config import ModelConfig
-from engine.kernels.base import Kernels, Sums
+from engine.kernels.base import Heads, Kernels, Pass, Sums
 from engine.kernels.library import Crew
-from engine.kernels.mixed import MixedKernels
 from engine.kernels.native_kernels import NativeKernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KvPool
+from engine.step import Step
 from engine.weights import Weights
 from protocol.errors import ConfigError
 from protocol.native import CompilerError
@@ -31,7 +33,44 @@ __all__ = [
 
 NAMES = ("auto", "native", "torch", "triton")
 
-log = logging.getLogger(__name__)
+
+FEW_TOKENS = 16
+"""A product of so many rows and fewer takes the time of reading its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    kernels: Kernels
+    work: Pass
+
+
+class MixedKernels:
+    """Two `Kernels` over the same model and pool, each for the steps that it is fast at: `few` tokens or `many`. For
+    processors whose matrix units a library knows to use and our own products do not. The weights lie twice then."""
+
+    def __init__(self, few: Kernels, many: Kernels) -> None:
+        self.name = f"{few.name}+{many.name}"
+        self.few = few
+        self.many = many
+
+    def begin(self, step: Step) -> _Chosen:
+        kernels = self.few if len(step.token_ids) <= FEW_TOKENS else self.many
+        return _Chosen(kernels, kernels.begin(step))
+
+    def project(self, layer: int, work: _Chosen) -> Heads:
+        return work.kernels.project(layer, work.work)
+
+    def finish(self, layer: int, work: _Chosen, seen: torch.Tensor) -> None:
+        work.kernels.finish(layer, work.work, seen)
+
+    def hidden(self, work: _Chosen) -> torch.Tensor:
+        return work.kernels.hidden(work.work)
+
+    def keep(self, work: _Chosen, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return work.kernels.keep(work.work, rows, seen)
+
+    def logits(self, work: _Chosen) -> torch.Tensor:
+        return work.kernels.logits(work.work)
 
 
 def make_kernels(
@@ -45,11 +84,10 @@ def make_kernels(
     compiling: Callable[[], None] | None = None,
     sums: Sums | None = None,
 ) -> Kernels:
-    """The implementation called `name`; auto takes native where it can be had, and torch for prompts where that is
-    faster at them. Native kernels work in `num_threads` threads of their own, torch's in the process's. `compiling` is
-    called before something is compiled, which takes seconds. `sums`: for a
-    rank, whose share of the model these are. Raises ConfigError for an unknown name and for native
-    where it cannot be had."""
+    """The implementation called `name`; auto is native, with torch for prompts where that is faster at them, and torch
+    alone without a `cache_folder`. Native kernels work in `num_threads` threads of their own, torch's in the process's.
+    `compiling` is called before something is compiled, which takes seconds. `sums`: for a rank, whose share of the
+    model these are. Raises ConfigError for an unknown name and for native where it cannot be had."""
     if name not in NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(NAMES)}")
     if name == "triton" or pool.device.type == "cuda":
@@ -59,10 +97,9 @@ def make_kernels(
     try:
         native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, sums)
     except CompilerError as error:
-        if name == "native":
-            raise ConfigError(f"the native kernels are not available: {error}") from error
-        log.warning("native kernels not available, using torch: %s", error)
-        return TorchKernels(config, weights, pool, sums)
+        raise ConfigError(
+            f"the native kernels cannot be had: {error}; or --kernels torch"
+        ) from error
     if name == "native" or native.suits_many_rows:
         return native
     return MixedKernels(native, TorchKernels(config, weights, pool, sums))

@@ -147,7 +147,7 @@ class Library:
 
     @property
     def reads_compact(self) -> bool:
-        """Whether products take compact weights (`engine.kernels.compact`), which are faster then."""
+        """Whether products take compact weights (`engine.kernels.packing`), which are faster then."""
         return bool(self._library.reads_compact(self._dtype == "bfloat16"))
 
     def function(self, name: str, *arguments: type[Any]) -> Call:

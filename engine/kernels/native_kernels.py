@@ -15,9 +15,8 @@ import torch
 
 from engine.config import ModelConfig
 from engine.kernels.base import Heads, Sums
-from engine.kernels.compact import Compactor
 from engine.kernels.library import CLayer, CModel, CStep, Library
-from engine.kernels.packing import LANES, Arena, Matrix, pack, pack_gates, packed_bytes
+from engine.kernels.packing import LANES, Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from engine.kv_pool import KvPool
 from engine.rope import RopeTable
 from engine.step import Step

@@ -1,17 +1,16 @@
 """What an admission policy sees of requests and the pool, and `OnDemand`, the plainest policy. Pure.
 
 A policy decides whether a request is let in now, and which request gives way when blocks run out. Which blocks these
-are, and who holds them, is the worker's business (`decode_worker.allotment`); what a policy may know of that are
-`Books`.
+are is the worker's business (`decode_worker.allotment`); what a policy may know of that are `Books`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+from engine.block_pool import BlockPool
 from protocol.ids import BlockId, RequestId
 
 
@@ -25,9 +24,6 @@ class Growing(Protocol):
     @property
     def rank(self) -> tuple[int, int]:
         """(priority, order of arrival): lower ones give way last."""
-
-    @property
-    def model(self) -> str: ...
 
     @property
     def tenant(self) -> str: ...
@@ -48,38 +44,62 @@ def num_generated(request: Growing) -> int:
     return request.num_tokens - request.num_prompt_tokens
 
 
-@dataclass(slots=True, eq=False)
-class Holder:
+class Holder(NamedTuple):
     """A request that has blocks, or was promised some."""
 
     request: Growing
     blocks: Sequence[BlockId]
-    times_preempted: int
+    times_preempted: int = 0
 
 
-class Books(Protocol):
-    """What a policy may look at."""
+class Books:
+    """What a policy may look at, at one moment: who holds blocks of a pool, where tables share those of equal
+    prefixes."""
 
-    @property
-    def block_size(self) -> int: ...
+    def __init__(self, pool: BlockPool, block_size: int, holders: Iterable[Holder]) -> None:
+        self.block_size = block_size
+        self.num_blocks, self.num_free = pool.capacity, pool.num_free
+        self._pool = pool
+        self.holders = {each.request.request_id: each for each in holders}
+        self._shared: dict[RequestId, int] = {}
+        self.num_shared = 0
+        """All blocks that several tables have, each once: they are free when the last of these ends."""
+        if sum(len(holder.blocks) for holder in self.holders.values()) > pool.num_held:
+            self.num_shared = self._count_shared()
 
-    @property
-    def num_blocks(self) -> int: ...
+    def _count_shared(self) -> int:
+        found: set[BlockId] = set()
+        for request_id, holder in self.holders.items():
+            leading = _leading(holder.blocks, lambda block: self._pool.references_of(block) > 1)
+            self._shared[request_id] = len(leading)
+            found.update(leading)
+        return len(found)
 
-    @property
-    def num_free(self) -> int: ...
-
-    @property
-    def holders(self) -> Mapping[RequestId, Holder]: ...
-
-    def blocks_for(self, num_tokens: int) -> int: ...
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def shared(self, request: Growing) -> int:
         """Leading blocks of its table, or of the one that it would get, that others hold, too."""
+        return self._shared.get(request.request_id, 0)
 
-    @property
-    def num_shared(self) -> int:
-        """All blocks that several tables have, each once: they are free when the last of these ends."""
+    def leave(self, num_blocks: int) -> None:
+        """So many are not for this newcomer."""
+        self.num_blocks -= num_blocks
+        self.num_free -= num_blocks
+
+    def finds(self, request: Growing, blocks: Sequence[BlockId]) -> None:
+        """A reference to each of these blocks is this newcomer's; what has others, too, it shares."""
+        shared = _leading(blocks, lambda block: self._pool.references_of(block) > 1)
+        self._shared[request.request_id] = len(shared)
+
+
+def _leading(blocks: Sequence[BlockId], holds: Callable[[BlockId], bool]) -> list[BlockId]:
+    found: list[BlockId] = []
+    for block in blocks:
+        if not holds(block):
+            break
+        found.append(block)
+    return found
 
 
 class Policy:

@@ -1,9 +1,8 @@
 """How much longer running requests go on, and how many blocks they will hold at once, steps ahead. Pure.
 
-`Predictor` is what `protocol.length_curve` learned, for many requests at once: by model, and within one by tenant or
-length of prompt, whichever is the most particular that rests on enough requests. All is bounded by a request's own
-limit. Its rule: what is not known is not guessed at: before enough requests have ended, and for a model that nobody
-asked for yet, a request is taken to use up its limit.
+`Predictor` is what `protocol.length_curve` learned, for many requests at once: by tenant or length of prompt, whichever
+is the most particular that rests on enough requests. All is bounded by a request's own limit. Its rule: what is not
+known is not guessed at: before enough requests have ended, a request is taken to use up its limit.
 
 `outlook` sums that up: mean, spread, and the most that can be. Every step gives every request a token until it ends,
 and those who end give all of theirs back: a sum of independent holdings, each there with the probability that its
@@ -26,23 +25,18 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 LEAST = 10  # ended requests, beside those who run
-MOST_MODELS = 64  # one worker's; of some hundred KiB each when all of its tenants are known
 
 
 class Predictor:
     """Learns from every request that ended."""
 
     def __init__(self) -> None:
-        self._models: dict[str, OutputLengths] = {}  # least recently ended first
+        self._lengths = OutputLengths()
 
     def ended(self, request: Growing, *, stopped: bool) -> None:
         """It generated its last token by itself, or was `stopped` by its limit."""
-        lengths = self._models.pop(request.model, None) or OutputLengths()
-        self._models[request.model] = lengths
-        if len(self._models) > MOST_MODELS:
-            del self._models[next(iter(self._models))]
         generated = max(num_generated(request), 1)
-        lengths.observe(
+        self._lengths.observe(
             generated,
             max_tokens=generated if stopped else generated + 1,
             prompt_tokens=request.num_prompt_tokens,
@@ -51,10 +45,7 @@ class Predictor:
 
     def curve(self, request: Growing) -> LengthCurve | None:
         """What is known of such requests; None: not enough."""
-        lengths = self._models.get(request.model)
-        if lengths is None:
-            return None
-        curve = lengths.curve(prompt_tokens=request.num_prompt_tokens, tenant=request.tenant)
+        curve = self._lengths.curve(prompt_tokens=request.num_prompt_tokens, tenant=request.tenant)
         return curve if curve.num_observed >= LEAST else None
 
     def alive(self, requests: Sequence[Growing], steps: Ints) -> Floats:
@@ -76,9 +67,7 @@ class Predictor:
         return list(groups.values())
 
     def validate(self) -> None:
-        assert len(self._models) <= MOST_MODELS
-        for lengths in self._models.values():
-            lengths.validate()
+        self._lengths.validate()
 
 
 def _given(curve: LengthCurve, generated: Ints, lengths: Ints) -> Floats:

@@ -21,12 +21,11 @@ import torch
 
 from engine.config import ModelConfig
 from engine.engine import Engine
+from engine.parts import shards
 from engine.replica_config import ReplicaConfig, cache_folder_of
-from engine.shard import shards
 from engine.step import Step
 from engine.tensor_parallel import steps
-from engine.tensor_parallel.config import rank_config
-from engine.tensor_parallel.rank import facts
+from engine.tensor_parallel.rank import facts, rank_config
 from engine.tensor_parallel.shared import MAX_RANKS, Ranks, RanksLibrary
 from engine.tensor_parallel.team import Leading, Team
 from protocol.children import ended, terminate, until_one_has_ended

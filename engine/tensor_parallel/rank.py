@@ -9,21 +9,65 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import os
 import socket
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from engine.config import load_model_config, resolve_model
 from engine.engine import Engine
-from engine.replica_config import cache_folder_of
-from engine.shard import shards
+from engine.parts import shards
+from engine.replica_config import ReplicaConfig, cache_folder_of
 from engine.tensor_parallel import steps
-from engine.tensor_parallel.config import RankConfig
 from engine.tensor_parallel.shared import Ranks, RanksLibrary
 from engine.tensor_parallel.team import Team
+from protocol.config import option
 from protocol.errors import PeerLost
 from protocol.process import Lifecycle
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankConfig(ReplicaConfig):
+    """`python -m engine.tensor_parallel`, as rank 0 starts it."""
+
+    tensor_parallel_rank: int = option(help="which rank it is, from 1")
+    num_blocks: int = option(help="of the worker's pool")
+    pool_fd: int = option(help="the pool's memory")
+    steps_fd: int = option(help="socket on which steps are told")
+    meeting_fd: int = option(help="memory that ranks share")
+
+
+def rank_config(
+    worker: ReplicaConfig,
+    rank: int,
+    *,
+    num_blocks: int,
+    pool_fd: int,
+    steps_fd: int,
+    meeting_fd: int,
+    status_fd: int,
+) -> RankConfig:
+    """Of a process that `worker`'s starts. It is no member of the cluster, and nobody scrapes it."""
+    values = {each.name: getattr(worker, each.name) for each in fields(ReplicaConfig)}
+    values |= {
+        "instance_id": f"{worker.instance_id}-rank-{rank}",
+        "port": 0,
+        "conductor": None,
+        "cluster_token": "",
+        "metrics_port": 0,
+        "status_fd": status_fd,
+        "parent_pid": os.getpid(),
+    }
+    return RankConfig(
+        **values,
+        tensor_parallel_rank=rank,
+        num_blocks=num_blocks,
+        pool_fd=pool_fd,
+        steps_fd=steps_fd,
+        meeting_fd=meeting_fd,
+    )
 
 
 async def serve(config: RankConfig, lifecycle: Lifecycle) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.shard import Shard
+from engine.parts import Shard
 from engine.step import Step
 from engine.tensor_parallel.shared import Ranks
 

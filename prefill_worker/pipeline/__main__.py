@@ -1,17 +1,12 @@
-"""`python -m prefill_worker.pipeline`: a follower, started by its leader."""
-
-from __future__ import annotations
+"""`python -m prefill_worker.pipeline`: a stage, started by its leader."""
 
 import sys
+from functools import partial
 
 from prefill_worker.pipeline.follower import FollowerConfig, serve
 from protocol import process
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs one stage until it is told to stop."""
-    return process.main(FollowerConfig, serve, argv, prog="python -m prefill_worker.pipeline")
-
+main = partial(process.main, FollowerConfig, serve, prog="python -m prefill_worker.pipeline")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,10 +13,12 @@ from protocol.keys import pack_tokens, unpack_tokens
 from protocol.pb import pipeline_pb2
 from protocol.request import Token
 from protocol.wire import (
+    from_message,
     prompt_logprobs_from_wire,
     prompt_logprobs_to_wire,
     sampling_from_wire,
     sampling_to_wire,
+    to_message,
     token_from_wire,
     token_to_wire,
 )
@@ -25,15 +27,11 @@ from protocol.wire import (
 def plan_to_wire(plan: SlicePlan) -> pipeline_pb2.StageSlice:
     piece = plan.slice
     num_known = piece.end if piece.scores is None else piece.end + 1
-    return pipeline_pb2.StageSlice(
-        request_id=piece.request_id,
+    return to_message(
+        pipeline_pb2.StageSlice,
+        piece,
         token_ids=pack_tokens(piece.token_ids[:num_known]),
-        start=piece.start,
-        end=piece.end,
-        block_table=piece.block_table,
         sampling=sampling_to_wire(piece.sampling),
-        num_prompt_tokens=piece.num_prompt_tokens,
-        samples=piece.samples,
         landing=None if plan.landing is None else _landing_to_wire(plan.landing),
         send_from=plan.send_from,
         complete=plan.complete,
@@ -43,15 +41,12 @@ def plan_to_wire(plan: SlicePlan) -> pipeline_pb2.StageSlice:
 
 def plan_from_wire(message: pipeline_pb2.StageSlice) -> SlicePlan:
     return SlicePlan(
-        slice=Slice(
-            request_id=RequestId(message.request_id),
+        slice=from_message(
+            Slice,
+            message,
             token_ids=unpack_tokens(message.token_ids),
-            start=message.start,
-            end=message.end,
             block_table=tuple(message.block_table),
             sampling=sampling_from_wire(message.sampling),
-            num_prompt_tokens=message.num_prompt_tokens,
-            samples=message.samples,
             scores=PromptScores(message.num_scored_top)
             if message.HasField("num_scored_top")
             else None,
@@ -121,24 +116,11 @@ def send_from_wire(message: pipeline_pb2.StageSendRequest) -> SendBlocks:
 
 
 def _landing_to_wire(landing: Landing) -> pipeline_pb2.StageLanding:
-    return pipeline_pb2.StageLanding(
-        transfer_address=landing.transfer_address,
-        segment_id=landing.segment_id,
-        window_id=landing.window_id,
-        num_blocks=landing.num_blocks,
-        block_ids=landing.block_ids,
-    )
+    return to_message(pipeline_pb2.StageLanding, landing)
 
 
 def _landing_from_wire(message: pipeline_pb2.StageLanding) -> Landing:
     """As much of it as writing needs; the lease stays with the leader."""
-    return Landing(
-        lease_id=LeaseId(""),
-        block_ids=tuple(message.block_ids),
-        num_cached_blocks=0,
-        transfer_address=message.transfer_address,
-        segment_id=message.segment_id,
-        window_id=message.window_id,
-        num_blocks=message.num_blocks,
-        ttl_s=0.0,
-    )
+    blocks = tuple(message.block_ids)
+    elsewhere = {"lease_id": LeaseId(""), "num_cached_blocks": 0, "ttl_s": 0.0}
+    return from_message(Landing, message, block_ids=blocks, **elsewhere)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from decode_worker import actions
-from decode_worker.allotment import Allotment, Books, Claim, Prospect
+from decode_worker.allotment import Allotment, Prospect
 from engine.block_pool import BlockPool
-from engine.lookahead.base import Books as LibraryBooks
-from engine.lookahead.base import Growing, OnDemand
+from engine.lookahead.base import Books, Growing, Holder, OnDemand
 from engine.lookahead.lookahead import Lookahead
 from protocol.ids import RequestId
 from protocol.keys import NO_PARENT
@@ -27,7 +26,7 @@ def asking(name: str, num_tokens: int = 13, *, max_tokens: int = 8) -> Prospect:
     )
 
 
-def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Claim]:
+def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Holder]:
     """A pool in which somebody holds PROMPT, findable, and a block more."""
     blocks = pool(num_blocks)
     held = blocks.allocate(4)
@@ -35,7 +34,7 @@ def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Claim]:
     keys = keys_of(PROMPT)
     for index, key in enumerate(keys):
         blocks.publish(held[index], key, keys[index - 1] if index else NO_PARENT, 0)
-    return blocks, Claim(asking(owner), held)
+    return blocks, Holder(asking(owner), held)
 
 
 class Recording(OnDemand):
@@ -45,7 +44,7 @@ class Recording(OnDemand):
         super().__init__()
         self.asked: list[str] = []
 
-    def admits(self, request: Growing, books: LibraryBooks) -> bool:
+    def admits(self, request: Growing, books: Books) -> bool:
         self.asked.append(request.request_id)
         return False
 
@@ -55,7 +54,7 @@ def test_blocks_that_several_hold_count_once() -> None:
     blocks.retain(first.blocks[:3])
     fresh = blocks.allocate(1)
     assert fresh is not None
-    second = Claim(asking("b"), [*first.blocks[:3], *fresh])
+    second = Holder(asking("b"), [*first.blocks[:3], *fresh])
     books = Books(blocks, BLOCK_SIZE, [first, second])
     assert books.num_shared == 3
     assert [books.shared(each.request) for each in (first, second)] == [3, 3]
@@ -112,7 +111,7 @@ def test_only_urgent_requests_take_the_reserve_while_others_hold_blocks() -> Non
     allotment = Allotment(blocks, BLOCK_SIZE, OnDemand(per_holder=0))
     first = asking("a", 21)
     assert allotment.take(first, (), 6) is not None
-    allotment.claims = lambda: [Claim(first, range(6))]
+    allotment.claims = lambda: [Holder(first, range(6))]
     assert allotment.take(asking("b", 4), (), 1) is None
     urgent = dataclasses.replace(asking("c", 4), rank=(-1, 0))
     assert allotment.take(urgent, (), 1) is not None
@@ -127,11 +126,11 @@ def test_what_others_have_too_does_not_make_a_victim() -> None:
     """Of equally urgent ones the one goes whose own blocks suffice."""
     blocks, first = with_prompt_of("a")
     blocks.retain(first.blocks)
-    sharing = Claim(dataclasses.replace(asking("b", 5), rank=(0, 1)), first.blocks)
+    sharing = Holder(dataclasses.replace(asking("b", 5), rank=(0, 1)), first.blocks)
     own = blocks.allocate(4)
     assert own is not None
-    owning = Claim(dataclasses.replace(asking("c"), rank=(0, 2)), own)
-    best = Claim(dataclasses.replace(asking("d", 3), rank=(0, 0)), blocks.allocate(1) or [])
+    owning = Holder(dataclasses.replace(asking("c"), rank=(0, 2)), own)
+    best = Holder(dataclasses.replace(asking("d", 3), rank=(0, 0)), blocks.allocate(1) or [])
     allotment = Allotment(blocks, BLOCK_SIZE, Lookahead())
     assert allotment.victim(best.request, [best, sharing, owning]) == "c"
 

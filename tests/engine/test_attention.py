@@ -1,5 +1,5 @@
 """Attention on CPUs gives dense attention, whatever the shape, and native kernels give the same bits however work is
-cut. Which implementation there is, and that the absence of native kernels is survived.
+cut.
 
 Every pool is NaN wherever no token may look (`Case`), so each of these tests also finds a read too far.
 """
@@ -7,7 +7,6 @@ Every pool is NaN wherever no token may look (`Case`), so each of these tests al
 from __future__ import annotations
 
 import ctypes
-import logging
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +22,8 @@ from hypothesis import strategies as st
 from engine.attention import Attention, make_attention
 from engine.attention import native as native_attention
 from engine.attention.native import pieces_of
-from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.library import FLAGS, load_kernels
 from engine.kv_pool import TORCH_DTYPES
-from protocol import native
 from protocol.errors import ConfigError
 from tests.engine.attention_cases import Case
 from tests.engine.conftest import Pair, tokens_of
@@ -223,24 +220,11 @@ def test_tokens_with_the_native_kernel_equal_those_of_transformers(
     ]
 
 
-def test_without_a_compiler_auto_falls_back_to_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    case = Case(lengths=[(0, 1)])
-    monkeypatch.setattr(native.shutil, "which", lambda _name: None)
-    with caplog.at_level(logging.WARNING):
-        assert isinstance(make("auto", case, tmp_path), TorchPagedAttention)
-    assert "no C++ compiler" in caplog.text
-    for name, complaint in (("native", r"no C\+\+ compiler"), ("flash", "flash")):
-        with pytest.raises(ConfigError, match=complaint):
-            make(name, case, tmp_path)
-
-
 def test_a_damaged_library_is_an_error_of_its_own(tmp_path: Path) -> None:
     case = Case(lengths=[(0, 1)])
     make("native", case)
     (tmp_path / "kernels").mkdir()
     for library in (kernels_folder() / "kernels").glob("paged-*.so"):
         (tmp_path / "kernels" / library.name).write_bytes(b"not a library")
-    with pytest.raises(ConfigError, match="not available"):
+    with pytest.raises(ConfigError, match="cannot be had"):
         make("native", case, tmp_path)

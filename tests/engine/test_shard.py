@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.config import ModelConfig, load_model_config
-from engine.shard import shards
+from engine.parts import shards
 from protocol.errors import ConfigError
 from tests.engine.conftest import Pair
 from tests.thoroughness import examples

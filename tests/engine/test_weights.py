@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import load_model_config
-from engine.shard import shards
+from engine.parts import shards
 from engine.weights import load_weights
 from protocol.errors import ConfigError
 from tests.engine.conftest import Pair

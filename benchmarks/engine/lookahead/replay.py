@@ -19,9 +19,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from benchmarks.engine.lookahead.load import Wish
-from decode_worker.allotment import Allotment, Claim
+from decode_worker.allotment import Allotment
 from engine.block_pool import BlockPool
-from engine.lookahead.base import Books, Growing, OnDemand, Policy
+from engine.lookahead.base import Books, Growing, Holder, OnDemand, Policy
 from protocol.ids import RequestId
 from protocol.profile import DecodeProfile, PrefillProfile
 
@@ -64,9 +64,9 @@ class Tables:
         self._allotment = Allotment(self.pool, block_size, policy)
         self._allotment.claims = self._claims
 
-    def _claims(self) -> list[Claim]:
+    def _claims(self) -> list[Holder]:
         return [
-            Claim(each, each.blocks, self._times_preempted.get(each.request_id, 0))
+            Holder(each, each.blocks, self._times_preempted.get(each.request_id, 0))
             for each in self._holders.values()
         ]
 
@@ -129,7 +129,6 @@ class Sequence:
         "_clock", "arrived_s", "base", "base_step", "blocks", "first_wait_s", "max_tokens", "missing",
         "num_prompt_tokens", "output", "rank", "request_id", "tenant", "turn", "waited_s", "waits_since_s",
     )  # fmt: skip
-    model = ""
 
     def __init__(self, wish: Wish, number: int, clock: Clock) -> None:
         self.request_id = RequestId(str(number))

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.compact import Compact, Compactor
-from engine.kernels.packing import Arena, Matrix, pack, pack_gates, packed_bytes
+from engine.kernels.packing import Arena, Compact, Compactor, Matrix, pack, pack_gates, packed_bytes
 from tests.engine.kernels.calls import compiled_library, random_tensor
 from tests.engine.kernels.test_products import gate, packed, product
 from tests.thoroughness import examples

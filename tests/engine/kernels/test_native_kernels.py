@@ -1,9 +1,8 @@
-"""A layer in C++ is a layer in torch, in any number of threads, and without a compiler torch takes over."""
+"""A layer in C++ is a layer in torch, in any number of threads."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +11,17 @@ import pytest
 import torch
 
 from engine.config import ModelConfig, load_model_config
-from engine.kernels import Kernels, MixedKernels, NativeKernels, TorchKernels, make_kernels
-from engine.kernels.mixed import FEW_TOKENS
+from engine.kernels import (
+    FEW_TOKENS,
+    Kernels,
+    MixedKernels,
+    NativeKernels,
+    TorchKernels,
+    make_kernels,
+)
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.step import Step
 from engine.weights import Weights, load_weights
-from protocol import native
 from protocol.errors import ConfigError
 from tests.engine.conftest import VARIANTS, Pair
 from tests.engine.kernels.calls import kernels_folder, random_tensor
@@ -189,33 +193,20 @@ def test_mixed_kernels_give_each_step_to_the_one_that_is_fast_at_it(llama: Pair)
 # -- choosing
 
 
-@pytest.fixture
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert native.shutil.which("g++") is None
-
-
-@pytest.mark.usefixtures("without_compiler")
-def test_without_a_compiler_torch_runs_with_one_warning_unless_native_was_asked_for(
-    llama: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_one_line_says_what_to_do(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        engine = llama.engine(kernels="auto", attention="auto", cache_folder=tmp_path)
-    assert (engine.kernels_name, engine.attention_name) == ("torch", "torch")
-    [record] = caplog.records
-    assert "no C++ compiler" in record.getMessage()
-    with pytest.raises(ConfigError, match=r"no C\+\+ compiler"):
-        llama.engine(kernels="native", cache_folder=tmp_path)
     with pytest.raises(ConfigError, match="cublas"):
         llama.engine(kernels="cublas")
+    monkeypatch.setenv("PATH", "")
+    for options in ({"kernels": "auto"}, {"kernels": "native"}, {"attention": "auto"}):
+        with pytest.raises(ConfigError, match=r"cannot be had: no C\+\+ compiler.*--kernels torch"):
+            llama.engine(**options, cache_folder=tmp_path)
 
 
-def test_without_a_cache_folder_nothing_is_compiled(
-    llama: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_cache_folder_nothing_is_compiled(llama: Pair) -> None:
     engine = llama.engine(kernels="auto", attention="auto", cache_folder=None)
     assert (engine.kernels_name, engine.attention_name) == ("torch", "torch")
-    assert not caplog.records
 
 
 @pytest.mark.slow
@@ -232,16 +223,12 @@ def test_compiling_is_told_once(llama: Pair, tmp_path: Path) -> None:
     assert told == ["compiling"]
 
 
-def test_a_model_whose_rows_are_no_whole_words_is_torchs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
     pair = Pair(tmp_path, make_model("llama", tmp_path, intermediate_size=95))
-    with caplog.at_level(logging.WARNING):
-        kernels = make_kernels(
+    with pytest.raises(ConfigError, match="intermediate_size 95 is odd; or --kernels torch"):
+        make_kernels(
             "auto", *replica(pair, "bfloat16"), num_threads=1, cache_folder=kernels_folder()
         )
-    assert kernels.name == "torch"
-    assert "intermediate_size 95 is odd" in caplog.text
     float_kernels, _ = native_kernels(pair, "float32")
     step = make_step(list(range(5)))
     assert_alike(run(float_kernels, step, 2), run(torch_kernels(pair, "float32")[0], step, 2))

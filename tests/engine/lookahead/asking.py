@@ -14,7 +14,6 @@ class Asking:
     max_tokens: int = 100
     generated: int = 1
     priority: int = 0
-    model: str = ""
     tenant: str = ""
     blocks: list[int] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.lookahead.prediction import HORIZONS, LEAST, MOST_MODELS, Predictor, outlook
+from engine.lookahead.prediction import HORIZONS, LEAST, Predictor, outlook
 from protocol.length_curve import EDGES
 from tests.engine.lookahead.asking import Asking
 from tests.thoroughness import examples
@@ -43,10 +43,9 @@ def test_what_remains_of_a_running_request_is_that_of_those_who_came_so_far() ->
     ("short", "long"),
     [
         ({"tenant": "a"}, {"tenant": "b"}),
-        ({"model": "a"}, {"model": "b"}),
         ({"num_prompt_tokens": 20_000}, {"num_prompt_tokens": 20}),
     ],
-    ids=["tenant", "model", "prompt"],
+    ids=["tenant", "prompt"],
 )
 def test_requests_are_told_apart(short: dict[str, Any], long: dict[str, Any]) -> None:
     predictor = Predictor()
@@ -58,19 +57,11 @@ def test_requests_are_told_apart(short: dict[str, Any], long: dict[str, Any]) ->
     assert alive(predictor, Asking(0, max_tokens=FAR, **long), 1500) > 0.9
 
 
-def test_too_few_ends_and_another_model_s_say_nothing() -> None:
+def test_too_few_ends_say_nothing() -> None:
     """A request is then expected to use up its limit."""
     few, enough = learned([5] * (LEAST - 1)), learned([5] * LEAST)
     assert alive(few, Asking(0, max_tokens=300), 298) == 1.0
     assert alive(enough, Asking(0, max_tokens=300), 298) < 0.1
-    assert alive(enough, Asking(0, max_tokens=300, model="new"), 298) == 1.0
-
-
-def test_memory_is_bounded_in_models() -> None:
-    predictor = Predictor()
-    for number in range(2 * MOST_MODELS):
-        predictor.ended(Asking(number, model=f"m{number}"), stopped=False)
-    predictor.validate()
 
 
 def test_the_first_to_end_do_not_make_all_seem_short() -> None:

@@ -14,7 +14,7 @@ import torch
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.kv_pool import allocate
-from engine.shard import shards
+from engine.parts import shards
 from engine.step import Step
 from engine.tensor_parallel import steps
 from engine.tensor_parallel.shared import PATIENCE_S, Ranks, RanksLibrary
