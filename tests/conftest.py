@@ -30,7 +30,6 @@ SLOW = (
     "e2e/",
     "engine/cuda/",
     "engine/elastic/test_elasticity.py",
-    "engine/test_head_ranges.py",
     "engine/test_kv_dtypes.py",
     "kvstore/client/test_concurrency.py",
     "kvstore/client/test_faults.py",

@@ -210,43 +210,6 @@ Twins.TestCase.settings = settings(max_examples=examples(60), stateful_step_coun
 TestTwins = Twins.TestCase
 
 
-def test_a_parent_outlives_its_cached_children_and_the_oldest_leaf_goes_first() -> None:
-    one = Told(4)
-    old, new = one.allocate(2) or [], one.allocate(2) or []
-    old_keys, new_keys = one.publish(old, "ab"), one.publish(new, "xy")
-    one.said.clear()
-    one.pool.release(old[:1])  # the parent first
-    one.pool.release(old[1:])
-    one.pool.release(new)
-    one.allocate(3)
-    assert [key for key, _ in one.said] == [old_keys[1], old_keys[0], new_keys[1]]
-    assert one.pool.match_prefix(new_keys) == [new[0]]
-
-
-def test_what_is_held_stays_where_its_continuation_goes() -> None:
-    one = Told(4)
-    held, other = one.allocate(3) or [], one.allocate(1) or []
-    keys, others = one.publish(held, "abc"), one.publish(other, "x")
-    one.said.clear()
-    one.pool.release(held[2:])
-    one.pool.release(other)
-    one.allocate(2)
-    assert [key for key, _ in one.said] == [keys[2], *others]
-    assert one.pool.match_prefix(keys) == held[:2]
-
-
-def test_a_beginning_that_is_needed_takes_its_held_continuation_out_of_the_cache() -> None:
-    one = Told(2)
-    blocks = one.allocate(2) or []
-    keys = one.publish(blocks, "ab")
-    one.said.clear()
-    one.pool.release(blocks[:1])
-    assert one.allocate(1) == blocks[:1]
-    assert [key for key, _ in one.said] == [keys[1], keys[0]]
-    assert one.pool.key_of(blocks[1]) is None
-    one.pool.validate()
-
-
 def test_without_prefix_caching_nothing_is_ever_findable() -> None:
     one = Told(2, enable_prefix_caching=False)
     blocks = one.allocate(2) or []
@@ -289,21 +252,6 @@ def test_a_pool_takes_over_what_is_findable_whoever_still_seems_to_hold_it() -> 
     later.said.clear()
     assert later.allocate(4) is not None, "all can go"
     assert {key for key, _ in later.said} == set(keys)
-
-
-def test_what_was_taken_over_goes_in_the_order_in_which_it_was_let_go() -> None:
-    earlier, later = Told(2), Told(2)
-    first, second = earlier.allocate(1) or [], earlier.allocate(1) or []
-    earlier.publish(first, "a")
-    oldest = earlier.publish(second, "b")
-    earlier.pool.release(second)
-    earlier.pool.release(first)
-    earlier.pool.reused(first)
-    later.pool.take_over(earlier.pool)
-    assert later.pool.hits_of(first[0]) == 1
-    later.said.clear()
-    assert later.allocate(1) == second
-    assert later.said == [(oldest[0], None)]
 
 
 def test_memory_is_cleared_piece_by_piece_and_what_others_hold_is_left() -> None:

@@ -31,16 +31,6 @@ def write(path: Path, **fields: Any) -> Path:
     return path
 
 
-def test_a_llama_config_is_read(tmp_path: Path) -> None:
-    config = load_model_config(write(tmp_path, rope_theta=5e5))
-    assert (config.head_dim, config.num_kv_heads, config.num_layers) == (16, 2, 3)
-    assert config.rope.theta == 5e5
-    assert config.eos_token_ids == (7,)
-    assert config.sliding_windows == (None, None, None)
-    layout = config.kv_layout(32, "auto")
-    assert (layout.dtype, layout.head_dim, layout.num_kv_heads) == ("bfloat16", 16, 2)
-
-
 def test_end_tokens_are_those_of_both_files_that_a_step_can_sample(tmp_path: Path) -> None:
     write(tmp_path, eos_token_id=[-1, 7, 100])
     assert load_model_config(tmp_path).eos_token_ids == (7,)

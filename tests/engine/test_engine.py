@@ -1,5 +1,4 @@
-"""Engine.execute: what it writes where, what it refuses, what it computes in any company; and the loop that others are
-compared with."""
+"""Engine.execute: what it writes where, what it refuses, what it computes in any company."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from engine.batch import Sampled
 from engine.config import load_model_config
 from engine.engine import Engine
 from protocol.errors import ConfigError, InvalidRequest
-from protocol.request import FinishReason, SamplingParams
+from protocol.request import SamplingParams
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
 
@@ -164,25 +163,6 @@ def assert_same(found: Sampled | None, expected: Sampled | None) -> None:
     assert own == pytest.approx(others, abs=1e-4)
 
 
-# -- the loop
-
-
-def test_more_sequences_than_fit_wait_for_their_turn(llama: Pair) -> None:
-    llama.check(llama.engine(num_blocks=7), [random_prompt(30, seed=seed) for seed in range(6)])
-
-
-def test_a_stop_token_ends_a_sequence_and_min_tokens_delays_it(llama: Pair) -> None:
-    prompt = random_prompt(30, seed=1)
-    plain = llama.generate(prompt, 8)
-    ends: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": frozenset({plain[2]})}
-    [stopped] = generate(llama.engine(), [prompt], SamplingParams(max_tokens=8, **ends))
-    assert stopped.token_ids == plain[: plain.index(plain[2]) + 1]
-    assert stopped.finish_reason is FinishReason.STOP
-    [late] = generate(llama.engine(), [prompt], SamplingParams(max_tokens=8, min_tokens=8, **ends))
-    assert (len(late.token_ids), late.finish_reason) == (8, FinishReason.LENGTH)
-    assert plain[2] not in late.token_ids
-
-
 def test_a_seeded_stream_depends_neither_on_its_company_nor_on_where_it_began(llama: Pair) -> None:
     """Prompt plus tokens already sent, with the same seed, goes on with the same tokens."""
     engine = llama.engine()
@@ -194,10 +174,3 @@ def test_a_seeded_stream_depends_neither_on_its_company_nor_on_where_it_began(ll
         assert alone.token_ids == result.token_ids
         [rest] = generate(engine, [prompt + alone.token_ids[:5]], wish)
         assert rest.token_ids[:7] == alone.token_ids[5:]
-
-
-def test_prompts_that_cannot_run_are_refused(llama: Pair) -> None:
-    sampling = SamplingParams(max_tokens=5)
-    for prompt, complaint in ((random_prompt(40), "do not fit"), ([], "at least one token")):
-        with pytest.raises(InvalidRequest, match=complaint):
-            generate(llama.engine(num_blocks=2), [prompt], sampling)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.config import load_model_config
-from engine.rope import RopeTable, apply_rope
+from engine.rope import RopeTable
 from tests.engine.conftest import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
 
 HEAD_DIM = 32
@@ -71,13 +71,3 @@ def test_a_position_means_the_same_however_far_the_table_has_grown(tmp_path: Pat
     table.rows(torch.tensor([999]), 1000)
     for one, other in zip(small, table.rows(positions, 1000), strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=0)
-
-
-def test_rotation_keeps_lengths_and_position_zero() -> None:
-    heads = torch.randn(5, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    angles = torch.arange(5)[:, None, None] * torch.ones(HEAD_DIM // 2)
-    cos = torch.cat((angles.cos(), angles.cos()), -1)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1)
-    rotated = apply_rope(heads, cos, sin)
-    torch.testing.assert_close(rotated[0], heads[0])
-    torch.testing.assert_close(rotated.norm(dim=-1), heads.norm(dim=-1))

@@ -140,16 +140,6 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     assert torch.equal(logits, before)
 
 
-def test_seeds_and_positions_make_a_difference() -> None:
-    logits = torch.zeros(1, 1000)
-    by_seed = {sample(logits, [piece([1], params(seed=seed))])[0].token_id for seed in range(20)}
-    by_position = {
-        sample(logits, [piece([1] * n, params(seed=1))])[0].token_id for n in range(1, 21)
-    }
-    assert len(by_seed) > 15
-    assert len(by_position) > 15
-
-
 def test_penalties_follow_their_definitions() -> None:
     """Repetition over prompt and output, presence and frequency over the output alone."""
     sampling = params(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)

@@ -21,12 +21,8 @@ from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swi
 from engine.cuda.kernels.prefill import ChunkBatch, prefill_attention
 
 ATTENTION = (
-    (torch.bfloat16, 64, None),
     (torch.bfloat16, 80, 4096),
-    (torch.bfloat16, 128, None),
     (torch.bfloat16, 256, None),
-    (torch.float16, 128, None),
-    (torch.float32, 128, None),
     (torch.float32, 256, None),
 )
 """(dtype, head_dim, window)"""

@@ -33,41 +33,25 @@ def check(case: AttentionCase, device: torch.device) -> None:
     assert relative_error(attend(inputs), inputs.expected()) < TOLERANCES[case.dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 20])
-def test_single_tokens_beside_chunks(
-    dtype: torch.dtype, window: int | None, device: torch.device
-) -> None:
-    check(AttentionCase(spans=MIXED, dtype=dtype, window=window), device)
+CHUNK = ((40, 41), (5, 30))
+LONG = ((255, 256), (256, 257), (1000, 1001), (8999, 9000))
+"""Contexts of several parts: cut at 256 and 512 tokens, or longer parts where there are more than 32 · 256."""
+CASES = [
+    *(AttentionCase(spans=MIXED, dtype=d, window=w) for d in TOLERANCES for w in (None, 20)),
+    *(AttentionCase(spans=CHUNK, head_dim=size) for size in (16, 24, 80, 128, 256)),
+    *(
+        AttentionCase(spans=CHUNK, heads=heads, kv_heads=kv_heads, head_dim=16)
+        for heads, kv_heads in ((1, 1), (7, 1), (8, 8), (28, 4), (40, 1))
+    ),
+    *(AttentionCase(spans=((520, 521), (490, 530)), block_size=size) for size in (16, 48, 512)),
+    *(AttentionCase(spans=LONG, head_dim=16, heads=2, kv_heads=1, window=w) for w in (None, 700)),
+    AttentionCase(spans=((70, 71), (50, 80), (33, 34)), shared_blocks=3),
+]
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256])
-def test_head_sizes_that_are_and_are_not_powers_of_two(head_dim: int, device: torch.device) -> None:
-    check(AttentionCase(spans=((40, 41), (5, 30)), head_dim=head_dim), device)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (7, 1), (8, 8), (28, 4), (40, 1)])
-def test_groups_of_query_heads(heads: int, kv_heads: int, device: torch.device) -> None:
-    check(
-        AttentionCase(spans=((40, 41), (5, 30)), heads=heads, kv_heads=kv_heads, head_dim=16),
-        device,
-    )
-
-
-@pytest.mark.parametrize("block_size", [16, 48, 512])
-def test_block_sizes(block_size: int, device: torch.device) -> None:
-    check(AttentionCase(spans=((520, 521), (490, 530)), block_size=block_size), device)
-
-
-@pytest.mark.parametrize("window", [None, 700])
-def test_contexts_of_several_parts(window: int | None, device: torch.device) -> None:
-    """The context is cut at 256 and 512 tokens, or longer parts are made of more than 32 · 256."""
-    spans = ((255, 256), (256, 257), (1000, 1001), (8999, 9000))
-    check(AttentionCase(spans=spans, head_dim=16, heads=2, kv_heads=1, window=window), device)
-
-
-def test_sequences_share_their_first_blocks(device: torch.device) -> None:
-    check(AttentionCase(spans=((70, 71), (50, 80), (33, 34)), shared_blocks=3), device)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_shape_is_what_the_definition_gives(case: AttentionCase, device: torch.device) -> None:
+    check(case, device)
 
 
 @hypothesis_settings(max_examples=examples(8))
@@ -119,12 +103,6 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(device: torch.device) -> Non
         alone = AttentionInputs(case, [span], inputs.queries[rows], inputs.pool)
         assert torch.equal(attend(alone), together[rows])
         row = rows.stop
-
-
-def test_single_tokens_go_before_chunks(device: torch.device) -> None:
-    case = AttentionCase(spans=((0, 1),))
-    backend = TritonAttention(case.geometry, case.build(device).pool)
-    assert backend.order([(0, 5), (7, 8), (2, 9), (0, 1)]) == [1, 3, 0, 2]
 
 
 def test_heads_that_are_too_large_are_refused(device: torch.device) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.lookahead.prediction import HORIZONS, LEAST, Predictor, outlook
-from protocol.length_curve import EDGES
 from tests.engine.lookahead.asking import Asking
 from tests.thoroughness import examples
 
@@ -136,20 +135,9 @@ def test_mean_and_spread_are_those_of_draws() -> None:
         assert found.variance[index] ** 0.5 == pytest.approx(totals.std(), rel=0.15)
 
 
-def test_nobody_holds_nothing() -> None:
-    assert outlook([], Predictor(), 16).peak(3.0) == 0.0
-
-
 def test_the_next_end_is_as_far_as_answers_are_long_among_as_many() -> None:
     """Of those who end after 1,000 tokens, and are evenly spread over that, every 50th step ends one of 20."""
     predictor = learned([1000] * 200)
     requests = [Asking(n, 100, FAR, generated=25 + 50 * n) for n in range(20)]
     assert outlook(requests, predictor, 16).steps_to_end == pytest.approx(50, rel=0.5)
     assert outlook(requests[:1], predictor, 16).steps_to_end == pytest.approx(975, rel=0.5)
-
-
-def test_horizons_reach_from_the_next_step_beyond_every_limit() -> None:
-    assert HORIZONS[:3].tolist() == [0, 1, 2]
-    assert (np.diff(HORIZONS) > 0).all()
-    assert HORIZONS[-1] >= 1 << 17
-    assert EDGES[-1] >= HORIZONS[-1]
