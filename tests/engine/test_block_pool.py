@@ -210,6 +210,18 @@ Twins.TestCase.settings = settings(max_examples=examples(60), stateful_step_coun
 TestTwins = Twins.TestCase
 
 
+def test_a_beginning_that_is_needed_takes_its_held_continuation_out_of_the_cache() -> None:
+    one = Told(2)
+    blocks = one.allocate(2) or []
+    keys = one.publish(blocks, "ab")
+    one.said.clear()
+    one.pool.release(blocks[:1])
+    assert one.allocate(1) == blocks[:1]
+    assert [key for key, _ in one.said] == [keys[1], keys[0]]
+    assert one.pool.key_of(blocks[1]) is None
+    one.pool.validate()
+
+
 def test_without_prefix_caching_nothing_is_ever_findable() -> None:
     one = Told(2, enable_prefix_caching=False)
     blocks = one.allocate(2) or []
