@@ -113,7 +113,7 @@ bench-engine: $(DEV)
 TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
 
 reproduce: $(DEV)
-	$(BIN)/python -m traces.reproduction --trace "$(TRACE)" $(ARGS)
+	$(BIN)/moonserve reproduce --trace "$(TRACE)" $(ARGS)
 
 # Pages that are made from the code, then the site, which is site/index.html; `python -m http.server -d site` has its search, too.
 docs: $(DEV)

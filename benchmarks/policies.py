@@ -103,7 +103,6 @@ ABLATED = Scenario(trace="conversation seed 11", speedup=2.2, num_requests=PART)
 class Ablation:
     """The policy with other terms."""
 
-    source: ClassVar[str] = "traces.simulator.run"
     cost: ClassVar[float] = 1.0
     run: Run
     terms: Terms

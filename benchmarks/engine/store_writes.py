@@ -32,8 +32,8 @@ from prefill_worker.puts import WriteBehind
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 from protocol.request import Endpoint
 from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
-from traces.synthesis.presets import PRESETS
 from traces.synthesis.threads import requests_of
+from traces.synthesis.workload import PRESETS
 
 WORKERS = 4
 BUSY = 0.8

@@ -1,4 +1,4 @@
-"""`moonserve traces analyze TRACE`: statistics of a trace as tables, JSON and a plot."""
+"""`moonserve traces analyze TRACE`: statistics of a trace as tables and JSON."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 from protocol.config import option, run_command
 from protocol.errors import ConfigError
-from traces.analysis.checked import read_checked
-from traces.analysis.plot import plot_statistics, require_matplotlib
 from traces.analysis.statistics import CAPACITIES_TOKENS, analyze
 from traces.analysis.tables import format_statistics
+from traces.format import read_checked
 from traces.output import write_text
 
 PROG = "moonserve traces analyze"
@@ -29,7 +28,6 @@ class AnalyzeConfig:
         tuple(map(str, CAPACITIES_TOKENS)), help="cache sizes of the hit curve, in tokens"
     )
     json: str | None = option(None, help="write the statistics as JSON to this file")
-    plot: str | None = option(None, help="write a PNG to this file (extra `train`)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,15 +46,11 @@ def run(config: AnalyzeConfig) -> int:
     if config.json:
         text = json.dumps({"trace": path.name, **statistics}, indent=2)
         write_text(Path(config.json), text + "\n")
-    if config.plot:
-        plot_statistics(statistics, path.name, Path(config.plot))
     return 0
 
 
 def _check(config: AnalyzeConfig) -> list[int]:
     """The capacities as numbers. Raises ConfigError for what no analysis can start with."""
-    if config.plot:
-        require_matplotlib()
     if config.limit is not None and config.limit < 1:
         raise ConfigError("--limit must be at least 1")
     if not 0 < config.window_s < float("inf"):

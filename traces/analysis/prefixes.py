@@ -42,25 +42,15 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """All visits, and per block its depth (from 0), parent (None for a first block) and number of uses."""
+    """All visits, and per block its depth (from 0) and number of uses."""
 
     visits: Sequence[Visit]
     depths: Ints
-    parents: Sequence[int | None]
     uses: Ints
 
     @property
     def num_blocks(self) -> int:
         return len(self.depths)
-
-    def validate(self) -> None:
-        """Raises AssertionError unless uses, visits and parents agree."""
-        assert int(self.uses.sum()) == sum(len(visit.blocks) for visit in self.visits)
-        for visit in self.visits:
-            assert visit.num_seen <= len(visit.blocks)
-            for depth, block in enumerate(visit.blocks):
-                assert self.depths[block] == depth
-                assert self.parents[block] == (visit.blocks[depth - 1] if depth else None)
 
 
 class _Growing:
@@ -69,7 +59,6 @@ class _Growing:
     def __init__(self) -> None:
         self.children: dict[tuple[int | None, int], int] = {}  # (parent, hash id) → block
         self.depths: list[int] = []
-        self.parents: list[int | None] = []
         self.uses: list[int] = []
         self.last_request: list[int] = []
 
@@ -94,7 +83,6 @@ class _Growing:
         block = len(self.depths)
         self.children[parent, hash_id] = block
         self.depths.append(depth)
-        self.parents.append(parent)
         self.uses.append(1)
         self.last_request.append(request)
         return block
@@ -114,6 +102,5 @@ def prefix_tree(records: Sequence[TraceRecord]) -> PrefixTree:
     return PrefixTree(
         visits=visits,
         depths=np.array(growing.depths, dtype=np.int64),
-        parents=growing.parents,
         uses=np.array(growing.uses, dtype=np.int64),
     )

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from traces.analysis.arrivals import describe_arrivals
 from traces.analysis.capacity import HitCurve, hit_curve
+from traces.analysis.measures import PERCENTS, describe_arrivals, describe_sessions, spread
 from traces.analysis.prefixes import Ints, PrefixTree, prefix_tree
-from traces.analysis.sessions import describe_sessions
-from traces.analysis.spread import PERCENTS, spread
 from traces.format import TraceRecord
 
 # Figure 9 of the paper has 1k … 50k blocks; 3M tokens is what one of its machines' DRAM holds.
@@ -20,19 +18,16 @@ CAPACITIES_TOKENS = (
     30_000_000, 50_000_000, 100_000_000,
 )  # fmt: skip
 _RANKS_PER_DECADE = 8
-_DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def describe_sharing(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, Any]:
-    """Popularity by rank with its Zipf fit, depths of chains, branching, share used once, seconds between uses."""
+    """Popularity by rank, lengths of chains, share used once, seconds between uses."""
     ranked = np.sort(tree.uses)[::-1]
     return {
         "num_blocks": tree.num_blocks,
         "used_once_share": float((tree.uses == 1).mean()),
         "popularity": _popularity(ranked),
-        "zipf": zipf_fit(ranked),
         "chain_blocks": spread([len(visit.blocks) for visit in tree.visits]),
-        "branching": _branching(tree),
         "reuse_s": _reuse_seconds(tree, records),
     }
 
@@ -46,39 +41,6 @@ def log_ranks(count: int) -> list[int]:
 
 def _popularity(ranked: Ints) -> list[dict[str, int]]:
     return [{"rank": rank, "uses": int(ranked[rank - 1])} for rank in log_ranks(len(ranked))]
-
-
-def zipf_fit(ranked: Ints) -> dict[str, float] | None:
-    """Least squares of log uses = c − exponent · log rank over ranks evenly spaced in the logarithm.
-
-    Only over blocks used twice or more, as the long floor of blocks used once would decide everything. None when
-    fewer than three such ranks are there, or all are equally popular.
-    """
-    ranks = np.array(log_ranks(int((ranked > 1).sum())), dtype=np.int64)
-    if len(ranks) < 3 or ranked[0] == ranked[ranks[-1] - 1]:
-        return None
-    x, y = np.log(ranks), np.log(ranked[ranks - 1])
-    slope, constant = np.polyfit(x, y, 1)
-    unexplained = float(((y - slope * x - constant) ** 2).sum() / ((y - y.mean()) ** 2).sum())
-    return {"exponent": -float(slope), "r_squared": 1 - unexplained}
-
-
-def _branching(tree: PrefixTree) -> list[dict[str, Any]]:
-    """At some depths: distinct blocks, requests that reach them, and distinct blocks that follow one."""
-    blocks = np.bincount(tree.depths)
-    requests = np.bincount(tree.depths, weights=tree.uses)
-    rows = []
-    for depth in (depth for depth in _DEPTHS if depth < len(blocks)):
-        followers = blocks[depth + 1] if depth + 1 < len(blocks) else 0
-        rows.append(
-            {
-                "depth": depth,
-                "blocks": int(blocks[depth]),
-                "requests": int(requests[depth]),
-                "children_per_block": float(followers / blocks[depth]),
-            }
-        )
-    return rows
 
 
 def _reuse_seconds(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, float | None]:

@@ -89,20 +89,12 @@ def _curve(lru: Mapping[str, Any]) -> str:
 
 
 def _sharing(prefixes: Mapping[str, Any]) -> str:
-    zipf = prefixes["zipf"]
-    fit = f"{zipf['exponent']:.2f} (R² {zipf['r_squared']:.2f})" if zipf else "no fit"
     ranks = "  ".join(
         f"{point['rank']}: {point['uses']:,}" for point in prefixes["popularity"][::4]
     )
-    rows = [
-        [str(row["depth"]), f"{row['blocks']:,}", f"{row['requests']:,}",
-         f"{row['children_per_block']:.2f}"]
-        for row in prefixes["branching"]
-    ]  # fmt: skip
-    table = text_table(["depth", "blocks", "requests", "children a block"], rows)
     return (
         f"blocks        {prefixes['num_blocks']:>10,}, used once {prefixes['used_once_share']:.1%}\n"
-        f"popularity    Zipf exponent {fit}; uses by rank  {ranks}\n\n{table}"
+        f"popularity    uses by rank  {ranks}"
     )
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import pydantic_core
 
 from protocol.config import to_flags
 from traces.output import text_table
-from traces.planner.cluster import Cluster, Scored
-from traces.planner.search import Plan, Question
-from traces.planner.trial import options_of
+from traces.planner.search import Cluster, Plan, Question, Scored
 from traces.reports.numbers import milliseconds, percent, plain, seconds
 from traces.simulator.command import SimulateConfig
 
@@ -23,6 +21,17 @@ _COLUMNS = (
     "prefill", "decode", "policy", "DRAM tokens", "effective", "goodput/s", "rejected",
     "TTFT s mean", "p90", "TBT ms p90", "hits",
 )  # fmt: skip
+
+
+def options_of(cluster: Cluster, common: SimulateConfig) -> SimulateConfig:
+    """What `moonserve simulate` takes to simulate this cluster."""
+    return replace(
+        common,
+        prefill=cluster.num_prefill,
+        decode=cluster.num_decode,
+        policy=(cluster.policy,),
+        dram_tokens=cluster.dram_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +154,8 @@ def to_json(answer: Answer) -> str:
         "simulate": answer.simulate(_recommended(found)),
         "serve": answer.serve(_recommended(found)),
     }
-    return json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return pydantic_core.to_json(whole, indent=2, inf_nan_mode="null").decode() + "\n"
 
 
 def _plain(scored: Scored | None) -> dict[str, Any] | None:
-    if scored is None:
-        return None
-    figures = asdict(scored.score)
-    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-    return {**asdict(scored.cluster), **finite}
+    return None if scored is None else {**asdict(scored.cluster), **asdict(scored.score)}

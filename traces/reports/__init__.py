@@ -1,7 +1,6 @@
 """Reports of simulations: figures, a page with plots, JSON. Draws results, knows nothing of how they came about."""
 
 from traces.reports.page import write_page
-from traces.reports.saved import read_results
 from traces.reports.summary import format_summary, summary
 
-__all__ = ["format_summary", "read_results", "summary", "write_page"]
+__all__ = ["format_summary", "summary", "write_page"]

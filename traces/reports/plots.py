@@ -22,15 +22,10 @@ Floats = npt.NDArray[np.float64]
 MAX_POINTS = 250  # of a curve: more are not seen
 MAX_DECADES = 5  # of latencies; smaller ones lie on the left edge
 MAX_BINS = 60  # of time
-MAX_COLUMNS = 180  # of a table of loads
 MAX_REASONS = 7  # that have a colour of their own; the rest is "other"
 OTHER = "other reasons"
 NEAR = 0.25  # of the actual TTFT: what the caption counts
 RANKS = (1, 3, 10, 30, 100)
-SAME_RATE = 1.01  # the same trace, cut a little differently
-_NUDGE = (
-    1e-6  # of a column: rounding moves no sample into the one before and adds no column at the end
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +65,7 @@ class Section:
 
 def sections(subjects: Sequence[Subject]) -> list[Section]:
     """Those for which the results have something to draw."""
-    drawn = (latencies, goodput, hits, rejections, predictions, replicas, loads)
+    drawn = (latencies, rejections, predictions, replicas, loads)
     return [section for draw in drawn if (section := draw(subjects)).images]
 
 
@@ -136,73 +131,6 @@ def cumulative(ordered: Floats, num_requests: int) -> tuple[Floats, Floats]:
         ranks = np.unique(np.linspace(0, len(ordered) - 1, MAX_POINTS).round().astype(np.int64))
     shares = (ranks + 1) / num_requests
     return np.concatenate([ordered[:1], ordered[ranks]]), np.concatenate([[0.0], shares])
-
-
-def goodput(subjects: Sequence[Subject]) -> Section:
-    """Without images unless the results' rates differ."""
-    points = [
-        (each, float(each.figures["request_rate"]), float(each.figures["request_goodput"]))
-        for each in subjects
-        if each.figures["request_rate"] is not None
-    ]
-    rates = [x for _, x, _ in points]
-    differ = bool(rates) and max(rates) > SAME_RATE * min(rates)
-    return Section(
-        title="Goodput against rate",
-        note="Goodput counts the requests per second that met both objectives; on the dotted line all would.",
-        images=_sweep(
-            points if differ else [], "arrivals, requests/s", "goodput, requests/s", diagonal=True
-        ),
-    )
-
-
-def hits(subjects: Sequence[Subject]) -> Section:
-    """Without images unless capacities are known and differ."""
-    points = [
-        (each, float(each.result.capacity_tokens), float(each.figures["hit_ratio"]))
-        for each in subjects
-        if each.result.capacity_tokens
-    ]
-    differ = len({x for _, x, _ in points}) > 1
-    return Section(
-        title="Hit rate against capacity",
-        note="Share of the completed requests' prompt tokens that were read instead of computed; capacity is that of"
-        " all machines together.",
-        images=_sweep(points if differ else [], "prefix cache, tokens", "hits / prompt tokens"),
-    )
-
-
-def _sweep(
-    points: Sequence[tuple[Subject, float, float]],
-    x_label: str,
-    y_label: str,
-    *,
-    diagonal: bool = False,
-) -> tuple[Image, ...]:
-    """A point per result, with its number; those of one series are joined."""
-    if not points:
-        return ()
-
-    def draw(figure: Any) -> None:
-        panel = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-        xs = [x for _, x, _ in points]
-        if min(xs) * 8 <= max(xs):
-            panel.set_xscale("log")
-        if diagonal:
-            panel.plot([min(xs), max(xs)], [min(xs), max(xs)], color="grey", linestyle=":")
-        series: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for subject, x, y in points:
-            panel.plot([x], [y], "o", color=subject.line["color"], label=subject.title)
-            panel.annotate(str(subject.number), (x, y), (4, 4), textcoords="offset points")
-            if subject.result.series:
-                series[subject.result.series].append((x, y))
-        for members in series.values():
-            panel.plot(*zip(*sorted(members), strict=True), color="grey", linewidth=1, zorder=1)
-        panel.set_ylim(bottom=0)
-        label_axes(panel)
-        legend(figure)
-
-    return (image(y_label.split(",")[0], draw),)
 
 
 def rejections(subjects: Sequence[Subject]) -> Section:
@@ -330,7 +258,6 @@ def _load_image(subject: Subject) -> Image:
     samples = subject.result.instances
     kinds = kinds_of(samples)
     end_s = max(subject.result.duration_s, samples[-1].at_s) or 1.0
-    length_s = column_length_s(samples, end_s)
     heights = [min(max(0.14 * len(names), 0.5), 5.0) for names in kinds.values()]
 
     def draw(figure: Any) -> None:
@@ -338,12 +265,12 @@ def _load_image(subject: Subject) -> Image:
 
         panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
         for panel, (kind, names) in zip(panels, kinds.items(), strict=True):
-            table, what = table_of(samples, names, end_s=end_s, length_s=length_s)
+            table, what = table_of(samples, names)
             top = float(np.nanmax(table)) or 1.0
             shown = panel.imshow(
                 table, aspect="auto", interpolation="none", cmap="Blues",
                 norm=PowerNorm(0.5, vmin=0, vmax=top),
-                extent=(0, table.shape[1] * length_s, len(names) - 0.5, -0.5),
+                extent=(0, end_s, len(names) - 0.5, -0.5),
             )  # fmt: skip
             step = math.ceil(len(names) / 35)
             panel.set_yticks(range(0, len(names), step), names[::step], fontsize=8)
@@ -366,29 +293,16 @@ def kinds_of(samples: Sequence[InstanceSample]) -> dict[str, list[str]]:
     }
 
 
-def column_length_s(samples: Sequence[InstanceSample], end_s: float) -> float:
-    """A whole multiple of the usual time between samples, so that each column has equally many."""
-    times = sorted({sample.at_s for sample in samples})
-    typical_s = float(np.median(np.diff(times))) if len(times) > 1 else end_s
-    return typical_s * math.ceil(end_s / typical_s / MAX_COLUMNS)
-
-
-def table_of(
-    samples: Sequence[InstanceSample], names: Sequence[str], *, end_s: float, length_s: float
-) -> tuple[Floats, str]:
-    """`[instance, column]` mean loads of stretches of `length_s`, NaN where nothing was sampled; and what they are.
+def table_of(samples: Sequence[InstanceSample], names: Sequence[str]) -> tuple[Floats, str]:
+    """`[instance, moment]` loads, NaN where nothing was sampled; and what they are.
 
     Where instances predict their queue, as prefill machines do, it is that queue; else the requests that they have.
     """
-    row_of = {name: row for row, name in enumerate(names)}
-    own = [sample for sample in samples if sample.instance_id in row_of]
+    own = [sample for sample in samples if sample.instance_id in names]
     predicted = any(sample.predicted_queue_s > 0 for sample in own)
-    shape = len(names), max(1, math.ceil(end_s / length_s - _NUDGE))
-    sums, counts = np.zeros(shape), np.zeros(shape)
+    column_of = {at: n for n, at in enumerate(sorted({sample.at_s for sample in samples}))}
+    table = np.full((len(names), len(column_of)), np.nan)
     for sample in own:
-        column = min(int(sample.at_s / length_s + _NUDGE), shape[1] - 1)
-        at = row_of[sample.instance_id], column
-        sums[at] += sample.predicted_queue_s if predicted else sample.queued + sample.running
-        counts[at] += 1
-    table = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+        load = sample.predicted_queue_s if predicted else sample.queued + sample.running
+        table[names.index(sample.instance_id), column_of[sample.at_s]] = load
     return table, "predicted queue, s" if predicted else "requests, waiting and running"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from traces.analysis.arrivals import mean_rate
+from traces.analysis.measures import mean_rate
 from traces.figures import Completed, latency_figures, request_figures, spread
 from traces.output import text_table
 from traces.reports.numbers import milliseconds, percent, plain

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvstore.eviction import POLICY_NAMES
 from protocol.errors import ConfigError
 from traces.format import TraceRecord
-from traces.reproduction.figure import (
-    Claim,
-    Figure,
-    Finding,
-    Line,
-    Plot,
-    Results,
-    Row,
-    Subject,
-)
+from traces.reproduction.figure import Figure, Finding, Line, Plot, Results, Row, Subject
 from traces.simulator.many import Work
 from traces.simulator.pool import Store
 from traces.simulator.results import SimulationResult
@@ -39,7 +29,6 @@ _TIE = 0.005  # the report rounds to hundredths
 class CacheReplay:
     """A store of so many blocks under one eviction policy; the result has the counter HITS and nothing else."""
 
-    source: ClassVar[str] = __name__
     policy: str
     num_blocks: int
 
@@ -102,11 +91,11 @@ def finding(subject: Subject, results: Results) -> Finding:
         name: [results[f"{name} {room}"].counters[HITS] / total for room in rooms]
         for name in _PUBLISHED
     }
-    rows = [Row(what="unlimited", ours=most, published=_UNLIMITED)]
+    rows = [Row("unlimited", most, published=_UNLIMITED)]
     rows += [
         Row(
-            what=f"{name}, {room:,} blocks",
-            ours=ours,
+            f"{name}, {room:,} blocks",
+            ours,
             published=_PUBLISHED[name][_ROOMS.index(room)],
             why="another trace",
         )
@@ -114,34 +103,32 @@ def finding(subject: Subject, results: Results) -> Finding:
         for room, ours in zip(rooms, line, strict=True)
     ]
     lines = [
-        Line(label=name, points=tuple(zip(map(float, rooms), line, strict=True)))
+        Line(name, tuple(zip(map(float, rooms), line, strict=True)))
         for name, line in ratios.items()
     ]
     published = tuple(zip(map(float, _ROOMS), _PUBLISHED["lru"], strict=True))
-    lines.append(Line(label="published, LRU, other trace", points=published, is_published=True))
+    lines.append(Line("published, LRU, other trace", published, is_published=True))
     plot = Plot(
-        title="Hit ratio by policy",
-        x_label="cache, blocks of 512 tokens",
-        y_label="hits / all blocks",
-        lines=tuple(lines),
+        "Hit ratio by policy",
+        "cache, blocks of 512 tokens",
+        "hits / all blocks",
+        tuple(lines),
         y_unit="%",
         log_x=True,
     )
     return Finding(rows=tuple(rows), claims=_claims(ratios, most), plots=(plot,), why=_WHY)
 
 
-def _claims(ratios: dict[str, list[float]], most: float) -> tuple[Claim, ...]:
+def _claims(ratios: dict[str, list[float]], most: float) -> dict[str, bool]:
     lru, lfu, length = ratios["lru"], ratios["lfu"], ratios["length-aware"]
-    return (
-        Claim(
-            text="with the largest cache LRU ≥ LFU ≥ LengthAware (within half a point)",
-            holds=lru[-1] >= lfu[-1] - _TIE and lfu[-1] >= length[-1] - _TIE,
+    return {
+        "with the largest cache LRU ≥ LFU ≥ LengthAware (within half a point)": (
+            lru[-1] >= lfu[-1] - _TIE and lfu[-1] >= length[-1] - _TIE
         ),
-        Claim(
-            text="no policy exceeds unlimited room",
-            holds=all(ratio <= most for line in ratios.values() for ratio in line),
+        "no policy exceeds unlimited room": all(
+            ratio <= most for line in ratios.values() for ratio in line
         ),
-    )
+    }
 
 
 FIGURE = Figure(

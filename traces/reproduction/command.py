@@ -33,8 +33,7 @@ from traces.reproduction import (
     table_2,
 )
 from traces.reproduction.figure import KINDS, Figure, Finding, Subject
-from traces.reproduction.page import page
-from traces.reproduction.saved import to_json
+from traces.reproduction.page import page, to_json
 from traces.simulator.many import INTERRUPTED, Archive, Progress, TraceFile, Work, do_missing
 
 FIGURES: tuple[Figure, ...] = (
@@ -73,11 +72,10 @@ class ReproduceConfig:
     processes: int = option(2, help="simulations at once")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after the verb; the first one may be the trace."""
-    given = sys.argv[1:] if argv is None else argv
     return run_command(
-        ReproduceConfig, run, given, prog=PROG, positional="--trace", interrupted=INTERRUPTED
+        ReproduceConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED
     )
 
 
@@ -91,9 +89,10 @@ def run(config: ReproduceConfig) -> int:
     archive = Archive.of(folder / RUNS, trace)
     wanted = {figure.name: figure.runs(subject) for figure in figures}
     did = _simulate(wanted, trace, archive, config.processes)
-    found = [
-        (figure, _finding(figure, wanted[figure.name], subject, archive)) for figure in figures
-    ]
+    found = []
+    for figure in figures:
+        results = {name: archive.read(work) for name, work in wanted[figure.name].items()}
+        found.append((figure, figure.finding(subject, results)))
     write_text(folder / RESULTS, to_json(subject, found, quick=config.quick))
     write_text(folder / PAGE, page(subject, found, quick=config.quick))
     if not drawing.is_available():
@@ -172,22 +171,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def _finding(
-    figure: Figure, works: Mapping[str, Work], subject: Subject, archive: Archive
-) -> Finding:
-    return figure.finding(subject, {name: archive.read(work) for name, work in works.items()})
-
-
 def _conclude(found: Sequence[tuple[Figure, Finding]], num_simulated: int) -> None:
-    claims = [claim for _, finding in found for claim in finding.claims]
-    failed = [
-        f"{figure.title}: {claim.text}"
-        for figure, finding in found
-        for claim in finding.claims
-        if not claim.holds
-    ]
-    print(
-        f"{num_simulated} simulated now; {len(claims) - len(failed)} of {len(claims)} claims hold"
-    )
+    claims = [(figure, *claim) for figure, finding in found for claim in finding.claims.items()]
+    failed = [f"{figure.title}: {text}" for figure, text, holds in claims if not holds]
+    held = len(claims) - len(failed)
+    print(f"{num_simulated} simulated now; {held} of {len(claims)} claims hold")
     for text in failed:
         print(f"does not hold: {text}")

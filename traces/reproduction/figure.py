@@ -26,16 +26,16 @@ class Subject:
     records: Sequence[TraceRecord]
     beside: Mapping[str, Sequence[TraceRecord]] = field(default_factory=dict)  # by kind
 
-    def published(self, values: Mapping[str, float]) -> float | None:
-        """The value that was published for this trace."""
-        return None if self.kind is None else values.get(self.kind)
+    def published(self, value: float) -> float | None:
+        """A value that was published for the conversation trace, if this is it."""
+        return value if self.is_conversation else None
 
     @property
     def is_conversation(self) -> bool:
         return self.kind == CONVERSATION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One number."""
 
@@ -53,15 +53,7 @@ class Row:
         return self.ours / self.published
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What the figure is to show, and whether ours does."""
-
-    text: str
-    holds: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """Of a plot."""
 
@@ -70,7 +62,7 @@ class Line:
     is_published: bool = False  # drawn as marks without a line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plot:
     """Lines over one axis; `y_unit` "%" shows fractions as per cent."""
 
@@ -88,7 +80,8 @@ class Finding:
     """What came out of a figure."""
 
     rows: tuple[Row, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    # What the figure is to show, and whether ours does.
+    claims: Mapping[str, bool] = field(default_factory=dict)
     plots: tuple[Plot, ...] = ()
     why: str = ""  # ours and the published numbers differ
 

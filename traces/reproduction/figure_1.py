@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from traces.reproduction.figure import (
     CONVERSATION,
-    Claim,
     Figure,
     Finding,
     Line,
@@ -46,21 +44,6 @@ _WHY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
-    """Effective shares of one system at one TBT limit, by speed."""
-
-    pool: tuple[float, ...]
-    vllm: tuple[float, ...]
-
-    def gains(self) -> list[float]:
-        """0.59 is "+59 %"; infinite where vLLM has none."""
-        return [
-            mine / theirs - 1 if theirs else math.inf
-            for mine, theirs in zip(self.pool, self.vllm, strict=True)
-        ]
-
-
 def runs(_subject: Subject) -> Mapping[str, Work]:
     wanted: dict[str, Work] = {f"pool {speed:g}": pooled(speed) for speed in _SPEEDS}
     for name, spec in _BASELINES.items():
@@ -69,23 +52,20 @@ def runs(_subject: Subject) -> Mapping[str, Work]:
 
 
 def finding(subject: Subject, results: Results) -> Finding:
-    shares = {
-        tbt: _Shares(_by_speed("pool", results, tbt), _by_speed("vLLM", results, tbt))
-        for tbt in TBT_SLOS_S
-    }
-    gains = {tbt: each.gains() for tbt, each in shares.items()}
+    pool = {tbt: _by_speed("pool", results, tbt) for tbt in TBT_SLOS_S}
+    gains = {tbt: _gains(pool[tbt], _by_speed("vLLM", results, tbt)) for tbt in TBT_SLOS_S}
     best = _first_that_beats(gains)
     rows = [
         *_gain_rows(subject, gains, 0),
         *(_gain_rows(subject, gains, best) if best else ()),
         *(
-            Row(what=f"pool, effective at 100 ms, speed {speed:g}", ours=share, unit="%")
-            for speed, share in zip(_SPEEDS, shares[0.1].pool, strict=True)
+            Row(f"pool, effective at 100 ms, speed {speed:g}", share, unit="%")
+            for speed, share in zip(_SPEEDS, pool[0.1], strict=True)
         ),
         *(
             Row(
-                what=f"speed at which the gain at {tbt * 1000:.0f} ms is the published one",
-                ours=_crossing(_SPEEDS, gains[tbt], _PUBLISHED_GAINS[tbt]),
+                f"speed at which the gain at {tbt * 1000:.0f} ms is the published one",
+                _crossing(_SPEEDS, gains[tbt], _PUBLISHED_GAINS[tbt]),
             )
             for tbt in TBT_SLOS_S
             if subject.is_conversation
@@ -93,7 +73,7 @@ def finding(subject: Subject, results: Results) -> Finding:
     ]
     return Finding(
         rows=tuple(rows),
-        claims=_claims(subject, shares, gains, best),
+        claims=_claims(subject, pool, gains, best),
         plots=(_gain_plot(subject, gains), *(_share_plot(results, tbt) for tbt in TBT_SLOS_S)),
         why=_WHY,
     )
@@ -101,6 +81,11 @@ def finding(subject: Subject, results: Results) -> Finding:
 
 def _by_speed(system: str, results: Results, tbt_slo_s: float) -> tuple[float, ...]:
     return tuple(effective(results[f"{system} {speed:g}"], tbt_slo_s) for speed in _SPEEDS)
+
+
+def _gains(pool: Sequence[float], vllm: Sequence[float]) -> list[float]:
+    """0.59 is "+59 %"; infinite where vLLM has none."""
+    return [mine / other - 1 if other else math.inf for mine, other in zip(pool, vllm, strict=True)]
 
 
 def _first_that_beats(gains: Mapping[float, Sequence[float]]) -> int | None:
@@ -114,9 +99,9 @@ def _first_that_beats(gains: Mapping[float, Sequence[float]]) -> int | None:
 def _gain_rows(subject: Subject, gains: Mapping[float, Sequence[float]], index: int) -> list[Row]:
     return [
         Row(
-            what=f"gain over vLLM at {tbt * 1000:.0f} ms, speed {_SPEEDS[index]:g}",
-            ours=gains[tbt][index],
-            published=subject.published({CONVERSATION: _PUBLISHED_GAINS[tbt]}),
+            f"gain over vLLM at {tbt * 1000:.0f} ms, speed {_SPEEDS[index]:g}",
+            gains[tbt][index],
+            subject.published(_PUBLISHED_GAINS[tbt]),
             unit="%",
         )
         for tbt in TBT_SLOS_S
@@ -125,23 +110,22 @@ def _gain_rows(subject: Subject, gains: Mapping[float, Sequence[float]], index: 
 
 def _claims(
     subject: Subject,
-    shares: Mapping[float, _Shares],
+    pool: Mapping[float, Sequence[float]],
     gains: Mapping[float, Sequence[float]],
     best: int | None,
-) -> tuple[Claim, ...]:
+) -> dict[str, bool]:
     ordered = all(gains[0.1][index] >= gains[0.2][index] >= gains[0.3][index] for index in range(2))
-    claims = [
-        Claim(
-            text="at least 95 % of the pool's requests are effective at 100 ms, speed 1",
-            holds=shares[0.1].pool[0] >= _LEAST_EFFECTIVE,
+    claims = {
+        "at least 95 % of the pool's requests are effective at 100 ms, speed 1": (
+            pool[0.1][0] >= _LEAST_EFFECTIVE
         ),
-        Claim(text="the stricter the limit, the larger the gain", holds=ordered),
-    ]
+        "the stricter the limit, the larger the gain": ordered,
+    }
     if subject.is_conversation:
         text = "a speed at which all three gains are at least the published ones and the pool keeps 95 % at 100 ms"
-        holds = best is not None and shares[0.1].pool[best] >= _LEAST_EFFECTIVE
-        claims.append(Claim(text=text, holds=holds))
-    return tuple(claims)
+        holds = best is not None and pool[0.1][best] >= _LEAST_EFFECTIVE
+        claims[text] = holds
+    return claims
 
 
 def _crossing(speeds: Sequence[float], gains: Sequence[float], wanted: float) -> float | None:
@@ -156,10 +140,8 @@ def _crossing(speeds: Sequence[float], gains: Sequence[float], wanted: float) ->
 def _gain_plot(subject: Subject, gains: Mapping[float, Sequence[float]]) -> Plot:
     lines = [
         Line(
-            label=f"TBT ≤ {tbt * 1000:.0f} ms",
-            points=tuple(
-                (s, 1 + g) for s, g in zip(_SPEEDS, gains[tbt], strict=True) if math.isfinite(g)
-            ),
+            f"TBT ≤ {tbt * 1000:.0f} ms",
+            tuple((s, 1 + g) for s, g in zip(_SPEEDS, gains[tbt], strict=True) if math.isfinite(g)),
         )
         for tbt in TBT_SLOS_S
     ]
@@ -169,29 +151,26 @@ def _gain_plot(subject: Subject, gains: Mapping[float, Sequence[float]]) -> Plot
             for tbt, gain in _PUBLISHED_GAINS.items()
         )
         points = tuple((speed, gain) for speed, gain in marks if speed is not None)
-        lines.append(Line(label="published", points=points, is_published=True))
+        lines.append(Line("published", points, is_published=True))
     return Plot(
-        title="Effective requests, pool ÷ vLLM",
-        x_label="speed of the trace",
-        y_label="pool ÷ vLLM",
-        lines=tuple(lines),
+        "Effective requests, pool ÷ vLLM",
+        "speed of the trace",
+        "pool ÷ vLLM",
+        tuple(lines),
         log_y=True,
     )
 
 
 def _share_plot(results: Results, tbt_slo_s: float) -> Plot:
     lines = [
-        Line(
-            label=system,
-            points=tuple(zip(_SPEEDS, _by_speed(system, results, tbt_slo_s), strict=True)),
-        )
+        Line(system, tuple(zip(_SPEEDS, _by_speed(system, results, tbt_slo_s), strict=True)))
         for system in ("pool", *_BASELINES)
     ]
     return Plot(
-        title=f"Effective requests at TBT ≤ {tbt_slo_s * 1000:.0f} ms",
-        x_label="speed of the trace",
-        y_label="share of all requests",
-        lines=tuple(lines),
+        f"Effective requests at TBT ≤ {tbt_slo_s * 1000:.0f} ms",
+        "speed of the trace",
+        "share of all requests",
+        tuple(lines),
         y_unit="%",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from traces.reproduction.figure import CONVERSATION, Claim, Figure, Finding, Results, Row, Subject
+from traces.reproduction.figure import Figure, Finding, Results, Row, Subject
 from traces.reproduction.testbed import MOONCAKE, hit_ratio, mean_device_s
 from traces.simulator.many import Run, Work
 
@@ -39,26 +39,19 @@ def runs(_subject: Subject) -> Mapping[str, Work]:
 def finding(subject: Subject, results: Results) -> Finding:
     hits = {name: hit_ratio(result) for name, result in results.items()}
     device = {name: mean_device_s(result) for name, result in results.items()}
-    rows = [
-        Row(
-            what="hit ratio, global",
-            ours=hits[_GLOBAL],
-            published=subject.published({CONVERSATION: _STATED_GLOBAL}),
-            unit="%",
-        )
-    ]
+    rows = [Row("hit ratio, global", hits[_GLOBAL], subject.published(_STATED_GLOBAL), unit="%")]
     for name in _LOCAL:
         rows += [
-            Row(what=f"hit ratio, {name}", ours=hits[name], unit="%"),
+            Row(f"hit ratio, {name}", hits[name], unit="%"),
             Row(
-                what=f"hits, global ÷ {name}",
-                ours=hits[_GLOBAL] / hits[name] if hits[name] else None,
+                f"hits, global ÷ {name}",
+                hits[_GLOBAL] / hits[name] if hits[name] else None,
                 published=_UP_TO_HITS,
                 why="published: up to",
             ),
             Row(
-                what=f"device time saved against {name}",
-                ours=1 - device[_GLOBAL] / device[name],
+                f"device time saved against {name}",
+                1 - device[_GLOBAL] / device[name],
                 published=_UP_TO_SAVED,
                 unit="%",
                 why="published: up to",
@@ -67,15 +60,14 @@ def finding(subject: Subject, results: Results) -> Finding:
     return Finding(rows=tuple(rows), claims=_claims(subject, hits), why=_WHY)
 
 
-def _claims(subject: Subject, hits: Mapping[str, float]) -> tuple[Claim, ...]:
-    most = Claim(
-        text="the pool finds more than any local cache",
-        holds=all(hits[_GLOBAL] > hits[name] for name in _LOCAL),
-    )
-    if not subject.is_conversation:
-        return (most,)
-    near = abs(hits[_GLOBAL] - _STATED_GLOBAL) <= 0.015
-    return (most, Claim(text="global hit ratio 0.36 ± 0.015", holds=near))
+def _claims(subject: Subject, hits: Mapping[str, float]) -> dict[str, bool]:
+    claims = {
+        "the pool finds more than any local cache": all(hits[_GLOBAL] > hits[n] for n in _LOCAL)
+    }
+    if subject.is_conversation:
+        near = abs(hits[_GLOBAL] - _STATED_GLOBAL) <= 0.015
+        claims["global hit ratio 0.36 ± 0.015"] = near
+    return claims
 
 
 FIGURE = Figure(

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from traces.reproduction.figure import (
-    Claim,
-    Figure,
-    Finding,
-    Line,
-    Plot,
-    Results,
-    Row,
-    Subject,
-)
+from traces.reproduction.figure import Figure, Finding, Line, Plot, Results, Row, Subject
 from traces.reproduction.testbed import MOONCAKE, NUM_RANKS, pooled
 from traces.simulator.many import Work
 from traces.simulator.results import ReplicaSample
@@ -40,43 +31,34 @@ def finding(subject: Subject, results: Results) -> Finding:
     top = _mean_of_top(samples[-1], 10)
     peak = max(_mean_of_top(sample, 10) for sample in samples)
     rows = [
-        Row(
-            what=f"machines with the block of rank {rank:,}, at the end",
-            ours=_at_rank(samples[-1], rank),
-        )
+        Row(f"machines with the block of rank {rank:,}, at the end", _at_rank(samples[-1], rank))
         for rank in _RANKS
     ]
     rows += [
-        Row(what="mean over the ten most popular, at the end", ours=top),
-        Row(what="the same at their peak", ours=peak),
-        Row(what="the same over time", ours=_over_time(samples, 10)),
-        Row(
-            what=f"mean over the {NUM_RANKS:,} most popular, over time",
-            ours=_over_time(samples, NUM_RANKS),
-        ),
+        Row("mean over the ten most popular, at the end", top),
+        Row("the same at their peak", peak),
+        Row("the same over time", _over_time(samples, 10)),
+        Row(f"mean over the {NUM_RANKS:,} most popular, over time", _over_time(samples, NUM_RANKS)),
     ]
     plot = Plot(
-        title=f"Machines (of {machines}) with the block of a rank",
-        x_label="minutes",
-        y_label="machines",
-        lines=tuple(_line(samples, rank) for rank in _RANKS),
+        f"Machines (of {machines}) with the block of a rank",
+        "minutes",
+        "machines",
+        tuple(_line(samples, rank) for rank in _RANKS),
     )
     return Finding(
         rows=tuple(rows),
-        claims=(
-            Claim(
-                text="the most popular block lies on every machine at the end",
-                holds=_at_rank(samples[-1], 1) == machines,
+        claims={
+            "the most popular block lies on every machine at the end": (
+                _at_rank(samples[-1], 1) == machines
             ),
-            Claim(
-                text="the ten most popular lie on three quarters of the machines at their peak",
-                holds=peak >= 0.75 * machines,
+            "the ten most popular lie on three quarters of the machines at their peak": (
+                peak >= 0.75 * machines
             ),
-            Claim(
-                text="and over time on more machines than the thousand most popular",
-                holds=_over_time(samples, 10) > _over_time(samples, NUM_RANKS),
+            "and over time on more machines than the thousand most popular": (
+                _over_time(samples, 10) > _over_time(samples, NUM_RANKS)
             ),
-        ),
+        },
         plots=(plot,),
         why=_WHY,
     )
@@ -84,7 +66,7 @@ def finding(subject: Subject, results: Results) -> Finding:
 
 def _line(samples: Sequence[ReplicaSample], rank: int) -> Line:
     points = ((each.at_s / 60, _at_rank(each, rank)) for each in samples)
-    return Line(label=f"rank {rank:,}", points=tuple((x, y) for x, y in points if y is not None))
+    return Line(f"rank {rank:,}", tuple((x, y) for x, y in points if y is not None))
 
 
 def _at_rank(sample: ReplicaSample, rank: int) -> float | None:

@@ -6,16 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from traces.reproduction.figure import (
-    Claim,
-    Figure,
-    Finding,
-    Line,
-    Plot,
-    Results,
-    Row,
-    Subject,
-)
+from traces.reproduction.figure import Figure, Finding, Line, Plot, Results, Row, Subject
 from traces.reproduction.testbed import MOONCAKE, mean_ttft_s, p90_tbt_s, pooled
 from traces.simulator.many import Work
 
@@ -47,8 +38,8 @@ def finding(_subject: Subject, results: Results) -> Finding:
     means = {gbit: mean_ttft_s(results[f"{gbit}"]) for gbit in _GBIT}
     rows = [
         Row(
-            what=f"mean TTFT at {gbit} Gbit/s",
-            ours=seconds,
+            f"mean TTFT at {gbit} Gbit/s",
+            seconds,
             published=_UNDER_S if gbit >= _KNEE else None,
             unit="s",
             why="published: less than" if gbit >= _KNEE else "",
@@ -56,49 +47,34 @@ def finding(_subject: Subject, results: Results) -> Finding:
         for gbit, seconds in means.items()
     ]
     tbts = {gbit: p90_tbt_s(results[f"{gbit}"]) for gbit in _GBIT}
-    rows += [
-        Row(what=f"p90 TBT at {gbit} Gbit/s", ours=seconds, unit="s")
-        for gbit, seconds in tbts.items()
-    ]
+    rows += [Row(f"p90 TBT at {gbit} Gbit/s", seconds, unit="s") for gbit, seconds in tbts.items()]
     plot = Plot(
-        title="Mean TTFT, and p90 of TBT",
-        x_label="Gbit/s per machine",
-        y_label="seconds",
-        lines=(
-            Line(label="mean TTFT", points=tuple(means.items())),
-            Line(label="p90 TBT", points=tuple(tbts.items())),
-        ),
+        "Mean TTFT, and p90 of TBT",
+        "Gbit/s per machine",
+        "seconds",
+        (Line("mean TTFT", tuple(means.items())), Line("p90 TBT", tuple(tbts.items()))),
         log_x=True,
         log_y=True,
     )
     return Finding(rows=tuple(rows), claims=_claims(means, tbts), plots=(plot,), why=_WHY)
 
 
-def _claims(means: Mapping[int, float], tbts: Mapping[int, float]) -> tuple[Claim, ...]:
+def _claims(means: Mapping[int, float], tbts: Mapping[int, float]) -> dict[str, bool]:
     """Of mean TTFT and p90 TBT by Gbit/s."""
     fast = means[_GBIT[-1]]
-    return (
-        Claim(
-            text="below 2 s from 100 Gbit/s on",
-            holds=all(s < _UNDER_S for gbit, s in means.items() if gbit >= _KNEE),
+    return {
+        "below 2 s from 100 Gbit/s on": all(
+            s < _UNDER_S for gbit, s in means.items() if gbit >= _KNEE
         ),
-        Claim(
-            text="flat above 100 Gbit/s: 100 and 400 differ by less than 15 %",
-            holds=means[_KNEE] <= 1.15 * fast,
+        "flat above 100 Gbit/s: 100 and 400 differ by less than 15 %": means[_KNEE] <= 1.15 * fast,
+        "the slower the network, the longer, and most so at the low end": _falls_ever_less(
+            list(means.values())
         ),
-        Claim(
-            text="the slower the network, the longer, and most so at the low end",
-            holds=_falls_ever_less(list(means.values())),
+        "a sharp rise below 100: at 24 Gbit/s twice the TTFT of 400": means[_GBIT[0]] >= 2 * fast,
+        "the sharp rise is in the wait for KV: at 24 Gbit/s ten times the p90 TBT of 400": (
+            tbts[_GBIT[0]] >= 10 * tbts[_GBIT[-1]]
         ),
-        Claim(
-            text="a sharp rise below 100: at 24 Gbit/s twice the TTFT of 400",
-            holds=means[_GBIT[0]] >= 2 * fast,
-        ),
-        Claim(
-            text="the sharp rise is in the wait for KV: at 24 Gbit/s ten times the p90 TBT of 400",
-            holds=tbts[_GBIT[0]] >= 10 * tbts[_GBIT[-1]],
-        ),
-    )
+    }
 
 
 def _falls_ever_less(values: Sequence[float]) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from traces.reproduction.figure import (
     CONVERSATION,
-    Claim,
     Figure,
     Finding,
     Line,
@@ -15,13 +14,7 @@ from traces.reproduction.figure import (
     Row,
     Subject,
 )
-from traces.reproduction.testbed import (
-    MOONCAKE,
-    NUM_MACHINES,
-    dear_decoding,
-    effective,
-    pooled,
-)
+from traces.reproduction.testbed import MOONCAKE, NUM_MACHINES, dear_decoding, effective, pooled
 from traces.simulator.many import Work
 
 _NUM_PREFILL = (5, 6, 8, 10, 11)
@@ -52,10 +45,7 @@ _WHY = (
 def runs(_subject: Subject) -> Mapping[str, Work]:
     return {
         f"{name} {num_prefill}": pooled(
-            _SPEED,
-            num_prefill=num_prefill,
-            num_decode=NUM_MACHINES - num_prefill,
-            model=model,
+            _SPEED, num_prefill=num_prefill, num_decode=NUM_MACHINES - num_prefill, model=model
         )
         for name, model in ((_OURS, MOONCAKE.model), (_DEAR, dear_decoding(_DEARER)))
         for num_prefill in _NUM_PREFILL
@@ -69,46 +59,41 @@ def finding(subject: Subject, results: Results) -> Finding:
     }
     rows = [
         Row(
-            what=f"{n}P{NUM_MACHINES - n}D, {name}",
-            ours=share,
-            published=subject.published({CONVERSATION: _PUBLISHED[n]}) if n in _PUBLISHED else None,
+            f"{n}P{NUM_MACHINES - n}D, {name}",
+            share,
+            subject.published(_PUBLISHED[n]) if n in _PUBLISHED else None,
             unit="%",
         )
         for name, line in shares.items()
         for n, share in line.items()
     ]
-    lines = [Line(label=name, points=tuple(line.items())) for name, line in shares.items()]
+    lines = [Line(name, tuple(line.items())) for name, line in shares.items()]
     published = tuple(_PUBLISHED.items())
-    lines.append(Line(label="published", points=published, is_published=True))
+    lines.append(Line("published", published, is_published=True))
     plot = Plot(
-        title="Effective requests by the division of 16 machines",
-        x_label="prefill machines",
-        y_label="share of all requests",
-        lines=tuple(lines),
+        "Effective requests by the division of 16 machines",
+        "prefill machines",
+        "share of all requests",
+        tuple(lines),
         y_unit="%",
     )
     return Finding(rows=tuple(rows), claims=_claims(subject, shares), plots=(plot,), why=_WHY)
 
 
-def _claims(subject: Subject, shares: Mapping[str, Mapping[int, float]]) -> tuple[Claim, ...]:
+def _claims(subject: Subject, shares: Mapping[str, Mapping[int, float]]) -> dict[str, bool]:
     if not subject.is_conversation:
-        return ()
+        return {}
     ours, dear = shares[_OURS], shares[_DEAR]
     best = max(dear, key=lambda n: dear[n])
-    return (
-        Claim(
-            text="few prefill machines cost most: 5P11D keeps 77 % ± 5",
-            holds=abs(ours[5] - _PUBLISHED[5]) <= 0.05,
+    return {
+        "few prefill machines cost most: 5P11D keeps 77 % ± 5": (
+            abs(ours[5] - _PUBLISHED[5]) <= 0.05
         ),
-        Claim(
-            text="with dearer decoding: best at 8P8D or 10P6D, lower at both ends",
-            holds=best in (8, 10) and dear[5] < dear[best] - 0.05 > dear[11],
+        "with dearer decoding: best at 8P8D or 10P6D, lower at both ends": (
+            best in (8, 10) and dear[5] < dear[best] - 0.05 > dear[11]
         ),
-        Claim(
-            text="with dearer decoding 11P5D keeps 86 % ± 5",
-            holds=abs(dear[11] - _PUBLISHED[11]) <= 0.05,
-        ),
-    )
+        "with dearer decoding 11P5D keeps 86 % ± 5": abs(dear[11] - _PUBLISHED[11]) <= 0.05,
+    }
 
 
 FIGURE = Figure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from traces.reproduction.figure import CONVERSATION, Claim, Figure, Finding, Results, Row, Subject
+from traces.reproduction.figure import CONVERSATION, Figure, Finding, Results, Row, Subject
 from traces.reproduction.testbed import mean_ttft_s, pooled
 from traces.simulator.many import Work
 
@@ -50,36 +50,28 @@ def finding(subject: Subject, results: Results) -> Finding:
     return Finding(
         rows=(
             *_rows(subject, even, ""),
-            Row(what=f"mean TTFT, {_OWN}", ours=own, unit="s", why="our own policy"),
+            Row(f"mean TTFT, {_OWN}", own, unit="s", why="our own policy"),
             *_rows(subject, fewer, f", {_FEWER}"),
         ),
-        claims=(
-            Claim(
-                text="random > load balance > local > global cache-aware, with 8 + 8 and 6 + 10",
-                holds=_is_ordered(even) and _is_ordered(fewer),
+        claims={
+            "random > load balance > local > global cache-aware, with 8 + 8 and 6 + 10": (
+                _is_ordered(even) and _is_ordered(fewer)
             ),
-            Claim(text="global at most 0.90 of local, with 6 + 10", holds=_last_two(fewer) <= 0.90),
-        ),
+            "global at most 0.90 of local, with 6 + 10": _last_two(fewer) <= 0.90,
+        },
         why=_WHY,
     )
 
 
 def _rows(subject: Subject, ours: Mapping[str, float], division: str) -> list[Row]:
     rows = [
-        Row(
-            what=f"mean TTFT, {name}{division}",
-            ours=ours[name],
-            published=subject.published({CONVERSATION: published}),
-            unit="s",
-        )
+        Row(f"mean TTFT, {name}{division}", ours[name], subject.published(published), unit="s")
         for name, (_, published) in _POLICIES.items()
     ]
     return [
         *rows,
         Row(
-            what=f"global ÷ local cache-aware{division}",
-            ours=_last_two(ours),
-            published=subject.published({CONVERSATION: 3.07 / 3.58}),
+            f"global ÷ local cache-aware{division}", _last_two(ours), subject.published(3.07 / 3.58)
         ),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from traces.reproduction.figure import CONVERSATION, Claim, Figure, Finding, Results, Row, Subject
+from traces.reproduction.figure import CONVERSATION, Figure, Finding, Results, Row, Subject
 from traces.reproduction.testbed import (
     VLLM,
     VLLM_CACHING,
@@ -39,37 +39,21 @@ def finding(subject: Subject, results: Results) -> Finding:
     pool = mean_device_s(results["pool"])
     ratios = {name: mean_device_s(results[name]) / pool for name in _PUBLISHED}
     rows = [
-        Row(
-            what=f"{name} ÷ pool",
-            ours=ratios[name],
-            published=subject.published({CONVERSATION: published}),
-        )
+        Row(f"{name} ÷ pool", ratios[name], subject.published(published))
         for name, published in _PUBLISHED.items()
     ]
     rows += [
-        Row(what="device time of a prompt, pool", ours=pool, unit="s"),
-        Row(
-            what="saved against plain vLLM",
-            ours=1 - 1 / ratios["vLLM"],
-            published=subject.published({CONVERSATION: 0.36}),
-            unit="%",
-        ),
-        Row(what="hit ratio of the pool", ours=hit_ratio(results["pool"]), unit="%"),
+        Row("device time of a prompt, pool", pool, unit="s"),
+        Row("saved against plain vLLM", 1 - 1 / ratios["vLLM"], subject.published(0.36), unit="%"),
+        Row("hit ratio of the pool", hit_ratio(results["pool"]), unit="%"),
     ]
-    claims = [
-        Claim(
-            text="chunked prefill > plain > prefix caching > pool",
-            holds=ratios["vLLM with chunked prefill"]
-            > ratios["vLLM"]
-            > ratios["vLLM with prefix caching"]
-            > 1,
-        )
+    order = [
+        ratios[f"vLLM{kind}"] for kind in (" with chunked prefill", "", " with prefix caching")
     ]
+    claims = {"chunked prefill > plain > prefix caching > pool": order[0] > order[1] > order[2] > 1}
     if subject.is_conversation:
-        claims.append(
-            Claim(text="plain ÷ pool is 1.54 ± 0.08", holds=abs(ratios["vLLM"] - 1.54) <= 0.08)
-        )
-    return Finding(rows=tuple(rows), claims=tuple(claims), why=_WHY)
+        claims["plain ÷ pool is 1.54 ± 0.08"] = abs(ratios["vLLM"] - 1.54) <= 0.08
+    return Finding(rows=tuple(rows), claims=claims, why=_WHY)
 
 
 FIGURE = Figure(

@@ -6,7 +6,6 @@ from traces.analysis.capacity import HitCurve, hit_curve
 from traces.analysis.prefixes import prefix_tree
 from traces.reproduction.figure import (
     CONVERSATION,
-    Claim,
     Figure,
     Finding,
     Line,
@@ -42,32 +41,32 @@ def finding(subject: Subject, _results: Results) -> Finding:
     most = curve.ratio(None)
     rows = [
         Row(
-            what=f"hit ratio at {_tokens(capacity)}",
-            ours=curve.ratio(capacity),
-            published=subject.published({CONVERSATION: value}),
+            f"hit ratio at {_tokens(capacity)}",
+            curve.ratio(capacity),
+            subject.published(value),
             unit="%",
         )
         for capacity, value in _FROM_THE_TRACE.items()
     ]
     rows.append(
         Row(
-            what="share of the maximum at 3M tokens",
-            ours=curve.ratio(3_000_000) / most if most else 0.0,
-            published=subject.published({CONVERSATION: _SHARE_AT_3M}),
+            "share of the maximum at 3M tokens",
+            curve.ratio(3_000_000) / most if most else 0.0,
+            subject.published(_SHARE_AT_3M),
             unit="%",
         )
     )
-    line = Line(label="LRU", points=tuple((c, curve.ratio(c)) for c in _CAPACITIES))
+    line = Line("LRU", tuple((c, curve.ratio(c)) for c in _CAPACITIES))
     anchors = Line(
-        label="stated for the conversation trace",
-        points=tuple((c, v) for c, v in _FROM_THE_TRACE.items() if c),
+        "stated for the conversation trace",
+        tuple((c, v) for c, v in _FROM_THE_TRACE.items() if c),
         is_published=True,
     )
     plot = Plot(
-        title="Hit ratio",
-        x_label="cache, tokens",
-        y_label="hits / prompt tokens",
-        lines=(line, anchors) if subject.is_conversation else (line,),
+        "Hit ratio",
+        "cache, tokens",
+        "hits / prompt tokens",
+        (line, anchors) if subject.is_conversation else (line,),
         y_unit="%",
         log_x=True,
     )
@@ -83,13 +82,14 @@ def _curve(subject: Subject) -> HitCurve:
     )
 
 
-def _claims(subject: Subject, rows: list[Row]) -> tuple[Claim, ...]:
+def _claims(subject: Subject, rows: list[Row]) -> dict[str, bool]:
     ratios = [row.ours or 0.0 for row in rows[:-1]]
-    more = Claim(text="more room, more hits", holds=ratios == sorted(ratios))
-    if not subject.is_conversation:
-        return (more,)
-    near = all(abs(r.ours - r.published) <= _TOLERANCE for r in rows[:-1] if r.ours and r.published)
-    return (more, Claim(text="0.138 / 0.291 / 0.366 / 0.373, each within 0.01", holds=near))
+    claims = {"more room, more hits": ratios == sorted(ratios)}
+    if subject.is_conversation:
+        both = [(r.ours, r.published) for r in rows[:-1] if r.ours and r.published]
+        near = all(abs(ours - published) <= _TOLERANCE for ours, published in both)
+        claims["0.138 / 0.291 / 0.366 / 0.373, each within 0.01"] = near
+    return claims
 
 
 def _tokens(capacity: int | None) -> str:

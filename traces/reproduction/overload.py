@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from traces.reproduction.figure import Claim, Figure, Finding, Results, Row, Subject
+from traces.reproduction.figure import Figure, Finding, Results, Row, Subject
 from traces.reproduction.testbed import (
     MOONCAKE,
     dear_decoding,
@@ -40,22 +40,18 @@ class _Way:
         late = sum(each.reason == "tbt_slo_at_handoff" for each in result.outcomes)
         return (
             Row(
-                what=f"rejected of {_PER:,}, {self.name}",
-                ours=rejected(result) * _PER,
+                f"rejected of {_PER:,}, {self.name}",
+                rejected(result) * _PER,
                 published=None if self.published is None else self.published / _OF * _PER,
                 why="" if self.published is None else "another trace",
             ),
-            Row(what=f"at the handoff, {self.name}", ours=late / len(result.outcomes) * _PER),
+            Row(f"at the handoff, {self.name}", late / len(result.outcomes) * _PER),
             Row(
-                what=f"prefill time for nothing, {self.name}",
-                ours=wasted_device_s(result) / result.counters["device_s"],
+                f"prefill time for nothing, {self.name}",
+                wasted_device_s(result) / result.counters["device_s"],
                 unit="%",
             ),
-            Row(
-                what=f"effective, {self.name}",
-                ours=effective(result, MOONCAKE.tbt_slo_s),
-                unit="%",
-            ),
+            Row(f"effective, {self.name}", effective(result, MOONCAKE.tbt_slo_s), unit="%"),
         )
 
 
@@ -91,23 +87,21 @@ def finding(_subject: Subject, results: Results) -> Finding:
     return Finding(rows=tuple(rows), claims=_claims(results), why=_WHY)
 
 
-def _claims(results: Results) -> tuple[Claim, ...]:
+def _claims(results: Results) -> dict[str, bool]:
     baseline, early, predictive, _, _ = (rejected(results[way.name]) for way in _WAYS)
     kept = {way: effective(results[way.name], MOONCAKE.tbt_slo_s) for way in _WAYS}
     wasted = {way: wasted_device_s(results[way.name]) for way in _WAYS}
-    return (
-        Claim(text="early rejects fewer than the baseline", holds=early < baseline),
-        Claim(text="predictive rejects fewer than early", holds=predictive < early),
-        Claim(
-            text="predictive computes less than a tenth of the baseline's prompts for nothing",
-            holds=wasted[_PREDICTIVE] < wasted[_BASELINE] / 10,
+    return {
+        "early rejects fewer than the baseline": early < baseline,
+        "predictive rejects fewer than early": predictive < early,
+        "predictive computes less than a tenth of the baseline's prompts for nothing": (
+            wasted[_PREDICTIVE] < wasted[_BASELINE] / 10
         ),
-        Claim(
-            text="predictive leaves most requests effective, and without the second look more than the other two",
-            holds=kept[_PREDICTIVE] == max(kept.values())
-            and kept[_UNCHECKED] > max(kept[_BASELINE], kept[_EARLY]),
+        "predictive leaves most requests effective, and without the second look more than the other two": (
+            kept[_PREDICTIVE] == max(kept.values())
+            and kept[_UNCHECKED] > max(kept[_BASELINE], kept[_EARLY])
         ),
-    )
+    }
 
 
 FIGURE = Figure(

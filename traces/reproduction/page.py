@@ -1,20 +1,23 @@
-"""Reproduced figures as one HTML page that needs nothing beside it (`traces/reports/reproduction.html`). Pure.
+"""Reproduced figures as one HTML page that needs nothing beside it (`traces/reports/reproduction.html`), and as JSON.
 
-Equal findings give equal pages, so when and how long is not on it.
+Equal findings give equal pages and text, so when and how long is not on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import pydantic_core
 
 from traces.reports import drawing
 from traces.reports.drawing import Image
 from traces.reports.numbers import NOTHING
 from traces.reports.page import Table, templates
-from traces.reproduction.figure import Claim, Figure, Finding, Plot, Row, Subject
+from traces.reproduction.figure import Figure, Finding, Plot, Row, Subject
 
+FORMAT = "moonserve reproduction 1"
 _FEW = 15  # points of a line, each of which is marked
 
 
@@ -25,14 +28,13 @@ class _Part:
     figure: Figure
     missing: str
     rows: Table
-    claims: Sequence[Claim]
+    claims: Mapping[str, bool]
     images: Sequence[Image]
     why: str
 
     @property
     def holding(self) -> str:
-        num_held = sum(claim.holds for claim in self.claims)
-        return f"{num_held} of {len(self.claims)}" if self.claims else NOTHING
+        return f"{sum(self.claims.values())} of {len(self.claims)}" if self.claims else NOTHING
 
 
 def page(subject: Subject, found: Sequence[tuple[Figure, Finding]], *, quick: bool) -> str:
@@ -96,3 +98,29 @@ def _image(plot: Plot) -> Image:
         drawing.legend(figure)
 
     return drawing.image(plot.title, draw)
+
+
+def to_json(subject: Subject, found: Sequence[tuple[Figure, Finding]], *, quick: bool) -> str:
+    """What the page shows. Numbers that JSON does not have are null."""
+    whole = {
+        "format": FORMAT,
+        "trace": subject.name,
+        "num_requests": len(subject.records),
+        "quick": quick,
+        "figures": [
+            {
+                "name": figure.name,
+                "title": figure.title,
+                "setting": figure.setting,
+                "missing": figure.missing(subject),
+                "rows": [{**asdict(row), "ratio": row.ratio} for row in finding.rows],
+                "claims": [
+                    {"text": text, "holds": holds} for text, holds in finding.claims.items()
+                ],
+                "why": finding.why,
+                "plots": finding.plots,
+            }
+            for figure, finding in found
+        ],
+    }
+    return pydantic_core.to_json(whole, indent=2, inf_nan_mode="null").decode() + "\n"

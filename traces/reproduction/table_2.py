@@ -11,7 +11,6 @@ from traces.reproduction.figure import (
     KINDS,
     SYNTHETIC,
     TOOL_AGENT,
-    Claim,
     Figure,
     Finding,
     Results,
@@ -39,43 +38,37 @@ def finding(subject: Subject, _results: Results) -> Finding:
     missing = [kind for kind in KINDS if kind not in traces]
     absent = f" Not beside the trace, and so not here: {', '.join(missing)}." if missing else ""
     exact = [r for r in rows if r.published and r.unit != "%"]
-    claims = (
-        [
-            Claim(
-                text="requests and mean lengths are the published ones, to the digit",
-                holds=all(round(r.ours or 0) == r.published for r in exact),
-            )
-        ]
-        if exact
-        else []
-    )
-    return Finding(rows=tuple(rows), claims=tuple(claims), why=_WHY + absent)
+    claims = {}
+    if exact:
+        text = "requests and mean lengths are the published ones, to the digit"
+        claims[text] = all(round(row.ours or 0) == row.published for row in exact)
+    return Finding(rows=tuple(rows), claims=claims, why=_WHY + absent)
 
 
 def _rows(name: str, records: Sequence[TraceRecord]) -> Iterator[Row]:
     requests, inputs, outputs, ratio = _PUBLISHED.get(name, (None,) * 4)
     count = len(records)
     tree = prefix_tree(records)
-    yield Row(what=f"{name}: requests", ours=count, published=requests)
+    yield Row(f"{name}: requests", count, published=requests)
     yield Row(
-        what=f"{name}: mean input, tokens",
-        ours=sum(r.input_length for r in records) / count,
+        f"{name}: mean input, tokens",
+        sum(r.input_length for r in records) / count,
         published=inputs,
     )
     yield Row(
-        what=f"{name}: mean output, tokens",
-        ours=sum(r.output_length for r in records) / count,
+        f"{name}: mean output, tokens",
+        sum(r.output_length for r in records) / count,
         published=outputs,
     )
     yield Row(
-        what=f"{name}: cache ratio, mean over requests",
-        ours=_mean_of_shares(tree, records),
+        f"{name}: cache ratio, mean over requests",
+        _mean_of_shares(tree, records),
         published=ratio,
         unit="%",
     )
     yield Row(
-        what=f"{name}: cache ratio, of all tokens, full blocks",
-        ours=_share_of_tokens(tree, records),
+        f"{name}: cache ratio, of all tokens, full blocks",
+        _share_of_tokens(tree, records),
         published=ratio,
         unit="%",
     )
@@ -95,8 +88,5 @@ def _share_of_tokens(tree: PrefixTree, records: Sequence[TraceRecord]) -> float:
 
 
 FIGURE = Figure(
-    name="table-2",
-    title="Table 2: the traces",
-    setting="Counted in the files.",
-    finding=finding,
+    name="table-2", title="Table 2: the traces", setting="Counted in the files.", finding=finding
 )

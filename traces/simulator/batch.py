@@ -15,10 +15,9 @@ from collections.abc import Callable
 
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import StepBudget
-from traces.simulator.blocks import Blocks
 from traces.simulator.host import Slowdown
 from traces.simulator.segments import Run, Segment, Spread, gaps_of
-from traces.simulator.sequence import Finished, Outcome, Sampled, Sequence
+from traces.simulator.sequence import CountedBlocks, Finished, Outcome, Sampled, Sequence
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
@@ -33,7 +32,7 @@ class Batch:
         *,
         decode: DecodeProfile,
         prefill: PrefillProfile,
-        blocks: Blocks,
+        blocks: CountedBlocks,
         block_size: int,
         max_num_seqs: int,
         max_batched_tokens: int,
@@ -71,6 +70,18 @@ class Batch:
         """When the segment under way ends; None = nothing runs."""
         segment = self._segment
         return None if segment is None else self._began_at + segment.total_s
+
+    @property
+    def is_computing(self) -> bool:
+        return self._segment is not None
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
 
     @property
     def num_holders(self) -> int:
@@ -214,16 +225,14 @@ class Batch:
                 return
             if not sequence.num_blocks:
                 # A later one must not take the blocks that this one waits for.
-                may_restore = may_restore and self._restore(sequence)
+                num_blocks = -(-sequence.tokens // self._block_size)
+                may_restore = may_restore and self._blocks.restore(
+                    sequence, num_blocks, self.num_holders
+                )
                 if not may_restore:
                     continue
             self.waiting.remove(sequence)
             self.running.append(sequence)
-
-    def _restore(self, sequence: Sequence) -> bool:
-        """Blocks for all of it, if that leaves each holder room for its next block."""
-        num_blocks = -(-sequence.tokens // self._block_size)
-        return self._blocks.restore(sequence, num_blocks, self.num_holders)
 
     def _has_room(self, sequence: Sequence) -> bool:
         return sequence.tokens <= sequence.num_blocks * self._block_size
@@ -300,18 +309,13 @@ class Batch:
 
     def _decode_only(self, ready: list[Sequence], gave_way: bool) -> Segment:
         self._samples(ready)
-        num_seqs = len(ready)
-        context = sum(sequence.tokens for sequence in ready)
         steps = min(sequence.remaining for sequence in ready)
         # Whoever waits looks again after the step where that may help; a first token is an event of its own.
-        waits = gave_way or num_seqs < len(self.running)
+        waits = gave_way or len(ready) < len(self.running)
         if waits or any(sequence.last_token_at is None for sequence in ready):
             steps = 1
-        return Segment(
-            self._steps_with_room(steps),
-            self._decode.step_s(num_seqs, context),
-            self._decode.c2 * num_seqs,
-        )
+        growth_s = self._decode.c2 * len(ready)
+        return Segment(self._steps_with_room(steps), self._step_s(ready), growth_s)
 
     def _prompt_alone(self, sequence: Sequence) -> Segment:
         self._chunks = [(sequence, sequence.missing)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from traces.simulator.arrivals import arrivals
 from traces.simulator.clock import Timed
 from traces.simulator.decode import DecodeOutcome, Granted
 from traces.simulator.events import (
@@ -23,21 +22,19 @@ from traces.simulator.events import (
     Sample,
     TakeOver,
     Wake,
+    Wakes,
 )
-from traces.simulator.gateway import PAUSE_S, Gateway
-from traces.simulator.handoffs import Handoffs
+from traces.simulator.gateway import PAUSE_S, Gateway, arrivals
 from traces.simulator.host import Host
 from traces.simulator.journey import Journey, Phase
-from traces.simulator.loads import Loaded, PrefixLoads
-from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
+from traces.simulator.loads import Handoffs, Loaded, PrefixLoads
+from traces.simulator.machines import DecodeNode, Node, PrefillNode, Workshop, layout_of
 from traces.simulator.membership import Membership
 from traces.simulator.network import Network
 from traces.simulator.prefill import ChunkBegun, Computed, PrefillOutcome, Prepare, Prompt
 from traces.simulator.sampling import Samples
 from traces.simulator.sequence import Finished
 from traces.simulator.spec import ClusterSpec, Fault, Overheads
-from traces.simulator.wakes import Wakes, computes
-from traces.simulator.workshop import Workshop
 
 
 class Cluster:
@@ -118,7 +115,9 @@ class Cluster:
     def _note_who_computes(self, now: float) -> None:
         """Steps of others take longer, or less long, from their next one on."""
         is_news = [
-            self._host.note(node.name, computes(node), decodes=isinstance(node, DecodeNode))
+            self._host.note(
+                node.name, node.machine.is_computing, decodes=isinstance(node, DecodeNode)
+            )
             for node in self._wakes.touched
         ]
         for decode in self.decodes if any(is_news) else ():
@@ -240,7 +239,7 @@ class Cluster:
             )
 
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
-        back_s = self._host.back_s(node.name, goes_on=computes(node))
+        back_s = self._host.back_s(node.name, goes_on=node.machine.is_computing)
         self.gateway.first_token(journey, prompt, now, back_s)
         if journey.end is not None:
             del self._journey_of[prompt.request_id]
@@ -251,8 +250,8 @@ class Cluster:
         """All is computed and sent. What a handoff takes is counted from the first token's coming to its client."""
         if (journey := self._journey_of.get(request_id)) is not None:
             node = self._machines_of(journey)[0]
-            handoff_s = self._host.handoff_s(node.name, goes_on=computes(node))
-            back_s = self._host.back_s(node.name, goes_on=computes(node))
+            handoff_s = self._host.handoff_s(node.name, goes_on=node.machine.is_computing)
+            back_s = self._host.back_s(node.name, goes_on=node.machine.is_computing)
             self._after(back_s + handoff_s, TakeOver(request_id), now)
 
     def _overheads_of(self, request_id: str) -> Overheads:

@@ -9,52 +9,31 @@ one after the other, where vLLM puts them into one step: the last one's first to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from traces.simulator.batch import Batch
-from traces.simulator.blocks import CountedBlocks
-from traces.simulator.cached_blocks import CachedBlocks
 from traces.simulator.clock import Timed
+from traces.simulator.events import Arrive, Event, Sample, Wake, Wakes
 from traces.simulator.journey import Journey, Phase
-from traces.simulator.results import End, InstanceSample
-from traces.simulator.sequence import Outcome, Sampled
+from traces.simulator.machines import Node
+from traces.simulator.results import End
+from traces.simulator.sampling import Samples, sample_of
+from traces.simulator.sequence import CachedBlocks, CountedBlocks, Sampled
 from traces.simulator.sequence import Sequence as Running
 from traces.simulator.spec import CoupledSpec
 
 _SAMPLE_INTERVAL_S = 30.0
 
 
-@dataclass(slots=True, eq=False)
-class Machine:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Machine(Node):
     """One of them."""
 
-    name: str
+    machine: Batch
     blocks: CountedBlocks
-    batch: Batch
     num_unfinished: int = 0
     num_chosen: int = 0  # of the latest request that came here
-    woken_at: float | None = None  # the latest wake-up under way; None = none
-
-
-class Arrive(NamedTuple):
-    """A request reaches the router."""
-
-    journey: Journey
-
-
-class Wake(NamedTuple):
-    """A machine's steps are done."""
-
-    machine: Machine
-
-
-class Sample(NamedTuple):
-    """Time to write down how things stand."""
-
-
-Event = Arrive | Wake | Sample
 
 
 class CoupledCluster:
@@ -66,7 +45,7 @@ class CoupledCluster:
         self.spec = spec
         self.journeys = journeys
         self.machines = [self._machine(index) for index in range(spec.num_instances)]
-        self.instances: list[InstanceSample] = []
+        self.samples, self._wakes = Samples((), 0), Wakes()
         self._journey_of: dict[str, Journey] = {}
         self._num_open = len(journeys)
         self._num_arrived = 0
@@ -85,7 +64,7 @@ class CoupledCluster:
             max_batched_tokens=max(spec.max_num_batched_tokens, model.max_num_seqs + 1),
             prompts_first=not spec.chunked_prefill,
         )
-        return Machine(f"instance-{index}", kept, batch)
+        return Machine(name=f"instance-{index}", machine=batch, blocks=kept)
 
     def begin(self) -> Iterator[Timed[Event]]:
         for journey in self.journeys:
@@ -95,29 +74,32 @@ class CoupledCluster:
     def handle(self, event: Event, now: float) -> list[Timed[Event]]:
         match event:
             case Arrive(journey):
-                return self._arrive(journey, now)
-            case Wake(machine):
-                if machine.woken_at == now:
-                    machine.woken_at = None  # it may have to be woken again at this very instant
-                self._take(machine, machine.batch.advance(now))
-                return self._wake(machine, now)
+                self._arrive(journey, now)
+            case Wake(node):
+                self._wakes.woken(node, now)
+                self._advance(node, now)
             case Sample():
-                self.instances += (_sample(machine, now) for machine in self.machines)
+                self.samples.instances += (sample_of(machine, now) for machine in self.machines)
                 return [Timed(now + _SAMPLE_INTERVAL_S, Sample())] if self._num_open else []
+        return [
+            each
+            for node in self._wakes.take_touched()
+            for each in self._wakes.of_machine(node, now)
+        ]
 
-    def _arrive(self, journey: Journey, now: float) -> list[Timed[Event]]:
+    def _arrive(self, journey: Journey, now: float) -> None:
         tokens = journey.num_tokens + journey.num_outputs
         if -(-tokens // self.spec.block_size) > self.machines[0].blocks.total:
             self._end(journey, End.FAILED, "too_long", now)
-            return []
+            return
         machine = min(self.machines, key=lambda m: (m.num_unfinished, m.num_chosen))
         self._num_arrived += 1
         machine.num_unfinished += 1
         machine.num_chosen = self._num_arrived
-        self._take(machine, machine.batch.advance(now))
+        self._advance(machine, now)
         self._journey_of[journey.request_id] = journey
         journey.phase = Phase.DECODING
-        machine.batch.add(
+        machine.machine.add(
             Running(
                 request_id=journey.request_id,
                 rank=(0, self._num_arrived),
@@ -128,17 +110,11 @@ class CoupledCluster:
             ),
             now,
         )
-        return self._wake(machine, now)
 
-    def _wake(self, machine: Machine, now: float) -> list[Timed[Event]]:
-        at = machine.batch.wake_at
-        if at is None or at == machine.woken_at:
-            return []
-        machine.woken_at = at
-        return [Timed(max(at, now), Wake(machine))]
-
-    def _take(self, machine: Machine, outcomes: Iterable[Outcome]) -> None:
-        for outcome in outcomes:
+    def _advance(self, machine: Node | None, now: float) -> None:
+        assert isinstance(machine, Machine)
+        self._wakes.touch(machine)
+        for outcome in machine.machine.advance(now):
             sequence = outcome.sequence
             journey = self._journey_of[sequence.request_id]
             if isinstance(outcome, Sampled):
@@ -154,9 +130,7 @@ class CoupledCluster:
                 self._end(journey, End.COMPLETED, "", outcome.at)
 
     def _end(self, journey: Journey, end: End, reason: str, now: float) -> None:
-        assert journey.end is None, "a request ends once"
-        journey.phase, journey.end, journey.reason = Phase.ENDED, end, reason
-        journey.ended_at = now
+        journey.finish(end, reason, now)
         self._num_open -= 1
         self._journey_of.pop(journey.request_id, None)
 
@@ -164,27 +138,15 @@ class CoupledCluster:
     def counters(self) -> dict[str, float]:
         """For the result."""
         return {
-            "preemptions": sum(machine.batch.num_preemptions for machine in self.machines),
+            "preemptions": sum(machine.machine.num_preemptions for machine in self.machines),
             "device_s": sum(journey.prefill_s for journey in self.journeys),
         }
 
     def validate(self) -> None:
         """Raises AssertionError unless every machine is sound."""
         for machine in self.machines:
-            machine.batch.validate()
-            sequences = [*machine.batch.running, *machine.batch.waiting]
+            machine.machine.validate()
+            sequences = [*machine.machine.running, *machine.machine.waiting]
             assert machine.num_unfinished == len(sequences), "a request is lost"
             if isinstance(machine.blocks, CachedBlocks):
                 machine.blocks.validate(sequences)
-
-
-def _sample(machine: Machine, now: float) -> InstanceSample:
-    batch = machine.batch
-    return InstanceSample(
-        at_s=now,
-        instance_id=machine.name,
-        queued=len(batch.waiting),
-        running=len(batch.running),
-        context_tokens=batch.context_tokens(now),
-        predicted_queue_s=0.0,
-    )

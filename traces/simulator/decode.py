@@ -14,9 +14,8 @@ from typing import NamedTuple
 from protocol.errors import InvalidRequest
 from protocol.step_budget import StepBudget
 from traces.simulator.batch import Batch
-from traces.simulator.blocks import CountedBlocks
 from traces.simulator.host import Slowdown
-from traces.simulator.sequence import Finished, Sampled, Sequence
+from traces.simulator.sequence import CountedBlocks, Finished, Sampled, Sequence
 from traces.simulator.spec import ModelProfile
 
 
@@ -69,7 +68,7 @@ class DecodeMachine:
 
     @property
     def is_computing(self) -> bool:
-        return self._batch.wake_at is not None
+        return self._batch.is_computing
 
     @property
     def num_running(self) -> int:
@@ -107,10 +106,7 @@ class DecodeMachine:
         return step_s > self._most_step_s
 
     def advance(self, now: float) -> list[DecodeOutcome]:
-        outcomes: list[DecodeOutcome] = []
-        self._advance(now, outcomes)
-        self._grant(now, outcomes)
-        return outcomes
+        return [*self._advance(now), *self._grant(now)]
 
     def slowdown_changed(self, now: float) -> list[DecodeOutcome]:
         """Steps that begin after the one under way take longer, or less long."""
@@ -123,53 +119,45 @@ class DecodeMachine:
         """Wants blocks for a prompt. Raises InvalidRequest for one that never fits."""
         if -(-(num_tokens + 1) // self._block_size) > self._blocks.total:
             raise InvalidRequest(f"{num_tokens} tokens never fit", request=request_id)
-        outcomes: list[DecodeOutcome] = []
-        self._advance(now, outcomes)
+        outcomes = self._advance(now)
         self._queue[request_id] = num_tokens
-        self._grant(now, outcomes)
-        return outcomes
+        return [*outcomes, *self._grant(now)]
 
     def land(
         self, request_id: str, num_tokens: int, remaining: int, first_token_at: float, now: float
     ) -> list[DecodeOutcome]:
         """All KV of a granted prompt is here; its first token came elsewhere, `remaining` ones are to come."""
-        outcomes: list[DecodeOutcome] = []
-        self._advance(now, outcomes)
-        self._num_landed += 1
         sequence = Sequence(
             request_id=request_id,
-            rank=(0, self._num_landed),
             tokens=num_tokens + 1,
             remaining=remaining,
-            num_blocks=self._landings.pop(request_id),
             last_token_at=first_token_at,
         )
-        self._sequences[request_id] = sequence
-        self._batch.add(sequence, now)
-        self._grant(now, outcomes)
-        return outcomes
+        return self._join(sequence, now)
 
     def read(
         self, request_id: str, num_tokens: int, cached: int, remaining: int, now: float
     ) -> list[DecodeOutcome]:
         """The first `cached` tokens of a granted prompt are here; it computes the others itself. `remaining` tokens
         are to come, the first one included."""
-        outcomes: list[DecodeOutcome] = []
-        self._advance(now, outcomes)
-        self._num_landed += 1
         sequence = Sequence(
             request_id=request_id,
-            rank=(0, self._num_landed),
             tokens=num_tokens,
             remaining=remaining,
             missing=num_tokens - cached,
-            num_blocks=self._landings.pop(request_id),
             cached_tokens=cached,
         )
-        self._sequences[request_id] = sequence
+        return self._join(sequence, now)
+
+    def _join(self, sequence: Sequence, now: float) -> list[DecodeOutcome]:
+        """Puts a granted prompt into the batch."""
+        outcomes = self._advance(now)
+        self._num_landed += 1
+        sequence.rank = (0, self._num_landed)
+        sequence.num_blocks = self._landings.pop(sequence.request_id)
+        self._sequences[sequence.request_id] = sequence
         self._batch.add(sequence, now)
-        self._grant(now, outcomes)
-        return outcomes
+        return [*outcomes, *self._grant(now)]
 
     def gaps_so_far(self, request_id: str, now: float) -> list[float]:
         """The times between the tokens that a landed request has had by now; none for any other."""
@@ -178,8 +166,7 @@ class DecodeMachine:
 
     def cancel(self, request_id: str, now: float) -> list[DecodeOutcome]:
         """Nobody wants a request any more, wherever it is. Unknown ones have ended."""
-        outcomes: list[DecodeOutcome] = []
-        self._advance(now, outcomes)
+        outcomes = self._advance(now)
         self._queue.pop(request_id, None)
         num_landing = self._landings.pop(request_id, 0)
         self._blocks.give_back(num_landing)
@@ -188,18 +175,20 @@ class DecodeMachine:
             self._batch.remove(sequence, now)
         elif num_landing or not self.is_computing:
             self._batch.interrupt(now)  # somebody may have waited for these blocks
-        self._grant(now, outcomes)
-        return outcomes
+        return [*outcomes, *self._grant(now)]
 
-    def _advance(self, now: float, outcomes: list[DecodeOutcome]) -> None:
+    def _advance(self, now: float) -> list[DecodeOutcome]:
+        outcomes: list[DecodeOutcome] = []
         for outcome in self._batch.advance(now):
             if isinstance(outcome, Finished):
                 self._sequences.pop(outcome.sequence.request_id, None)
             outcomes.append(outcome)
+        return outcomes
 
-    def _grant(self, now: float, outcomes: list[DecodeOutcome]) -> None:
+    def _grant(self, now: float) -> list[Granted]:
+        granted: list[Granted] = []
         if not self._queue or self._batch.has_preempted:
-            return
+            return granted
         self._batch.take_grown(now)
         for request_id, num_tokens in list(self._queue.items()):
             num_blocks, needed = (-(-n // self._block_size) for n in (num_tokens, num_tokens + 1))
@@ -209,8 +198,9 @@ class DecodeMachine:
             del self._queue[request_id]
             self._blocks.take(num_blocks)
             self._landings[request_id] = num_blocks
-            outcomes.append(Granted(request_id))
+            granted.append(Granted(request_id))
         self._batch.shorten(now)
+        return granted
 
     def validate(self) -> None:
         """Raises AssertionError unless free + held + leased = all blocks and requests are in one place."""

@@ -3,23 +3,28 @@
 It asks the conductor and keeps the journeys; what a placement sets in motion on the machines is `cluster`'s business.
 A rejection ends a request: `retry_after` is not followed. As live: three attempts, whoever broke is avoided, an
 incarnation that broke and that the conductor still offers is handed back, and placings that fail after a loss are
-repeated each `PAUSE_S` until `PATIENCE_S` are over.
+repeated each `PAUSE_S` until `PATIENCE_S` are over. It works at all new requests that it has by turns, so that those
+who come at once are all late, the first one too; what it does not need for that passes beside.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from conductor.events import Phase as ReportPhase
 from conductor.events import Place, Placed, Refused, Rejected, Report
 from conductor.state import ConductorState
 from protocol.errors import NoWorker, PeerLost
 from protocol.ids import RequestId
+from traces.simulator.clock import Timed
+from traces.simulator.events import Arrive
+from traces.simulator.events import Event as ClusterEvent
 from traces.simulator.journey import Journey, Phase
 from traces.simulator.prefill import Prompt
 from traces.simulator.results import End
-from traces.simulator.spec import LATE, ClusterSpec
+from traces.simulator.spec import LATE, ClusterSpec, Overheads
 
 MAX_ATTEMPTS = 3  # of `gateway.generation.state`, where those that got somewhere are not counted
 PATIENCE_S = 20.0
@@ -151,9 +156,7 @@ class Gateway:
         return True
 
     def end(self, journey: Journey, end: End, reason: str, now: float) -> None:
-        assert journey.end is None, "a request ends once"
-        journey.phase, journey.end, journey.reason = Phase.ENDED, end, reason
-        journey.ended_at = now
+        journey.finish(end, reason, now)
         self.num_open -= 1
 
     def _tell(self, journey: Journey, phase: ReportPhase, elapsed_s: float, now: float) -> None:
@@ -164,3 +167,40 @@ class Gateway:
             output_tokens=journey.num_generated,
         )
         self._conductor.handle(report, now)
+
+
+def arrivals(journeys: Sequence[Journey], overheads: Overheads) -> Iterator[Timed[ClusterEvent]]:
+    """In the trace's order, which is that of their instants. Who comes alone takes `request_s` but for the way back;
+    of that the gateway works for `gateway_s`."""
+    instants = [journey.record.arrived_s for journey in journeys]
+    beside_s = max(overheads.request_s - overheads.back_s - overheads.gateway_s, 0.0)
+    for journey, done_at in zip(journeys, by_turns(instants, overheads.gateway_s), strict=True):
+        yield Timed(done_at + beside_s, Arrive(journey))
+
+
+def by_turns(instants: Sequence[float], work_s: float) -> Iterator[float]:
+    """When each is done of those who come at `instants`, in order, with the same work, and share one worker evenly.
+
+    Who came first is done first, since all have the same work.
+    """
+    if work_s <= 0:
+        yield from instants
+        return
+    # Of each who is there: what one who is always there would have got when it is done.
+    owed: deque[float] = deque()
+    now = given_s = 0.0
+
+    def next_done() -> float:
+        return now + (owed[0] - given_s) * len(owed)
+
+    for at in instants:
+        while owed and (done_at := next_done()) <= at:
+            now, given_s = done_at, owed.popleft()
+            yield now
+        if owed:
+            given_s += (at - now) / len(owed)
+        now = at
+        owed.append(given_s + work_s)
+    while owed:
+        now, given_s = next_done(), owed.popleft()
+        yield now

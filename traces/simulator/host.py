@@ -8,6 +8,7 @@ cores, threads, steps. How much longer steps take is measured (`moonserve profil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
@@ -69,14 +70,11 @@ class Host:
         overheads, crowding = self._overheads, self._crowding
         request = self._of(crowding.request, crowding.request_beside_prefills, name)
         landing = self._of(crowding.landing, crowding.landing_beside_prefills, name)
-        return Overheads(
+        return replace(
+            overheads,
             request_s=overheads.request_s * request,
-            gateway_s=overheads.gateway_s,
             back_s=overheads.back_s * request,
-            late_back_s=overheads.late_back_s,
-            turnover_s=overheads.turnover_s,
             landing_s=overheads.landing_s * landing,
-            handoff_s=overheads.handoff_s,
         )
 
     def back_s(self, name: str, *, goes_on: bool) -> float:

@@ -87,6 +87,10 @@ class Journey:
         self.num_generated += len(gaps_s)
         self.last_token_at = at
 
+    def finish(self, end: End, reason: str, now: float) -> None:
+        assert self.end is None, "a request ends once"
+        self.phase, self.end, self.reason, self.ended_at = Phase.ENDED, end, reason, now
+
     def outcome(self, began_at: float) -> RequestOutcome:
         """What the result says of it; it has ended. `began_at`: of the trace."""
         assert self.end is not None

@@ -1,35 +1,39 @@
-"""The machines of a cluster and what each says of itself: registrations and heartbeats. No events of their own.
-
-A prefill machine is two instances for the conductor, as live: the prefill worker and the store node beside it. Blocks
-in its memory count as the worker's own too, since it reaches them over its own device link in a few milliseconds, for
-which the conductor's estimate is made for machines without one (`conductor.cost.transfer`). With a local pool no
-store node registers, so that nobody else can read them.
+"""The machines of a cluster, and who builds what a spec asks for: the conductor, machines, those that take a dead one's
+place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from conductor.events import BlockChanges, Event, Heartbeat, Load, Register
+from conductor.admission import STEP_SHARE, Admission
+from conductor.limits import Limits
+from conductor.policies import make_policy
+from conductor.roles.controller import RoleController
+from conductor.state import ConductorState
 from protocol.errors import ConfigError
-from protocol.ids import InstanceId, Role
 from protocol.layout import KvLayout
-from protocol.profile import PrefillProfile
-from protocol.request import Endpoint
+from protocol.request import Endpoint, Placement
+from protocol.step_budget import StepBudget
+from traces.simulator.batch import Batch
 from traces.simulator.decode import DecodeMachine
+from traces.simulator.host import Host
+from traces.simulator.journey import Journey
 from traces.simulator.pool import Store
-from traces.simulator.prefill import PrefillMachine
-from traces.simulator.spec import ClusterSpec
+from traces.simulator.prefill import PrefillMachine, Prompt
+from traces.simulator.spec import LATE, ClusterSpec
 
 _DTYPE_BYTES = 2  # of bfloat16; the layout only has to have the right number of bytes
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Node:
-    """What both kinds have in common."""
+    """What all kinds have in common."""
 
     name: str
+    machine: PrefillMachine | DecodeMachine | Batch
     epoch: int = 1
     is_alive: bool = True
     is_silent: bool = False  # to the conductor
@@ -85,94 +89,141 @@ def layout_of(spec: ClusterSpec) -> KvLayout:
     )
 
 
-def prefill_registrations(node: PrefillNode, spec: ClusterSpec) -> Iterator[Register]:
-    """The store comes first, so that its worker's home is known."""
-    model, is_shared = spec.model, spec.pool == "global"
-    rate = model.nic_bytes_per_s * spec.prefill_group
-    store_id = InstanceId(node.store_id)
-    if is_shared:
-        yield Register(endpoint=node.endpoint(store_id), role=Role.STORE, bytes_per_s=rate)
-    yield Register(
-        endpoint=node.endpoint(node.name),
-        role=Role.PREFILL,
-        layout=layout_of(spec),
-        fingerprint=model.name,
-        num_blocks=model.device_tokens * spec.prefill_group // spec.block_size,
-        prefill_profile=_of_group(model.prefill, spec.prefill_group),
-        decode_profile=model.decode,
-        home_store=store_id if is_shared else None,
-        max_model_len=model.max_model_len,
-        bytes_per_s=rate,
-        can_switch_role=spec.roles is not None,
-    )
+_LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
+# Nothing is forgotten while requests wait for hours in an overload test.
+_PLACEMENT_TTL_S = 86_400.0
 
 
-def _of_group(profile: PrefillProfile, num_machines: int) -> PrefillProfile:
-    """What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time."""
-    return PrefillProfile(c0=profile.c0, c1=profile.c1 / num_machines, c2=profile.c2 / num_machines)
+class Workshop:
+    """A group that prefills together (CPP) has the memory and the links of all its machines."""
 
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        host: Host,
+        cached_now: Callable[[Prompt], int],
+        publish: Callable[[Prompt], None],
+    ) -> None:
+        """`cached_now` and `publish`: see `PrefillMachine`."""
+        self._spec = spec
+        self._host = host
+        self._cached_now = cached_now
+        self._publish = publish
 
-def decode_registration(node: DecodeNode, spec: ClusterSpec) -> Register:
-    model = spec.model
-    return Register(
-        endpoint=node.endpoint(node.name),
-        role=Role.DECODE,
-        layout=layout_of(spec),
-        fingerprint=model.name,
-        num_blocks=node.machine.num_blocks,
-        prefill_profile=model.prefill,
-        decode_profile=model.decode,
-        max_num_seqs=model.max_num_seqs,
-        max_model_len=model.max_model_len,
-        bytes_per_s=model.nic_bytes_per_s,
-        can_switch_role=spec.roles is not None,
-        reads_prompts=spec.conditional,
-    )
+    def nodes(self) -> tuple[list[PrefillNode], list[DecodeNode]]:
+        """All machines. Raises ConfigError for a fault of one that there is not."""
+        spec = self._spec
+        prefills = [
+            PrefillNode(name=name, machine=self._prefill_machine(name), store=self._store())
+            for name in (f"prefill-{index}" for index in range(spec.num_prefill))
+        ]
+        decodes = [
+            DecodeNode(name=name, machine=self._decode_machine(name))
+            for name in (f"decode-{index}" for index in range(spec.num_decode))
+        ]
+        names = {node.name for node in (*prefills, *decodes)}
+        for fault in spec.faults:
+            if fault.instance not in names:
+                raise ConfigError(f"a fault of {fault.instance!r}; there is no such machine")
+        return prefills, decodes
 
-
-def prefill_heartbeats(
-    node: PrefillNode, spec: ClusterSpec, changes: BlockChanges | None
-) -> Iterator[Event]:
-    machine = node.machine
-    load = Load(
-        num_waiting=machine.num_waiting,
-        num_running=machine.num_running,
-        queued_tokens=machine.queued_tokens,
-    )
-    if spec.pool == "global":
-        yield Heartbeat(
-            instance_id=InstanceId(node.store_id),
-            epoch=node.epoch,
-            load=_load_of(node.store, spec),
-            changes=changes,
+    def conductor(self) -> ConductorState:
+        """Raises ConfigError for an unknown policy."""
+        spec = self._spec
+        limits = Limits(
+            ttft_slo_s=spec.ttft_slo_s,
+            tbt_slo_s=spec.tbt_slo_s,
+            admission=Admission.PREDICTED if spec.admission == LATE else Admission(spec.admission),
+            lease_s=_LEASES * spec.heartbeat_interval_s,
+            heartbeat_interval_s=spec.heartbeat_interval_s,
+            placement_ttl_s=_PLACEMENT_TTL_S,
+            num_decisions=1,
+            tenant_weights=dict(spec.tenant_weights),
+            by_priority=spec.scheduling_policy == "priority",
+            conditional=spec.conditional,
+            chunk_share=spec.chunk_share,
         )
-    yield Heartbeat(
-        instance_id=InstanceId(node.name),
-        epoch=node.epoch,
-        load=load,
-        changes=changes,
-        draining=node.is_draining,
-    )
+        policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
+        roles = RoleController(spec.roles) if spec.roles else None
+        return ConductorState(policy, limits, roles)
 
+    def _prefill_machine(self, name: str) -> PrefillMachine:
+        spec = self._spec
+        return PrefillMachine(
+            spec.model.prefill,
+            chunk_tokens=spec.chunk_tokens,
+            num_stages=spec.prefill_group,
+            mixes_prompts=spec.mixes_prompts,
+            cached_now=self._cached_now,
+            publish=self._publish,
+            slowdown=self._host.prefill_slowdown(name),
+            turnover_s=spec.model.overheads.turnover_s,
+        )
 
-def _load_of(store: Store, spec: ClusterSpec) -> Load:
-    block_bytes = spec.model.kv_bytes_per_token * spec.block_size
-    return Load(
-        free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes
-    )
+    def prompt(
+        self, journey: Journey, placement: Placement, node: PrefillNode, now: float
+    ) -> Prompt:
+        """Of a request that arrives there now."""
+        node.num_submitted += 1
+        priority = journey.record.priority if self._spec.scheduling_policy == "priority" else 0
+        return Prompt(
+            request_id=journey.request_id,
+            rank=(priority, now + placement.rank, node.num_submitted),
+            num_tokens=journey.num_tokens,
+            submitted_at=now,
+        )
 
+    def _store(self) -> Store:
+        """Raises ConfigError for an unknown eviction policy."""
+        spec = self._spec
+        tokens = spec.model.dram_tokens * spec.prefill_group
+        disk_tokens = spec.model.disk_tokens * spec.prefill_group
+        return Store(tokens // spec.block_size, disk_tokens // spec.block_size, spec.eviction)
 
-def decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:
-    machine = node.machine
-    load = Load(
-        num_waiting=machine.num_waiting,
-        num_running=machine.num_running,
-        free_blocks=machine.free_blocks,
-        held_blocks=machine.num_blocks - machine.free_blocks - machine.leased_blocks,
-        leased_blocks=machine.leased_blocks,
-        context_tokens=machine.context_tokens(now),
-        num_preemptions=machine.num_preemptions,
-    )
-    return Heartbeat(
-        instance_id=InstanceId(node.name), epoch=node.epoch, load=load, draining=node.is_draining
-    )
+    def machine_again(self, node: Node) -> None:
+        """One that has forgotten all that it was doing."""
+        if isinstance(node, PrefillNode):
+            node.machine = self._prefill_machine(node.name)
+        elif isinstance(node, DecodeNode):
+            node.machine = self._decode_machine(node.name)
+
+    def restart(self, node: Node) -> None:
+        """A machine that was not there, empty but for its disk."""
+        node.is_alive = True
+        node.epoch += 1
+        if isinstance(node, PrefillNode):
+            survivors = node.store.on_disk()
+            node.store = self._store()
+            node.store.restore(survivors)
+
+    def _decode_machine(self, name: str) -> DecodeMachine:
+        spec, host = self._spec, self._host
+        slowdown = host.decode_slowdown(name) if host.is_shared else None
+        refuses = spec.admission == LATE or spec.double_check
+        most_step_s = STEP_SHARE * spec.tbt_slo_s if refuses else math.inf
+        budget = None
+        if spec.conditional:
+            budget = StepBudget(
+                decode=spec.model.decode,
+                prefill=spec.model.prefill,
+                most_step_s=spec.chunk_share * spec.tbt_slo_s,
+            )
+        return DecodeMachine(
+            spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s, budget
+        )
+
+    def links(self, nodes: Iterable[Node]) -> dict[str, float]:
+        """Bytes per second of every link: in and out, memory to devices, disk."""
+        model = self._spec.model
+        rates = {
+            "out": model.nic_bytes_per_s,
+            "in": model.nic_bytes_per_s,
+            "device": model.device_bytes_per_s,
+            "disk": model.disk_bytes_per_s,
+        }
+        return {
+            f"{node.name}/{link}": rate
+            * (self._spec.prefill_group if isinstance(node, PrefillNode) else 1)
+            for node in nodes
+            for link, rate in rates.items()
+        }

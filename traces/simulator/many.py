@@ -1,19 +1,17 @@
 """Many simulations of one trace: in several processes, each result kept on disk and simulated once.
 
-A kept result is found by everything that it depends on: the work, the trace, and the source of every module that does
-it; so a change of any of them simulates again, and nothing else does. What this does not know: what the results are
-wanted for.
+A kept result is found by everything that it depends on: the work, the trace, and the source of the packages that do
+it; so a change of any of them simulates again. What this does not know: what the results are wanted for.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, cast
 
 from protocol.errors import ConfigError
 from traces.format import TraceRecord, read_trace
@@ -34,51 +32,24 @@ from traces.simulator.spec import ClusterSpec, CoupledSpec
 INTERRUPTED = "what was simulated is kept"
 """For whoever presses Ctrl-C."""
 _COMPRESSION = 1  # the least: results are read soon, and by few
-_PACKAGES = frozenset({"conductor", "kvstore", "protocol", "traces"})  # of those, what is pure
 _DIGEST_BYTES = 16
+_ROOT = Path(__file__).parents[2]  # where the packages lie
 
 
+@functools.cache
 def source_digest(module: str) -> str:
-    """Digest of a module's source and of all that it imports, in functions too. Equal for equal sources.
+    """Digest of a module's source and of all packages that simulations run on. Equal for equal sources.
 
-    Packages from outside the project do not count, since results do not depend on their version; nor does generated or
-    compiled code. Raises ModuleNotFoundError for a module that is not there.
+    Looked up once per process: what is imported does not change any more. Generated and compiled code and what comes
+    from outside the project do not count, since results do not depend on their version.
     """
-    files: dict[str, bytes] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name in files:
-            continue
-        path = _path_of(name)
-        if path is None:
-            continue
-        files[name] = path.read_bytes()
-        waiting += [each for each in _imports(files[name]) if each.split(".")[0] in _PACKAGES]
+    files = {Path(str(sys.modules[name].__file__)) for name in (module, "traces.format")}
+    for package in ("conductor", "kvstore", "protocol", "traces/simulator"):
+        files |= set((_ROOT / package).rglob("*.py"))
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in sorted(files):
-        digest.update(name.encode() + b"\0" + files[name] + b"\0")
+    for path in sorted(files):
+        digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _path_of(name: str) -> Path | None:
-    """None for a name in a module, which `from module import name` may be as well as a module in a package."""
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        return None
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
-        return None
-    return Path(found.origin)
-
-
-def _imports(source: bytes) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +76,6 @@ class Work(Protocol):
     """A frozen dataclass that makes a result of a trace."""
 
     @property
-    def source(self) -> str:
-        """The module that does it: of another version of it, or of what it imports, the result is another one."""
-        ...
-
-    @property
     def cost(self) -> float:
         """How long it takes, roughly: in simulations of a cluster at the trace's speed. The longest come first."""
         ...
@@ -126,7 +92,6 @@ class Work(Protocol):
 class Run:
     """One cluster and what is changed in the trace for it."""
 
-    source: ClassVar[str] = "traces.simulator.run"
     spec: ClusterSpec | CoupledSpec
     speedup: float = 1.0  # factor on the trace's clock
     num_outputs: int | None = None  # tokens of every answer; None: the trace's
@@ -168,7 +133,9 @@ class Archive:
 
     def path(self, work: Work) -> Path:
         """Where the result of this work, done by the code as it is now, is or will be."""
-        identity = [self._trace_digest, _version(work.source), type(work).__name__, _fields(work)]
+        kind = type(work)
+        source = source_digest(kind.__module__)
+        identity = [self._trace_digest, source, kind.__name__, asdict(cast("Any", work))]
         text = json.dumps(identity, sort_keys=True)
         name = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
         return self._folder / f"{name}.json.gz"
@@ -253,13 +220,3 @@ def _do(work: Work, trace: TraceFile, path: Path) -> float:
 def _records(trace: TraceFile) -> list[TraceRecord]:
     """Read once per process."""
     return trace.records()
-
-
-@functools.cache
-def _version(module: str) -> str:
-    """Looked up once per process: what is imported does not change any more."""
-    return source_digest(module)
-
-
-def _fields(work: Any) -> dict[str, Any]:
-    return asdict(work)

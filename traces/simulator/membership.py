@@ -2,23 +2,23 @@
 
 A heartbeat goes out each interval, and soon after blocks have changed. A machine that the conductor does not know, or
 not any more, registers and says everything that it has. Knows nothing of requests.
+
+A prefill machine is two instances for the conductor, as live: the prefill worker and the store node beside it. Blocks
+in its memory count as the worker's own too, since it reaches them over its own device link in a few milliseconds, for
+which the conductor's estimate is made for machines without one (`conductor.cost.transfer`). With a local pool no
+store node registers, so that nobody else can read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from conductor.events import Event, HeartbeatSeen, Refused
+from conductor.events import BlockChanges, Event, Heartbeat, HeartbeatSeen, Load, Refused, Register
 from conductor.state import ConductorState
-from traces.simulator.machines import (
-    DecodeNode,
-    Node,
-    PrefillNode,
-    decode_heartbeat,
-    decode_registration,
-    prefill_heartbeats,
-    prefill_registrations,
-)
+from protocol.ids import InstanceId, Role
+from protocol.profile import PrefillProfile
+from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
+from traces.simulator.pool import Store
 from traces.simulator.spec import ClusterSpec
 
 GATHER_S = 0.02  # `protocol.membership.GATHER_S`: several changes, one message
@@ -35,11 +35,11 @@ class Membership:
     def register(self, node: Node, now: float) -> None:
         """The machine is new, or the conductor has lost it."""
         if isinstance(node, PrefillNode):
-            self._tell(prefill_registrations(node, self._spec), now)
+            self._tell(_prefill_registrations(node, self._spec), now)
             snapshot = node.store.snapshot()
-            self._tell(prefill_heartbeats(node, self._spec, snapshot), now)
+            self._tell(_prefill_heartbeats(node, self._spec, snapshot), now)
         elif isinstance(node, DecodeNode):
-            self._tell([decode_registration(node, self._spec)], now)
+            self._tell([_decode_registration(node, self._spec)], now)
         node.beat_at = now + self._spec.heartbeat_interval_s
 
     def beat(self, node: Node, now: float) -> None:
@@ -50,14 +50,14 @@ class Membership:
         self.num_heartbeats += 1
         if isinstance(node, PrefillNode):
             changes = node.store.take_changes()
-            seen = self._tell(prefill_heartbeats(node, self._spec, changes), now)
+            seen = self._tell(_prefill_heartbeats(node, self._spec, changes), now)
         else:
             assert isinstance(node, DecodeNode)
-            seen = self._tell([decode_heartbeat(node, now)], now)
+            seen = self._tell([_decode_heartbeat(node, now)], now)
         if not all(each.known for each in seen):
             self.register(node, now)
         elif any(each.resync for each in seen) and isinstance(node, PrefillNode):
-            self._tell(prefill_heartbeats(node, self._spec, node.store.snapshot()), now)
+            self._tell(_prefill_heartbeats(node, self._spec, node.store.snapshot()), now)
 
     def changed(self, node: PrefillNode, now: float) -> bool:
         """Blocks may have changed; whether that brings the next heartbeat forward."""
@@ -76,3 +76,96 @@ class Membership:
             if isinstance(reply, HeartbeatSeen):
                 seen.append(reply)
         return seen
+
+
+def _prefill_registrations(node: PrefillNode, spec: ClusterSpec) -> Iterator[Register]:
+    """The store comes first, so that its worker's home is known."""
+    model, is_shared = spec.model, spec.pool == "global"
+    rate = model.nic_bytes_per_s * spec.prefill_group
+    store_id = InstanceId(node.store_id)
+    if is_shared:
+        yield Register(endpoint=node.endpoint(store_id), role=Role.STORE, bytes_per_s=rate)
+    yield Register(
+        endpoint=node.endpoint(node.name),
+        role=Role.PREFILL,
+        layout=layout_of(spec),
+        fingerprint=model.name,
+        num_blocks=model.device_tokens * spec.prefill_group // spec.block_size,
+        prefill_profile=_of_group(model.prefill, spec.prefill_group),
+        decode_profile=model.decode,
+        home_store=store_id if is_shared else None,
+        max_model_len=model.max_model_len,
+        bytes_per_s=rate,
+        can_switch_role=spec.roles is not None,
+    )
+
+
+def _of_group(profile: PrefillProfile, num_machines: int) -> PrefillProfile:
+    """What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time."""
+    return PrefillProfile(c0=profile.c0, c1=profile.c1 / num_machines, c2=profile.c2 / num_machines)
+
+
+def _decode_registration(node: DecodeNode, spec: ClusterSpec) -> Register:
+    model = spec.model
+    return Register(
+        endpoint=node.endpoint(node.name),
+        role=Role.DECODE,
+        layout=layout_of(spec),
+        fingerprint=model.name,
+        num_blocks=node.machine.num_blocks,
+        prefill_profile=model.prefill,
+        decode_profile=model.decode,
+        max_num_seqs=model.max_num_seqs,
+        max_model_len=model.max_model_len,
+        bytes_per_s=model.nic_bytes_per_s,
+        can_switch_role=spec.roles is not None,
+        reads_prompts=spec.conditional,
+    )
+
+
+def _prefill_heartbeats(
+    node: PrefillNode, spec: ClusterSpec, changes: BlockChanges | None
+) -> Iterator[Event]:
+    machine = node.machine
+    load = Load(
+        num_waiting=machine.num_waiting,
+        num_running=machine.num_running,
+        queued_tokens=machine.queued_tokens,
+    )
+    if spec.pool == "global":
+        yield Heartbeat(
+            instance_id=InstanceId(node.store_id),
+            epoch=node.epoch,
+            load=_load_of(node.store, spec),
+            changes=changes,
+        )
+    yield Heartbeat(
+        instance_id=InstanceId(node.name),
+        epoch=node.epoch,
+        load=load,
+        changes=changes,
+        draining=node.is_draining,
+    )
+
+
+def _load_of(store: Store, spec: ClusterSpec) -> Load:
+    block_bytes = spec.model.kv_bytes_per_token * spec.block_size
+    return Load(
+        free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes
+    )
+
+
+def _decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:
+    machine = node.machine
+    load = Load(
+        num_waiting=machine.num_waiting,
+        num_running=machine.num_running,
+        free_blocks=machine.free_blocks,
+        held_blocks=machine.num_blocks - machine.free_blocks - machine.leased_blocks,
+        leased_blocks=machine.leased_blocks,
+        context_tokens=machine.context_tokens(now),
+        num_preemptions=machine.num_preemptions,
+    )
+    return Heartbeat(
+        instance_id=InstanceId(node.name), epoch=node.epoch, load=load, draining=node.is_draining
+    )

@@ -155,7 +155,7 @@ class Network:
         self._rate_again(self._component([flow]), now)
 
     def advance(self, now: float) -> list[FlowId]:
-        """The flows that end by `now`, in order of their ends. Call it at `wake_at`, or `rate_of` is late."""
+        """The flows that end by `now`, in order of their ends. Call it at `wake_at`."""
         ended: list[FlowId] = []
         while (at := self.wake_at) is not None and at <= now:
             flow = self._flows[heapq.heappop(self._ends)[1]]
@@ -164,15 +164,6 @@ class Network:
             self._remove(flow)
             self._rate_again(self._component([flow]), at)
         return ended
-
-    def rate_of(self, flow_id: FlowId) -> float:
-        """Bytes per second; 0 for a flow that has ended."""
-        flow = self._flows.get(flow_id)
-        return 0.0 if flow is None else flow.rate
-
-    def num_on(self, link: str) -> int:
-        """Flows that cross a link."""
-        return len(self._on[self._number[link]])
 
     def _remove(self, flow: _Flow) -> None:
         del self._flows[flow.flow_id]

@@ -169,25 +169,6 @@ class Store:
                 self.num_refused += 1
                 return  # what follows would only be found after it
 
-    def take(self, objects: Sequence[StoredObject]) -> int:
-        """Stores blocks that another machine has, parents first; returns how many of them are here then, from the first
-        on."""
-        for number, stored in enumerate(objects):
-            if self._catalog.find(stored.key) is None and not self._put(stored.key, stored.parent):
-                self.num_refused += 1
-                return number
-        return len(objects)
-
-    def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Lets go of blocks, children first; returns those that were here. What is being read stays so long."""
-        removed = []
-        for key in keys:
-            stored = self._catalog.find(key)
-            if stored is not None:
-                self._catalog.remove(stored)
-                removed.append(key)
-        return removed
-
     def take_changes(self) -> BlockChanges | None:
         """What happened since the last call; None = nothing."""
         return self._changes.take() if self.has_news else None

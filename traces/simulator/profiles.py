@@ -22,18 +22,17 @@ for (`traces.reproduction.figure_15`), would be KV read at 13 % of the bandwidth
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import math
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.output import writing
-from traces.simulator.spec import Crowding, ModelProfile, Overheads
+from traces.simulator.spec import ModelProfile
 
 _KV_BYTES_PER_TOKEN = 327_680  # l · (2d / gqa) · s: 80 · (2 · 8192 / 8) · 2 bytes
 _DECODE_PER_TOKEN_S = (0.031 - 0.026) / (
@@ -63,13 +62,7 @@ PROFILES = {profile.name: profile for profile in (LLAMA3_70B_8XA800,)}
 
 FORMAT = "moonserve model profile 1"
 
-_COEFFICIENTS: Mapping[str, type[PrefillProfile] | type[DecodeProfile]] = {
-    "prefill": PrefillProfile,
-    "decode": DecodeProfile,
-}
-_MAY_BE_ZERO = {"dram_tokens", "disk_tokens"}
-_FIELDS = {field.name: field for field in dataclasses.fields(ModelProfile)}
-_TYPES = typing.get_type_hints(ModelProfile)
+_PROFILE = TypeAdapter(ModelProfile)
 
 
 def write_profile(
@@ -91,94 +84,20 @@ def read_profile(path: Path) -> ModelProfile:
         raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    try:
-        return _parse(content)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _parse(content: Any) -> ModelProfile:
-    """Raises ValueError that says what is wrong."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f'it needs "format": "{FORMAT}"; moonserve profile --json writes such')
-    given = {name: value for name, value in content.items() if name not in ("format", "measured")}
-    for name in given.keys() - _FIELDS.keys():
-        close = difflib.get_close_matches(name, _FIELDS, n=1)
-        raise ValueError(
-            f"unknown field {name!r}" + (f"; did you mean {close[0]}?" if close else "")
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ConfigError(
+            f'{path} needs "format": "{FORMAT}"; moonserve profile --json writes such'
         )
-    values = {name: _value(name, value) for name, value in given.items()}
-    required = {n for n, field in _FIELDS.items() if field.default is dataclasses.MISSING}
-    if missing := sorted(required - values.keys()):
-        raise ValueError(f"{', '.join(missing)} must be given")
-    return ModelProfile(**values)
-
-
-def _value(name: str, value: Any) -> Any:
-    if name == "name":
-        if not isinstance(value, str) or not value:
-            raise ValueError("name must be a text")
-        return value
-    if name in _COEFFICIENTS:
-        return _coefficients(name, value)
-    if name == "overheads":
-        return _overheads(value)
-    if name == "crowding":
-        return _crowding(value)
-    whole = _TYPES[name] is int
-    if not _is_number(value) or (whole and not isinstance(value, int)):
-        raise ValueError(f"{name} must be a {'whole ' * whole}number, not {value!r}")
-    if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        raise ValueError(f"{name} must be above 0, not {value!r}")
-    return value if whole else float(value)
-
-
-def _coefficients(name: str, value: Any) -> PrefillProfile | DecodeProfile:
-    if not isinstance(value, dict) or set(value) != {"c0", "c1", "c2"}:
-        raise ValueError(f"{name} must be c0, c1 and c2")
-    if not all(_is_number(c) for c in value.values()) or not any(value.values()):
-        raise ValueError(f"{name}: c0, c1 and c2 must be numbers, one of them above 0")
+    content.pop("measured", None)
     try:
-        return _COEFFICIENTS[name](**{c: float(number) for c, number in value.items()})
-    except InvalidRequest as error:
-        raise ValueError(f"{name}: {error.message}") from error
-
-
-def _overheads(value: Any) -> Overheads:
-    known = {field.name for field in dataclasses.fields(Overheads)}
-    if not isinstance(value, dict) or not value.keys() <= known:
-        raise ValueError(f"overheads may have {', '.join(sorted(known))}")
-    if not all(_is_number(seconds) and seconds >= 0 for seconds in value.values()):
-        raise ValueError("overheads are seconds, none below 0")
-    return Overheads(**{name: float(seconds) for name, seconds in value.items()})
-
-
-def _crowding(value: Any) -> Crowding:
-    known = {field.name for field in dataclasses.fields(Crowding)}
-    if not isinstance(value, dict) or not value.keys() <= known:
-        raise ValueError(f"crowding may have {', '.join(sorted(known))}")
-    gaps = value.get("gaps", [])
-    if not isinstance(gaps, list) or not all(isinstance(each, list) for each in gaps):
-        raise ValueError("crowding: gaps must be a list of lists")
-    factors = {name: each for name, each in value.items() if name != "gaps"}
-    return Crowding(
-        **{name: _factors(name, each) for name, each in factors.items()},
-        gaps=tuple(_shares(each) for each in gaps),
-    )
-
-
-def _factors(name: str, value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list) or not all(_is_number(f) and f > 0 for f in value):
-        raise ValueError(f"crowding: {name} must be a list of factors above 0")
-    return tuple(map(float, value))
-
-
-def _shares(value: list[Any]) -> tuple[float, ...]:
-    if not all(_is_number(q) and q >= 0 for q in value) or not any(value):
-        raise ValueError("crowding: gaps are factors, none below 0 and some above")
-    return tuple(map(float, value))
-
-
-def _is_number(value: Any) -> bool:
-    """A bool is an int to Python, and JSON as Python reads it has NaN and Infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        profile = _PROFILE.validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ConfigError(f"{path}: {'; '.join(faults)}") from error
+    except InvalidRequest as error:  # of the formulae's coefficients
+        raise ConfigError(f"{path}: {error.message}") from error
+    if not any(dataclasses.astuple(profile.prefill)) or not any(
+        dataclasses.astuple(profile.decode)
+    ):
+        raise ConfigError(f"{path}: one of c0, c1 and c2 must be above 0, of prefill and of decode")
+    return profile

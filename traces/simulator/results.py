@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -72,16 +72,11 @@ class SimulationResult:
     """Everything that reports are made of."""
 
     name: str  # what distinguishes it from its siblings on a page
-    outcomes: Sequence[RequestOutcome]
+    outcomes: tuple[RequestOutcome, ...]
     ttft_slo_s: float
     tbt_slo_s: float
     duration_s: float  # from the first arrival to the last end
-    instances: Sequence[InstanceSample] = ()
-    replicas: Sequence[ReplicaSample] = ()
-    counters: Mapping[str, float] = field(
-        default_factory=dict
-    )  # "bytes_moved", "evicted_blocks", …
+    instances: tuple[InstanceSample, ...] = ()
+    replicas: tuple[ReplicaSample, ...] = ()
+    counters: Mapping[str, float] = field(default_factory=dict)  # "bytes_moved", …
     wall_s: float = 0.0  # what simulating it took
-    capacity_tokens: int | None = None  # of the prefix cache, all machines together
-    # Results of one series differ in one number (rate, capacity) and are one line of a plot.
-    series: str = ""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from protocol.errors import ConfigError
 from traces.format import TraceRecord
-from traces.simulator import coupled
 from traces.simulator.clock import Clock
 from traces.simulator.cluster import Cluster
 from traces.simulator.conditional import ConditionalCluster
@@ -28,13 +26,28 @@ def simulate(
 
     Raises ConfigError for a spec or a trace that cannot be simulated.
     """
-    began = time.perf_counter()
+    began_s = time.perf_counter()
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    if isinstance(spec, CoupledSpec):
-        result = _coupled(CoupledCluster(spec, journeys), name or "coupled")
-    else:
-        result = _disaggregated(cluster_of(spec, journeys), name or spec.policy)
-    return replace(result, wall_s=time.perf_counter() - began)
+    cluster = (
+        CoupledCluster(spec, journeys)
+        if isinstance(spec, CoupledSpec)
+        else cluster_of(spec, journeys)
+    )
+    clock: Clock[Event] = Clock()
+    clock.run(cluster.begin(), cluster.handle)
+    began_at = min((journey.record.arrived_s for journey in journeys), default=0.0)
+    ended_at = max((journey.ended_at for journey in journeys), default=began_at)
+    return SimulationResult(
+        name=name or spec.policy,
+        outcomes=tuple(journey.outcome(began_at) for journey in journeys),
+        ttft_slo_s=spec.ttft_slo_s,
+        tbt_slo_s=spec.tbt_slo_s,
+        duration_s=ended_at - began_at,
+        instances=tuple(cluster.samples.instances),
+        replicas=tuple(cluster.samples.replicas),
+        counters={"events": clock.num_events, **cluster.counters},
+        wall_s=time.perf_counter() - began_s,
+    )
 
 
 def cluster_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> Cluster:
@@ -69,43 +82,3 @@ def journeys_of(
             )
         )
     return journeys
-
-
-def _disaggregated(cluster: Cluster, name: str) -> SimulationResult:
-    clock: Clock[Event] = Clock()
-    clock.run(cluster.begin(), cluster.handle)
-    spec = cluster.spec
-    return replace(
-        _result(cluster.journeys, name, spec.ttft_slo_s, spec.tbt_slo_s),
-        instances=tuple(cluster.samples.instances),
-        replicas=tuple(cluster.samples.replicas),
-        counters={"events": clock.num_events, **cluster.counters},
-        capacity_tokens=spec.model.dram_tokens * spec.prefill_group * spec.num_prefill,
-    )
-
-
-def _coupled(cluster: CoupledCluster, name: str) -> SimulationResult:
-    clock: Clock[coupled.Event] = Clock()
-    clock.run(cluster.begin(), cluster.handle)
-    spec = cluster.spec
-    tokens = spec.model.device_tokens * spec.num_instances
-    return replace(
-        _result(cluster.journeys, name, spec.ttft_slo_s, spec.tbt_slo_s),
-        instances=tuple(cluster.instances),
-        counters={"events": clock.num_events, **cluster.counters},
-        capacity_tokens=tokens if spec.prefix_caching else 0,
-    )
-
-
-def _result(
-    journeys: Sequence[Journey], name: str, ttft_slo_s: float, tbt_slo_s: float
-) -> SimulationResult:
-    began_at = min((journey.record.arrived_s for journey in journeys), default=0.0)
-    ended_at = max((journey.ended_at for journey in journeys), default=began_at)
-    return SimulationResult(
-        name=name,
-        outcomes=tuple(journey.outcome(began_at) for journey in journeys),
-        ttft_slo_s=ttft_slo_s,
-        tbt_slo_s=tbt_slo_s,
-        duration_s=ended_at - began_at,
-    )

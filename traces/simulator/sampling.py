@@ -8,7 +8,8 @@ import numpy as np
 
 from protocol.keys import KEY_BYTES, BlockKey
 from traces.format import TraceRecord
-from traces.simulator.machines import DecodeNode, Node, PrefillNode
+from traces.simulator.machines import Node, PrefillNode
+from traces.simulator.prefill import PrefillMachine
 from traces.simulator.results import InstanceSample, ReplicaSample
 
 
@@ -36,7 +37,7 @@ class Samples:
 
     def take(self, prefills: Sequence[PrefillNode], others: Sequence[Node], now: float) -> None:
         for node in (*prefills, *others):
-            self.instances.append(_sample(node, now))
+            self.instances.append(sample_of(node, now))
         # Equally popular ones: the one that came first.
         order = np.argsort(-self._uses, kind="stable")[: self._num_ranks]
         keys = [key_of(self._hash_ids[row]) for row in order[self._uses[order] > 0]]
@@ -46,11 +47,10 @@ class Samples:
         self.replicas.append(ReplicaSample(at_s=now, replicas=tuple(counts.tolist())))
 
 
-def _sample(node: Node, now: float) -> InstanceSample:
-    machine = node.machine if isinstance(node, PrefillNode | DecodeNode) else None
-    assert machine is not None
-    context = node.machine.context_tokens(now) if isinstance(node, DecodeNode) else 0
-    queue_s = node.machine.queue_s() if isinstance(node, PrefillNode) else 0.0
+def sample_of(node: Node, now: float) -> InstanceSample:
+    machine = node.machine
+    context = 0 if isinstance(machine, PrefillMachine) else machine.context_tokens(now)
+    queue_s = machine.queue_s() if isinstance(machine, PrefillMachine) else 0.0
     return InstanceSample(
         at_s=now,
         instance_id=node.name,

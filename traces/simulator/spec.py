@@ -6,6 +6,9 @@ Everything that a result depends on is here or in the trace, so that equal specs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from conductor.admission import Admission
 from conductor.roles.controller import RoleTerms
@@ -13,18 +16,33 @@ from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE
 
+# What a profile's file must keep to; `profiles` checks it where one is read.
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0)]
+Factors = tuple[AboveZero, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     """What serving adds to computing and to moving KV, in seconds; each is measured where nothing else is under way."""
 
-    request_s: float = 0.0  # HTTP, keys, placement, submission, and the first token's way back
-    gateway_s: float = 0.0  # of it, what a gateway works, by turns with all of the same moment
-    back_s: float = 0.0  # of it, the first token's way back
-    late_back_s: float = 0.0  # by which that takes longer while its machine goes on with another
-    turnover_s: float = 0.0  # by which handing a prompt off delays the one right after it
-    landing_s: float = 0.0  # from asking a decode machine for blocks to having them
-    handoff_s: float = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    request_s: NotNegative = (
+        0.0  # HTTP, keys, placement, submission, and the first token's way back
+    )
+    gateway_s: NotNegative = (
+        0.0  # of it, what a gateway works, by turns with all of the same moment
+    )
+    back_s: NotNegative = 0.0  # of it, the first token's way back
+    late_back_s: NotNegative = (
+        0.0  # by which that takes longer while its machine goes on with another
+    )
+    turnover_s: NotNegative = 0.0  # by which handing a prompt off delays the one right after it
+    landing_s: NotNegative = 0.0  # from asking a decode machine for blocks to having them
+    handoff_s: NotNegative = (
+        0.0  # from a prompt's last chunk to its place in a decode step, KV aside
+    )
 
 
 CROWDED_BATCH = 4
@@ -36,21 +54,22 @@ class Crowding:
     one also for more. What is empty for prefills as company is as beside a decode machine; all empty: each machine is a
     host of its own."""
 
-    prefill: tuple[float, ...] = ()  # beside others of which one decodes
-    prefill_beside_prefills: tuple[float, ...] = ()  # beside others of which none does
-    decode: tuple[float, ...] = ()  # of a step of one sequence
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    prefill: Factors = ()  # beside others of which one decodes
+    prefill_beside_prefills: Factors = ()  # beside others of which none does
+    decode: Factors = ()  # of a step of one sequence
     # Of one of CROWDED_BATCH or more, since every token has a gateway and a client to wait for. Empty: as of one.
-    decode_batch: tuple[float, ...] = ()
+    decode_batch: Factors = ()
     # The overheads of a prompt, likewise: those who serve it wait for a processor too.
-    request: tuple[float, ...] = ()
-    request_beside_prefills: tuple[float, ...] = ()
-    landing: tuple[float, ...] = ()
-    landing_beside_prefills: tuple[float, ...] = ()
+    request: Factors = ()
+    request_beside_prefills: Factors = ()
+    landing: Factors = ()
+    landing_beside_prefills: Factors = ()
     # By the number of prefill machines that compute during it: the prompt's own is one when it goes on with the next.
-    handoff: tuple[float, ...] = ()
+    handoff: Factors = ()
     # How one step time reaches clients: gap ÷ mean gap in equal shares, shortest first, by the number of others.
     # Processes take turns on a processor, and who was away gets several tokens at once. Empty: gaps are steps' times.
-    gaps: tuple[tuple[float, ...], ...] = ()
+    gaps: tuple[tuple[NotNegative, ...], ...] = ()
 
 
 # Whose predictions reject: the conductor's three, and `late`, the baseline of arXiv 2407.00079 §7: by the prefill load
@@ -63,19 +82,20 @@ ADMISSIONS = (*(each.value for each in Admission), LATE)
 class ModelProfile:
     """One kind of machine with one model on it. Rates are per machine and direction."""
 
-    name: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(min_length=1)]
     prefill: PrefillProfile
     decode: DecodeProfile
-    kv_bytes_per_token: int
-    num_layers: int
-    nic_bytes_per_s: float  # between machines
-    device_bytes_per_s: float  # between a machine's DRAM and its devices
-    disk_bytes_per_s: float
-    device_tokens: int  # of KV that the devices hold beside the weights
-    dram_tokens: int  # of KV in a machine's part of the pool
-    disk_tokens: int = 0
-    max_num_seqs: int = 256  # per decoding machine
-    max_model_len: int = 131_072
+    kv_bytes_per_token: Count
+    num_layers: Count
+    nic_bytes_per_s: AboveZero  # between machines
+    device_bytes_per_s: AboveZero  # between a machine's DRAM and its devices
+    disk_bytes_per_s: AboveZero
+    device_tokens: Count  # of KV that the devices hold beside the weights
+    dram_tokens: Annotated[int, Field(ge=0)]  # of KV in a machine's part of the pool
+    disk_tokens: Annotated[int, Field(ge=0)] = 0
+    max_num_seqs: Count = 256  # per decoding machine
+    max_model_len: Count = 131_072
     overheads: Overheads = Overheads()
     crowding: Crowding = Crowding()
 
@@ -155,6 +175,7 @@ class ClusterSpec:
 class CoupledSpec:
     """Machines that prefill and decode in the same batch, as vLLM runs them; requests go to the shortest queue."""
 
+    policy: ClassVar[str] = "coupled"
     model: ModelProfile
     num_instances: int
     prefix_caching: bool = False  # in device memory, of the machine alone

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from traces.synthesis.chain import Chain
-from traces.synthesis.trunks import TrunkKey
+from traces.synthesis.trunks import Chain, TrunkKey
 
 REMEMBERED = 200_000  # prompts, about 200 MB
 _NEAREST = 3  # prompts of a line that are compared on each side
@@ -38,7 +37,7 @@ class Prompt:
     shared: int  # leading blocks that were there before it
     uses: int  # of the deepest shared block, this one counted; 1 when only a trunk is shared
     trunk: TrunkKey
-    turn: int = 1  # in its session, as `traces.analysis.sessions` counts
+    turn: int = 1  # in its session, as `traces.analysis.measures` counts
     taken: int = 0  # leading blocks that a later prompt has begun with
 
     def validate(self) -> None:

@@ -15,10 +15,8 @@ from itertools import accumulate
 from random import Random
 
 from traces.format import TOKENS_PER_HASH, TraceRecord
-from traces.synthesis.arrivals import arrival_times
-from traces.synthesis.chain import BlockIds, Chain
-from traces.synthesis.draws import Draws, draw_tokens
-from traces.synthesis.workload import WorkloadSpec
+from traces.synthesis.trunks import BlockIds, Chain
+from traces.synthesis.workload import Draws, WorkloadSpec, arrival_times, draw_tokens
 
 MAX_WAITING = 200_000  # threads between two of their requests; about 100 MB
 

@@ -1,8 +1,7 @@
-"""`moonserve traces analyze` prints tables, writes JSON and a picture, and names the line at fault."""
+"""`moonserve traces analyze` prints tables, writes JSON, and names the line at fault."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -18,12 +17,12 @@ def write(path: Path, *entries: object) -> Path:
     return path
 
 
-def test_tables_json_and_plot_tell_the_same_trace(
+def test_tables_and_json_tell_the_same_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 65_005})
-    figures, plot = tmp_path / "new" / "f.json", tmp_path / "new" / "p.png"
-    assert main(["analyze", str(trace), "--json", str(figures), "--plot", str(plot)]) == 0
+    figures = tmp_path / "new" / "f.json"
+    assert main(["analyze", str(trace), "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
     assert "cache ratio        42.7%" in printed
     statistics = json.loads(figures.read_text())
@@ -32,7 +31,6 @@ def test_tables_json_and_plot_tell_the_same_trace(
     assert statistics["lru"]["curve"][-1] == {
         "capacity_tokens": None, "hit_ratio": pytest.approx(512 / 1200),
     }  # fmt: skip
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_capacities_can_be_chosen(tmp_path: Path) -> None:
@@ -84,11 +82,3 @@ def test_a_binary_file_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "t.gz").write_bytes(b"\x1f\x8b\xff\xfe\n")
     assert main(["analyze", str(tmp_path / "t.gz")]) == 2
     assert "is no text file" in capsys.readouterr().err
-
-
-def test_without_matplotlib_a_plot_is_refused_with_the_install_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["analyze", "t.jsonl", "--plot", "p.png"]) == 2
-    assert "pip install 'moonserve[plots]'" in capsys.readouterr().err

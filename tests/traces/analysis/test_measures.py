@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 
 from tests.traces.analysis.small import records_of, trees
-from traces.analysis.arrivals import describe_arrivals
+from traces.analysis.measures import describe_arrivals, describe_sessions, spread, turns_of
 from traces.analysis.prefixes import prefix_tree
-from traces.analysis.sessions import describe_sessions, turns_of
-from traces.analysis.spread import spread
-from traces.analysis.statistics import analyze, log_ranks, zipf_fit
+from traces.analysis.statistics import analyze, log_ranks
 from traces.analysis.tables import format_statistics
 
 
@@ -35,15 +32,6 @@ def test_one_request_is_a_trace() -> None:
     assert statistics["arrivals"]["mean_rate"] is None
     assert statistics["arrivals"]["dispersion"] == {"1s": None, "10s": None, "60s": None}
     assert "requests               1" in format_statistics(statistics, "one.jsonl")
-
-
-def test_the_fit_finds_the_exponent_of_a_zipf_law() -> None:
-    fit = zipf_fit(np.array([int(1e6 / rank**0.8) for rank in range(1, 5_000)]))
-    assert fit is not None
-    assert fit["exponent"] == pytest.approx(0.8, abs=0.01)
-    assert fit["r_squared"] > 0.999
-    assert zipf_fit(np.array([1, 1, 1])) is None
-    assert zipf_fit(np.array([3, 3, 3, 3])) is None
 
 
 def test_ranks_begin_at_one_and_end_at_the_last() -> None:

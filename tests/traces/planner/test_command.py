@@ -13,7 +13,7 @@ from deploy.cli import main
 from deploy.config import ServeConfig
 from protocol.config import EXIT_CONFIG, load
 from tests.traces.reproduction.traces import write_trace
-from traces.reports import read_results
+from traces.reports.saved import results_from_json
 from traces.reports.summary import summary
 
 
@@ -38,7 +38,7 @@ def test_the_command_line_gives_the_figures_of_the_plan(
     program, *arguments = shlex.split(found["simulate"])
     assert program == "moonserve"
     assert main([*arguments, "--report", str(tmp_path / "report")]) == 0
-    (result,) = read_results(tmp_path / "report" / "results.json")
+    (result,) = results_from_json((tmp_path / "report" / "results.json").read_text())
     figures = summary(result)
     assert found["smallest"]["effective"] == figures["effective_fraction"]
     assert found["smallest"]["mean_ttft_ms"] == figures["mean_ttft_ms"]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thoroughness import examples
-from traces.planner.cluster import Cluster, Score
-from traces.planner.search import Plan, Question, bound, plan
+from traces.planner.search import Cluster, Plan, Question, Score, bound, plan
 
 TOKENS = 1 << 20
 

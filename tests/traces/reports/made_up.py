@@ -56,13 +56,13 @@ def made_up(
         )
         for index in range(num_requests)
     ]
-    instances = [
+    instances = tuple(
         sample(float(at), f"{kind}-{number}", draw.randrange(9), draw.random() * is_prefill)
         for at in range(10)
         for is_prefill, kind in enumerate(("decode", "prefill"))
         for number in range(3)
-    ]
-    replicas = [ReplicaSample(at_s=float(at), replicas=(3, 2, 1)) for at in range(10)]
+    )
+    replicas = tuple(ReplicaSample(at_s=float(at), replicas=(3, 2, 1)) for at in range(10))
     return result(
         name, *outcomes, duration_s=num_requests / rate, instances=instances, replicas=replicas,
         counters={"bytes_moved": 1.7e13}, **given,

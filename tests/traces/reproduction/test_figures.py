@@ -11,7 +11,7 @@ from traces.format import TraceRecord
 from traces.reproduction import figure_1, figure_5, overload
 from traces.reproduction.command import FIGURES
 from traces.reproduction.figure import CONVERSATION, Finding, Row, Subject
-from traces.reproduction.saved import to_json
+from traces.reproduction.page import to_json
 from traces.simulator.results import End, RequestOutcome, SimulationResult
 
 RECORDS = [
@@ -25,7 +25,7 @@ def result(
     *, ttft_s: float = 1.0, tbts_s: Sequence[float] = (0.05,) * 10, num_rejected: int = 0
 ) -> SimulationResult:
     """Ten requests, of which the last so many were rejected."""
-    outcomes = [
+    outcomes = tuple(
         RequestOutcome(
             index=n,
             arrived_s=float(n),
@@ -36,7 +36,7 @@ def result(
             tbt_s=tbt_s,
         )
         for n, tbt_s in enumerate(tbts_s)
-    ]
+    )
     return SimulationResult(
         name="",
         outcomes=outcomes,
@@ -45,10 +45,6 @@ def result(
         duration_s=10,
         counters={"device_s": 10.0},
     )
-
-
-def claims_of(finding: Finding) -> dict[str, bool]:
-    return {claim.text: claim.holds for claim in finding.claims}
 
 
 def rows_of(finding: Finding) -> Mapping[str, Row]:
@@ -81,7 +77,7 @@ def test_figure_5_checks_the_order_and_the_last_ratio(
     ttfts = dict(zip(names, even, strict=True)) | {"moonserve": 1.0}
     ttfts |= {f"{name}, 6 + 10": ttft for name, ttft in zip(names, fewer, strict=True)}
     results = {name: result(ttft_s=ttfts[name]) for name in figure_5.runs(SUBJECT)}
-    holds = claims_of(figure_5.FIGURE.finding(SUBJECT, results))
+    holds = figure_5.FIGURE.finding(SUBJECT, results).claims
     assert list(holds.values()) == [order, ratio]
 
 
@@ -102,7 +98,7 @@ def test_figure_1_finds_the_speed_at_which_each_gain_is_the_published_one() -> N
     left, right = speeds[1], speeds[2]  # gains 0.25 and 0.667
     assert left < crossing < right
     assert crossing == pytest.approx(left + (right - left) * (0.59 - 0.25) / (2 / 3 - 0.25))
-    assert all(claims_of(finding).values())
+    assert all(finding.claims.values())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +114,7 @@ def test_overload_wants_fewer_rejections_at_each_step(
         name: result(num_rejected=count) for name, count in zip(works, (*counts, 9, 8), strict=True)
     }
     finding = overload.FIGURE.finding(SUBJECT, results)
-    assert list(claims_of(finding).values())[:2] == holds
+    assert list(finding.claims.values())[:2] == holds
     shares = [row.ours for row in finding.rows if row.what.startswith("rejected")]
     assert shares == [count * 100 for count in (*counts, 9, 8)]
 
@@ -127,12 +123,12 @@ def test_overload_tells_what_was_computed_for_nothing_and_rejected_at_the_handof
     works = overload.runs(SUBJECT)
     results = {name: result(num_rejected=2) for name in works}
     wasteful = result(num_rejected=4)
-    late = [
+    late = tuple(
         replace(each, reason="tbt_slo_at_handoff", prefill_s=2.0)
         if each.end is End.REJECTED
         else each
         for each in wasteful.outcomes
-    ]
+    )
     baseline = next(iter(works))
     results[baseline] = replace(wasteful, outcomes=late, counters={"device_s": 16.0})
     rows = rows_of(overload.FIGURE.finding(SUBJECT, results))
@@ -152,6 +148,6 @@ def test_infinite_gains_are_null_in_json() -> None:
 
 
 def test_a_ratio_needs_both_values() -> None:
-    assert Row(what="", ours=2.0, published=4.0).ratio == 0.5
-    assert Row(what="", ours=2.0).ratio is None
-    assert Row(what="", ours=None, published=4.0).ratio is None
+    assert Row("", 2.0, 4.0).ratio == 0.5
+    assert Row("", 2.0).ratio is None
+    assert Row("", None, 4.0).ratio is None

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.format import TraceRecord
-from traces.simulator.clock import Clock
+from traces.simulator.clock import Clock, Timed
 from traces.simulator.cluster import Cluster
+from traces.simulator.coupled import CoupledCluster
 from traces.simulator.events import Event
 from traces.simulator.journey import Journey
 from traces.simulator.run import cluster_of, journeys_of
-from traces.simulator.spec import ClusterSpec, ModelProfile
+from traces.simulator.spec import ClusterSpec, CoupledSpec, ModelProfile
 
 BLOCK = 10
 
@@ -65,12 +66,22 @@ def run_checked(spec: ClusterSpec, records: Sequence[TraceRecord]) -> tuple[Clus
     """Runs with every proof after every event."""
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
     cluster = cluster_of(spec, journeys)
+    _run(cluster)
+    return cluster, journeys
 
-    def handle(event: Event, now: float) -> object:
+
+def run_coupled(spec: CoupledSpec, records: Sequence[TraceRecord]) -> list[Journey]:
+    """Likewise."""
+    journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
+    _run(CoupledCluster(spec, journeys))
+    return journeys
+
+
+def _run(cluster: Cluster | CoupledCluster) -> None:
+    def handle(event: Event, now: float) -> list[Timed[Event]]:
         following = cluster.handle(event, now)
         cluster.validate()
         return following
 
     clock: Clock[Event] = Clock()
-    clock.run(cluster.begin(), handle)  # type: ignore[arg-type]
-    return cluster, journeys
+    clock.run(cluster.begin(), handle)

@@ -10,8 +10,8 @@ import pytest
 
 from deploy.cli import main
 from protocol.errors import ConfigError
-from traces.reports import read_results
-from traces.simulator.command import parse_fault
+from traces.reports.saved import results_from_json
+from traces.simulator.command import SimulateConfig, parse_fault, specs_of
 from traces.simulator.profiles import LLAMA3_70B_8XA800, write_profile
 from traces.simulator.spec import Fault
 
@@ -46,7 +46,7 @@ def test_several_runs_are_one_table_and_one_folder(
         assert main([*arguments, "--report", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("random", "global-cache-aware", "coupled plain"))
-    first, second = (read_results(folder / "results.json") for folder in folders)
+    first, second = (results_from_json((folder / "results.json").read_text()) for folder in folders)
     assert [replace(each, wall_s=0.0) for each in first] == [
         replace(each, wall_s=0.0) for each in second
     ]
@@ -72,15 +72,13 @@ def test_fixed_and_changing_roles_stand_side_by_side(
     assert "--faults" in capsys.readouterr().err
 
 
-def test_a_measured_profile_and_changes_to_it_are_used(trace: Path, tmp_path: Path) -> None:
+def test_a_measured_profile_and_changes_to_it_are_used(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(replace(LLAMA3_70B_8XA800, name="measured", dram_tokens=500_000), profile)
-    arguments = ["simulate", str(trace), "--prefill", "1", "--decode", "1"]
-    arguments += ["--model-profile", str(profile), "--report", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    assert read_results(tmp_path / "out/results.json")[0].capacity_tokens == 500_000
-    assert main([*arguments, "--dram-tokens", "5120"]) == 0
-    assert read_results(tmp_path / "out/results.json")[0].capacity_tokens == 5120
+    config = SimulateConfig(trace="t", model_profile=str(profile))
+    for changes, dram_tokens in (({}, 500_000), ({"dram_tokens": 5120}, 5120)):
+        ((_, spec),) = specs_of(replace(config, **changes))
+        assert (spec.model.name, spec.model.dram_tokens) == ("measured", dram_tokens)
 
 
 @pytest.mark.parametrize(

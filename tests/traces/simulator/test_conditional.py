@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.step_budget import CHUNK_SHARE, LEAST_CHUNK
-from tests.thoroughness import examples
-from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
+from protocol.step_budget import CHUNK_SHARE
+from tests.traces.simulator.small import MODEL, request, run_checked, spec
 from traces.simulator.conditional import ConditionalCluster
 from traces.simulator.journey import Journey
 from traces.simulator.results import End
@@ -87,41 +84,3 @@ def test_a_machine_that_dies_while_it_reads_loses_no_request() -> None:
 def test_roles_do_not_change_where_decode_machines_prefill() -> None:
     with pytest.raises(ConfigError):
         conditional(roles=RoleTerms()).check()
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(
-    wishes=st.lists(
-        st.tuples(st.floats(0.0, 3.0), st.integers(1, 900), st.integers(1, 30), st.integers(0, 5)),
-        min_size=1,
-        max_size=12,
-    ),
-    dies_at=st.none() | st.floats(0.05, 3.0),
-    tokens=st.sampled_from([1_500, 10_000]),
-)
-def test_every_request_gets_all_of_its_tokens(
-    wishes: list[tuple[float, int, int, int]], dies_at: float | None, tokens: int
-) -> None:
-    """Whatever comes when, whatever it shares, with little memory, and although a machine dies and comes back; proofs
-    after every event. Whoever is read goes on by the least chunk at least, so it ends."""
-    records = sorted(
-        (
-            request(
-                at,
-                length,
-                outputs,
-                hash_ids=range(10 * shared, 10 * shared + 10),
-                base=1_000 * (n + 1),
-            )
-            for n, (at, length, outputs, shared) in enumerate(wishes)
-        ),
-        key=lambda record: record.arrived_s,
-    )
-    faults = () if dies_at is None else (Fault(instance="decode-1", at_s=dies_at, for_s=0.5),)
-    model = replace(QUICK, device_tokens=tokens)
-    _, journeys = run_checked(conditional(model=model, num_decode=2, faults=faults), records)
-    assert LEAST_CHUNK > BLOCK
-    for journey in journeys:
-        assert journey.end is End.COMPLETED, journey.reason
-        assert journey.num_generated == journey.num_outputs
-        assert len(journey.gaps_s) == journey.num_outputs - 1

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from tests.thoroughness import examples
-from tests.traces.simulator.small import BLOCK, MODEL, request
+from tests.traces.simulator.small import BLOCK, MODEL, request, run_coupled
 from traces.format import TraceRecord
-from traces.simulator import coupled
-from traces.simulator.clock import Clock
-from traces.simulator.coupled import CoupledCluster
-from traces.simulator.journey import Journey
 from traces.simulator.results import End
-from traces.simulator.run import journeys_of, simulate
+from traces.simulator.run import simulate
 from traces.simulator.spec import CoupledSpec, ModelProfile
 
 EXACT = replace(
@@ -35,20 +31,6 @@ def spec(**changes: Any) -> CoupledSpec:
     return CoupledSpec(
         **{"model": MODEL, "num_instances": 1, "block_size": BLOCK, **changes}  # type: ignore[arg-type]
     )
-
-
-def run_checked(spec: CoupledSpec, records: list[TraceRecord]) -> list[Journey]:
-    journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    cluster = CoupledCluster(spec, journeys)
-
-    def handle(event: coupled.Event, now: float) -> Any:
-        following = cluster.handle(event, now)
-        cluster.validate()
-        return following
-
-    clock: Clock[coupled.Event] = Clock()
-    clock.run(cluster.begin(), handle)
-    return journeys
 
 
 @dataclass(eq=False)
@@ -161,7 +143,7 @@ def test_tokens_come_when_a_loop_over_all_steps_says_so(
         model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget
     )
     expected = Reference(exact, records).run()
-    for journey in run_checked(exact, records):
+    for journey in run_coupled(exact, records):
         token_at = [journey.first_token_at]
         for gap in journey.gaps_s:
             token_at.append(token_at[-1] + gap)
@@ -191,7 +173,7 @@ def test_with_little_memory_every_request_still_ends_once(
         max_num_batched_tokens=30,
         num_instances=num_instances,
     )
-    for journey in run_checked(little, records):
+    for journey in run_coupled(little, records):
         assert journey.end is End.COMPLETED
         assert journey.num_generated == journey.num_outputs == len(journey.gaps_s) + 1
 

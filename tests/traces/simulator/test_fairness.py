@@ -128,26 +128,6 @@ def test_a_tenant_alone_is_served_as_requests_without_one() -> None:
     assert results_to_json(found[:1]) == results_to_json(found[1:])
 
 
-def test_tenants_and_priorities_at_random_keep_every_proof_and_are_repeated_exactly() -> None:
-    records = [
-        replace(record, priority=index % 3 - 1)
-        for tenant in ("a", "b", "c")
-        for index, record in enumerate(
-            arrivals(tenant, seed=4, number=25, over_s=20.0, tokens=(10, 300))
-        )
-    ]
-    ordered = sorted(records, key=lambda record: record.arrived_s)
-    wish = spec(
-        num_prefill=2,
-        scheduling_policy="priority",
-        tenant_weights=(("c", 0.5),),
-        admission="predicted",
-        ttft_slo_s=20.0,
-    )
-    runs = [[j.outcome(0.0) for j in run_checked(wish, ordered)[1]] for _ in "ab"]
-    assert runs[0] == runs[1]
-
-
 def test_an_urgent_prompt_runs_before_those_that_wait() -> None:
     records = [request(0.0, 200, 1, base=100 * i) for i in range(4)]
     records.append(replace(request(0.5, 200, 1, base=900), priority=-1))

@@ -12,6 +12,7 @@ import pytest
 from protocol.errors import ConfigError
 from tests.traces.simulator.small import BLOCK, MODEL, request
 from traces.format import TraceRecord
+from traces.simulator import many
 from traces.simulator.many import Archive, Progress, Run, TraceFile, do_missing
 from traces.simulator.run import simulate
 from traces.simulator.spec import ClusterSpec, CoupledSpec
@@ -136,3 +137,19 @@ def test_a_result_that_cannot_be_written_is_told(
     with pytest.raises(ConfigError, match=blocked.name):
         done(trace, folder, RUNS[:2], num_processes)
     assert all(path.name.endswith(".json.gz") for path in folder.iterdir())
+
+
+def test_a_change_of_what_simulations_run_on_is_another_result(
+    trace: TraceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever changes a policy simulates again."""
+    (tmp_path / "kvstore").mkdir()
+    archive = Archive.of(tmp_path / "runs", trace)
+    paths = {archive.path(RUNS[0])}
+    monkeypatch.setattr(many, "_ROOT", tmp_path)
+    for version in ("1", "1", "2"):
+        (tmp_path / "kvstore" / "policy.py").write_text(version)
+        many.source_digest.cache_clear()
+        paths.add(archive.path(RUNS[0]))
+    many.source_digest.cache_clear()
+    assert len(paths) == 3

@@ -25,41 +25,42 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
-def test_what_is_written_is_read_back(profile: Any, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_and_defaults_may_be_left_out(tmp_path: Path) -> None:
+    """Overheads and crowding too. A pool may be empty, and a whole rate is a rate."""
+    profile = replace(
+        _ANY,
+        dram_tokens=0,
+        overheads=Overheads(request_s=0.01, handoff_s=0.002),
+        crowding=Crowding(prefill=(1.0, 1.25), decode=(1.0,), gaps=((1.0,), (0.0, 2.0))),
+    )
     write_profile(profile, tmp_path / "profile.json", measured={"clock": "cpu"})
     assert read_profile(tmp_path / "profile.json") == profile
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
-
-
-def test_fields_with_defaults_may_be_left_out(tmp_path: Path) -> None:
-    path = written(tmp_path, disk_tokens=None, max_num_seqs=None, measured=None)
-    assert read_profile(path).max_num_seqs == 256
-
-
-def test_a_pool_may_be_empty_and_a_whole_rate_is_a_rate(tmp_path: Path) -> None:
-    profile = read_profile(written(tmp_path, dram_tokens=0, nic_bytes_per_s=10**9))
-    assert (profile.dram_tokens, profile.nic_bytes_per_s) == (0, 1e9)
+    path = written(tmp_path, disk_tokens=None, max_num_seqs=None, nic_bytes_per_s=10**9)
+    assert read_profile(path) == replace(_ANY, max_num_seqs=256, nic_bytes_per_s=1e9)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"format": "another"}, FORMAT),
-        ({"nic_bytes_per_s": None, "prefill": None}, "nic_bytes_per_s, prefill must be given"),
-        ({"dram_token": 5}, "did you mean dram_tokens"),
-        ({"nic_bytes_per_s": 0}, "nic_bytes_per_s must be above 0"),
-        ({"nic_bytes_per_s": "fast"}, "nic_bytes_per_s must be a number"),
-        ({"nic_bytes_per_s": float("nan")}, "nic_bytes_per_s must be a number"),
-        ({"disk_bytes_per_s": float("inf")}, "disk_bytes_per_s must be a number"),
-        ({"num_layers": True}, "num_layers must be a whole number"),
-        ({"device_tokens": 1.5}, "device_tokens must be a whole number"),
-        ({"dram_tokens": -1}, "dram_tokens must be above 0"),
-        ({"name": ""}, "name must be a text"),
-        ({"prefill": {"c0": 1}}, "prefill must be c0, c1 and c2"),
-        ({"decode": {"c0": -1, "c1": 0, "c2": 1}}, "decode: profile coefficients must be"),
-        ({"decode": {"c0": "1", "c1": 0, "c2": 1}}, "decode: c0, c1 and c2 must be numbers"),
-        ({"decode": {"c0": 0, "c1": 0, "c2": 0}}, "one of them above 0"),
+        ({"nic_bytes_per_s": None, "prefill": None}, "prefill: Field required; nic_bytes_per_s: "),
+        ({"dram_token": 5}, "dram_token: "),
+        ({"nic_bytes_per_s": 0}, "nic_bytes_per_s: Input should be greater than 0"),
+        ({"nic_bytes_per_s": "1"}, "nic_bytes_per_s: "),
+        ({"nic_bytes_per_s": float("nan")}, "nic_bytes_per_s: "),
+        ({"disk_bytes_per_s": float("inf")}, "disk_bytes_per_s: "),
+        ({"num_layers": True}, "num_layers: "),
+        ({"device_tokens": 1.5}, "device_tokens: "),
+        ({"dram_tokens": -1}, "dram_tokens: "),
+        ({"name": ""}, "name: "),
+        ({"prefill": {"c0": 1}}, "prefill.c1: Field required"),
+        ({"decode": {"c0": -1, "c1": 0, "c2": 1}}, "profile coefficients must be"),
+        ({"decode": {"c0": 0, "c1": 0, "c2": 0}}, "must be above 0"),
+        ({"overheads": {"reply_s": 1}}, "overheads.reply_s: "),
+        ({"overheads": {"landing_s": -1}}, "overheads.landing_s: "),
+        ({"crowding": {"prefill": [1, 0]}}, "crowding.prefill.1: "),
+        ({"crowding": {"gaps": [1]}}, "crowding.gaps.0: "),
     ],
 )
 def test_what_is_wrong_is_named_with_the_file(
@@ -72,51 +73,13 @@ def test_what_is_wrong_is_named_with_the_file(
     assert str(path) in caught.value.message
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '"x"', "\x00"])
-def test_files_that_are_no_profile_are_refused(content: str, tmp_path: Path) -> None:
+def test_files_that_are_no_profile_or_cannot_be_used_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=r"profile\.json"):
-        read_profile(path)
-
-
-def test_files_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
+    for content in ("", "{", "[]", "\x00"):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"profile\.json"):
+            read_profile(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_profile(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="cannot write"):
         write_profile(_ANY, tmp_path / "absent" / "profile.json")
-
-
-def test_what_serving_adds_is_read_back_and_checked(tmp_path: Path) -> None:
-    """Overheads and crowding are part of the file; what is wrong in them is named."""
-    profile = replace(
-        _ANY,
-        overheads=Overheads(request_s=0.01, handoff_s=0.002),
-        crowding=Crowding(
-            prefill=(1.0, 1.25), decode=(1.0,), landing=(1.0, 4.0), gaps=((1.0,), (0.0, 2.0))
-        ),
-    )
-    write_profile(profile, tmp_path / "serving.json")
-    assert read_profile(tmp_path / "serving.json") == profile
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"overheads": {"reply_s": 1}},
-            "overheads may have back_s, gateway_s, handoff_s, landing_s, late_back_s, request_s, turnover_s",
-        ),
-        ({"overheads": {"landing_s": -1}}, "none below 0"),
-        ({"crowding": {"prefill": [1, 0]}}, "crowding: prefill must be a list of factors above 0"),
-        ({"crowding": {"gaps": [1]}}, "gaps must be a list of lists"),
-        ({"crowding": {"gaps": [[0, 0]]}}, "none below 0 and some above"),
-        (
-            {"crowding": [1, 2]},
-            "crowding may have decode, decode_batch, gaps, handoff, landing, ",
-        ),
-    ],
-)
-def test_wrong_serving_terms_are_named(changes: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        read_profile(written(tmp_path, **changes))

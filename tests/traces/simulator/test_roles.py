@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from conductor.roles.controller import RoleTerms
 from protocol.errors import ConfigError
-from tests.thoroughness import examples
 from tests.traces.simulator.small import request, run_checked, spec
 from traces.format import TraceRecord
 from traces.simulator.results import End
@@ -51,43 +48,6 @@ def test_prefill_machines_with_nothing_to_do_help_to_decode() -> None:
 def test_machines_keep_their_roles_where_nothing_is_to_be_gained() -> None:
     cluster, _ = run_checked(spec(num_prefill=2, num_decode=2, roles=SOON), prompts(60, 0.5))
     assert cluster.counters["role_changes"] == 0
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0.0, 40.0), st.integers(1, 400), st.integers(1, 60)),
-        min_size=1,
-        max_size=15,
-    ),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.sampled_from([0.0, 1.0, 30.0]),
-)
-@settings(deadline=None, max_examples=examples(8))
-def test_whatever_is_asked_every_request_ends_once_and_equal_runs_are_equal(
-    wishes: list[tuple[float, int, int]], num_prefill: int, num_decode: int, drain_s: float
-) -> None:
-    """Also when nothing under way gets any time to finish before a change."""
-    shape = spec(
-        num_prefill=num_prefill,
-        num_decode=num_decode,
-        ttft_slo_s=3.0,
-        roles=RoleTerms(hold_s=0.0, cool_down_s=0.5),
-        role_drain_s=drain_s,
-    )
-    records = [
-        request(at, length, outputs, base=1_000 * i)
-        for i, (at, length, outputs) in enumerate(sorted(wishes))
-    ]
-    _, journeys = run_checked(shape, records)
-    assert all(journey.end is not None for journey in journeys)
-    assert all(
-        journey.num_generated == journey.num_outputs
-        for journey in journeys
-        if journey.end is End.COMPLETED
-    )
-    first, second = simulate(shape, records), simulate(shape, records)
-    assert first.outcomes == second.outcomes
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traces.analysis.arrivals import describe_arrivals
-from traces.synthesis.arrivals import ArrivalSpec, arrival_times
+from traces.analysis.measures import describe_arrivals
+from traces.synthesis.workload import ArrivalSpec, arrival_times
 
 
 def times(spec: ArrivalSpec, count: int = 20_000) -> list[float]:

@@ -10,9 +10,9 @@ import pytest
 
 from protocol.errors import ConfigError
 from tests.traces.synthesis.laws import check_laws
-from traces.analysis.checked import read_checked
 from traces.cli import main
-from traces.synthesis.draws import Constant, Empirical, LogNormal, parse_draws
+from traces.format import read_checked
+from traces.synthesis.workload import Constant, Empirical, LogNormal, parse_draws
 
 SMALL = Path(__file__).parent / "small.jsonl"
 

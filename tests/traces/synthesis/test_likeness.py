@@ -16,14 +16,11 @@ from tests.public_trace import TRACE, needs_trace
 from tests.thoroughness import examples
 from tests.traces.synthesis.laws import check_laws
 from tests.traces.synthesis.test_threads import specs
-from traces.analysis.checked import read_checked
 from traces.analysis.statistics import analyze
-from traces.format import TraceRecord
-from traces.synthesis.arrivals import ArrivalSpec
-from traces.synthesis.fitted import Fit, fit
-from traces.synthesis.likeness import Stretch, records_like
+from traces.format import TraceRecord, read_checked
+from traces.synthesis.likeness import Fit, Stretch, fit, records_like
 from traces.synthesis.threads import requests_of
-from traces.synthesis.workload import WorkloadSpec
+from traces.synthesis.workload import ArrivalSpec, WorkloadSpec
 
 SMALL = Path(__file__).parent / "small.jsonl"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traces.synthesis.chain import BlockIds, Chain
 from traces.synthesis.past import Past, Prompt, Wish
+from traces.synthesis.trunks import BlockIds, Chain
 
 
 def prompt(

@@ -14,11 +14,8 @@ from tests.traces.synthesis.laws import check_laws
 from traces.analysis.statistics import analyze
 from traces.format import TraceRecord
 from traces.synthesis import threads
-from traces.synthesis.arrivals import ArrivalSpec
-from traces.synthesis.draws import Constant, Draws, LogNormal
-from traces.synthesis.presets import PRESETS, TABLE_2
 from traces.synthesis.threads import geometric, requests_of
-from traces.synthesis.workload import WorkloadSpec
+from traces.synthesis.workload import PRESETS, ArrivalSpec, Constant, Draws, LogNormal, WorkloadSpec
 
 
 def made(spec: WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
@@ -136,6 +133,14 @@ def test_geometric_numbers_have_the_mean() -> None:
         2.5, rel=0.03
     )
     assert {geometric(1.0, random) for _ in range(100)} == {1}
+
+
+# name → requests, mean input, mean output, cache ratio, as published
+TABLE_2 = {
+    "conversation": (12_031, 12_035, 343, 0.40),
+    "tool-agent": (23_608, 8_596, 182, 0.59),
+    "synthetic": (3_993, 15_325, 149, 0.66),
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
