@@ -39,8 +39,8 @@ def packed_keys_from_wire(packed: bytes) -> bytes:
 
 
 def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
-    """Raises InvalidRequest for malformed keys, and for a block that would follow itself and so never be evicted."""
-    wishes = [
+    """Raises InvalidRequest for malformed keys."""
+    return [
         Wish(
             key=_key(wish.key),
             parent=_parent(wish.parent),
@@ -50,9 +50,6 @@ def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
         )
         for wish in message.wishes
     ]
-    if any(wish.key == wish.parent for wish in wishes):
-        raise InvalidRequest("a block cannot be its own parent", param="parent")
-    return wishes
 
 
 def reservation_to_wire(reservation: Reservation, segment_id: int) -> kvstore_pb2.StoreReserveReply:

@@ -149,16 +149,6 @@ class SsdTier:
         self._limit = asyncio.create_task(self._mind_the_limit())
 
     @property
-    def folder_id(self) -> str:
-        """Random, and the same as long as the folder lives."""
-        return self._folder.identity.folder_id
-
-    @property
-    def direct(self) -> bool:
-        """Whether the page cache is really left out; known after the first file."""
-        return self._folder.direct
-
-    @property
     def health(self) -> Health:
         return self._health.now
 

@@ -9,6 +9,7 @@ import pytest
 from kvstore.event_log import KEPT_EVENTS, Event, EventLog, follow
 from kvstore.stored import Tier
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey, pack_keys
+from protocol.membership import BlockLog
 from protocol.pb import kvstore_pb2
 from tests.kvstore.states import make_state
 from tests.kvstore.tiered import chain, key, keys
@@ -25,30 +26,34 @@ def note(log: EventLog, *numbers: int) -> None:
         log.added(key(number), None, Tier.MEMORY)
 
 
-def test_each_follower_gets_all_events_after_its_place_in_order() -> None:
+def test_each_follower_gets_all_events_and_reads_after_its_place_and_is_woken() -> None:
     log = EventLog()
-    first = log.follow(1)
+    note(log, 7)  # nobody follows, so nobody can have it later
+    assert [log.missed(log.follow(seq)) for seq in (0, 1, 2, 3)] == [True, True, False, True]
+    first = log.follow(2)
+    woken: list[int] = []
+    first.wake = lambda: woken.append(log.next_seq)
     note(log, 1, 2)
-    second = log.follow(3)
+    second = log.follow(4)
     note(log, 3)
     assert (names(log.take(first, 2)), names(log.take(first, 9))) == ([1, 2], [3])
     assert names(log.take(second, 9)) == [3]
     assert log.take(first, 9) == []
+    assert woken == [3, 4, 5]
+    log.read(pack_keys(keys(1, 2)))
+    assert [log.take_reads(each) for each in (first, second)] == 2 * [pack_keys(keys(1, 2))]
+    assert log.take_reads(first) == b""
 
 
-def test_what_nobody_followed_is_missed() -> None:
-    log = EventLog()
-    note(log, 1)
-    assert log.missed(log.follow(1))
-    assert not log.missed(log.follow(2))
-
-
-@pytest.mark.parametrize("next_seq", [0, 3])
-def test_a_place_that_this_log_never_had_is_missed(next_seq: int) -> None:
-    log = EventLog()
-    log.follow(1)
-    note(log, 1)
-    assert log.missed(log.follow(next_seq))
+def test_a_conductor_is_told_what_comes_and_goes() -> None:
+    told, changes = BlockLog(list), list[None]()
+    told.on_change = lambda: changes.append(None)
+    log = EventLog(told)
+    log.added(key(2), key(1), Tier.MEMORY)
+    log.moved(key(2), Tier.DISK)
+    log.removed(key(2))
+    assert len(changes) == 2
+    assert told.changes().added_keys == key(2)
 
 
 def test_a_follower_too_far_behind_has_missed_events_and_is_never_given_others_for_them() -> None:
@@ -62,29 +67,12 @@ def test_a_follower_too_far_behind_has_missed_events_and_is_never_given_others_f
         log.take(follower, 1)
 
 
-def test_every_follower_learns_what_was_read() -> None:
-    log = EventLog()
-    followers = [log.follow(1), log.follow(1)]
-    log.read(pack_keys(keys(1, 2)))
-    assert [log.take_reads(follower) for follower in followers] == 2 * [pack_keys(keys(1, 2))]
-    assert log.take_reads(followers[0]) == b""
-
-
 def test_reads_of_a_follower_that_does_not_listen_are_bounded() -> None:
     log = EventLog()
     follower = log.follow(1)
     for _ in range(2):
         log.read(key(1) * (KEPT_EVENTS - 1))
     assert len(log.take_reads(follower)) == KEPT_EVENTS * KEY_BYTES
-
-
-def test_followers_are_woken_by_events() -> None:
-    log = EventLog()
-    woken: list[int] = []
-    follower = log.follow(1)
-    follower.wake = lambda: woken.append(log.next_seq)
-    note(log, 1, 2)
-    assert woken == [2, 3]
 
 
 async def messages(

@@ -21,18 +21,16 @@ from tests.patience import PATIENCE_S
         ("MemAvailable: 4 kB\n", "1000000\n", 4096),
         ("", "4096", 4096),
         ("nothing of use\n\n", "max", None),
+        (None, None, None),
     ],
 )
 def test_the_smaller_of_the_machines_and_the_groups_counts(
-    tmp_path: Path, meminfo: str, limit: str, expected: int | None
+    tmp_path: Path, meminfo: str | None, limit: str | None, expected: int | None
 ) -> None:
-    (tmp_path / "meminfo").write_text(meminfo)
-    (tmp_path / "limit").write_text(limit)
+    if meminfo is not None and limit is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+        (tmp_path / "limit").write_text(limit)
     assert available_bytes(tmp_path / "meminfo", tmp_path / "limit") == expected
-
-
-def test_where_nothing_is_told_nothing_is_known(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path / "none", tmp_path / "none either") is None
 
 
 def test_a_node_with_more_memory_than_there_is_ends_before_it_takes_any() -> None:

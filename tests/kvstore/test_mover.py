@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.disk.base import Health
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.tier import DiskOptions, SsdTier
@@ -19,6 +20,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
+from tests.kvstore.disk.hanging import Clock, HangingCalls, stuck, until_it_hangs
 from tests.kvstore.nodes import within
 from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S
@@ -81,12 +83,20 @@ def ignore(*_: object) -> None:
     """Neither health nor progress matters here."""
 
 
+async def with_disk(folder: Path, options: DiskOptions | None = None) -> tuple[Node, SsdTier]:
+    """What is on it is not known yet."""
+    node = Node()
+    mover = node.mover
+    options = options or DiskOptions()
+    disk = await SsdTier.open(folder, DISK, options, mover.relocated, mover.health_changed)
+    mover.expect(disk)
+    node.state.catalog.use_disk(disk)
+    return node, disk
+
+
 @asynccontextmanager
 async def node_on(folder: Path) -> AsyncIterator[Node]:
-    node = Node()
-    disk = await SsdTier.open(folder, DISK, DiskOptions(), node.mover.relocated, ignore)
-    node.mover.disk = disk
-    node.state.catalog.use_disk(disk)
+    node, disk = await with_disk(folder)
     await node.mover.recover(disk, ignore)
     try:
         yield node
@@ -193,10 +203,7 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
         node.put(2)
         await node.mover.flush(10.0)
         later = node.state.catalog.latest_generation + 1
-    early = Node()
-    disk = await SsdTier.open(tmp_path, DISK, DiskOptions(), early.mover.relocated, ignore)
-    early.mover.disk = disk
-    early.state.catalog.use_disk(disk)
+    early, disk = await with_disk(tmp_path)
     recovering = asyncio.create_task(early.mover.recover(disk, ignore))
     await asyncio.sleep(0)  # it has begun
     await early.mover.forget({key(1): later})
@@ -229,3 +236,68 @@ async def test_a_copy_that_is_dropped_while_the_disk_moves_it_can_be_made_again(
         assert disk.usage().live == disk.space(SIZE)
     async with node_on(tmp_path) as again:
         assert again.present(range(3)) == [1]
+
+
+# A disk that does not answer: readers get a miss, memory is kept, and the node can be stopped
+
+LIMIT_S = DiskOptions().time_limit_s
+
+
+async def for_ever(seconds: float) -> None:
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def node_with_cold_objects(
+    folder: Path, calls: HangingCalls, clock: Clock
+) -> AsyncIterator[tuple[Node, SsdTier]]:
+    """Sixty objects, most of them on disk only."""
+    options = DiskOptions(calls=calls, clock=clock, sleep=for_ever, ring=False)
+    node, disk = await with_disk(folder, options)
+    await node.mover.recover(disk, ignore)
+    for number in range(60):
+        node.put(number)
+    await node.mover.make_room(MEMORY // 2, 10.0)
+    yield node, disk
+    node.state.validate()
+
+
+def only_on_disk(node: Node) -> int:
+    return next(n for n in range(60) if (o := node.state.catalog.find(key(n))) and o.offset is None)
+
+
+async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(
+    tmp_path: Path,
+) -> None:
+    calls, clock = HangingCalls("read"), Clock()
+    async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
+        lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)
+        [load] = lease.loads
+        with stuck(calls):
+            node.mover.load(lease.loads)
+            await until_it_hangs(calls)
+            clock.now += LIMIT_S + 1
+            disk.look_at_waits()
+            await node.mover.loaded(lease)
+            assert node.mover.health is Health.FAILED
+            assert not node.state.readers.settle("l").objects
+            assert node.state.moves.extents() == [(load.offset, load.object.length)]
+            node.state.validate()
+        await node.mover.close()
+        assert not node.state.moves.extents()
+
+
+async def test_a_node_stops_although_its_disk_hangs(tmp_path: Path) -> None:
+    calls, clock = HangingCalls("read"), Clock()
+    async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
+        lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)
+        with stuck(calls):
+            node.mover.load(lease.loads)
+            await until_it_hangs(calls)
+            stopping = asyncio.create_task(node.mover.close())
+            await asyncio.sleep(0)
+            assert not stopping.done()
+            clock.now += LIMIT_S + 1
+            disk.look_at_waits()
+            await stopping
+        await asyncio.to_thread(disk._threads.close)

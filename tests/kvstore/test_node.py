@@ -8,10 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client.objects import PutObject
-from kvstore.client.spots import Spots
 from protocol.checksum import checksum
-from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost, StaleLease
+from protocol.errors import DeadlineExceeded, PeerLost, StaleLease
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node, until_stats
@@ -180,14 +178,3 @@ async def test_a_node_that_hangs_costs_no_more_than_the_deadline(shared_node: No
             with pytest.raises((DeadlineExceeded, PeerLost)):
                 await client.put(store, objects, spots, deadline_s=0.3)
         await until_stats(client, store, lambda s: s.leased_bytes == s.reserved_bytes == 0)
-
-
-async def test_malformed_calls_are_refused(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store):
-        loop = PutObject(key=key(1), parent=key(1), checksum=0)
-        with pytest.raises(InvalidRequest, match="own parent"):
-            await client.put(store, [loop], Spots.packed(transfer.allocate(1), [1]))
-        with pytest.raises(InvalidRequest, match="16 bytes"):
-            await client.exists(store, [b"short"])  # type: ignore[list-item]
-        with pytest.raises(InvalidRequest, match="ttl_s"):
-            await client.lease(store, [key(1)], ttl_s=1e9)

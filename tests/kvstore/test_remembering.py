@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk.recovery import Found
-from kvstore.disk.tier import DiskOptions, SsdTier
+from kvstore.disk.tier import SsdTier
 from kvstore.remembering import Remembering
 from kvstore.removal_file import FILE_NAME, RemovalFile
 from kvstore.removals import Heard, Removals
 from protocol.keys import BlockKey
-from tests.kvstore.test_mover import DISK, Node, ignore, key, node_on
+from tests.kvstore.test_mover import Node, ignore, key, node_on, with_disk
 
 REMOVAL = 7
 
@@ -50,10 +50,7 @@ class Life:
 
 @asynccontextmanager
 async def life_in(folder: Path) -> AsyncIterator[Life]:
-    node = Node()
-    disk = await SsdTier.open(folder, DISK, DiskOptions(), node.mover.relocated, ignore)
-    node.mover.expect(disk)
-    node.state.catalog.use_disk(disk)
+    node, disk = await with_disk(folder)
     remembering = Remembering(
         node.state, node.mover, Removals(1, 0.0), folder, lambda: 1.0, lambda: None
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -154,11 +155,18 @@ def test_removals_are_read_again_but_for_those_that_were_torn_or_damaged(tmp_pat
     assert (kept.key, round(kept.age_s)) == (key(4), 60)
 
 
-def test_an_absence_is_told_by_the_time_since_boot_or_by_a_wall_clock_that_went_on() -> None:
-    before = Stamp(boot="a", boot_s=100.0, wall_s=5000.0)
-    assert before.until(Stamp(boot="a", boot_s=160.0, wall_s=0.0)) == 60.0
-    assert before.until(Stamp(boot="b", boot_s=1.0, wall_s=5030.0)) == 30.0
-    assert before.until(Stamp(boot="b", boot_s=1.0, wall_s=4999.0)) is None
+@pytest.mark.parametrize(
+    ("later", "passed_s"),
+    [
+        (Stamp(boot="a", boot_s=160.0, wall_s=0.0), 60.0),
+        (Stamp(boot="b", boot_s=1.0, wall_s=5030.0), 30.0),
+        (Stamp(boot="b", boot_s=1.0, wall_s=4999.0), None),
+    ],
+)
+def test_an_absence_is_told_by_the_time_since_boot_or_by_a_wall_clock_that_went_on(
+    later: Stamp, passed_s: float | None
+) -> None:
+    assert Stamp(boot="a", boot_s=100.0, wall_s=5000.0).until(later) == passed_s
 
 
 def test_a_presence_is_read_again_and_nothing_else_is(tmp_path: Path) -> None:

@@ -1,252 +1,160 @@
-"""Rights on objects: what is granted, what is refused, and that nothing is lost or shared, in any order of events."""
+"""Rights on objects: what is granted, what is refused, and that nothing is lost or shared. In any order of events, with
+two tiers: `test_tier_machine`."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.promises import Outcome, Phase
-from kvstore.state import StoreState
-from kvstore.stored import Watermarks, Wish
+from kvstore.promises import Outcome
+from kvstore.stored import Watermarks
 from protocol.errors import StaleLease
-from protocol.keys import BlockKey
-from tests.kvstore.states import NO_TRIM, Heard, make_state
-
-TTL_S = 30.0
+from tests.kvstore.tiered import TTL_S, Tiered, chain, key, keys
 
 
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "little"))
-
-
-def chain(*numbers: int, length: int = ALIGNMENT) -> list[Wish]:
-    """Wishes for the blocks `numbers`, each the parent of the next."""
-    parents = [None, *map(key, numbers)]
-    return [
-        Wish(key=key(n), parent=parent, length=length)
-        for n, parent in zip(numbers, parents, strict=False)
-    ]
-
-
-def make(units: int = 4, watermarks: Watermarks = NO_TRIM) -> tuple[StoreState, Heard]:
-    heard = Heard()
-    return make_state(units * ALIGNMENT, heard, watermarks=watermarks), heard
-
-
-def store(state: StoreState, wishes: list[Wish], now: float = 0.0, name: str = "") -> list[Outcome]:
-    """Reserves and commits `wishes`; their checksums are their keys' numbers."""
-    reservation_id = name or f"put-{[wish.key for wish in wishes]}-{now}"
-    reservation = state.writers.reserve(reservation_id, wishes, TTL_S, now)
-    if reservation.objects:
-        checksums = {k: int.from_bytes(k, "little") for k in reservation.objects}
-        assert state.writers.commit(reservation_id, checksums, now) is None
-        state.writers.verified(reservation_id, [], now)
-    return [slot.outcome for slot in reservation.slots]
+def make(units: int = 4, watermarks: Watermarks | None = None) -> Tiered:
+    if watermarks is None:
+        return Tiered.make(units, None)
+    return Tiered.make(units, None, watermarks=watermarks)
 
 
 def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
-    state, heard = make()
-    state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
-    assert state.catalog.present([key(1), key(2)]) == [False, False]
-    assert state.writers.commit("r", {key(1): 11, key(2): 22}, 1.0) is None
-    assert state.catalog.present([key(1)]) == [False]
-    assert [item.checksum for item in state.writers.landed("r")[1]] == [11, 22]
-    state.writers.verified("r", [], 1.0)
-    assert heard.present == {key(1): None, key(2): key(1)}
-    lease = state.readers.lease("l", [key(1), key(2), key(3)], 10.0, 1.0)
+    """What is left out of the commit is dropped."""
+    node = make()
+    state, writers = node.state, node.state.writers
+    writers.reserve("r", chain(1, 2, 3), TTL_S, 0.0)
+    assert state.catalog.present(keys(1, 2)) == [False, False]
+    assert writers.commit("r", {key(1): 11, key(2): 22}, 1.0) is None
+    assert state.catalog.present(keys(1)) == [False]
+    assert [item.checksum for item in writers.landed("r")[1]] == [11, 22]
+    writers.verified("r", [], 1.0)
+    assert node.heard.present == {key(1): None, key(2): key(1)}
+    lease = state.readers.lease("l", keys(1, 2, 3), TTL_S, 1.0)
     assert [stored.checksum for stored in lease.objects] == [11, 22]
-    state.validate()
-
-
-def test_keys_left_out_of_the_commit_are_dropped() -> None:
-    state, heard = make()
-    state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
-    state.writers.commit("r", {key(1): 1}, 0.0)
-    state.writers.verified("r", [], 0.0)
-    assert list(heard.present) == [key(1)]
-    assert state.catalog.usage().reserved == 0
-    state.validate()
-
-
-def test_reserving_again_with_the_same_id_gives_the_same_slots() -> None:
-    state, _ = make()
-    first = state.writers.reserve("r", chain(1, 2), TTL_S, 0.0)
-    assert state.writers.reserve("r", chain(1, 2), TTL_S, 5.0) is first
-    with pytest.raises(StaleLease):
-        state.writers.reserve("r", chain(3), TTL_S, 5.0)
+    assert state.readers.lease("l", keys(1), TTL_S, 1.5) is lease
+    usage = state.catalog.usage()
+    assert (usage.leased, usage.reserved) == (2 * ALIGNMENT, 0)
     state.validate()
 
 
 def test_what_is_present_or_being_written_is_not_granted_twice() -> None:
-    state, _ = make()
-    store(state, chain(1))
-    state.writers.reserve("other", chain(2), TTL_S, 0.0)
-    slots = state.writers.reserve("r", [*chain(1, 2, 3), *chain(3)], TTL_S, 0.0).slots
-    assert [slot.outcome for slot in slots] == [
+    node = make()
+    node.put(chain(1))
+    node.state.writers.reserve("other", chain(2), TTL_S, 0.0)
+    assert node.put([*chain(1, 2, 3), *chain(3)]) == [
         Outcome.PRESENT,
         Outcome.IN_PROGRESS,
         Outcome.GRANTED,
         Outcome.IN_PROGRESS,
     ]
-    state.validate()
 
 
-def test_a_commit_at_or_after_expiry_is_refused_even_before_the_timer_fired() -> None:
-    state, _ = make()
-    state.writers.reserve("r", chain(1), TTL_S, 0.0)
-    with pytest.raises(StaleLease):
-        state.writers.commit("r", {key(1): 1}, TTL_S)
-    assert [r.reservation_id for r in state.expire(TTL_S)] == ["r"]
-    with pytest.raises(StaleLease):
-        state.writers.commit("r", {key(1): 1}, TTL_S)
-    state.validate()
-
-
-def test_expired_space_is_reclaimed_only_once_its_window_is_closed() -> None:
-    state, _ = make(units=1)
-    state.writers.reserve("r", chain(1), TTL_S, 0.0)
-    assert state.next_deadline() == TTL_S
-    assert state.expire(TTL_S - 0.1) == []
-    [reservation] = state.expire(TTL_S)
-    assert reservation.phase is Phase.CLOSING
-    assert store(state, chain(2), TTL_S) == [Outcome.FULL]
-    state.writers.closed("r", TTL_S)
-    assert store(state, chain(2), TTL_S + 1) == [Outcome.GRANTED]
-    assert state.counters["reservations_expired"] == 1
-    state.validate()
-
-
-def test_a_commit_of_foreign_keys_is_refused_and_the_reservation_lives_on() -> None:
-    state, _ = make()
-    state.writers.reserve("r", chain(1), TTL_S, 0.0)
-    with pytest.raises(StaleLease):
-        state.writers.commit("r", {key(1): 1, key(9): 9}, 0.0)
-    assert state.writers.commit("r", {key(1): 1}, 0.0) is None
-    state.writers.verified("r", [], 0.0)
-    state.validate()
-
-
-def test_an_abort_that_overtakes_its_reserve_wins() -> None:
-    state, _ = make()
-    assert state.writers.abort("r", 0.0) is None
-    with pytest.raises(StaleLease):
-        state.writers.reserve("r", chain(1), TTL_S, 0.1)
-    state.validate()
+def test_ids_that_ended_and_keys_of_others_are_refused_and_rights_live_on() -> None:
+    """Also where an abort or a release has overtaken what it ends."""
+    node = make()
+    writers, readers = node.state.writers, node.state.readers
+    node.put(chain(9))
+    assert writers.abort("aborted", 0.0) is None
+    readers.release("released", 0.0)
+    mine = writers.reserve("mine", chain(1), TTL_S, 0.0)
+    for attempt in (
+        lambda: writers.reserve("aborted", chain(2), TTL_S, 0.1),
+        lambda: readers.lease("released", keys(9), TTL_S, 0.1),
+        lambda: writers.reserve("mine", chain(3), TTL_S, 0.1),
+        lambda: writers.commit("mine", {key(1): 1, key(9): 9}, 0.1),
+    ):
+        with pytest.raises(StaleLease):
+            attempt()
+    assert writers.reserve("mine", chain(1), TTL_S, 5.0) is mine
+    assert writers.commit("mine", {key(1): 1}, 5.0) is None
+    writers.verified("mine", [], 5.0)
+    node.state.validate()
 
 
 @pytest.mark.parametrize("first", ["r0", ""])
 def test_the_end_of_an_id_is_remembered_for_a_while_only(first: str) -> None:
-    state, _ = make()
-    state.writers.abort(first, 0.0)
+    writers = make().state.writers
+    writers.abort(first, 0.0)
     for number in range(1, 100):
-        state.writers.abort(f"r{number}", float(number))
-    assert state.writers.reserve(first, chain(1), TTL_S, 100.0).objects
+        writers.abort(f"r{number}", float(number))
+    assert writers.reserve(first, chain(1), TTL_S, 100.0).objects
     with pytest.raises(StaleLease):
-        state.writers.reserve("r99", chain(2), TTL_S, 100.0)
-    state.validate()
+        writers.reserve("r99", chain(2), TTL_S, 100.0)
 
 
-def test_a_lease_covers_the_longest_leading_run() -> None:
-    state, _ = make()
-    store(state, chain(1, 2))
-    store(state, chain(4))
-    lease = state.readers.lease("l", [key(1), key(2), key(3), key(4)], 10.0, 0.0)
-    assert [stored.key for stored in lease.objects] == [key(1), key(2)]
-    assert state.catalog.usage().leased == 2 * ALIGNMENT
-    assert state.readers.lease("l", [key(1)], 10.0, 1.0) is lease
-    state.validate()
+def test_expired_space_is_free_only_once_its_window_is_closed() -> None:
+    node = make(units=1)
+    node.state.writers.reserve("r", chain(1), TTL_S, 0.0)
+    assert node.state.next_deadline() == TTL_S
+    assert node.state.expire(TTL_S - 0.1) == []
+    [reservation] = node.state.expire(TTL_S)
+    assert node.put(chain(2)) == [Outcome.FULL]
+    node.state.writers.closed(reservation.reservation_id, TTL_S)
+    assert node.put(chain(2)) == [Outcome.GRANTED]
+    assert node.state.counters["reservations_expired"] == 1
 
 
 def test_an_expired_lease_is_refused_and_never_revived() -> None:
-    state, _ = make()
-    store(state, chain(1))
-    state.readers.lease("l", [key(1)], 10.0, 0.0)
-    state.readers.renew("l", 10.0, 9.0)
-    assert state.next_deadline() == 19.0
+    node = make()
+    node.put(chain(1))
+    readers = node.state.readers
+    readers.lease("l", keys(1), 10.0, 0.0)
+    readers.renew("l", 10.0, 9.0)
+    assert node.state.next_deadline() == 19.0
     with pytest.raises(StaleLease):
-        state.readers.renew("l", 10.0, 19.0)
-    assert state.catalog.usage().leased == ALIGNMENT
-    state.expire(19.0)
-    assert state.catalog.usage().leased == 0
-    for attempt in (
-        lambda: state.readers.renew("l", 1.0, 20.0),
-        lambda: state.readers.lease("l", [], 1.0, 20.0),
-    ):
+        readers.renew("l", 10.0, 19.0)
+    assert node.state.catalog.usage().leased == ALIGNMENT
+    node.state.expire(19.0)
+    assert node.state.catalog.usage().leased == 0
+    for attempt in (lambda: readers.renew("l", 1.0, 20.0), lambda: readers.lease("l", [], 1, 20)):
         with pytest.raises(StaleLease):
             attempt()
-    assert state.counters["leases_expired"] == 1
-    state.validate()
+    assert node.state.counters["leases_expired"] == 1
 
 
-def test_a_release_that_overtakes_its_lease_wins() -> None:
-    state, _ = make()
-    store(state, chain(1))
-    state.readers.release("l", 0.0)
-    with pytest.raises(StaleLease):
-        state.readers.lease("l", [key(1)], 10.0, 0.1)
-    state.validate()
+G, P, F = Outcome.GRANTED, Outcome.PRESENT, Outcome.FULL
 
 
-def test_the_leaf_goes_first_even_when_its_parent_is_older() -> None:
-    state, heard = make(units=4)
-    store(state, chain(1, 2, 3))
-    store(state, chain(4))
-    state.readers.lease("l", [key(1), key(2), key(3)], 10.0, 0.0)  # now 4 is the oldest
-    state.readers.release("l", 0.0)
-    store(state, chain(5))
-    assert list(heard.present) == [key(1), key(2), key(3), key(5)]
-    store(state, chain(6))
-    assert list(heard.present) == [key(1), key(2), key(5), key(6)]
-    state.validate()
+@pytest.mark.parametrize(
+    ("units", "before", "leased", "put", "outcomes", "left"),
+    [
+        pytest.param(4, [(1, 2, 3), (4,)], (1, 2, 3), (5,), [G], [1, 2, 3, 5], id="used last"),
+        pytest.param(2, [(1,), (9,)], (), (1, 2), [P, G], [1, 2], id="not the head of its own"),
+        pytest.param(2, [(9,)], (), (1, 2, 3, 4), [G, G, F, F], [1, 2], id="longer than the store"),
+        pytest.param(3, [(1, 2, 3)], (), (5,), [G], [1, 2, 5], id="leaf first"),
+    ],
+)
+def test_room_is_made_by_the_coldest_that_nothing_follows(
+    units: int,
+    before: list[tuple[int, ...]],
+    leased: tuple[int, ...],
+    put: tuple[int, ...],
+    outcomes: list[Outcome],
+    left: list[int],
+) -> None:
+    node = make(units)
+    for numbers in before:
+        node.put(chain(*numbers))
+    node.state.readers.release(node.lease(*leased)[0], 0.0)
+    assert node.put(chain(*put)) == outcomes
+    assert node.in_memory() == left
 
 
-def test_making_room_for_a_tail_does_not_evict_its_own_head() -> None:
-    state, heard = make(units=2)
-    store(state, chain(1))
-    store(state, chain(9))
-    outcomes = store(state, chain(1, 2))
-    assert outcomes == [Outcome.PRESENT, Outcome.GRANTED]
-    assert list(heard.present) == [key(1), key(2)]
-    state.validate()
-
-
-def test_a_chain_longer_than_the_store_keeps_its_head() -> None:
-    state, heard = make(units=2)
-    store(state, chain(9))
-    outcomes = store(state, chain(1, 2, 3, 4))
-    assert outcomes == [Outcome.GRANTED, Outcome.GRANTED, Outcome.FULL, Outcome.FULL]
-    assert list(heard.present) == [key(1), key(2)]
-    state.validate()
-
-
-def test_leased_objects_are_not_evicted() -> None:
-    state, heard = make(units=2)
-    store(state, chain(1))
-    store(state, chain(2))
-    state.readers.lease("l", [key(1)], 10.0, 0.0)
-    store(state, chain(3))
-    assert list(heard.present) == [key(1), key(3)]
-    state.readers.lease("m", [key(3)], 10.0, 0.0)
-    assert store(state, chain(4)) == [Outcome.FULL]
-    state.validate()
-
-
-def test_a_wish_that_eviction_cannot_help_evicts_nothing() -> None:
-    state, heard = make(units=4)
-    store(state, chain(1))
-    store(state, chain(2))
-    state.readers.lease("l", [key(1)], 10.0, 0.0)
-    assert store(state, chain(3, length=4 * ALIGNMENT)) == [Outcome.FULL]
-    assert list(heard.present) == [key(1), key(2)]
-    state.validate()
+def test_leased_objects_are_not_evicted_nor_anything_where_that_would_not_help() -> None:
+    node = make(units=3)
+    for number in (1, 2, 3):
+        node.put(chain(number))
+    node.lease(1)
+    assert node.put(chain(4, length=3 * ALIGNMENT)) == [F]
+    assert node.in_memory() == [1, 2, 3]
+    assert node.put(chain(4)) == [G]
+    assert node.in_memory() == [1, 3, 4]
 
 
 def test_above_the_watermark_a_share_is_evicted_ahead() -> None:
-    state, heard = make(units=100, watermarks=Watermarks())
+    node = make(100, Watermarks())
     for number in range(1, 91):
-        store(state, chain(number))
-    assert len(heard.present) == 90
-    store(state, chain(91))
-    assert len(heard.present) == 85
-    assert min(heard.present) == key(7)
-    state.validate()
+        node.put(chain(number))
+    assert len(node.in_memory()) == 90
+    node.put(chain(91))
+    assert node.in_memory() == list(range(7, 92))

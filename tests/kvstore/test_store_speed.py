@@ -18,13 +18,6 @@ STORE = endpoint("store-0")
 MIB = 2**20
 
 
-def test_an_unknown_store_is_expected_to_be_as_fast_as_its_distance_allows() -> None:
-    speeds = StoreSpeeds()
-    near, far = speeds.of(STORE, STORE.host, 0.0), speeds.of(STORE, "elsewhere", 0.0)
-    assert near == Speed(LATENCY_S, 1 / LOCAL_BYTES_PER_S)
-    assert far == Speed(LATENCY_S, 1 / REMOTE_BYTES_PER_S)
-
-
 def test_reads_of_all_sizes_teach_both_latency_and_rate() -> None:
     true, speed = Speed(0.02, 1e-8), Speed(LATENCY_S, 1e-9)
     for _ in range(40):
@@ -55,7 +48,9 @@ def test_a_measurement_is_forgotten_when_none_follows_it() -> None:
     speeds, slow = StoreSpeeds(), Speed(10.0, 1e-6)
     speeds.measured(STORE, slow, 100.0)
     assert speeds.of(STORE, STORE.host, 100.0 + FORGET_AFTER_S) == slow
-    assert speeds.of(STORE, STORE.host, 100.1 + FORGET_AFTER_S).latency_s == LATENCY_S
+    near, far = (speeds.of(STORE, at, 100.1 + FORGET_AFTER_S) for at in (STORE.host, "elsewhere"))
+    assert near == Speed(LATENCY_S, 1 / LOCAL_BYTES_PER_S)
+    assert far == Speed(LATENCY_S, 1 / REMOTE_BYTES_PER_S)
     assert not speeds.all()
 
 

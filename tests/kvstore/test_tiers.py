@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,26 +25,18 @@ def test_above_the_high_watermark_the_coldest_are_demoted_down_to_the_low_one() 
     assert node.state.catalog.usage().free == 15 * ALIGNMENT
 
 
-def test_once_below_the_low_watermark_demotion_rests_until_the_high_one() -> None:
+def test_demotion_goes_on_to_the_low_watermark_and_rests_until_the_high_one() -> None:
     node = full()
     node.put(chain(91))
-    node.written(node.demotions())
+    for _ in range(6):
+        [store] = node.state.moves.demotions(ALIGNMENT)
+        node.written([store])
     for number in range(92, 97):
-        node.put(chain(number))
         assert node.demotions() == []
+        node.put(chain(number))
+    assert node.demotions() == []
     node.put(chain(97))
     assert len(node.demotions()) == 6
-
-
-def test_demotion_goes_on_to_the_low_watermark_when_it_is_asked_for_little_at_a_time() -> None:
-    node = full()
-    node.put(chain(91))
-    num_stores = 0
-    while stores := node.state.moves.demotions(ALIGNMENT):
-        assert len(stores) == 1
-        num_stores += 1
-        node.written(stores)
-    assert num_stores == 6
 
 
 def test_what_has_a_copy_on_disk_leaves_memory_without_being_written() -> None:
@@ -67,15 +62,24 @@ def test_a_demoted_object_is_read_after_it_was_brought_to_memory() -> None:
     assert node.in_memory() == [1, 2]
 
 
-def test_an_object_leased_while_it_is_written_stays_in_memory() -> None:
+def leased(node: Tiered) -> None:
+    node.state.readers.release(node.lease(1)[0], 0.0)
+
+
+def asked_for_by_a_writer(node: Tiered) -> None:
+    assert node.put(chain(1)) == [Outcome.PRESENT]
+
+
+@pytest.mark.parametrize("used", [leased, asked_for_by_a_writer, lambda node: node.use(1)])
+def test_an_object_that_is_used_while_it_is_written_stays_in_memory(
+    used: Callable[[Tiered], None],
+) -> None:
     node = full()
     node.put(chain(91))
     stores = node.demotions()
-    lease_id, _ = node.lease(1)
-    node.state.readers.release(lease_id, 0.0)
-    node.use(2)
+    used(node)
     node.written(stores)
-    assert node.on_disk_only() == [3, 4, 5, 6]
+    assert node.on_disk_only() == [2, 3, 4, 5, 6]
     assert len(node.disk.places) == 6
 
 
@@ -128,15 +132,6 @@ def _gone_by_turn(node: Tiered) -> list[dict[int, Tier]]:
     return seen
 
 
-def test_an_object_asked_for_by_a_writer_while_it_is_written_stays_in_memory() -> None:
-    node = full()
-    node.put(chain(91))
-    stores = node.demotions()
-    assert node.put(chain(1)) == [Outcome.PRESENT]
-    node.written(stores)
-    assert node.on_disk_only() == [2, 3, 4, 5, 6]
-
-
 def test_a_block_whose_follower_came_while_it_was_written_stays_in_memory() -> None:
     node = Tiered.make(4, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
     node.put(chain(1))
@@ -179,3 +174,51 @@ def test_an_object_too_large_for_the_disk_stays_in_memory_until_its_space_is_nee
     assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK}
     assert node.put(chain(3, length=5 * ALIGNMENT)) == [Outcome.GRANTED]
     assert node.tiers() == {2: Tier.DISK, 3: Tier.MEMORY}
+
+
+def test_what_cannot_be_read_is_lost_and_the_lease_keeps_what_comes_before() -> None:
+    node = Tiered.make()
+    node.put(chain(1, 2, 3))
+    node.sink(1, 2, 3)
+    lease_id, loads = node.lease(1, 2, 3)
+    for load, good in zip(loads, (True, False, True), strict=True):
+        node.state.loaded(load, good)
+    assert [stored.key for stored in node.state.readers.settle(lease_id).objects] == keys(1)
+    assert node.in_memory() == [1, 3]
+    assert node.state.counters["disk_reads_failed"] == 1
+
+
+def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
+    node = Tiered.make()
+    node.put(chain(1))
+    node.sink(1)
+    lease_id, [load] = node.lease(1)
+    assert node.state.readers.lease(lease_id, keys(1), 30.0, 0.0).loads == ()
+    node.state.loaded(load, True)
+    again = node.state.readers.lease(lease_id, keys(1), 30.0, 0.0)
+    assert (again.loads, [stored.offset for stored in again.objects]) == ((), [load.offset])
+
+
+def test_a_lease_is_cut_where_memory_ends() -> None:
+    node = Tiered.make(memory=3)
+    for number in (1, 2, 3):
+        node.put(chain(number))
+        node.sink(number)
+    node.put(chain(9))
+    node.lease(9)
+    _, loads = node.lease(1, 2, 3)
+    assert [load.object.key for load in loads] == keys(1, 2)
+    node.state.validate()
+
+
+def test_prefetch_loads_the_leading_run_as_far_as_there_is_room() -> None:
+    node = Tiered.make(memory=2)
+    for number in (1, 2, 3):
+        node.put(chain(number))
+        node.sink(number)
+    loads = node.state.readers.prefetch(keys(1, 2, 3))
+    assert [load.object.key for load in loads] == keys(1, 2)
+    assert node.state.readers.prefetch(keys(1, 2)) == [], "they are on their way"
+    for load in loads:
+        node.state.loaded(load, True)
+    assert node.in_memory() == [1, 2]

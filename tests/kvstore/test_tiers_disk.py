@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.disk.base import Pin
 from kvstore.promises import Outcome
 from kvstore.stored import Tier, Watermarks
@@ -65,11 +67,15 @@ def test_soft_pinned_objects_are_demoted_and_evicted_last_and_hard_pinned_ones_n
     assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK, 3: Tier.DISK}
 
 
-def test_pins_hold_on_disk_too() -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_pins_hold_on_disk_too(restarted: bool) -> None:
     node = Tiered.make(memory=8, disk=3)
     for number, pin in ((1, Pin.HARD), (2, Pin.SOFT), (3, Pin.NONE)):
-        node.put(chain(number, pin=pin))
-        node.sink(number)
+        if restarted:
+            node.recover(number, 5, pin=pin)
+        else:
+            node.put(chain(number, pin=pin))
+            node.sink(number)
     for number, left in ((4, [1, 2]), (5, [1]), (6, [1])):
         node.put(chain(number))
         node.copy(number)
@@ -77,25 +83,16 @@ def test_pins_hold_on_disk_too() -> None:
     assert node.in_memory() == [4, 5, 6]
 
 
-def test_of_generations_found_at_a_restart_the_latest_counts_in_any_order() -> None:
-    node = Tiered.make(disk=2)
+def test_of_generations_found_at_a_restart_the_latest_counts_and_new_ones_are_later() -> None:
+    node = Tiered.make(disk=3)
     assert node.recover(1, 5)
     assert not node.recover(1, 4)
-    assert node.recover(1, 6)
+    assert node.recover(1, 600)
     assert node.recover(2, 9)
-    found = node.state.catalog.find(key(1))
-    assert found is not None
-    assert found.generation == 6
     assert sorted(node.disk.places.values()) == keys(1, 2)
-
-
-def test_generations_go_on_above_those_found_at_a_restart() -> None:
-    node = Tiered.make()
-    node.recover(1, 500)
-    node.put(chain(2))
-    found = node.state.catalog.find(key(2))
-    assert found is not None
-    assert found.generation > 500
+    node.put(chain(3))
+    found = [node.state.catalog.find(key(number)) for number in (1, 3)]
+    assert [stored and stored.generation > 600 for stored in found] == [False, True]
 
 
 def test_what_is_found_while_its_key_is_being_written_is_not_wanted() -> None:
@@ -114,36 +111,18 @@ def test_a_chain_found_from_its_end_is_whole_again() -> None:
     assert node.on_disk_only() == [1, 2], "its end was the only one that could go"
 
 
-def test_a_pin_found_at_a_restart_holds() -> None:
-    node = Tiered.make(disk=1)
-    node.recover(1, 5, pin=Pin.HARD)
-    node.put(chain(9))
-    node.copy(9)
-    assert node.on_disk_only() == [1]
-
-
-def test_an_object_being_checked_stays_where_it_is() -> None:
-    node = Tiered.make(memory=1)
-    node.put(chain(1))
-    node.copy(1)
-    found = node.state.catalog.find(key(1))
-    assert found is not None
-    node.state.moves.check(found)
-    assert node.put(chain(2)) == [Outcome.FULL]
-    node.state.moves.checked(found)
-    assert node.put(chain(2)) == [Outcome.GRANTED]
-    assert node.tiers() == {1: Tier.DISK, 2: Tier.MEMORY}
-
-
-def test_an_object_being_checked_while_it_is_written_stays_in_memory() -> None:
-    node = Tiered.make(watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
+@pytest.mark.parametrize("written_meanwhile", [False, True])
+def test_an_object_being_checked_stays_where_it_is(written_meanwhile: bool) -> None:
+    marks = Watermarks(evict_above=0.0 if written_meanwhile else 1.0, evict_share=0.0)
+    node = Tiered.make(memory=1, watermarks=marks)
     node.put(chain(1))
     stores = node.demotions()
     found = node.state.catalog.find(key(1))
     assert found is not None
     node.state.moves.check(found)
     node.written(stores)
-    assert node.in_memory() == [1]
+    node.copy(1)
+    assert node.put(chain(2)) == [Outcome.FULL]
     node.state.moves.checked(found)
-    assert node.demotions() == []
-    assert node.on_disk_only() == [1]
+    assert node.put(chain(2)) == [Outcome.GRANTED]
+    assert node.tiers() == {1: Tier.DISK, 2: Tier.MEMORY}

@@ -52,19 +52,19 @@ class Tiered:
     def make(
         cls,
         memory: int = 4,
-        disk: int = 16,
+        disk: int | None = 16,
         *,
         watermarks: Watermarks = NO_TRIM,
         quotas: dict[str, int] | None = None,
         policy: str = "lru",
     ) -> Tiered:
-        """Sizes and quotas in units, each the space of one object."""
-        heard, counted = Heard(), CountedDisk(disk * UNIT)
+        """Sizes and quotas in units, each the space of one object. `disk` None: there is none."""
+        heard, counted = Heard(), CountedDisk((disk or 0) * UNIT)
         in_bytes = {name: units * ALIGNMENT for name, units in (quotas or {}).items()}
         state = make_state(
             memory * ALIGNMENT,
             heard,
-            disk=counted,
+            disk=None if disk is None else counted,
             watermarks=watermarks,
             quotas=in_bytes,
             policy=policy,

@@ -23,12 +23,6 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
-def remount(folder: Path, option: str) -> None:
-    """`ro` or `rw`. Linux refuses `ro` while a file is open for writing."""
-    refused = _mount("-o", f"remount,{option}", str(folder))
-    assert not refused, refused
-
-
 def _mount(*arguments: str) -> str:
     """Why it was refused."""
     return subprocess.run(

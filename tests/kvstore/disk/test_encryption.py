@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvstore.disk.base import PAGE, DiskWrite
+from kvstore.disk.base import PAGE, DiskWrite, Place
 from kvstore.disk.tier import DiskOptions
 from protocol.errors import ConfigError
 from tests.kvstore.disk.tiers import SMALL, opened, written
@@ -34,8 +34,16 @@ async def test_objects_come_back_and_lie_encrypted_on_disk(tmp_path: Path) -> No
     async with opened(folder, options) as stand:
         assert await stand.put([write]) == [True]
         assert await stand.get(write.object) == bytes(write.memory)
-    async with opened(folder, options) as stand:
+    hexadecimal = with_key(tmp_path, KEY.hex().encode() + b"\n")
+    async with opened(folder, hexadecimal) as stand:
         assert await stand.get(write.object) == bytes(write.memory)
+        places = await stand.tier.write([write, write])
+        content = max(folder.glob("segment-*")).read_bytes()
+        begins = [((place or 0) & 0xFFFFFFFF) * PAGE + PAGE for place in places]
+        first, second = (content[begin : begin + 64] for begin in begins)
+        assert first != second, "equal objects, and it shows"
+        for place in places:
+            stand.tier.release(place or Place(0))
     for path in folder.iterdir():
         assert b"attack" not in path.read_bytes()
     async with opened(tmp_path / "plain") as stand:
@@ -43,32 +51,15 @@ async def test_objects_come_back_and_lie_encrypted_on_disk(tmp_path: Path) -> No
     assert b"attack" in next((tmp_path / "plain").glob("segment-*")).read_bytes()
 
 
-async def test_equal_objects_are_not_equal_on_disk(tmp_path: Path) -> None:
-    options, write, folder = with_key(tmp_path), text(), tmp_path / "tier"
-    async with opened(folder, options) as stand:
-        first, second = await stand.tier.write([write, write])
-        content = next(folder.glob("segment-*")).read_bytes()
-        assert first is not None
-        assert second is not None
-        begins = [(place & 0xFFFFFFFF) * PAGE + PAGE for place in (first, second)]
-        assert content[begins[0] : begins[0] + 64] != content[begins[1] : begins[1] + 64]
-        for place in (first, second):
-            stand.tier.release(place)
-
-
-async def test_a_key_may_be_given_in_hexadecimal(tmp_path: Path) -> None:
-    async with opened(tmp_path / "tier", with_key(tmp_path)) as stand:
-        await stand.put([text()])
-    async with opened(tmp_path / "tier", with_key(tmp_path, KEY.hex().encode() + b"\n")) as stand:
-        assert await stand.get(text().object) is not None
-
-
 async def test_the_wrong_key_no_key_and_a_needless_key_are_refused(tmp_path: Path) -> None:
     async with opened(tmp_path / "tier", with_key(tmp_path)):
         pass
     async with opened(tmp_path / "plain"):
         pass
+    no_key = dataclasses.replace(SMALL, key_file=tmp_path / "none")
     for folder, options, message in (
+        ("new", with_key(tmp_path, b"short"), "must hold 32 bytes"),
+        ("new", no_key, "cannot be read"),
         ("tier", with_key(tmp_path, KEY[::-1]), "another key"),
         ("tier", SMALL, "its key file is needed"),
         ("plain", with_key(tmp_path), "is not encrypted"),
@@ -76,16 +67,6 @@ async def test_the_wrong_key_no_key_and_a_needless_key_are_refused(tmp_path: Pat
         with pytest.raises(ConfigError, match=message):
             async with opened(tmp_path / folder, options):
                 pass
-
-
-async def test_a_key_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must hold 32 bytes"):
-        async with opened(tmp_path / "tier", with_key(tmp_path, b"short")):
-            pass
-    missing = dataclasses.replace(SMALL, key_file=tmp_path / "none")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        async with opened(tmp_path / "tier", missing):
-            pass
 
 
 async def test_ciphertext_moved_to_another_place_is_not_believed(tmp_path: Path) -> None:

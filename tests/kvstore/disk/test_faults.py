@@ -16,8 +16,7 @@ from kvstore.disk.base import DiskRead, Health
 from kvstore.disk.files import FileCalls
 from kvstore.disk.tier import DiskOptions
 from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
-from tests.kvstore.disk.mounts import mounted, remount
-from tests.kvstore.disk.tiers import CAPACITY, SEGMENT, SMALL, opened, written
+from tests.kvstore.disk.tiers import SMALL, opened, written
 
 
 class FailingCalls(FileCalls):
@@ -50,26 +49,6 @@ def failing() -> tuple[FailingCalls, DiskOptions]:
     return calls, dataclasses.replace(SMALL, calls=calls, ring=False)
 
 
-async def test_a_full_disk_refuses_and_stays_healthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "FULL_FOR_S", 0.0)
-    with mounted(tmp_path / "disk", 3 * SEGMENT) as disk:
-        async with opened(disk, capacity=CAPACITY) as stand:
-            number = 0
-            while (await stand.put([written(number)]))[0]:
-                number += 1
-            assert stand.tier.health is Health.GOOD
-            assert stand.tier.counters["errors_ENOSPC"] >= 1
-            for about in list(stand.owner.places):
-                assert await stand.get(about) is not None
-                stand.release(about)
-            await stand.settled()
-            assert await stand.put([written(1000)]) == [True]
-        async with opened(disk, capacity=CAPACITY) as stand:
-            assert await stand.get(written(1000).object) is not None
-
-
 async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
     calls, options = failing()
     async with opened(tmp_path, options) as stand:
@@ -86,28 +65,6 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
         assert await stand.put([written(2)]) == [True]
-
-
-async def test_a_file_system_remounted_read_only_is_found_by_the_next_segment(
-    tmp_path: Path,
-) -> None:
-    with mounted(tmp_path / "disk", 2 * CAPACITY) as disk:
-        async with opened(disk) as stand:
-            await stand.put([written(1)])
-            stand.tier._segments.seal(stand.tier._writer._landed_in)
-            assert await stand.tier._segments.sealed()
-            for file in list(stand.tier._segments.files.values()):
-                file.close()  # open for writing, it would keep the mount busy
-            stand.tier._segments.files.clear()
-            remount(disk, "ro")
-            assert await stand.put([written(2)]) == [False]
-            assert stand.tier.health is Health.READ_ONLY
-            await stand.tier.check()
-            assert stand.tier.health is Health.READ_ONLY
-            remount(disk, "rw")
-            await stand.tier.check()
-            assert stand.tier.health is Health.GOOD
-            assert await stand.put([written(2)]) == [True]
 
 
 @pytest.mark.parametrize("what", ["write_error", "sync_error"])

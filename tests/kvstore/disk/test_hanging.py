@@ -85,22 +85,6 @@ async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it
         assert memory == written(1).memory
 
 
-async def test_a_tier_closes_although_its_disk_hangs(tmp_path: Path) -> None:
-    calls, clock, options = hanging("read")
-    with stuck(calls):
-        calls.answers.set()
-        async with opened(tmp_path, options) as stand:
-            await stand.put([written(1)])
-            calls.answers.clear()
-            task = asyncio.create_task(stand.tier.read([read_of(stand, 1)[0]]))
-            await until_it_hangs(calls)
-            clock.now += LIMIT_S + 1
-            await stand.tier.close()
-            assert await task == [False]
-            calls.answers.set()
-            await asyncio.to_thread(stand.tier._threads.close)
-
-
 async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: Path) -> None:
     """Sixty reads of 1 s each are no reason to give up a disk."""
     _, clock, options = hanging("none")

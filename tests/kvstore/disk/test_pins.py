@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kvstore.disk import format as disk_format
 from kvstore.disk.base import DiskObject, DiskWrite, Pin, Place
 from kvstore.disk.format import Tombstone
-from kvstore.disk.survey import Pins
 from protocol.errors import ConfigError
 from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import Stand, opened, written
@@ -108,17 +107,6 @@ def test_any_order_of_changes_and_restarts_leaves_the_last(
         await stack.__aexit__(None, None, None)
 
     asyncio.run(play())
-
-
-@given(st.permutations([(1, Pin.SOFT), (5, Pin.HARD), (9, Pin.NONE)]))
-def test_of_changes_met_in_any_order_the_latest_counts(changes: list[tuple[int, Pin]]) -> None:
-    pins = Pins()
-    about = written(1, generation=0).object
-    for number, pin in changes:
-        pins.note(Tombstone(about.key, number, pin=pin))
-    assert pins.current(about).pin is Pin.NONE
-    later = dataclasses.replace(about, generation=10, pin=Pin.SOFT)
-    assert pins.current(later) is later
 
 
 @given(

@@ -1,0 +1,35 @@
+"""A wall clock that jumps ends no right and no membership, and makes no value older: nothing asks for it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = {
+    "kvstore/removal_file.py": 1,  # how long a node was away, where the time since boot does not say
+    "protocol/membership.py": 1,  # the epoch of a member of a conductor's cluster
+    "protocol/registry/embedded.py": 1,  # epochs of an embedded registry's lives
+    "protocol/logs.py": 1,
+    "protocol/tracing.py": 1,
+}
+WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
+
+
+@pytest.mark.parametrize("package", ["kvstore", "protocol", "transfer"])
+def test_nothing_but_what_is_named_here_asks_for_the_wall_clock(package: str) -> None:
+    """Rights, generations and leases at a registry follow monotonic clocks and counts."""
+    found: dict[str, int] = {}
+    for path in (ROOT / package).rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                asks = node.value.id in {"time", "datetime"} and node.attr in WALL
+                found[name] = found.get(name, 0) + asks
+            if isinstance(node, ast.ImportFrom) and node.module in {"time", "datetime"}:
+                names = {alias.name for alias in node.names}
+                assert not names & {*WALL, "datetime"}, f"{name} may ask for the wall clock"
+    asking = {name: n for name, n in found.items() if n}
+    assert asking == {name: n for name, n in ALLOWED.items() if name.startswith(package)}
