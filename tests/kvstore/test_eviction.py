@@ -208,23 +208,33 @@ def test_a_withdrawn_block_keeps_its_age_when_it_returns(name: str) -> None:
     assert drain(policy) == [0, 1]
 
 
-def test_lru_evicts_what_was_used_longest_ago() -> None:
-    policy = make_with("lru", RECORDS[:4])
-    policy.used(0)
-    assert drain(policy) == [1, 2, 3, 0]
+ALONE = NO_RECORD
 
 
-def test_fifo_does_not_look_at_uses() -> None:
-    policy = make_with("fifo", RECORDS[:3])
-    policy.used(0)
-    assert drain(policy) == RECORDS[:3]
-
-
-def test_lfu_evicts_what_was_used_least_often_and_then_what_was_used_longest_ago() -> None:
-    policy = make_with("lfu", RECORDS[:4])
-    for record in (0, 0, 1, 2):
+@pytest.mark.parametrize(
+    ("name", "parents", "used", "order"),
+    [
+        pytest.param("lru", [ALONE] * 4, [0], [1, 2, 3, 0], id="lru: used longest ago"),
+        pytest.param("fifo", [ALONE] * 3, [0], [0, 1, 2], id="fifo: uses do not count"),
+        pytest.param(
+            "lfu", [ALONE] * 4, [0, 0, 1, 2], [3, 1, 2, 0], id="lfu: used least, then lru"
+        ),
+        # Read once is not enough, and being read later does not help.
+        pytest.param("s3-fifo", [ALONE] * 3, [0, 0, 2, 1], [1, 2, 0], id="s3-fifo: read twice"),
+        pytest.param("length-aware", [ALONE, 0, ALONE, 1], [3], [1, 0, 2, 3], id="deeper first"),
+        # A parent that is not here makes no chain.
+        pytest.param("length-aware", [9, 0, 1, ALONE], [], [2, 1, 0, 3], id="from what is here"),
+    ],
+)
+def test_what_goes_first(
+    name: str, parents: list[Record], used: list[Record], order: list[Record]
+) -> None:
+    policy = eviction.make(name)
+    for record, parent in enumerate(parents):
+        add(policy, record, parent)
+    for record in used:
         policy.used(record)
-    assert drain(policy) == [3, 1, 2, 0]
+    assert drain(policy) == order
 
 
 def test_lfu_lets_go_in_the_end_of_what_was_popular_once() -> None:
@@ -238,32 +248,6 @@ def test_lfu_lets_go_in_the_end_of_what_was_popular_once() -> None:
         gone.append(evict(policy))
     assert gone[:3] == newcomers[:3]  # plain counts would go on like this for ever
     assert 0 in gone
-
-
-def test_length_aware_evicts_the_later_of_two_blocks_that_were_used_equally_often() -> None:
-    policy = eviction.make("length-aware")
-    add(policy, 0)
-    add(policy, 1, 0)
-    add(policy, 2)
-    add(policy, 3, 1)
-    policy.used(3)
-    assert drain(policy) == [1, 0, 2, 3]
-
-
-def test_length_aware_takes_a_block_whose_parent_is_not_here_for_the_first_of_its_chain() -> None:
-    policy = eviction.make("length-aware")
-    add(policy, 1, 0)
-    add(policy, 2, 1)
-    add(policy, 3)
-    assert drain(policy) == [2, 1, 3]
-
-
-def test_s3_fifo_keeps_what_was_read_twice_while_it_was_new() -> None:
-    policy = make_with("s3-fifo", RECORDS[:3])
-    for record in (0, 0, 2, 1):
-        policy.used(record)
-    # Read once is not enough, and being read later does not help.
-    assert drain(policy) == [1, 2, 0]
 
 
 def test_s3_fifo_takes_a_ghost_straight_into_the_main_queue() -> None:

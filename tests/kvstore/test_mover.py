@@ -20,7 +20,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
-from tests.kvstore.disk.hanging import Clock, HangingCalls, stuck, until_it_hangs
+from tests.kvstore.disk.faulty import Clock, FaultyCalls, stuck, until_it_hangs
 from tests.kvstore.nodes import within
 from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S
@@ -249,7 +249,7 @@ async def for_ever(seconds: float) -> None:
 
 @asynccontextmanager
 async def node_with_cold_objects(
-    folder: Path, calls: HangingCalls, clock: Clock
+    folder: Path, calls: FaultyCalls, clock: Clock
 ) -> AsyncIterator[tuple[Node, SsdTier]]:
     """Sixty objects, most of them on disk only."""
     options = DiskOptions(calls=calls, clock=clock, sleep=for_ever, ring=False)
@@ -269,7 +269,7 @@ def only_on_disk(node: Node) -> int:
 async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(
     tmp_path: Path,
 ) -> None:
-    calls, clock = HangingCalls("read"), Clock()
+    calls, clock = FaultyCalls("read"), Clock()
     async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
         lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)
         [load] = lease.loads
@@ -288,7 +288,7 @@ async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(
 
 
 async def test_a_node_stops_although_its_disk_hangs(tmp_path: Path) -> None:
-    calls, clock = HangingCalls("read"), Clock()
+    calls, clock = FaultyCalls("read"), Clock()
     async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
         lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)
         with stuck(calls):
@@ -301,3 +301,23 @@ async def test_a_node_stops_although_its_disk_hangs(tmp_path: Path) -> None:
             disk.look_at_waits()
             await stopping
         await asyncio.to_thread(disk._threads.close)
+
+
+async def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Path) -> None:
+    """What is on it was forgotten here. A removal that it did not take is made up for."""
+    calls = FaultyCalls()
+    node, disk = await with_disk(tmp_path, DiskOptions(calls=calls, ring=False))
+    await node.mover.recover(disk, ignore)
+    node.put(1)
+    assert await node.mover.flush(10.0) == 0
+    calls.errors["write"] = errno.EROFS
+    node.state.remove([key(1)], corrupt=False)
+    assert not await node.mover.forget({key(1): node.state.catalog.latest_generation})
+    calls.errors.clear()
+    await disk.check()
+    assert disk.health is Health.GOOD
+    assert node.mover.health is Health.READ_ONLY
+    assert not node.mover.usable
+    await node.mover.close()
+    async with node_on(tmp_path) as again:
+        assert again.present(range(3)) == []

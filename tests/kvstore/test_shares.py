@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvstore.allocator import ALIGNMENT
@@ -78,26 +80,27 @@ def test_the_share_that_takes_most_for_its_size_makes_room() -> None:
     assert node.in_memory() == [1, 3, 4, 5]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_disk_makes_the_share_of_all_others_larger_whenever_it_comes(late: bool) -> None:
+@pytest.mark.parametrize(
+    ("happens", "left"),
+    [
+        (lambda node: None, [1, 3, 4, 5]),  # without a disk the others have no share at all
+        (lambda node: node.state.catalog.use_disk(node.disk), [2, 3, 4, 5]),
+        (
+            lambda node: [node.state.catalog.use_disk(node.disk), node.state.forget_disk()],
+            [1, 3, 4, 5],
+        ),
+    ],
+)
+def test_a_disk_makes_the_share_of_all_others_larger_for_as_long_as_it_is_there(
+    happens: Callable[[Tiered], object], left: list[int]
+) -> None:
     node = Tiered.make(memory=4, disk=0, quotas={"alice": 4})
-    if late:
-        node.disk.live_limit = 16 * UNIT
-        node.state.catalog.use_disk(node.disk)
+    node.disk.live_limit = 16 * UNIT
+    happens(node)
     node.put(chain(1, tenant="alice"))
     for number in (2, 3, 4, 5):
         node.put(chain(number))
-    left = [2, 3, 4, 5] if late else [1, 3, 4, 5]
-    assert node.in_memory() == left, "without a disk the others have no share at all"
-
-
-def test_losing_the_disk_makes_the_share_of_all_others_smaller() -> None:
-    node = Tiered.make(memory=4, disk=16, quotas={"alice": 4})
-    node.state.forget_disk()
-    node.put(chain(1, tenant="alice"))
-    for number in (2, 3, 4, 5):
-        node.put(chain(number))
-    assert node.in_memory() == [1, 3, 4, 5]
+    assert node.in_memory() == left
 
 
 def test_recovered_objects_count_towards_their_tenants_quota() -> None:

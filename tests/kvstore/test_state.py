@@ -87,6 +87,8 @@ def test_expired_space_is_free_only_once_its_window_is_closed() -> None:
     node.state.writers.reserve("r", chain(1), TTL_S, 0.0)
     assert node.state.next_deadline() == TTL_S
     assert node.state.expire(TTL_S - 0.1) == []
+    with pytest.raises(StaleLease):  # though nobody has looked at the time
+        node.state.writers.commit("r", {key(1): 1}, TTL_S)
     [reservation] = node.state.expire(TTL_S)
     assert node.put(chain(2)) == [Outcome.FULL]
     node.state.writers.closed(reservation.reservation_id, TTL_S)
@@ -119,7 +121,7 @@ G, P, F = Outcome.GRANTED, Outcome.PRESENT, Outcome.FULL
     ("units", "before", "leased", "put", "outcomes", "left"),
     [
         pytest.param(4, [(1, 2, 3), (4,)], (1, 2, 3), (5,), [G], [1, 2, 3, 5], id="used last"),
-        pytest.param(2, [(1,), (9,)], (), (1, 2), [P, G], [1, 2], id="not the head of its own"),
+        pytest.param(2, [(1,), (9,)], (), (1, 2), [P, G], [1, 2], id="not its own head"),
         pytest.param(2, [(9,)], (), (1, 2, 3, 4), [G, G, F, F], [1, 2], id="longer than the store"),
         pytest.param(3, [(1, 2, 3)], (), (5,), [G], [1, 2, 5], id="leaf first"),
     ],
@@ -145,10 +147,19 @@ def test_leased_objects_are_not_evicted_nor_anything_where_that_would_not_help()
     for number in (1, 2, 3):
         node.put(chain(number))
     node.lease(1)
-    assert node.put(chain(4, length=3 * ALIGNMENT)) == [F]
+    behind_it = chain(4, 5)[1]  # for which there is room, but nobody could reach it
+    assert node.put([*chain(4, length=3 * ALIGNMENT), behind_it]) == [F, F]
     assert node.in_memory() == [1, 2, 3]
     assert node.put(chain(4)) == [G]
     assert node.in_memory() == [1, 3, 4]
+
+
+def test_making_room_for_a_block_does_not_evict_the_one_that_it_follows() -> None:
+    node = make(units=2)
+    node.put(chain(1))
+    node.put(chain(9))
+    assert node.put(chain(1, 2)[1:]) == [G]
+    assert node.in_memory() == [1, 2]
 
 
 def test_above_the_watermark_a_share_is_evicted_ahead() -> None:

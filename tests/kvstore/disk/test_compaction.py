@@ -18,9 +18,7 @@ from kvstore.disk.files import FileCalls
 from kvstore.disk.format import Tombstone
 from kvstore.disk.log import Segment
 from protocol.keys import BlockKey
-from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
-from tests.kvstore.disk.test_faults import failing
-from tests.kvstore.disk.test_groups import FailingSyncs
+from tests.kvstore.disk.faulty import FaultyCalls, faulty, stuck, until_it_hangs
 from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
 
 KEY = BlockKey(bytes(16))
@@ -47,7 +45,7 @@ async def found_in(folder: Path) -> set[DiskObject]:
         return set(stand.owner.places)
 
 
-class Photographer(HangingCalls):
+class Photographer(FaultyCalls):
     """Copies the folder when its first segment has gone."""
 
     def __init__(self, folder: Path, photo: Path) -> None:
@@ -79,15 +77,15 @@ async def test_what_was_given_up_while_it_was_copied_is_forgotten_before_its_sou
     assert await found_in(tmp_path / "photo") == set(others)
 
 
-@pytest.mark.parametrize("what", ["write_error", "sync_error"])
+@pytest.mark.parametrize("what", ["write", "sync"])
 async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: str) -> None:
-    calls, options = failing()
+    calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment = await first_segment(stand)
-        setattr(calls, what, errno.EIO)
+        calls.errors[what] = errno.EIO
         await stand.tier._compactor._compact(segment)
-        setattr(calls, what, 0)
+        calls.errors.clear()
         await stand.tier.check()
         assert await stand.put([written(3)]) == [True]
         assert await stand.get(written(1).object) is not None
@@ -96,12 +94,11 @@ async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: st
 
 async def test_what_was_given_up_while_its_copy_failed_does_not_come_back(tmp_path: Path) -> None:
     """The copy is whole on disk, though its flush was said to have failed."""
-    calls = FailingSyncs()
-    options = dataclasses.replace(SMALL, calls=calls, ring=False)
+    calls, options = faulty("sync")
     async with opened(tmp_path / "living", options) as stand:
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment = await first_segment(stand)
-        calls.to_fail = 1
+        calls.num_to_fail = 1
         with stuck(calls):
             compacting = asyncio.create_task(stand.tier._compactor._compact(segment))
             await until_it_hangs(calls)

@@ -6,54 +6,21 @@ import asyncio
 import dataclasses
 import errno
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvstore.disk import health
 from kvstore.disk.base import DiskRead, Health
-from kvstore.disk.files import FileCalls
-from kvstore.disk.tier import DiskOptions
-from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
+from tests.kvstore.disk.faulty import faulty, stuck, until_it_hangs
 from tests.kvstore.disk.tiers import SMALL, opened, written
 
 
-class FailingCalls(FileCalls):
-    """Errors that no disk here can be made to give."""
-
-    def __init__(self) -> None:
-        self.write_error = self.read_error = self.sync_error = 0
-        self.bad_offset: int | None = None
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self.write_error:
-            raise OSError(self.write_error, "made to fail")
-        return super().pwritev(fd, buffers, offset)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nbytes = sum(len(buffer) for buffer in buffers)
-        hit = self.bad_offset is not None and offset <= self.bad_offset < offset + nbytes
-        if self.read_error or hit:
-            raise OSError(self.read_error or errno.EIO, "made to fail")
-        return super().preadv(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        if self.sync_error:
-            raise OSError(self.sync_error, "made to fail")
-        super().fdatasync(fd)
-
-
-def failing() -> tuple[FailingCalls, DiskOptions]:
-    calls = FailingCalls()
-    return calls, dataclasses.replace(SMALL, calls=calls, ring=False)
-
-
 async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
-    calls, options = failing()
+    calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         await stand.put([written(1)])
-        calls.write_error = errno.EROFS
+        calls.errors["write"] = errno.EROFS
         assert await stand.put([written(2)]) == [False]
         assert stand.tier.health is Health.READ_ONLY
         assert await stand.get(written(1).object) is not None
@@ -61,20 +28,20 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
         ((seen, reason),) = stand.owner.health
         assert seen is Health.READ_ONLY
         assert "cannot be written to" in reason
-        calls.write_error = 0
+        calls.errors.clear()
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
         assert await stand.put([written(2)]) == [True]
 
 
-@pytest.mark.parametrize("what", ["write_error", "sync_error"])
+@pytest.mark.parametrize("what", ["write", "sync"])
 async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, what: str) -> None:
     """The first attempt does not come back, and does not stand in the way of the second."""
-    calls, options = failing()
+    calls, options = faulty()
     async with opened(tmp_path, options) as stand:
-        setattr(calls, what, errno.EIO)
+        calls.errors[what] = errno.EIO
         assert await stand.put([written(1), written(2)]) == [False, False]
-        setattr(calls, what, 0)
+        calls.errors.clear()
         await stand.tier.check()
         assert await stand.put([written(1)]) == [True]
     async with opened(tmp_path, options) as stand:
@@ -82,36 +49,23 @@ async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, wh
 
 
 async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) -> None:
-    calls, options = failing()
+    calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         await stand.put([written(1), written(2)])
-        calls.write_error = errno.EIO
+        calls.errors["write"] = errno.EIO
         await stand.forget(written(1).object)
-        calls.write_error = 0
+        calls.errors.clear()
         await stand.tier.check()
     async with opened(tmp_path) as stand:
         assert set(stand.owner.places) == {written(2).object}
 
 
-class FailingReads(HangingCalls):
-    """A read that had to wait fails."""
-
-    def __init__(self) -> None:
-        super().__init__("read")
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        waits = not self.answers.is_set()
-        nbytes = super().preadv(fd, buffers, offset)
-        if waits:
-            raise OSError(errno.EIO, "made to fail")
-        return nbytes
-
-
 async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(
     tmp_path: Path,
 ) -> None:
-    calls = FailingReads()
-    async with opened(tmp_path, dataclasses.replace(SMALL, calls=calls, ring=False)) as stand:
+    calls, options = faulty("read")
+    calls.num_to_fail = 9  # all that have to wait
+    async with opened(tmp_path, options) as stand:
         writes = [written(1), written(2)]
         assert await stand.put(writes) == [True, True]
         stand.tier._segments.seal(stand.tier._writer._landed_in)
@@ -134,7 +88,7 @@ async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss
 
 
 async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
-    calls, options = failing()
+    calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         writes = [written(number) for number in range(4)]
         places = await stand.tier.write(writes)
@@ -151,17 +105,17 @@ async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_cannot_be_read_at_all_fails_and_heals(tmp_path: Path) -> None:
-    calls, options = failing()
+    calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         await stand.put([written(1)])
-        calls.read_error = errno.EIO
+        calls.errors["read"] = errno.EIO
         for _ in range(health.READ_ERRORS_IN_A_ROW):
             assert await stand.get(written(1).object) is None
         assert stand.tier.health is Health.FAILED
         assert await stand.put([written(2)]) == [False]
         await stand.tier.check()
         assert stand.tier.health is Health.FAILED
-        calls.read_error = 0
+        calls.errors.clear()
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
         assert await stand.get(written(1).object) is not None

@@ -9,28 +9,13 @@ from pathlib import Path
 
 from kvstore.disk.base import Health
 from kvstore.disk.tier import DiskOptions
-from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
+from tests.kvstore.disk.faulty import FaultyCalls, stuck, until_it_hangs
 from tests.kvstore.disk.tiers import SEGMENT, SMALL, opened, written
 
 INTERVAL_S = 7.0
 LARGE = 16 * SEGMENT
 """Bytes of a segment: all that a test writes fits into one, whose end flushes nothing."""
 AGAIN = dataclasses.replace(SMALL, segment_bytes=LARGE)
-
-
-class CountingCalls(HangingCalls):
-    """Of flushes; they can be told to fail."""
-
-    def __init__(self) -> None:
-        super().__init__("sync")
-        self.num_flushes = 0
-        self.error = 0
-
-    def fdatasync(self, fd: int) -> None:
-        super().fdatasync(fd)
-        if self.error:
-            raise OSError(self.error, "made to fail")
-        self.num_flushes += 1
 
 
 class Ticks:
@@ -47,8 +32,8 @@ class Ticks:
         await self.ends.get()
 
 
-def lazy() -> tuple[CountingCalls, Ticks, DiskOptions]:
-    calls, ticks = CountingCalls(), Ticks()
+def lazy() -> tuple[FaultyCalls, Ticks, DiskOptions]:
+    calls, ticks = FaultyCalls("sync"), Ticks()
     options = dataclasses.replace(
         SMALL, calls=calls, sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=LARGE
     )
@@ -124,14 +109,14 @@ async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(
         active = stand.tier._log.active
         assert active is not None
         await ticks.begun.get()
-        calls.error = errno.EIO
+        calls.errors["sync"] = errno.EIO
         ticks.ends.put_nowait(None)
         await changed.wait()
         assert stand.tier.health is Health.READ_ONLY
         assert await stand.put([written(3)]) == [False]
         assert not await stand.tier.forget([written(1).object])
         assert await stand.get(written(2).object) == bytes(written(2).memory)
-        calls.error = 0
+        calls.errors.clear()
         await stand.tier.check()
         assert await stand.put([written(4)]) == [True]
         assert stand.tier._log.active is not active

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import errno
-import threading
 from pathlib import Path
 
 import pytest
 
 from kvstore.disk.base import Health
-from tests.kvstore.disk.hanging import HangingCalls, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
-
-
-class FailingSyncs(HangingCalls):
-    """The first fdatasync that had to wait fails, the others do not."""
-
-    def __init__(self) -> None:
-        super().__init__("sync")
-        self.to_fail = 0
-        self._lock = threading.Lock()
-
-    def fdatasync(self, fd: int) -> None:
-        with self._lock:
-            fails = self.to_fail > 0
-            self.to_fail -= fails
-        super().fdatasync(fd)
-        if fails:
-            raise OSError(errno.EIO, "made to fail")
+from tests.kvstore.disk.faulty import faulty, stuck, until_it_hangs
+from tests.kvstore.disk.tiers import Stand, opened, written
 
 
 async def until_landed(stand: Stand, num_objects: int) -> None:
@@ -40,8 +20,8 @@ async def until_landed(stand: Stand, num_objects: int) -> None:
 
 
 async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Path) -> None:
-    calls = HangingCalls("sync")
-    async with opened(tmp_path, dataclasses.replace(SMALL, calls=calls)) as stand:
+    calls, options = faulty("sync")
+    async with opened(tmp_path, options) as stand:
         assert await stand.put([written(0)]) == [True]
         with stuck(calls):
             first = asyncio.create_task(stand.put([written(1)]))
@@ -62,11 +42,11 @@ async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Pat
 async def test_what_follows_a_failed_flush_fails_with_it_and_neither_comes_back(
     tmp_path: Path, cancelled: bool
 ) -> None:
-    calls = FailingSyncs()
-    async with opened(tmp_path, dataclasses.replace(SMALL, calls=calls)) as stand:
+    calls, options = faulty("sync")
+    async with opened(tmp_path, options) as stand:
         assert await stand.put([written(0)]) == [True]
         with stuck(calls):
-            calls.to_fail = 1
+            calls.num_to_fail = 1
             first = asyncio.create_task(stand.put([written(1)]))
             await until_it_hangs(calls)
             second = asyncio.create_task(stand.put([written(2)]))

@@ -12,15 +12,15 @@ import pytest
 from kvstore.disk.base import DiskRead, Health
 from kvstore.disk.files import FileCalls
 from kvstore.disk.tier import DiskOptions
-from tests.kvstore.disk.hanging import Clock, HangingCalls, stuck, until_it_hangs
+from tests.kvstore.disk.faulty import Clock, FaultyCalls, stuck, until_it_hangs
 from tests.kvstore.disk.mounts import frozen, mounted_ext4
 from tests.kvstore.disk.tiers import CAPACITY, NO_RING, SMALL, Stand, opened, written
 
 LIMIT_S = SMALL.time_limit_s
 
 
-def hanging(kind: str) -> tuple[HangingCalls, Clock, DiskOptions]:
-    calls, clock = HangingCalls(kind), Clock()
+def hanging(kind: str) -> tuple[FaultyCalls, Clock, DiskOptions]:
+    calls, clock = FaultyCalls(kind), Clock()
     options = dataclasses.replace(SMALL, calls=calls, clock=clock, sleep=for_ever, ring=False)
     return calls, clock, options
 

@@ -11,7 +11,7 @@ from kvstore.client import plain_key
 from tests.kvstore.client.pools import both_ways
 from tests.kvstore.disk.mounts import mounted
 from tests.kvstore.faults import disks
-from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
+from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import FOR_EVER, Load, put_many, value_of
 from tests.patience import until
 
@@ -59,30 +59,6 @@ def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_pat
         pool.restart("store-0")
         assert pool.stats("store-0").disk_health == "good"
         assert pool.audit(load.stored, gone=load.removed)
-
-
-@pytest.mark.slow  # the tier looks every 10 s whether its disk is well again
-def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Path) -> None:
-    flags = ("--dram", "64MiB", "--ssd-write-through")
-    with (
-        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
-        running_pool(tmp_path, 1, *flags, ssd="64MiB") as pool,
-    ):
-        with pool.store() as store, Load(store, "heals", nbytes=500_000, kept=FOR_EVER) as load:
-            removed = put_many(store, "removed", 5, 300_000)
-            until_on_disk(pool, "store-0", removed)
-            with disks.read_only(disk):
-                pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
-                assert all(store.remove(name) for name in removed)
-            before = (disk / "folder.json").stat().st_mtime_ns
-            until(lambda: (disk / "folder.json").stat().st_mtime_ns != before)
-            load.go_on(30)
-            assert not load.errors
-        assert pool.stats("store-0").disk_health == "read-only"
-        pool.stop("store-0")
-        pool.restart("store-0")
-        assert pool.stats("store-0").disk_health == "good"
-        pool.audit(load.stored, gone=removed)
 
 
 def test_a_disk_that_vanishes_costs_what_was_on_it_and_no_request(tmp_path: Path) -> None:
