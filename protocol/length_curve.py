@@ -41,7 +41,7 @@ _WIDTHS = np.diff(EDGES)
 
 
 class LengthCurve:
-    """P(length > x), its quantiles and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS.
+    """P(length > x) and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS.
 
     A survival curve over bins: single tokens up to 16 and then eight to a doubling, so that a length is known to 9 %.
     A request that stopped at its limit did not end: it counts as one that lived at least so long (Kaplan & Meier 1958),
@@ -106,23 +106,6 @@ class LengthCurve:
             seen = EDGES[found[-1] + 1 :]
             survival[found[-1] + 1 :] *= (seen[0] / seen) ** TAIL
         return survival
-
-    def quantile(self, q: float, *, generated: int = 0, max_tokens: int = MOST_TOKENS) -> int:
-        """The least x with P(length ≤ x | length > generated) ≥ q, at most `max_tokens`. 0 < q < 1."""
-        self._draw()
-        start = min(max(generated, 0), MOST_TOKENS)
-        alive = float(self._alive(np.array(start)))
-        if alive <= 0.0:
-            return min(2 * start, max_tokens)
-        target = (1.0 - q) * alive
-        found = int(np.searchsorted(-self._survival, -target, side="left"))
-        if found >= len(EDGES):
-            return max_tokens
-        if found == 0:
-            return min(start + 1, max_tokens)
-        before, after = float(self._survival[found - 1]), float(self._survival[found])
-        into = math.ceil((before - target) / (before - after) * int(_WIDTHS[found - 1]) - 1e-9)
-        return min(max(int(EDGES[found - 1]) + into, start + 1), max_tokens)
 
     # -- the curve
 

@@ -1,7 +1,7 @@
 """The status pipe: what a process says of itself to whoever started it, one JSON object per line.
 
-Owns the lines: `write` makes them, for `protocol.process`, and all who start processes read them here, blocking or not.
-Whoever reads closes the descriptor that it was given. Knows nothing of how a process is started.
+Owns the lines: `write` makes them, for `protocol.process`, and all who start processes read them here. Whoever
+reads closes the descriptor that it was given. Knows nothing of how a process is started.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
-import select
-import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import MoonserveError
-
-_READ_BYTES = 65536  # a pipe of Linux holds no more (pipe(7))
 
 
 class NotReady(MoonserveError):
@@ -62,24 +58,8 @@ def write(fd: int, report: Report) -> None:
     os.write(fd, json.dumps(entry).encode() + b"\n")
 
 
-def reports(fd: int, timeout_s: float | None = None) -> Generator[Report, None, None]:
-    """What a process says, until its end. Raises TimeoutError once `timeout_s` has passed."""
-    give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
-    rest = b""
-    with os.fdopen(fd, "rb", buffering=0) as pipe:
-        while True:
-            left_s = None if give_up_at is None else max(0.0, give_up_at - time.monotonic())
-            if not select.select([pipe], [], [], left_s)[0]:
-                raise TimeoutError(f"no word within {timeout_s:g} s")
-            read = pipe.read(_READ_BYTES)
-            if not read:
-                return
-            *lines, rest = (rest + read).split(b"\n")
-            yield from map(_report, lines)
-
-
 async def follow(fd: int) -> AsyncGenerator[Report, None]:
-    """What a process says, until its end, for an event loop. Who leaves early closes the iterator (`aclosing`)."""
+    """What a process says, until its end. Who leaves early closes the iterator (`aclosing`)."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
@@ -91,32 +71,15 @@ async def follow(fd: int) -> AsyncGenerator[Report, None]:
         transport.close()
 
 
-def ready_facts(fd: int, timeout_s: float | None = None) -> dict[str, str]:
-    """Waits until a process serves. Raises NotReady, or TimeoutError once `timeout_s` has passed."""
-    with contextlib.closing(reports(fd, timeout_s)) as said:
-        for report in said:
-            if (facts := _facts(report)) is not None:
-                return facts
-    raise _ended()
-
-
 async def until_ready(fd: int) -> dict[str, str]:
-    """As `ready_facts`, for an event loop."""
+    """Waits until a process serves, and gives its facts. Raises NotReady."""
     async with contextlib.aclosing(follow(fd)) as said:
         async for report in said:
-            if (facts := _facts(report)) is not None:
-                return facts
-    raise _ended()
-
-
-def _facts(report: Report) -> dict[str, str] | None:
-    if isinstance(report, Failed):
-        raise NotReady(report.message)
-    return report.facts if isinstance(report, Ready) else None
-
-
-def _ended() -> NotReady:
-    return NotReady("it ended before it was ready")
+            if isinstance(report, Failed):
+                raise NotReady(report.message)
+            if isinstance(report, Ready):
+                return report.facts
+    raise NotReady("it ended before it was ready")
 
 
 def _report(line: bytes) -> Report:

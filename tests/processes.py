@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from protocol.status import ready_facts
+from protocol.status import until_ready
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +28,11 @@ class Starting:
 
     def facts(self) -> dict[str, str]:
         """Once it serves. Raises NotReady when it will not."""
-        return ready_facts(self.status_fd, PATIENCE_S)
+        with ThreadPoolExecutor(1) as threads:  # whoever asks may run an event loop
+            waiting = threads.submit(
+                lambda: asyncio.run(asyncio.wait_for(until_ready(self.status_fd), PATIENCE_S))
+            )
+            return waiting.result()
 
 
 def start(

@@ -5,6 +5,7 @@ Clients live on the gateway's host, so that what they see is the cluster's doing
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 from benchmarks.networks.hosts import Network, network
 from models import demo_model_path
-from protocol.status import ready_facts
+from protocol.status import until_ready
 
 FRONT, PREFILL, DECODE = 0, 1, 2
 HOST_NAMES = ("front", "prefill", "decode")
@@ -136,7 +137,7 @@ class HostsCluster:
 
     def _wait(self, status_fds: list[int]) -> None:
         for fd in status_fds:
-            ready_facts(fd, _START_S)
+            asyncio.run(asyncio.wait_for(until_ready(fd), _START_S))
 
 
 def _answer(request: urllib.request.Request, timeout_s: float) -> Answer:

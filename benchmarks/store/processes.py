@@ -7,6 +7,7 @@ than 1 % of a core).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.transfer.pair import ContestantError, settled
-from protocol.status import NotReady, ready_facts
+from protocol.status import NotReady, until_ready
 
 READY_S = 60.0
 STOP_S = 10.0
@@ -117,7 +118,7 @@ def start_reporting(
 def ready(child: Child, reports: int, timeout_s: float = READY_S) -> dict[str, str]:
     """What a process tells when it serves; closes `reports`. Raises ContestantError."""
     try:
-        return ready_facts(reports, timeout_s)
+        return asyncio.run(asyncio.wait_for(until_ready(reports), timeout_s))
     except NotReady as error:
         raise ContestantError(f"{error}: {child.last_words()}") from error
     except TimeoutError as error:

@@ -6,9 +6,10 @@ not be understood.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from protocol.errors import ConfigError
 
@@ -44,98 +45,70 @@ class RedisAddress:
         return f"{where} service {self.service}" if self.service else where
 
 
+_URL = re.compile(
+    r"(?P<scheme>[a-z+]+)://(?:(?P<username>[^:@/?#]*)(?::(?P<password>[^:@/?#]*))?@)?"
+    r"(?P<hosts>[^@/?#]*)(?P<path>/[^@?#]*)?(?:\?(?P<query>[^#]+))?"
+)
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
+
+
 def parse(url: str) -> RedisAddress:
     """Raises ConfigError that says what is wrong and which forms there are, without quoting what may be secret."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # its text may quote the password
-        raise _bad("cannot be understood") from None
-    if parts.scheme not in SCHEMES:
-        raise _bad("has an unknown scheme")
-    if parts.fragment:
-        raise _bad("has a # outside of a percent-encoded password")
-    options = _options(parts)
-    username, password = _user(parts)
-    if parts.scheme == "unix":
-        return _unix(parts, options, username, password)
-    return _network(parts, options, username, password)
-
-
-def _unix(
-    parts: SplitResult, options: dict[str, str], username: str | None, password: str | None
-) -> RedisAddress:
-    if parts.netloc.rpartition("@")[2] or not parts.path.startswith("/"):
-        raise _bad("needs an absolute path: unix:///path/to/socket")
-    db = _db(options.pop("db", "0"))
-    path = unquote(parts.path)
-    return RedisAddress(path=path, db=db, username=username, password=password, options=options)
-
-
-def _network(
-    parts: SplitResult, options: dict[str, str], username: str | None, password: str | None
-) -> RedisAddress:
-    by_sentinel = parts.scheme.endswith("+sentinel")
-    if "@" in parts.path:
-        raise _bad("has a / before its @")
-    hosts = parts.netloc.rpartition("@")[2].split(",")
+    found = _URL.fullmatch(url)
+    if found is None or found["scheme"] not in SCHEMES:
+        raise _bad("cannot be understood")
+    scheme, options = found["scheme"], _options(found["scheme"], found["query"] or "")
+    username, password = (unquote(found[name] or "") or None for name in ("username", "password"))
+    path = unquote(found["path"] or "")
+    if scheme == "unix":
+        if found["hosts"] or not path:
+            raise _bad("needs an absolute path: unix:///path/to/socket")
+        return RedisAddress(
+            path=path,
+            db=_number(options.pop("db", "0")),
+            options=options,
+            username=username,
+            password=password,
+        )
+    by_sentinel, steps = scheme.endswith("+sentinel"), [step for step in path.split("/") if step]
+    hosts = found["hosts"].split(",")
+    if by_sentinel and not steps:
+        raise _bad("names no service; Sentinels are asked for one: …host:port/service")
     if not by_sentinel and len(hosts) > 1:
         raise _bad("names several servers; for Sentinels the scheme is redis+sentinel")
-    path = [unquote(step) for step in parts.path.strip("/").split("/") if step]
-    service = None
-    if by_sentinel:
-        if not path:
-            raise _bad("names no service; Sentinels are asked for one: …host:port/service")
-        service = path.pop(0)
-    if len(path) > 1:
-        raise _bad("has too many / in its path")
-    default_port = SENTINEL_PORT if by_sentinel else REDIS_PORT
+    service = steps.pop(0) if by_sentinel else None
     return RedisAddress(
-        hosts=tuple(_host(host, default_port) for host in hosts),
+        hosts=tuple(_host(host, SENTINEL_PORT if by_sentinel else REDIS_PORT) for host in hosts),
         service=service,
-        db=_db(path[0] if path else "0"),
-        tls=parts.scheme.startswith("rediss"),
+        db=_number("/".join(steps) or "0"),
+        tls=scheme.startswith("rediss"),
+        options=options,
         username=username,
         password=password,
-        options=options,
     )
 
 
-def _user(parts: SplitResult) -> tuple[str | None, str | None]:
-    user, _, _ = parts.netloc.rpartition("@")
-    name, _, password = user.partition(":")
-    return unquote(name) or None, unquote(password) or None
-
-
 def _host(text: str, default_port: int) -> tuple[str, int]:
-    """`host`, `host:port` or `[v6]:port`."""
-    host, colon, digits = text.rpartition(":")
-    if not colon or text.endswith("]"):
-        host, digits = text, str(default_port)
-    host = host.removeprefix("[").removesuffix("]")
-    if not host:
-        raise _bad("names no host")
-    # What stands here may be the rest of a password with a / in it, so it is not quoted.
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 5 and 0 < int(digits) < 65536):
-        raise _bad("has a port that is not a number from 1 to 65535")
-    return host, int(digits)
+    """`host`, `host:port` or `[v6]:port`. What stands here may be the rest of a password, so it is not quoted."""
+    found = _HOST.fullmatch(text)
+    port = default_port if found is None else int(found["port"] or default_port)
+    if found is None or not 0 < port < 65536:
+        raise _bad("has no host, or a port that is not a number from 1 to 65535")
+    return found["v6"] or found["name"], port
 
 
-def _db(text: str) -> int:
+def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise _bad("has a database that is not a number")
     return int(text)
 
 
-def _options(parts: SplitResult) -> dict[str, str]:
-    allowed: tuple[str, ...] = ()
-    if parts.scheme == "unix":
-        allowed = ("db",)
-    if parts.scheme.startswith("rediss"):
-        allowed += TLS_OPTIONS
-    if parts.scheme.endswith("+sentinel"):
-        allowed += SENTINEL_OPTIONS
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if (parts.query and not options) or options.keys() - set(allowed):
+def _options(scheme: str, query: str) -> dict[str, str]:
+    allowed: tuple[str, ...] = ("db",) if scheme == "unix" else ()
+    allowed += TLS_OPTIONS if scheme.startswith("rediss") else ()
+    allowed += SENTINEL_OPTIONS if scheme.endswith("+sentinel") else ()
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if (query and not options) or options.keys() - set(allowed):
         raise _bad(f"has an option other than {', '.join(allowed) or 'none'} after the ?")
     return options
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio.client import PubSub
 
 from protocol.errors import PeerError, Unauthenticated
-from protocol.registry import redis_address, redis_client, redis_scripts, table, wire
+from protocol.registry import redis_address, redis_client, redis_scripts, table
 from protocol.registry.base import TTL_S, Member, check_join, check_ttl
 from protocol.registry.redis_client import bounded, cancellable, translated
+from protocol.request import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +60,12 @@ class RedisRegistry:
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
         check_join(member, ttl_s)
         keys = [self._key_of(member), self._key("members"), self._key("epochs")]
-        epoch, text = str(member.endpoint.epoch), wire.member_to_json(member)
+        epoch, text = str(member.endpoint.epoch), _to_json(member)
         args = [member.instance_id, member.owner, epoch, _ms(ttl_s), text]
         reply = await self._bounded(self._join(keys=[*keys, self._key("changed")], args=args))
         if reply[0]:
             return table.with_epoch(member, int(reply[1]))
-        holder = wire.member_from_json(reply[2])
+        holder = _from_json(reply[2])
         raise table.refused(holder.endpoint.rpc_address, member, reply[1] / 1000)
 
     async def renew(self, member: Member, *, ttl_s: float = TTL_S) -> None:
@@ -83,7 +86,7 @@ class RedisRegistry:
     async def members(self) -> list[Member]:
         keys, args = [self._key("members"), self._key("changed")], [self._key("member:")]
         reply = await self._bounded(self._members(keys=keys, args=args))
-        epochs, texts = map(int, reply[::2]), map(wire.member_from_json, reply[1::2])
+        epochs, texts = map(int, reply[::2]), map(_from_json, reply[1::2])
         found = [
             table.with_epoch(member, epoch) for epoch, member in zip(epochs, texts, strict=True)
         ]
@@ -138,3 +141,28 @@ class RedisRegistry:
 
 def _ms(seconds: float) -> str:
     return str(math.ceil(seconds * 1000))
+
+
+def _to_json(member: Member) -> str:
+    return json.dumps(dataclasses.asdict(member), separators=(",", ":"), sort_keys=True)
+
+
+def _from_json(text: str) -> Member:
+    """Raises PeerError for what `_to_json` did not write; fields of later releases are ignored."""
+    try:
+        entry: dict[str, Any] = json.loads(text)
+        endpoint: dict[str, Any] = entry["endpoint"]
+        return Member(
+            endpoint=Endpoint(
+                instance_id=str(endpoint["instance_id"]),
+                epoch=int(endpoint["epoch"]),
+                rpc_address=str(endpoint["rpc_address"]),
+                transfer_address=str(endpoint["transfer_address"]),
+                host=str(endpoint["host"]),
+            ),
+            role=str(entry["role"]),
+            owner=str(entry["owner"]),
+            facts={str(name): str(value) for name, value in entry["facts"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PeerError(f"the registry holds a member that cannot be read: {error!r}") from error

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from protocol.errors import PeerError
 from protocol.pb import registry_pb2, registry_pb2_grpc
-from protocol.registry import wire
 from protocol.registry.base import TTL_S, Member
 from protocol.rpc import Channels
 from protocol.tls import Certificates
@@ -61,7 +60,7 @@ class RemoteRegistry:
     async def members(self) -> list[Member]:
         request = registry_pb2.RegistryMembersRequest()
         reply = await self._channels.call(self._stub.Members, request, timeout_s=self._deadline_s)
-        return wire.members_from_wire(reply)
+        return _members(reply)
 
     async def watch(self) -> AsyncIterator[list[Member]]:
         seen, away = 0, False
@@ -70,7 +69,7 @@ class RemoteRegistry:
                 async with contextlib.aclosing(self._stream(seen)) as messages:
                     async for message in messages:
                         seen, away = message.version, False
-                        yield wire.members_from_wire(message)
+                        yield _members(message)
             except PeerError as error:
                 if not away:
                     log.warning("watching the registry at %s again: %s", self._address, error)
@@ -86,3 +85,7 @@ class RemoteRegistry:
 
     async def close(self) -> None:
         await self._channels.close()
+
+
+def _members(message: registry_pb2.RegistryMembers) -> list[Member]:
+    return [from_message(Member, each) for each in message.members]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc.aio
 
 from protocol.pb import registry_pb2, registry_pb2_grpc
-from protocol.registry import wire
 from protocol.registry.base import Member
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.wire import from_message, to_message
@@ -45,7 +44,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     async def Members(
         self, request: registry_pb2.RegistryMembersRequest, context: Context
     ) -> registry_pb2.RegistryMembers:
-        return wire.members_to_wire(*self._registry.now())
+        return _shown(*self._registry.now())
 
     async def Watch(
         self, request: registry_pb2.RegistryWatchRequest, context: Context
@@ -53,4 +52,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         seen = request.seen_version
         while True:
             seen, members = await self._registry.after(seen)
-            yield wire.members_to_wire(seen, members)
+            yield _shown(seen, members)
+
+
+def _shown(version: int, members: Iterable[Member]) -> registry_pb2.RegistryMembers:
+    made = [to_message(registry_pb2.Member, each) for each in members]
+    return registry_pb2.RegistryMembers(version=version, members=made)
