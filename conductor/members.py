@@ -16,8 +16,7 @@ import numpy as np
 
 from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
 from conductor.cost.bandwidth import LOCAL_BYTES_PER_S
-from conductor.cost.decode import DecodeCost
-from conductor.cost.prefill import PrefillCost
+from conductor.cost.compute import DecodeCost, PrefillCost
 from conductor.cost.queue import PrefillQueue
 from conductor.decode_book import DecodeBook
 from conductor.draws import digest64

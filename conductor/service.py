@@ -39,25 +39,61 @@ from conductor.events import (
     TtftObserved,
 )
 from conductor.leadership.standby import SoleLeadership, serve_among_others, serving
-from conductor.roles.commands import RoleCommands
 from conductor.state import ConductorState
 from conductor.view import SeenGateways
+from protocol.errors import MoonserveError
 from protocol.garbage import seldom_collected
+from protocol.held_tasks import HeldTasks
 from protocol.ids import Role
 from protocol.logs import of
 from protocol.metrics import SchedulerMetrics, exposed
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.request import Placement
 from protocol.rpc import Channels, failure_to_wire
 from protocol.scraping import process_registry
 from protocol.tracing import Tracer, tracing
-from protocol.wire import from_message, to_message
+from protocol.wire import from_message, role_to_wire, to_message
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
+
+_ROLE_TIMEOUT_S = 5.0
+
+
+class RoleCommands:
+    """Telling workers to change their role: best effort, since the controller asks again while it is needed. `channels`
+    are its own, and closed with it."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._tasks = HeldTasks()
+
+    def send(self, change: RoleChangeDue) -> None:
+        """Does not wait."""
+        self._tasks.start(self._send(change))
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await self._channels.close()
+
+    async def _send(self, change: RoleChangeDue) -> None:
+        address = change.endpoint.rpc_address
+        stub = worker_pb2_grpc.RoleSwitchStub(self._channels.to(address))
+        request = worker_pb2.SwitchRoleRequest(role=role_to_wire(change.role))
+        try:
+            await self._channels.call(stub.SwitchRole, request, timeout_s=_ROLE_TIMEOUT_S)
+        except MoonserveError as error:
+            log.warning(
+                "%s does not become a %s worker: %s",
+                change.endpoint.instance_id,
+                change.role,
+                error,
+            )
+        finally:
+            await self._channels.forget(address)  # it will have another one
 
 
 class ConductorService(conductor_pb2_grpc.ConductorServicer):

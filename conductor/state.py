@@ -48,8 +48,7 @@ from conductor.members import Instance, Members
 from conductor.placement import Planner
 from conductor.policies.base import PlacementPolicy
 from conductor.returns import Returns
-from conductor.roles.controller import RoleController
-from conductor.roles.loads import RoleLoads
+from conductor.roles.controller import RoleController, RoleLoads
 from conductor.view import ClusterView, InstanceView
 from kvstore.directory import Directory
 from protocol.errors import MoonserveError, StaleLease

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as _COUNTER
+from prometheus_client.core import GaugeMetricFamily as _GAUGE
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from protocol.ids import Role
-from protocol.pb import conductor_pb2, worker_pb2
+from protocol.pb import worker_pb2
 from protocol.scraping import LoopCollector
 
 # From a grant at once to a pool that stays full for as long as callers wait.
@@ -53,86 +56,43 @@ def worker_collector(
 
     def collect() -> Iterator[Metric]:
         now = status()
-        yield _one("moonserve_role", "1 for the role that it has.", ("role",), (role.value,), 1)
-        yield GaugeMetricFamily(
-            "moonserve_draining", "1 = takes nothing new.", value=float(is_draining())
+        load, counters = now.load, now.counters
+        yield _by(_GAUGE, "moonserve_role", "1 for the role that it has.", "role", {role.value: 1})
+        yield _GAUGE("moonserve_draining", "1 = takes nothing new.", value=float(is_draining()))
+        depth = _GAUGE(
+            "moonserve_queue_depth", "Sequences by what they wait for.", labels=("phase", "state")
         )
-        yield from _queues(role, now.load)
-        yield _blocks(now)
+        depth.add_metric((role.value, "waiting"), load.num_waiting)
+        depth.add_metric((role.value, "running"), load.num_running)
+        yield depth
+        text = "Prompt tokens not yet computed."
+        yield _GAUGE("moonserve_queued_tokens", text, value=load.queued_tokens)
+        yield _GAUGE("moonserve_context_tokens", "Of running sequences.", value=load.context_tokens)
+        cached = min(now.cached_blocks, load.free_blocks)
+        free = load.free_blocks - cached
+        held, leased = load.held_blocks, load.leased_blocks
+        blocks = {"held": held, "leased": leased, "cached": cached, "free": free}
+        text = "Blocks of the worker's pool by what they are."
+        yield _by(_GAUGE, "moonserve_kv_blocks", text, "state", blocks)
         if role is Role.DECODE:
-            yield from _steps(now.load.steps)
-        yield from _counters(now.counters)
+            steps = load.steps
+            text = "Sequences of all decode steps: by steps, the batch."
+            yield _COUNTER("moonserve_decode_steps", "Decode steps.", steps.num_steps)
+            yield _COUNTER("moonserve_decode_step_seconds", "Time in decode steps.", steps.seconds)
+            yield _COUNTER("moonserve_decode_step_sequences", text, steps.sequences)
+        failures = counters.get("integrity_failures", 0)
+        yield _COUNTER("moonserve_integrity_failures", "Blocks dropped for a checksum.", failures)
+        hits = {tier: counters.get(counter, 0) for tier, counter in _TIERS.items()}
+        text = "Prefix blocks by where they were found."
+        yield _by(_COUNTER, "moonserve_tier_hit_blocks", text, "tier", hits)
+        text = "What the worker counts about itself."
+        yield _by(_COUNTER, "moonserve_worker_events", text, "event", counters)
 
     return LoopCollector(collect)
 
 
-def _queues(role: Role, load: conductor_pb2.Load) -> Iterator[Metric]:
-    depth = GaugeMetricFamily(
-        "moonserve_queue_depth", "Sequences by what they wait for.", labels=("phase", "state")
-    )
-    depth.add_metric((role.value, "waiting"), load.num_waiting)
-    depth.add_metric((role.value, "running"), load.num_running)
-    yield depth
-    yield GaugeMetricFamily(
-        "moonserve_queued_tokens", "Prompt tokens not yet computed.", value=load.queued_tokens
-    )
-    yield GaugeMetricFamily(
-        "moonserve_context_tokens", "Of running sequences.", value=load.context_tokens
-    )
-
-
-def _blocks(status: worker_pb2.WorkerStatus) -> Metric:
-    load = status.load
-    blocks = GaugeMetricFamily(
-        "moonserve_kv_blocks", "Blocks of the worker's pool by what they are.", labels=("state",)
-    )
-    cached = min(status.cached_blocks, load.free_blocks)
-    for state, count in (
-        ("held", load.held_blocks),
-        ("leased", load.leased_blocks),
-        ("cached", cached),
-        ("free", load.free_blocks - cached),
-    ):
-        blocks.add_metric((state,), count)
-    return blocks
-
-
-def _steps(steps: conductor_pb2.Steps) -> Iterator[Metric]:
-    for name, text, value in (
-        ("moonserve_decode_steps", "Decode steps.", steps.num_steps),
-        ("moonserve_decode_step_seconds", "Time in decode steps.", steps.seconds),
-        (
-            "moonserve_decode_step_sequences",
-            "Sequences of all decode steps: by steps, the batch.",
-            steps.sequences,
-        ),
-    ):
-        yield CounterMetricFamily(name, text, value)
-
-
-def _counters(counters: Mapping[str, int]) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "moonserve_integrity_failures",
-        "Blocks dropped for a checksum.",
-        counters.get("integrity_failures", 0),
-    )
-    hits = CounterMetricFamily(
-        "moonserve_tier_hit_blocks", "Prefix blocks by where they were found.", labels=("tier",)
-    )
-    for tier, counter in _TIERS.items():
-        hits.add_metric((tier,), counters.get(counter, 0))
-    yield hits
-    events = CounterMetricFamily(
-        "moonserve_worker_events", "What the worker counts about itself.", labels=("event",)
-    )
-    for name, count in counters.items():
-        events.add_metric((name,), count)
-    yield events
-
-
-def _one(
-    name: str, text: str, labels: tuple[str, ...], values: tuple[str, ...], value: float
-) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    family.add_metric(values, value)
-    return family
+def _by(family: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    made: Metric = family(name, text, labels=(label,))
+    for value, number in values.items():
+        made.add_metric((value,), number)  # type: ignore[attr-defined]
+    return made

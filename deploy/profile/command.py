@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conductor.cost.decode import DecodeFit, fit_decode
-from conductor.cost.prefill import PrefillFit, fit_prefill
+from conductor.cost.compute import DecodeFit, PrefillFit, fit_decode, fit_prefill
 from conductor.policies import DEFAULT_POLICY
 from deploy.doctor.service_checks import read_bytes_per_s
 from deploy.doctor.transfer_checks import try_transport

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from conductor.cost.decode import DecodeFit
-from conductor.cost.prefill import PrefillFit
+from conductor.cost.compute import DecodeFit, PrefillFit
 from conductor.cost.residuals import ErrorReport
 from deploy.terminal.output import rate
 from protocol.profile import DecodeProfile, PrefillProfile

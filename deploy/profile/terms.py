@@ -16,8 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from conductor.cost.decode import DecodeFit, fit_decode
-from conductor.cost.prefill import PrefillFit
+from conductor.cost.compute import DecodeFit, PrefillFit, fit_decode
 from conductor.cost.residuals import Fit, report_errors
 from deploy.profile.bursts import Observations, PromptRun, StepRun, handoffs_of, steps_of
 from protocol.errors import ConfigError

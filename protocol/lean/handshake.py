@@ -14,7 +14,6 @@ import hmac
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
 
 from protocol.errors import Incompatible, MoonserveError, Unauthenticated
 from protocol.lean.frames import MalformedFrame
@@ -37,17 +36,7 @@ class Answer(IntEnum):
     UNAUTHENTICATED = 2
 
 
-class Handshake(Protocol):
-    """One end of it."""
-
-    needed: int
-    """Size of the next message from the other end; 0 once the handshake is over."""
-
-    def receive(self, message: bytes) -> bytes:
-        """Takes a message of exactly `needed` bytes and gives what is to be sent."""
-
-
-def advance(handshake: Handshake, arrived: bytearray) -> bytes:
+def advance(handshake: Initiator | Responder, arrived: bytearray) -> bytes:
     """Feeds the whole messages in `arrived`, takes them out of it and gives what is to be sent."""
     answer = b""
     while 0 < handshake.needed <= len(arrived):
@@ -58,7 +47,8 @@ def advance(handshake: Handshake, arrived: bytearray) -> bytes:
 
 
 class Initiator:
-    """The client's end. `receive` raises Unauthenticated, Incompatible or MalformedFrame."""
+    """The client's end. `needed`: size of the next message from the other end, 0 once it is over. `receive` raises
+    Unauthenticated, Incompatible or MalformedFrame."""
 
     def __init__(self, cluster_token: str, nonce: bytes) -> None:
         self.hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, nonce)

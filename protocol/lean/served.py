@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import ServiceDescriptor
@@ -36,6 +36,9 @@ from protocol.lean import frames, handshake, sockets
 from protocol.lean.eager import EagerStart
 from protocol.lean.frames import MalformedFrame, Request, Status
 from protocol.lean.handshake import Responder
+
+if TYPE_CHECKING:
+    from protocol.lean.server import LeanServer
 
 PROTO_PACKAGE = "moonserve"
 
@@ -86,14 +89,6 @@ HANDSHAKE_S = 30.0
 MAX_WAITING_CALLS = 8192
 
 
-class Door(Protocol):
-    """Counts the connections of a server."""
-
-    def entered(self, connection: ServedConnection) -> None: ...
-    def proven(self, connection: ServedConnection) -> None: ...
-    def left(self, connection: ServedConnection) -> None: ...
-
-
 class CallContext:
     """What handlers may ask of a call: the part of gRPC's context that ours use."""
 
@@ -122,7 +117,7 @@ class ServedConnection(asyncio.Protocol):
         methods: Sequence[Method | HandOver],
         cluster_token: str,
         eager: EagerStart,
-        door: Door,
+        door: LeanServer,
     ) -> None:
         self._methods = methods
         self._eager = eager

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
 from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.roles.controller import RoleController, RoleTerms, WorkerLoad
-from conductor.roles.loads import BUSY_MEMORY_S, RoleLoads
+from conductor.roles.controller import (
+    BUSY_MEMORY_S,
+    RoleController,
+    RoleLoads,
+    RoleTerms,
+    WorkerLoad,
+)
 from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role

@@ -10,12 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.cost.accuracy import Accuracy, Term, Times
-from conductor.cost.correction import CLIP, MOST, WEIGHT, Correction
-from conductor.cost.decode import DecodeCost, fit_decode
-from conductor.cost.overhead import Middle, Overhead
-from conductor.cost.overtaking import Overtaking
-from conductor.cost.prefill import PrefillCost, Tracking, fit_prefill
+from conductor.cost.compute import (
+    CLIP,
+    MOST,
+    WEIGHT,
+    Correction,
+    DecodeCost,
+    PrefillCost,
+    Tracking,
+    fit_decode,
+    fit_prefill,
+)
 from conductor.cost.residuals import report_errors
+from conductor.learned import Middle, Overhead, Overtaking
 from protocol.errors import InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
 

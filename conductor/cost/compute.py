@@ -1,7 +1,9 @@
-"""How long a prompt computes: t(n, p) = c0 + c1·(n−p) + c2·(n²−p²), fitted offline, corrected by what is reported.
+"""How long prompts compute and decode steps take: formulae fitted offline, corrected by what is reported. Pure.
 
-The polynomial is the paper's regression on length and prefix length (FAST'25, Algorithm 1, estimate_prefill); c2 is
-attention, which grows with the square. Pure; knows no queue and no instance.
+A prompt: t(n, p) = c0 + c1·(n−p) + c2·(n²−p²). The polynomial is the paper's regression on length and prefix length
+(FAST'25, Algorithm 1, estimate_prefill); c2 is attention, which grows with the square. A step of b sequences that read
+c tokens of KV in all, which is the time between their tokens (TBT): t(b, c) = c0 + c1·b + c2·c. Knows no queue and no
+instance, nor who joins next.
 """
 
 from __future__ import annotations
@@ -12,10 +14,60 @@ import numpy as np
 
 from conductor.columns import Floats, Ints
 from conductor.cost.residuals import Fit, fit
-from protocol.profile import PrefillProfile
+from protocol.profile import DecodeProfile, PrefillProfile
+
+# A window of about (2−w)/w = 9 reports: a busy neighbour is seen within seconds, and noise is a third of a report's.
+WEIGHT = 0.2
+CLIP = 0.3  # a report that is 35 % off is still believed in full
+
+
+class Correction:
+    """By how much an instance is slower or faster now than its formula says: one factor, learned from what it reports.
+
+    The factor f is the exponential of a running estimate of log(actual / predicted):
+
+        x ← x + w · clip(log(actual / predicted) − x, ±C),   f = exp(x),   |x| ≤ log MOST
+
+    The logarithm makes twice as slow and twice as fast equally far, and its middle is what a relative error wants. The
+    clipped step makes it Huber's estimate of the middle: one report, however wild, moves f by at most exp(w·C) = 6 %.
+
+    How fast: at a distance d beyond C the estimate moves w·C per report, within C the distance shrinks by (1−w). So
+    after a machine has become 2× slower, f is within 5 % after 15 reports, at 4× after 27. How steady: under
+    independent noise of log-deviation σ ≤ C it stays within a deviation of σ·√(w/(2−w)) = σ/3. 1 until something was
+    reported.
+    """
+
+    __slots__ = ("_log", "factor")
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self.factor = 1.0  # actual ÷ predicted by the formula alone
+
+    def observe(self, predicted_s: float, actual_s: float) -> None:
+        """`predicted_s` is the formula's, without this factor. Times that are not above zero say nothing."""
+        if not (0.0 < predicted_s < math.inf and 0.0 < actual_s < math.inf):
+            return
+        bound = math.log(MOST)
+        step = math.log(actual_s) - math.log(predicted_s) - self._log
+        self._log += WEIGHT * min(max(step, -CLIP), CLIP)
+        self._log = min(max(self._log, -bound), bound)
+        self.factor = math.exp(self._log)
+
+    def fade(self, share: float) -> None:
+        """So much of what the factor is off from 1 is believed from now on, 0 to 1."""
+        self._log *= share
+        self.factor = math.exp(self._log)
+
+    def validate(self) -> None:
+        assert self.factor * (1 + 1e-12) >= 1.0 / MOST
+        assert self.factor <= MOST * (1 + 1e-12)
+        assert math.isclose(self.factor, math.exp(self._log))
+
+
+# ---- prompts
 
 FORGETTING = 0.9  # of a report by the next: about the last 10 count
-CLIP = 0.4  # a report that is 50 % off is believed in full
+TRACKING_CLIP = 0.4  # a report that is 50 % off is believed in full
 NOISE = 0.2  # of a report of usual length, relative
 PRIOR = 0.5  # of a measured coefficient, likewise: what P begins with
 MOST = 8.0  # what is further off than this is a broken clock or formula, not a slow machine
@@ -54,7 +106,7 @@ class Tracking:
         if not (0.0 < predicted_s < math.inf and 0.0 < actual_s < math.inf):
             return
         self._mean_s += (_MEAN_WEIGHT if self._mean_s else 1.0) * (predicted_s - self._mean_s)
-        error = min(max(math.log(actual_s) - math.log(predicted_s), -CLIP), CLIP)
+        error = min(max(math.log(actual_s) - math.log(predicted_s), -TRACKING_CLIP), TRACKING_CLIP)
         length = min(max(predicted_s / self._mean_s, 1.0 / MOST), MOST)
         noise = NOISE**2 / length
         self._update(linear_s / predicted_s, square_s / predicted_s, error, noise)
@@ -126,3 +178,36 @@ class PrefillCost:
 
     def validate(self) -> None:
         self.tracking.validate()
+
+
+# ---- steps
+
+DecodeFit = Fit[DecodeProfile]  # `at` is (sequences, context tokens in all)
+
+
+def fit_decode(num_seqs: Ints, context_tokens: Ints, seconds: Floats) -> DecodeFit:
+    """All of shape [points]. Raises InvalidRequest for no points, and for times that are not above zero."""
+    b, c = np.asarray(num_seqs, np.int64), np.asarray(context_tokens, np.int64)
+    return fit(DecodeProfile, (b, c), (np.ones(len(b)), b, c), seconds)
+
+
+class DecodeCost:
+    """One instance's formula and how far off it is now."""
+
+    def __init__(self, profile: DecodeProfile) -> None:
+        self.profile = profile
+        self.correction = Correction()
+
+    @property
+    def current(self) -> DecodeProfile:
+        """The formula as it holds now."""
+        factor, profile = self.correction.factor, self.profile
+        return DecodeProfile(c0=factor * profile.c0, c1=factor * profile.c1, c2=factor * profile.c2)
+
+    def observe(self, num_seqs: float, context_tokens: float, seconds: float) -> None:
+        """A step took `seconds`; or means of several, since the formula is linear. Impossible reports are ignored."""
+        if 0 < num_seqs < math.inf and 0 <= context_tokens < math.inf:
+            self.correction.observe(self.profile.step_s(num_seqs, context_tokens), seconds)
+
+    def validate(self) -> None:
+        self.correction.validate()
