@@ -126,19 +126,6 @@ def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_their_order(
     assert not queue.waiting
 
 
-def test_a_flood_does_not_delay_who_comes_now_and_then() -> None:
-    """Two prompts at most are between a quiet tenant's arrival and its turn, though hundreds wait."""
-    queue = Queue()
-    for _ in range(100):
-        queue.submit("flood", 10)
-    for _ in range(10):
-        for _ in range(5):
-            queue.serve()
-        queue.submit("quiet", 10)
-        served = [queue.jobs[queue.serve()][0] for _ in range(3)]
-        assert "quiet" in served
-
-
 def test_who_was_idle_has_saved_nothing_up() -> None:
     queue = Queue()
     for _ in range(10):
@@ -370,12 +357,6 @@ def test_what_frees_up_under_overload_is_for_who_was_rejected_with_less() -> Non
     assert 0.0 < rejected.retry_after_s <= 10.0
     assert ask(cluster, "b1", "b") == "placed"
     assert ask(cluster, "a101", "a") in FOR_LOAD, "the claim is used, and there is no room"
-
-
-def test_who_does_not_come_back_loses_the_claim() -> None:
-    cluster = crowded()
-    cluster.now += cluster.reject("a100", tenant="a", max_tokens=1000).retry_after_s
-    assert ask(cluster, "a101", "a") == "placed"
 
 
 def test_who_asks_for_more_than_others_are_held_to_claims_nothing() -> None:

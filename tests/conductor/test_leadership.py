@@ -71,23 +71,6 @@ def test_whoever_has_stood_by_for_long_claims_before_whoever_was_just_started() 
     assert 5.3 < due["standby"] < due["new"]
 
 
-def test_a_leader_counts_from_when_it_asked_and_on_less_than_the_registry_does() -> None:
-    state = leading()
-    assert state.leads(1.0 + TERMS.held_s - 0.001)
-    assert not state.leads(1.0 + TERMS.held_s)
-    assert TERMS.held_s < TERMS.ttl_s
-
-
-def test_a_renewal_extends_from_its_own_asking() -> None:
-    state = leading()
-    assert state.handle(Tick(), 1.4) == []
-    assert state.handle(Tick(), 1.5) == [Renew(epoch=5)]
-    assert state.handle(Renewed(), 1.9) == []
-    assert state.leads(1.5 + TERMS.held_s - 0.001)
-    assert not state.leads(1.5 + TERMS.held_s)
-    state.validate()
-
-
 def test_a_silent_registry_ends_nothing_before_another_could_have_taken_over() -> None:
     state = leading()
     now = state.due_at
@@ -99,29 +82,6 @@ def test_a_silent_registry_ends_nothing_before_another_could_have_taken_over() -
     [step_down, claim] = state.handle(Tick(), now)
     assert isinstance(step_down, StepDown)
     assert claim == Claim(known_epoch=5)
-    state.validate()
-
-
-def test_whoever_was_asleep_does_not_lead_when_it_wakes_up_and_says_so_once() -> None:
-    state = leading()
-    assert not state.leads(6.0)
-    assert [type(action) for action in state.handle(Tick(), 6.0)] == [StepDown, Claim]
-
-
-def test_an_answer_after_the_end_of_the_claim_does_not_revive_it() -> None:
-    state = leading()
-    state.handle(Tick(), 1.5)
-    [step_down] = state.handle(Renewed(), 4.0)
-    assert isinstance(step_down, StepDown)
-    assert not state.leads(4.0)
-    assert state.handle(Tick(), 4.0) == [Claim(known_epoch=5)]
-
-
-def test_a_claim_that_another_has_taken_over_ends_at_once() -> None:
-    state = leading()
-    state.handle(Tick(), 1.5)
-    assert state.handle(Lost(reason="superseded"), 1.6) == [StepDown(epoch=5, reason="superseded")]
-    assert not state.leads(1.6)
     state.validate()
 
 

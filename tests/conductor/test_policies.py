@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +36,6 @@ from conductor.prefix import LEAST_FORK
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, RequestId
 from protocol.keys import BlockKey
-from protocol.profile import PrefillProfile
 from protocol.request import Placement
 from tests.conductor.cluster import Cluster, chain, pair
 from tests.thoroughness import examples
@@ -129,16 +127,6 @@ def test_columns_decide_as_the_loop_of_the_paper(
         assert weighed.ttft_s[i] == NEAR(load_s + transfer_s + queue_s + prefill_s)
         expected.append((float(weighed.ttft_s[i]), int(chosen_at[i]), i))
     assert least(weighed.score, chosen_at) == min(expected)[2]
-
-
-def test_predictions_are_right_beyond_32_bits() -> None:
-    made = offers([0, 90], c0=np.array([0.01, 0.02]), c2=np.array([1e-9, 0.0]))
-    prompt = Prompt(num_tokens=100_000, block_size=1_000, best_blocks=0)
-    expected = [
-        PrefillProfile(c0=float(c0), c1=0.01, c2=float(c2)).seconds(100_000, cached)
-        for c0, c2, cached in zip(made.c0, made.c2, (0, 90_000), strict=True)
-    ]
-    assert made.prefill_s(prompt, made.prefix_blocks).tolist() == NEAR(expected)
 
 
 def test_the_instance_that_holds_the_prefix_wins_and_its_device_cache_is_nobody_else_s() -> None:
@@ -309,33 +297,6 @@ def announce(cluster: Cluster, name: str, chains: list[tuple[BlockKey, ...]]) ->
 SLO_S = 30.0
 
 
-@given(
-    prefill_s=st.floats(1e-3, 200.0),
-    waits=st.lists(st.floats(0.0, 200.0), min_size=2, max_size=10),
-)
-def test_the_more_waits_the_fewer_are_worth_their_seconds(
-    prefill_s: float, waits: list[float]
-) -> None:
-    """Once a prompt is late for a queue, it is for every longer one; its yield is bounded all the same. One that is not
-    late keeps its objective: the work that is there, its own, and as much again as may arrive while it yields."""
-    books = []
-    for waiting_s in sorted(waits):
-        books.append(SimpleNamespace(queue=PrefillQueue(Seat.alone(PrefillTable))))
-        books[-1].queue.add(RequestId("r"), waiting_s, 1, 0.0)
-    queue_s, ones = np.array(sorted(waits)), np.ones(len(waits))
-    look = Looks(books, 0.0)  # type: ignore[arg-type]
-    made = offers([0] * len(waits), queue_s=queue_s, c0=ones * prefill_s, c1=ones * 0.0, look=look)
-    weighed = LeastAddedDelay().weigh(Prompt(100, 10, 0, ttft_slo_s=SLO_S), made)
-    assert weighed.rank is not None
-    yields = weighed.rank.tolist()
-    late = [each > SLO_S for each in yields]
-    assert all(then or not now for now, then in pairwise(late))
-    assert 0.0 <= min(yields) <= max(yields) <= 30.0 * SLO_S + 10.0 * prefill_s
-    for waiting_s, yielded_s, is_late in zip(sorted(waits), yields, late, strict=True):
-        assert is_late or waiting_s + prefill_s + yielded_s <= SLO_S * (1 + 1e-9)
-        assert is_late or yielded_s <= 5.0 * prefill_s
-
-
 def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yields_less() -> None:
     made = of(1, "moonserve")
     made.place("running", tokens=300)  # 3 s
@@ -349,36 +310,6 @@ def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yi
     assert (decided.rank, candidate.queue_s, candidate.added_s) == (NEAR(5.0), NEAR(3.0), NEAR(1.0))
     made.now += 46.0
     assert made.place("later", tokens=100).predicted_ttft_s > 10.0, "the long one has waited enough"
-
-
-def test_of_equal_waits_the_one_wins_where_fewer_are_delayed() -> None:
-    """p0 has a prompt of 10 s running, p1 one of 2 s and behind it one of 9 s, which a prompt of 1 s would pass."""
-    made = of(2, "moonserve")
-    tokens = {"a": 1000, "b": 200, "c": 900, "d": 100}
-    chosen = [made.place(name, tokens=n).prefill.instance_id for name, n in tokens.items()]
-    assert chosen == ["p0", "p1", "p1", "p1"], "d: 2 s and 1 s for c, not 10 s"
-    made.now += 8.5  # a has 1.5 s left; p1, of which nothing is heard, has c of 9 s and d before it
-    assert made.place("e", tokens=100).prefill.instance_id == "p0"
-
-
-def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
-    """However little is missing: there is no threshold."""
-    made = of(2, "moonserve")
-    made.heartbeat("s0", holds=SHARED)
-    made.heartbeat("s1", holds=SHARED[:19])
-    made.place("busy", tokens=400)
-    assert sources(made.place("r", keys=SHARED, tokens=205)) == [("s1", 0, 19), ("s0", 19, 1)]
-
-
-@pytest.mark.parametrize(("busy_tokens", "chosen"), [(10, "p0"), (30, "p1")])
-def test_of_similar_instances_the_one_wins_that_holds_the_prefix(
-    busy_tokens: int, chosen: str
-) -> None:
-    """Fetching takes 20 ms, computing 2 s, and a copy counts a tenth of that: 0.1 s of queue are worth it, 0.3 not."""
-    made = of(2, "moonserve")
-    made.heartbeat("s0", holds=SHARED)
-    made.place("busy", tokens=busy_tokens)
-    assert made.place("r", keys=SHARED, tokens=205).prefill.instance_id == chosen
 
 
 def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> None:

@@ -55,22 +55,15 @@ async def test_what_is_under_way_has_all_its_time_until_somebody_hurries() -> No
     assert not await asyncio.wait_for(waiting, PATIENCE_S)
 
 
-async def test_who_is_asked_twice_to_end_when_idle_has_all_the_time_still() -> None:
+@pytest.mark.parametrize("times", [1, 2])
+async def test_who_has_all_the_time_ends_with_what_is_under_way(times: int) -> None:
+    """However often it was asked to end when idle."""
     lifecycle, idle = Lifecycle(None), asyncio.Event()
-    lifecycle.stop_when_idle()
-    lifecycle.stop_when_idle()
+    for _ in range(times):
+        lifecycle.stop_when_idle()
     waiting = asyncio.create_task(lifecycle.drained(idle.wait(), timeout_s=0.0))
     for _ in range(5):
         await asyncio.sleep(0)
-    idle.set()
-    assert await asyncio.wait_for(waiting, PATIENCE_S)
-
-
-async def test_who_has_all_the_time_ends_with_what_is_under_way() -> None:
-    lifecycle, idle = Lifecycle(None), asyncio.Event()
-    lifecycle.stop_when_idle()
-    waiting = asyncio.create_task(lifecycle.drained(idle.wait(), timeout_s=0.0))
-    await asyncio.sleep(0)
     idle.set()
     assert await asyncio.wait_for(waiting, PATIENCE_S)
 

@@ -109,12 +109,6 @@ async def test_a_wrong_token_is_refused(cluster: tuple[Worker, Channels, str]) -
     await stranger.close()
 
 
-async def test_a_dead_peer_is_peer_lost(cluster: tuple[Worker, Channels, str]) -> None:
-    _, channels, _ = cluster
-    with pytest.raises(PeerLost):
-        await cancel(channels, "127.0.0.1:1")
-
-
 async def test_a_peer_that_is_forgotten_while_it_is_called_is_peer_lost(
     cluster: tuple[Worker, Channels, str],
 ) -> None:

@@ -51,10 +51,10 @@ async def stub(store: ScriptedStore, channels: Channels) -> AsyncIterator[Any]:
 async def test_a_cancelled_call_cancels_its_handler(
     stub: Any, store: ScriptedStore, channels: Channels
 ) -> None:
-    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
+    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=NEVER_S))
     await store.begun.get()
     call.cancel()
-    assert await store.cancelled.get() == "l"
+    assert await asyncio.wait_for(store.cancelled.get(), PATIENCE_S) == "l"
     assert (await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)).present
 
 
@@ -130,21 +130,6 @@ async def test_deadlines_end_calls_each_in_its_own_time(
             await channels.call(stub.Lease, LEASE, timeout_s=timeout_s)
     store.go.set()
     assert (await patient).segment_id == 0
-
-
-async def test_the_next_call_reaches_a_restarted_server(
-    store: ScriptedStore, channels: Channels
-) -> None:
-    server, address = await start(store, free_port())
-    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-    await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
-    await server.stop(0)
-    with pytest.raises(PeerLost):
-        await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
-    server, _ = await start(store, int(address.rpartition(":")[2]))
-    assert (await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)).present
-    await channels.close()
-    await server.stop(0)
 
 
 async def test_a_call_can_wait_for_a_server_that_is_not_there_yet(

@@ -91,23 +91,11 @@ def lease(name: str = "l", num_keys: int = 0) -> kvstore_pb2.StoreLeaseRequest:
     return kvstore_pb2.StoreLeaseRequest(lease_id=name, keys=[b"k"] * num_keys)
 
 
-async def test_a_call_is_answered(call: Call) -> None:
-    for _ in range(3):
-        assert list((await call("Exists", EXISTS)).present) == [True, False]
-
-
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])
 async def test_a_call_without_any_time_left_is_the_deadlines(call: Call, timeout_s: float) -> None:
     await call("Exists", EXISTS)  # the connection stands
     with pytest.raises(DeadlineExceeded):
         await call("Lease", lease(), timeout_s=timeout_s)
-
-
-async def test_a_call_that_waits_is_answered(call: Call, store: ScriptedStore) -> None:
-    pending = asyncio.ensure_future(call("Lease", lease(num_keys=3)))
-    assert await store.begun.get() == "l"
-    store.go.set()
-    assert (await pending).segment_id == 3
 
 
 @pytest.mark.parametrize("waits", [False, True])

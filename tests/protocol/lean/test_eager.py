@@ -12,6 +12,7 @@ import pytest
 from protocol.lean.eager import EagerStart
 
 Start = Callable[[Coroutine[Any, Any, Any]], asyncio.Future[Any]]
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
 
 
 @pytest.fixture
@@ -39,60 +40,90 @@ class Raised(Exception):
     """By the coroutine, at once."""
 
 
-async def test_what_does_not_wait_is_over_at_once(start: Start) -> None:
-    async def body() -> int:
-        return 7
+async def fails(waits: bool) -> None:
+    if waits:
+        await asyncio.sleep(0)
+    raise KeyError("k")
 
-    assert await start(body()) == 7
 
+async def test_what_does_not_wait_is_over_at_once_and_leaves_no_task_behind(start: Start) -> None:
+    async def body() -> bool:
+        return asyncio.current_task() is not None
 
-async def test_an_error_before_the_first_wait_is_raised_at_once(start: Start) -> None:
-    async def body() -> None:
-        raise KeyError("k")
-
+    assert await start(body()) is True
     with pytest.raises(Raised) as caught:
-        await start(body())
+        await start(fails(waits=False))
     assert isinstance(caught.value.args[0], KeyError)
+    seen = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(lambda: seen.set_result(asyncio.current_task()))
+    assert await seen is None
 
 
-async def test_what_waits_goes_on_as_a_task_through_any_number_of_waits(start: Start) -> None:
-    async def body() -> str:
-        got = [await asyncio.sleep(0, "a")]
-        got.append(await asyncio.to_thread(lambda: "b"))
-        got.append(await asyncio.create_task(asyncio.sleep(0, "c")))
-        return "".join(got)
+async def many_waits() -> str:
+    got = [await asyncio.sleep(0, "a")]
+    got.append(await asyncio.to_thread(lambda: "b"))
+    got.append(await asyncio.create_task(asyncio.sleep(0, "c")))
+    return "".join(got)
 
+
+async def handles_a_failed_wait() -> str:
+    try:
+        await asyncio.create_task(fails(waits=True))
+    except KeyError:
+        await asyncio.sleep(0)
+        return "handled"
+    return "not reached"
+
+
+async def times_out() -> str:
+    """By a limit that began before the first wait."""
+    try:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+    except TimeoutError:
+        return "timed out"
+    return "not reached"
+
+
+async def cancels_itself() -> str:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return "told"
+    return "not reached"
+
+
+async def keeps_its_context() -> int:
+    token = VARIABLE.set(1)
+    await asyncio.sleep(0)
+    seen = VARIABLE.get()
+    VARIABLE.reset(token)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (many_waits, "abc"),
+        (handles_a_failed_wait, "handled"),
+        (times_out, "timed out"),
+        (cancels_itself, "told"),
+        (keeps_its_context, 1),
+    ],
+)
+async def test_what_waits_goes_on_as_a_task(
+    start: Start, body: Callable[[], Coroutine[Any, Any, Any]], expected: object
+) -> None:
     task = await start(body())
     assert isinstance(task, asyncio.Task)
-    assert await task == "abc"
+    assert await task == expected
+    assert VARIABLE.get() == 0
 
 
-async def test_an_error_after_a_wait_is_the_tasks(start: Start) -> None:
-    async def body() -> None:
-        await asyncio.sleep(0)
-        raise KeyError("k")
-
-    with pytest.raises(KeyError):
-        await (await start(body()))
-
-
-async def test_a_failed_wait_can_be_handled(start: Start) -> None:
-    failed = asyncio.get_running_loop().create_future()
-
-    async def body() -> str:
-        try:
-            await failed
-        except KeyError:
-            await asyncio.sleep(0)
-            return "handled"
-        return "not reached"
-
-    task = await start(body())
-    failed.set_exception(KeyError("k"))
-    assert await task == "handled"
-
-
-async def test_the_current_task_is_the_same_before_and_after_the_first_wait(start: Start) -> None:
+async def test_the_task_is_the_current_one_before_and_after_the_first_wait(start: Start) -> None:
     async def body() -> tuple[Any, Any]:
         before = asyncio.current_task()
         await asyncio.sleep(0)
@@ -100,28 +131,8 @@ async def test_the_current_task_is_the_same_before_and_after_the_first_wait(star
 
     task = await start(body())
     assert await task == (task, task)
-
-
-async def test_there_is_no_current_task_left_behind(start: Start) -> None:
-    async def body() -> None:
-        assert asyncio.current_task() is not None
-
-    await start(body())
-    seen = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_soon(lambda: seen.set_result(asyncio.current_task()))
-    assert await seen is None
-
-
-async def test_a_timeout_that_began_before_the_first_wait_ends_it(start: Start) -> None:
-    async def body() -> str:
-        try:
-            async with asyncio.timeout(0):
-                await asyncio.Event().wait()
-        except TimeoutError:
-            return "timed out"
-        return "not reached"
-
-    assert await (await start(body())) == "timed out"
+    with pytest.raises(KeyError):
+        await (await start(fails(waits=True)))
 
 
 async def test_cancelling_ends_the_wait_and_what_is_waited_for(start: Start) -> None:
@@ -169,46 +180,14 @@ async def test_cancelling_in_the_turn_it_was_started_in(shielded: bool) -> None:
 
 
 async def test_cancelling_itself_without_waiting_does_not_reach_the_next(start: Start) -> None:
-    async def cancels_itself() -> str:
+    async def body() -> str:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
         return "done"
 
-    async def waits() -> str:
-        await asyncio.sleep(0)
-        return "done too"
-
-    assert await start(cancels_itself()) == "done"
-    assert await (await start(waits())) == "done too"
-
-
-async def test_cancelling_itself_before_waiting_ends_the_wait(start: Start) -> None:
-    async def body() -> str:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return "told"
-        return "not reached"
-
-    assert await (await start(body())) == "told"
-
-
-async def test_context_variables_are_kept_through_the_first_wait(start: Start) -> None:
-    variable = contextvars.ContextVar("variable", default=0)
-
-    async def body() -> int:
-        token = variable.set(1)
-        await asyncio.sleep(0)
-        seen = variable.get()
-        variable.reset(token)
-        return seen
-
-    assert await (await start(body())) == 1
-    assert variable.get() == 0
+    assert await start(body()) == "done"
+    assert await (await start(many_waits())) == "abc"
 
 
 async def test_many_may_begin_to_wait_for_one_future_in_one_turn() -> None:

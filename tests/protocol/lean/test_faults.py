@@ -311,18 +311,12 @@ async def require_lost(serve: Serve) -> None:
         await channels.close()
 
 
-async def test_a_peer_that_closes_without_a_word_is_lost() -> None:
+@pytest.mark.parametrize("behind_its_handshake", [False, True])
+async def test_a_peer_that_closes_without_a_word_is_lost(behind_its_handshake: bool) -> None:
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    await require_lost(hang_up)
-
-
-async def test_a_peer_that_closes_behind_its_handshake_is_lost() -> None:
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    await require_lost(Liar(hang_up))
+    await require_lost(Liar(hang_up) if behind_its_handshake else hang_up)
 
 
 NO_FAILURE = b"\xff\xff"

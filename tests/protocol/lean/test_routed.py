@@ -78,32 +78,6 @@ async def dial_server(channel: RoutedChannel, lean: LeanServer) -> LeanAddresses
     return addresses
 
 
-async def test_a_cancelled_call_cancels_its_handler_and_no_other_call(
-    channel: RoutedChannel, lean: LeanServer, store: ScriptedStore
-) -> None:
-    await dial_server(channel, lean)
-    first = call(channel, "Lease", LEASE)
-    assert await store.begun.get() == "l"
-    second = call(channel, "Lease", kvstore_pb2.StoreLeaseRequest(lease_id="m", keys=[HERE]))
-    assert await store.begun.get() == "m"
-    first.cancel()
-    assert await store.cancelled.get() == "l"
-    store.go.set()
-    assert (await second).segment_id == 1
-    assert first.cancelled()
-
-
-async def test_a_cancelled_call_over_grpc_cancels_its_handler(
-    channel: RoutedChannel, over_grpc: ScriptedStore
-) -> None:
-    first = call(channel, "Lease", LEASE)
-    await over_grpc.begun.get()
-    first.cancel()
-    assert await over_grpc.cancelled.get() == "l"
-    with pytest.raises(asyncio.CancelledError):
-        await first
-
-
 async def test_calls_under_way_are_lost_with_the_lean_server_and_later_ones_travel_over_grpc(
     channel: RoutedChannel, lean: LeanServer, store: ScriptedStore, over_grpc: ScriptedStore
 ) -> None:
@@ -118,18 +92,6 @@ async def test_calls_under_way_are_lost_with_the_lean_server_and_later_ones_trav
     over_grpc.go.set()
     await call(channel, "Lease", LEASE)
     assert over_grpc.begun.get_nowait() == "l"
-
-
-async def test_a_server_that_stops_answers_the_calls_under_way_within_its_grace(
-    channel: RoutedChannel, lean: LeanServer, store: ScriptedStore
-) -> None:
-    await dial_server(channel, lean)
-    pending = call(channel, "Lease", kvstore_pb2.StoreLeaseRequest(lease_id="l", keys=[HERE]))
-    await store.begun.get()
-    stopping = asyncio.create_task(lean.stop(NEVER_S))
-    store.go.set()
-    assert (await pending).segment_id == 1
-    await stopping
 
 
 async def test_a_connection_that_stands_is_kept_whatever_addresses_replies_name(

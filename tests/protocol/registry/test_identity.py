@@ -13,28 +13,21 @@ from protocol.errors import ConfigError
 from protocol.registry.identity import FILE_NAME, Identity, load_or_create
 
 
-def test_the_same_folder_gives_the_same_owner(tmp_path: Path) -> None:
+def test_the_same_folder_gives_the_same_owner_and_the_highest_epoch(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "folder"
     first = load_or_create(folder, "store-0")
     assert load_or_create(folder, "store-0") == first
     assert len(first.owner) == 32
-
-
-def test_the_file_is_the_owners_alone_and_nothing_else_is_left(tmp_path: Path) -> None:
-    load_or_create(tmp_path, "store-0").with_epoch(3)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
-    assert stat.S_IMODE((tmp_path / FILE_NAME).stat().st_mode) == 0o600
+    first.with_epoch(9).with_epoch(4)
+    assert load_or_create(folder, "store-0").last_epoch == 9
+    assert [path.name for path in folder.iterdir()] == [FILE_NAME], "nothing else is left"
+    assert stat.S_IMODE((folder / FILE_NAME).stat().st_mode) == 0o600
 
 
 def test_without_a_folder_each_life_has_its_own_owner() -> None:
     first, second = load_or_create(None, "store-0"), load_or_create(None, "store-0")
     assert first.owner != second.owner
     assert first.with_epoch(5).last_epoch == 5
-
-
-def test_the_last_epoch_is_remembered_and_never_lowered(tmp_path: Path) -> None:
-    load_or_create(tmp_path, "store-0").with_epoch(9).with_epoch(4)
-    assert load_or_create(tmp_path, "store-0").last_epoch == 9
 
 
 def test_a_folder_of_another_id_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -97,33 +97,6 @@ TestTable = TableMachine.TestCase
 TestTable.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 
 
-def test_a_refused_join_changes_nothing() -> None:
-    table = MembershipTable(first_epoch=1)
-    held = table.join(member(owner="a"), 10, now=0)
-    version = table.version
-    with pytest.raises(StaleLease) as caught:
-        table.join(member(owner="b"), 10, now=4)
-    assert caught.value.retry_after_s == 6
-    assert (table.version, table.members(now=4)) == (version, [held])
-
-
-def test_a_clock_that_jumps_back_ends_no_lease_and_lengthens_none() -> None:
-    table = MembershipTable(first_epoch=1)
-    joined = table.join(member(), 10, now=1_000)
-    assert table.members(now=0) == [joined]
-    table.renew("store-0", joined.endpoint.epoch, 10, now=0)
-    assert table.members(now=1_010) == []
-
-
-def test_a_clock_that_jumps_ahead_ends_leases_and_members_join_above() -> None:
-    table = MembershipTable(first_epoch=1)
-    joined = table.join(member(), 10, now=0)
-    with pytest.raises(StaleLease):
-        table.renew("store-0", joined.endpoint.epoch, 10, now=1_000_000)
-    again = table.join(joined, 10, now=1_000_000)
-    assert again.endpoint.epoch > joined.endpoint.epoch
-
-
 async def test_a_restart_gives_later_epochs_though_everything_is_forgotten() -> None:
     before = await one_join(EmbeddedRegistry(wall_ns=lambda: 1_000), member())
     after = await one_join(EmbeddedRegistry(wall_ns=lambda: 2_000), member())
