@@ -7,29 +7,25 @@ import pytest
 from kvstore.client.deadline import PATIENCE, Deadline
 from protocol.errors import DeadlineExceeded, InvalidRequest
 
-
-def test_without_a_time_limit_it_is_what_the_bytes_may_take() -> None:
-    deadline = Deadline(None)
-    assert deadline.left_s() == pytest.approx(PATIENCE.base_s, abs=1.0)
-    deadline.allow(int(PATIENCE.slowest_bytes_s) * 100)
-    assert deadline.left_s() == pytest.approx(PATIENCE.base_s + 100, abs=1.0)
-    deadline.allow(1)
-    assert deadline.left_s() == pytest.approx(PATIENCE.base_s + 100, abs=1.0)
+HUNDRED_S = int(PATIENCE.slowest_bytes_s) * 100
+"""So many bytes may take so long."""
 
 
-def test_a_time_limit_is_not_extended() -> None:
-    deadline = Deadline(50.0)
-    deadline.allow(10**12)
-    assert deadline.left_s() == pytest.approx(50.0, abs=1.0)
-
-
-def test_an_attempt_leaves_half_and_what_it_allows_is_allowed() -> None:
-    deadline = Deadline(None)
+@pytest.mark.parametrize(
+    ("timeout_s", "left_s", "allowed_s"), [(None, PATIENCE.base_s, 100), (50.0, 50.0, 0)]
+)
+def test_bytes_extend_only_a_time_that_the_caller_has_not_set(
+    timeout_s: float | None, left_s: float, allowed_s: float
+) -> None:
+    """Once, also when an attempt that has half of it says so."""
+    deadline = Deadline(timeout_s)
     attempt = deadline.half()
-    assert attempt.left_s() == pytest.approx(PATIENCE.base_s / 2, abs=1.0)
-    attempt.allow(int(PATIENCE.slowest_bytes_s) * 100)
-    assert attempt.left_s() == pytest.approx(PATIENCE.base_s / 2 + 100, abs=1.0)
-    assert deadline.left_s() == pytest.approx(PATIENCE.base_s + 100, abs=1.0)
+    assert deadline.left_s() == pytest.approx(left_s, abs=1.0)
+    assert attempt.left_s() == pytest.approx(left_s / 2, abs=1.0)
+    for nbytes in (HUNDRED_S, 1):
+        attempt.allow(nbytes)
+        assert attempt.left_s() == pytest.approx(left_s / 2 + allowed_s, abs=1.0)
+        assert deadline.left_s() == pytest.approx(left_s + allowed_s, abs=1.0)
 
 
 def test_what_is_over_is_over() -> None:
@@ -38,9 +34,6 @@ def test_what_is_over_is_over() -> None:
         deadline.left_s()
     assert not deadline.fair()
     assert Deadline(1.0).fair()
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_no_time_is_no_time_limit(timeout_s: float) -> None:
-    with pytest.raises(InvalidRequest):
-        Deadline(timeout_s)
+    for no_time in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidRequest):
+            Deadline(no_time)

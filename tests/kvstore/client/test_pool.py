@@ -77,12 +77,15 @@ def _removed(store: KvStore, request: kvstore_pb2.StoreRemoveRequest) -> int:
     return node.call(lambda stub: stub.Remove, request, Deadline(PATIENCE_S)).removed
 
 
-def test_a_draining_node_takes_nothing_new_and_serves_what_it_has(shared_pool: Pool) -> None:
+@both_ways
+def test_a_draining_node_takes_nothing_new_and_serves_what_it_has(
+    shared_pool: Pool, transports: tuple[str, ...]
+) -> None:
     old, new = fresh(), fresh()
     while shared_pool.rank_of(new)[0] != shared_pool.rank_of(old)[0]:
         new = fresh()
     first, second, _ = shared_pool.rank_of(new)
-    with shared_pool.store() as store, shared_pool.alone(first) as alone:
+    with shared_pool.store(transports) as store, shared_pool.alone(first) as alone:
         store.put(old, VALUE)
         _drain(alone, draining=True)
         try:

@@ -40,61 +40,42 @@ def rank(view: View, block: Block = KEY) -> list[str]:
     return [each.node_id for each in view.ranked([block.head])[0]]
 
 
-def test_home_comes_first_and_the_next_rank_second() -> None:
-    view = view_of()
-    search = Search([KEY], view, Hints())
-    assert asked(search) == rank(view)[:2]
-    assert search.unasked == [0]
-
-
-def test_nodes_on_this_host_come_before_home() -> None:
-    near = rank(view_of())[3:5]
-    view = view_of(*near)
-    assert asked(Search([KEY], view, Hints())) == [*near, *rank(view)[:2]]
-
-
-def test_where_it_was_found_before_comes_before_home() -> None:
-    view, hints = view_of(), Hints()
-    before = view.ranked([KEY.head])[0][4]
+@pytest.mark.parametrize("near", [(), (3, 4)])
+@pytest.mark.parametrize("found_at", [None, 5])
+def test_near_nodes_come_first_then_where_it_was_found_before_then_home_and_the_next(
+    near: tuple[int, ...], found_at: int | None
+) -> None:
+    """Then, without a directory, everybody else, each once."""
+    view, hints = view_of(*(rank(view_of())[place] for place in near)), Hints()
+    ranked = rank(view)
+    if found_at is not None:
+        before = Search([KEY], view, hints)
+        before.groups()
+        before.found(0, view.ranked([KEY.head])[0][found_at])
+        assert not before.groups()
+        assert not before.unasked
     search = Search([KEY], view, hints)
-    search.groups()
-    search.found(0, before)
-    again = Search([KEY], view, hints)
-    assert asked(again) == [before.node_id, *rank(view)[:2]]
-
-
-def test_without_a_directory_everybody_is_asked_once() -> None:
-    view = view_of()
-    search = Search([KEY], view, Hints())
-    first = asked(search)
+    likely = [*near, *([] if found_at is None else [found_at]), 0, 1]
+    assert asked(search) == [ranked[place] for place in likely]
+    assert search.unasked == [0]
     search.ask_everybody()
-    assert first + asked(search) == rank(view)
+    assert asked(search) == [name for place, name in enumerate(ranked) if place not in likely]
     assert not search.unasked
     search.raise_lost()
 
 
-def test_the_directory_decides_who_is_asked_next() -> None:
+def test_the_directory_decides_who_is_asked_next_the_least_busy_first() -> None:
     view = view_of()
     search = Search([KEY], view, Hints())
     asked(search)
     holders = view.ranked([KEY.head])[0]
-    search.locate(0, [holders[0], holders[5], holders[3]])
-    assert set(asked(search)) == {holders[5].node_id, holders[3].node_id}
-
-
-def test_the_least_busy_holder_is_preferred() -> None:
-    view = view_of()
-    search = Search([KEY], view, Hints())
-    asked(search)
-    busy, idle = view.ranked([KEY.head])[0][3:5]
-    busy.in_flight = 5
-    search.locate(0, [busy, idle])
-    assert asked(search) == [idle.node_id, busy.node_id]
+    holders[3].in_flight = 5
+    search.locate(0, [holders[0], holders[3], holders[5]])
+    assert asked(search) == [holders[5].node_id, holders[3].node_id]
 
 
 def test_a_key_is_not_missing_while_somebody_who_may_have_it_is_out_of_reach() -> None:
-    view = view_of()
-    search = Search([KEY], view, Hints())
+    search = Search([KEY], view_of(), Hints())
     search.groups()
     search.lost(0, PeerLost("gone"))
     asked(search)
@@ -104,20 +85,17 @@ def test_a_key_is_not_missing_while_somebody_who_may_have_it_is_out_of_reach() -
     search.raise_lost()
 
 
-def test_what_is_found_is_asked_for_no_more() -> None:
-    view = view_of()
+def test_of_a_batch_each_key_is_asked_for_until_it_is_found() -> None:
     blocks = [block_of(b"%d" % number) for number in range(20)]
-    search = Search(blocks, view, Hints())
+    search = Search(blocks, view_of(), Hints())
     groups = search.groups()
     assert sorted(place for places in groups.values() for place in places) == list(range(20))
     for each, places in groups.items():
-        for place in places:
+        for place in places[1:]:
             search.found(place, each)
-    assert not search.groups()
-    assert not search.unasked
-
-
-def test_a_cluster_without_nodes_is_an_error() -> None:
+    left = [places[0] for places in groups.values()]
+    assert search.unasked == sorted(left)
+    assert sorted(place for places in search.groups().values() for place in places) == sorted(left)
     with pytest.raises(NoWorker):
         Search([KEY], View(), Hints())
 
