@@ -8,7 +8,6 @@ Pins come along.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
@@ -187,9 +186,7 @@ class _Drain:
                 return self._refused(wanted, f"{target.name}: {reason(error)}")
             return await self._copy_singly(wanted, target)
         if reply.copied + reply.present == len(wanted):
-            with contextlib.suppress(MoonserveError):  # the next survey finds what lacks its pin
-                await self._pin(wanted, target)
-            return ()
+            return ()  # with their pins; the next survey finds what was there without
         if len(wanted) > 1:
             return await self._copy_singly(wanted, target)
         why = "no room there" if reply.refused else "the draining node could not read it"
@@ -202,22 +199,16 @@ class _Drain:
         self._why |= {item.key: why for item in wanted}
         return wanted
 
-    async def _pin(self, copied: Sequence[Resident], target: Node) -> None:
-        for pin in {item.pin for item in copied} - {kvstore_pb2.STORE_PIN_NONE}:
-            keys = [item.key for item in copied if item.pin == pin]
-            request = kvstore_pb2.StorePinRequest(
-                keys=keys, pin=kvstore_pb2.StorePin.ValueType(pin)
-            )
-            await self._cluster.call(target, target.stub.Pin, request)
-
     async def _keep_pins(self, pinned: Sequence[Resident]) -> None:
         """What is elsewhere already gets the pin there, unless a replica has it or a stronger one."""
         for item in pinned:
             nodes = list(self._others.nodes.values())
             found = objects.present(await objects.replicas(self._cluster, nodes, item.key))
             if all(replica.object.pin < item.pin for replica in found):
+                pin = kvstore_pb2.StorePin.ValueType(item.pin)
+                request = kvstore_pb2.StorePinRequest(keys=[item.key], pin=pin)
                 for replica in found:
-                    await self._pin([item], replica.node)
+                    await self._cluster.call(replica.node, replica.node.stub.Pin, request)
 
     def _finish(self, took_s: float) -> int:
         name = self._leaving.name

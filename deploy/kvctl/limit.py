@@ -31,7 +31,13 @@ from protocol.ids import Role
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.rpc import Channels
 
-COLUMNS = ("worker", "role", "resident", ">floor", ">ceiling", ">at most", ">waits for", ">budget")
+_SIZES = {
+    ">floor": "floor_bytes",
+    ">ceiling": "ceiling_bytes",
+    ">at most": "largest_bytes",
+    ">waits for": "wanted_bytes",
+}
+_TOLD = ("resident_bytes", "held_bytes", *_SIZES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +122,21 @@ async def _call(channels: Channels, worker: Worker, method: str, request: Any) -
 
 def _show(workers: list[Worker], outcomes: list[Outcome], output: Output) -> int:
     """Prints what each said; the exit code."""
-    table = Table(output, *COLUMNS)
+    table = Table(output, "worker", "role", "resident", *_SIZES, ">budget")
     for worker, outcome in zip(workers, outcomes, strict=True):
         if isinstance(outcome, MoonserveError):
             output.record(worker=worker.name, role=worker.role, error=outcome.message)
             output.problem(f"{worker.name}: {explained(outcome)}")
         else:
             told = {name: getattr(outcome, name) for name in _TOLD}
-            told["budget_bytes"] = _budget(outcome)
-            output.record(worker=worker.name, role=worker.role, **told)
-            table.add(worker.name, worker.role, *_cells(outcome))
+            budget = outcome.budget_bytes if outcome.HasField("budget_bytes") else None
+            output.record(worker=worker.name, role=worker.role, **told, budget_bytes=budget)
+            share = bar(outcome.resident_bytes / outcome.ceiling_bytes)
+            table.add(
+                *(worker.name, worker.role, f"{share} {size(outcome.resident_bytes)}"),
+                *(size(told[name]) for name in _SIZES.values()),
+                "its own" if budget is None else size(budget),
+            )
     table.flush()
     failures = [each for each in outcomes if isinstance(each, MoonserveError)]
     if not failures:
@@ -133,28 +144,6 @@ def _show(workers: list[Worker], outcomes: list[Outcome], output: Output) -> int
     if any(isinstance(each, PeerLost) for each in failures):
         return EXIT_UNREACHABLE
     return EXIT_USAGE if len(failures) == len(outcomes) else EXIT_NOT_FOUND
-
-
-_TOLD = (
-    *("resident_bytes", "held_bytes", "floor_bytes", "ceiling_bytes"),
-    *("largest_bytes", "wanted_bytes"),
-)
-
-
-def _budget(limits: worker_pb2.KvLimits) -> int | None:
-    return limits.budget_bytes if limits.HasField("budget_bytes") else None
-
-
-def _cells(limits: worker_pb2.KvLimits) -> tuple[str, ...]:
-    share = limits.resident_bytes / limits.ceiling_bytes
-    return (
-        f"{bar(share)} {size(limits.resident_bytes)}",
-        size(limits.floor_bytes),
-        size(limits.ceiling_bytes),
-        size(limits.largest_bytes),
-        size(limits.wanted_bytes),
-        "its own" if (budget := _budget(limits)) is None else size(budget),
-    )
 
 
 def _bytes(text: str) -> int:

@@ -74,18 +74,18 @@ class DirectNodes:
     ) -> list[int | Fate]:
         """As `AtNode.scatter`."""
         node = self._node(store)
-        near = node.near
-        if near is not None and spots.nbytes <= INLINE_BYTES:
+        way = node.attachment if spots.nbytes <= INLINE_BYTES else None
+        if way is not None and way.near is not None:
             try:
-                fates = near.scatter(keys, spots)
+                fates = way.near.scatter(keys, spots)
             except Retired:  # to look at the newer one takes calls
                 pass
             else:
                 self._at_node.used(node, used(keys, fates))
                 return fates
         deadline = Deadline(deadline_s)
-        if node.far is not None and spots.nbytes <= INLINE_BYTES:
-            far = await self._far(node, node.far, keys, spots, deadline)
+        if way is not None and way.far is not None:
+            far = await self._far(node, way.far, keys, spots, deadline)
             if far is not None:
                 return far
         return await self._ask(
@@ -124,8 +124,8 @@ class DirectNodes:
     async def lean_address(self, store: Endpoint, timeout_s: float) -> str:
         """Attaches the node when it is not. Raises PeerLost, DeadlineExceeded."""
         node = self._node(store)
-        if node.lean_address is not None:
-            return node.lean_address
+        if node.attachment is not None:
+            return node.attachment.lean_address
         deadline = Deadline(timeout_s)
         attached = await self._ask(node, deadline, lambda: node.attached(deadline))
         return attached.lean_address

@@ -143,10 +143,6 @@ class StoreNode:
         self._forgotten = False
 
     @property
-    def is_attached(self) -> bool:
-        return self._attached is not None
-
-    @property
     def is_near(self) -> bool:
         """Its memory is mapped here; as long as that has not been tried, whether it is worth trying."""
         attached = self._attached
@@ -159,16 +155,9 @@ class StoreNode:
         return None if attached is None else attached.near
 
     @property
-    def far(self) -> Far | None:
-        """How it is read, if it is attached and not mapped."""
-        attached = self._attached
-        return None if attached is None else attached.far
-
-    @property
-    def lean_address(self) -> str | None:
-        """None as long as it is not attached."""
-        attached = self._attached
-        return None if attached is None else attached.lean_address
+    def attachment(self) -> Attachment | None:
+        """None as long as nobody has attached it."""
+        return self._attached
 
     def attached(self, deadline: Deadline) -> Attachment:
         """Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""

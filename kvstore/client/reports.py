@@ -112,7 +112,7 @@ class Touches:
             await asyncio.wait(map(asyncio.wrap_future, tuple(self._under_way)))
 
     async def _send(self, node: StoreNode, packed_keys: bytearray) -> None:
-        if not node.is_attached:  # lost meanwhile, and told so
+        if node.attachment is None:  # lost meanwhile, and told so
             return
         request = kvstore_pb2.StoreTouchRequest(keys=bytes(packed_keys))
         try:

@@ -9,7 +9,7 @@ is left. Knows the nodes by their `NodeView`s; what becomes of a plan it is told
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.directory.chains import Chains
@@ -59,8 +59,8 @@ class Planner:
 
     def cold(self, now: float) -> list[BlockKey]:
         """What `plan` may drop for being cold."""
-        made = {key: since for _, keys in self._ledger.made() for key, since in keys.items()}
-        return [key for key, since in made.items() if self._is_cold(key, since, now)]
+        cold = [key for key, _, since in self._ledger.made() if self._is_cold(key, since, now)]
+        return list(dict.fromkeys(cold))
 
     def plan(self, nodes: Nodes, now: float, pins: Pins = NO_PINS) -> Plan:
         """What heat and its absence ask for now."""
@@ -202,10 +202,10 @@ class Planner:
     # ---- fewer
 
     def _cold(self, nodes: Nodes, now: float, pins: Pins) -> tuple[Drop, ...]:
-        surplus = {
-            node: [key for key, since in made.items() if self._is_cold(key, since, now)]
-            for node, made in self._ledger.made()
-        }
+        surplus: dict[InstanceId, list[BlockKey]] = {}
+        for key, node, since in self._ledger.made():
+            if self._is_cold(key, since, now):
+                surplus.setdefault(node, []).append(key)
         drops = self._drop(surplus, 1, nodes, pins)
         for node, keys in surplus.items():
             gone = {key for drop in drops if drop.node == node for key in drop.keys}
@@ -218,8 +218,7 @@ class Planner:
         return now - max(since, self._heat.last_hit_at(key)) >= self._limits.cool_s
 
     def _forget(self, key: BlockKey, node: InstanceId) -> None:
-        self._ledger.forget_made(key, node)
-        if not self._ledger.was_made(key):
+        if self._ledger.forget_made(key, node):
             self._heat.unwatch(key)
 
     def _lower(
@@ -282,7 +281,7 @@ class _Ledger:
         self._expected: dict[BlockKey, dict[InstanceId, float]] = {}  # until when
         self._resting: dict[BlockKey, float] = {}  # until when
         self._shunned: dict[InstanceId, float] = {}  # until when
-        self._made: dict[InstanceId, dict[BlockKey, float]] = {}  # since when
+        self._made: dict[BlockKey, dict[InstanceId, float]] = {}  # since when
 
     def expect(self, keys: Iterable[BlockKey], node: InstanceId, now: float) -> None:
         for key in keys:
@@ -320,22 +319,19 @@ class _Ledger:
 
     def note_made(self, keys: Iterable[BlockKey], node: InstanceId, now: float) -> None:
         for key in keys:
-            self._made.setdefault(node, {})[key] = now
+            self._made.setdefault(key, {})[node] = now
 
-    def made(self) -> Iterator[tuple[InstanceId, dict[BlockKey, float]]]:
-        """By node: the blocks it holds for their heat, and since when."""
-        return ((node, dict(keys)) for node, keys in list(self._made.items()))
+    def made(self) -> list[tuple[BlockKey, InstanceId, float]]:
+        """The blocks that nodes hold for their heat, and since when."""
+        return [(key, node, at) for key, nodes in self._made.items() for node, at in nodes.items()]
 
-    def was_made(self, key: BlockKey) -> bool:
-        """On any node."""
-        return any(key in keys for keys in self._made.values())
-
-    def forget_made(self, key: BlockKey, node: InstanceId) -> None:
-        """No-op when it was not."""
-        keys = self._made.get(node, {})
-        keys.pop(key, None)
-        if not keys:
-            self._made.pop(node, None)
+    def forget_made(self, key: BlockKey, node: InstanceId) -> bool:
+        """Whether no other node holds it for its heat either; no-op when this one does not."""
+        nodes = self._made.get(key, {})
+        nodes.pop(node, None)
+        if not nodes:
+            self._made.pop(key, None)
+        return not nodes
 
     def expire(self, now: float) -> None:
         self._resting = {key: until for key, until in self._resting.items() if until > now}
