@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.kvctl import objects
@@ -168,54 +169,44 @@ def add_verify(verbs: objects.Verbs, common: ArgumentParser) -> None:
 
 async def run_verify(arguments: Namespace, cluster: Cluster, output: Output) -> int:
     nodes = await cluster.nodes()
-    passes = {node: _Pass(node) for node in nodes}
+    passes = {node: _Pass() for node in nodes}
     with output.progress() as progress:
-        answers = await gathered(nodes, lambda node: passes[node].run(cluster, progress))
+        answers = await gathered(nodes, lambda node: passes[node].follow(cluster, node, progress))
     # Also of a node that was lost on the way: what it found was dropped.
     corrupt = [key for done in passes.values() for key in done.corrupt]
     others = await objects.holders(cluster, await cluster.all_nodes(), corrupt)
     lost = {node for node, _ in answers.lost}
     for node, done in passes.items():
-        done.tell(others, output, is_lost=node in lost)
+        keys = [key.hex() for key in done.corrupt]
+        output.record(node=node.name, checked=done.checked, total=done.total, corrupt=keys)
+        for key in done.corrupt:
+            left = ", ".join(other.name for other, held in others.replies if key in held)
+            fate = f"still on {left}" if left else "it was the only replica"
+            output.line(f"{node.name}: corrupt {key.hex()}, dropped; {fate}")
+        what = f"{len(keys):,} corrupt" if keys else "all good"
+        until = " before it was lost" if node in lost else ""
+        if done.checked or not until:
+            output.line(f"{node.name}: {count(done.checked, 'object')} checked{until}, {what}")
     tell_lost(answers, output)
     if answers.lost:
         return EXIT_UNREACHABLE
     return EXIT_NOT_FOUND if corrupt else EXIT_OK
 
 
+@dataclass(slots=True)
 class _Pass:
     """Over one node."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._checked = self._total = 0
-        self.corrupt: list[BlockKey] = []
+    checked: int = 0
+    total: int = 0
+    corrupt: list[BlockKey] = field(default_factory=list)
 
-    async def run(self, cluster: Cluster, progress: Progress) -> None:
-        request = kvstore_pb2.StoreVerifyRequest()
-        async for found in cluster.stream(self._node, self._node.stub.Verify, request):
-            self._checked, self._total = found.checked, found.total
+    async def follow(self, cluster: Cluster, node: Node, progress: Progress) -> None:
+        async for found in cluster.stream(node, node.stub.Verify, kvstore_pb2.StoreVerifyRequest()):
+            self.checked, self.total = found.checked, found.total
             self.corrupt += [BlockKey(key) for key in found.corrupt]
             text = f"{found.checked:,} of {count(found.total, 'object')}"
-            progress.show(self._node.name, found.checked, found.total, text)
-
-    def tell(self, others: Answers[list[BlockKey]], output: Output, *, is_lost: bool) -> None:
-        """`others`: who still has what was corrupt here."""
-        name = self._node.name
-        output.record(
-            node=name,
-            checked=self._checked,
-            total=self._total,
-            corrupt=[key.hex() for key in self.corrupt],
-        )
-        for key in self.corrupt:
-            left = ", ".join(node.name for node, held in others.replies if key in held)
-            fate = f"still on {left}" if left else "it was the only replica"
-            output.line(f"{name}: corrupt {key.hex()}, dropped; {fate}")
-        what = f"{len(self.corrupt):,} corrupt" if self.corrupt else "all good"
-        until = " before it was lost" if is_lost else ""
-        if self._checked or not is_lost:
-            output.line(f"{name}: {count(self._checked, 'object')} checked{until}, {what}")
+            progress.show(node.name, found.checked, found.total, text)
 
 
 async def _changed(

@@ -7,8 +7,6 @@ directory names or, without one, everybody.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.client.cluster import View, nearest
@@ -25,27 +23,23 @@ Groups = Mapping[StoreNode, Sequence[int]]
 
 
 class Hints:
-    """Keys that were found away from home, and where; the oldest are forgotten. Thread-safe."""
+    """Keys that were found away from home, and where; all are forgotten when there are too many. Thread-safe."""
 
     def __init__(self, limit: int = 65_536) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
-        self._nodes: OrderedDict[BlockKey, str] = OrderedDict()
+        self._nodes: dict[BlockKey, str] = {}
 
     def get(self, key: BlockKey) -> str | None:
         return self._nodes.get(key)
 
     def note(self, key: BlockKey, node_id: str) -> None:
-        with self._lock:
-            self._nodes[key] = node_id
-            self._nodes.move_to_end(key)
-            if len(self._nodes) > self._limit:
-                self._nodes.popitem(last=False)
+        if len(self._nodes) >= self._limit:
+            self._nodes.clear()
+        self._nodes[key] = node_id
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        with self._lock:
-            for key in keys:
-                self._nodes.pop(key, None)
+        for key in keys:
+            self._nodes.pop(key, None)
 
 
 class Search:

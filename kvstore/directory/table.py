@@ -116,14 +116,9 @@ class Table:
         for column in self.holders:
             column[slots] = 0
 
-    def keep_only(self, bits: list[np.uint64]) -> None:
-        """Takes all other holders away from everywhere, and frees what nobody holds then."""
-        for column, word in zip(self.holders, bits, strict=True):
-            column[: self._end] &= word
-        rows = self.in_use()
-        emptied = rows[~self.is_held(rows)]
-        placeholder = (self.children[emptied] > 0) & (self.parents[emptied] == NO_SLOT)
-        self.let_go(emptied[~placeholder])
+    def with_holder(self, word: int, mask: np.uint64) -> Slots:
+        """The rows that one holder has."""
+        return np.flatnonzero(self.holders[word][: self._end] & mask)
 
     def widen(self) -> None:
         """Room for 64 more holders."""

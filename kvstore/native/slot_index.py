@@ -152,7 +152,7 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 def _holders_leading() -> Any:
     leading = _loaded(HOLDERS_SOURCE).holders_leading
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    leading.argtypes = pointer, pointer, number, pointer, number, pointer, pointer
+    leading.argtypes = pointer, number, pointer, number, pointer, pointer
     leading.restype = None
     return leading
 
@@ -165,18 +165,17 @@ class HolderKernel:
         self._columns: tuple[Words, ...] = ()  # the last ones given, whose addresses are known
         self._places = np.zeros(0, np.uint64)
 
-    def leading(self, columns: Sequence[Words], live: Words, rows: Rows) -> tuple[Words, Rows]:
-        """The live holders of each row [words, rows], and of each holder in how many leading rows it is [words · 64].
+    def leading(self, columns: Sequence[Words], rows: Rows) -> tuple[Words, Rows]:
+        """The holders of each row [words, rows], and of each holder in how many leading rows it is [words · 64].
 
-        `live`: a word per column; `rows`: as an index of this table gave them, so that every column has them.
+        `rows`: as an index of this table gave them, so that every column has them.
         """
         num_words, num_rows = len(columns), len(rows)
-        assert len(live) == num_words, "a word of who is live per column"
         held = np.empty((num_words, num_rows), np.uint64)
         runs = np.empty(num_words * WORD_BITS, np.int64)
         self._know(columns)
         self._leading(
-            *(address_of(self._places), address_of(live), num_words, address_of(rows), num_rows),
+            *(address_of(self._places), num_words, address_of(rows), num_rows),
             *(address_of(held), address_of(runs)),
         )
         return held, runs
