@@ -7,7 +7,7 @@
 Missing, empty, unreachable and full are four different answers: None, `b""`, PeerLost and Overloaded.
 """
 
-from kvstore.client.aio import AsyncKvStore, AsyncStoreLease, connect_async
+from kvstore.client.aio import AsyncKvStore, connect_async
 from kvstore.client.connecting import connect
 from kvstore.client.keys import Block, Key, chain, plain_key
 from kvstore.client.pool import NodeStats, NodeView, PoolStats
@@ -17,7 +17,6 @@ from kvstore.disk.base import Pin
 
 __all__ = [
     "AsyncKvStore",
-    "AsyncStoreLease",
     "Block",
     "Key",
     "KvStore",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvstore.client.backstage import to_the_end
@@ -46,11 +46,22 @@ def _threaded(
 
 def _leasing(
     method: Callable[Concatenate[KvStore, P], StoreLease],
-) -> Callable[Concatenate[AsyncKvStore, P], AsyncStoreLease]:
-    """`async with store.lease(keys) as lease: lease.views[0]`."""
+) -> Callable[Concatenate[AsyncKvStore, P], AbstractAsyncContextManager[StoreLease]]:
+    """`async with store.lease(keys) as lease: lease.views[0]`; taken when the block begins, given back when it ends."""
 
-    def lease(self: AsyncKvStore, /, *args: P.args, **options: P.kwargs) -> AsyncStoreLease:
-        return AsyncStoreLease(self, partial(method, self._store, *args, **options))
+    @asynccontextmanager
+    async def lease(
+        self: AsyncKvStore, /, *args: P.args, **options: P.kwargs
+    ) -> AsyncIterator[StoreLease]:
+        taken: list[StoreLease] = []
+        try:
+            await self._call(lambda: taken.append(method(self._store, *args, **options)))
+            yield taken[0]
+        except BaseException:  # cancelled too
+            for each in taken:
+                await self._call(each.close)
+            raise
+        await self._call(partial(taken[0].__exit__, None, None, None))
 
     return lease
 
@@ -118,32 +129,3 @@ class AsyncKvStore:
 
     async def _call(self, call: Callable[[], T]) -> T:
         return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, call))
-
-
-class AsyncStoreLease:
-    """A `StoreLease` that is taken when the block begins and given back when it ends."""
-
-    def __init__(self, store: AsyncKvStore, take: Callable[[], StoreLease]) -> None:
-        self._store = store
-        self._take = take
-        self._lease: StoreLease | None = None
-
-    async def __aenter__(self) -> StoreLease:
-        taken: list[StoreLease] = []
-        try:
-            await self._store._call(lambda: taken.append(self._take()))
-        except asyncio.CancelledError:
-            for lease in taken:
-                await self._store._call(lease.close)
-            raise
-        [self._lease] = taken
-        return self._lease
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._lease is not None:
-            await self._store._call(partial(self._lease.__exit__, kind, error, trace))

@@ -66,7 +66,7 @@ def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
 
     Slices need no checksums of their own: objects are verified by whoever reads or commits them.
     """
-    plain = TransferOptions(host=_way_to(_host_of(url)), checksums=False)
+    plain = TransferOptions(host=_way_to(_split(url)[0]), checksums=False)
     if tls is None:
         return plain
     return replace(
@@ -106,14 +106,10 @@ def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:
 
 
 def _address_of(url: str) -> str:
-    parts = _split(url)
-    if not parts[0] or parts[1] is None:
+    host, port = _split(url)
+    if not host or port is None:
         raise ConfigError("a node is named as node://host:port")
-    return f"{parts[0]}:{parts[1]}"
-
-
-def _host_of(url: str) -> str:
-    return _split(url)[0]
+    return f"{host}:{port}"
 
 
 def _split(url: str) -> tuple[str, int | None]:

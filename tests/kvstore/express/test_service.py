@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvstore.client.spots import Spots
 from kvstore.express import frames
 from kvstore.express.frames import ANSWER, Kind, Status
 from kvstore.express.link import Link, received, send
+from kvstore.express.service import ExpressConnections
 from kvstore.promises import Outcome
 from protocol.checksum import checksum
 from protocol.errors import (
@@ -295,13 +297,14 @@ def test_a_node_that_is_told_where_kv_goes_offers_no_other_way(flags: tuple[str,
             lean.hand_over(frames.METHOD, timeout_s=PATIENCE_S)
 
 
-def test_a_node_that_is_killed_in_the_midst_is_lost_at_once() -> None:
+@pytest.mark.parametrize("end", [Node.kill, Node.stop])
+def test_a_node_that_ends_in_the_midst_is_lost_at_once(end: Callable[[Node], None]) -> None:
     """Of a put whose values it was taking in, and of a get that nobody answers any more."""
     with own_node() as (node, store), link_to(store) as link:
         store.put(b"key", VALUE)
         send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
-        node.kill()
+        end(node)
         assert is_ended(link)
         with pytest.raises(PeerLost):
             store.get(b"key", timeout_s=NEVER_S)
@@ -315,9 +318,18 @@ def test_a_stopped_node_is_the_deadlines(node: Node, store: KvStore) -> None:
     assert store.get(b"key") == VALUE
 
 
-def test_a_node_stops_in_order_while_connections_are_open() -> None:
-    with own_node() as (node, store), link_to(store) as link:
-        send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
-        until(lambda: reserved(store) > 0)
-        node.stop()
-        assert is_ended(link)
+def test_a_connection_for_which_there_is_no_thread_is_closed_and_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    door = ExpressConnections(lambda link: None, max_connections=1)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            door.take(ours)
+        assert theirs.recv(1) == b""
+        door.admit()
+        door.close()
