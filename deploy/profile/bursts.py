@@ -28,8 +28,17 @@ class PromptRun:
     queue_s: float  # at the prefill worker, like the next two
     load_s: float
     compute_s: float
-    second_gap_s: float | None  # between the first and the second token
-    step_s: float | None  # between later ones
+    handoff_s: float | None  # the second token's gap beyond a step; None where there was no step
+
+    @property
+    def request_s(self) -> float:
+        """All that is not its worker's."""
+        return self.ttft_s - self.queue_s - self.load_s - self.compute_s
+
+    @property
+    def back_s(self) -> float:
+        """From its computing's end to its first token's coming to the client."""
+        return self.request_s - self.placed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

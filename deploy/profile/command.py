@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ from transfer.config import TransferOptions
 
 if TYPE_CHECKING:
     from deploy.profile.bursts import Burst, PromptRun, StepRun
-    from deploy.profile.terms import ServingTerms
     from engine.profile import DecodePoint, PrefillPoint
 
 MIB = 2**20
@@ -101,15 +100,8 @@ class ProfileConfig(FormatConfig):
 
 # Options that a cluster is started with.
 _OF_WORKERS = (
-    "dtype",
-    "kv_cache_dtype",
-    "load_format",
-    "block_size",
-    "kv_cache_memory",
-    "dram",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kernels",
+    *("dtype", "kv_cache_dtype", "load_format", "block_size", "kv_cache_memory", "dram"),
+    *("max_num_seqs", "max_num_batched_tokens", "kernels"),
 )
 
 # `cpu` leaves out the time that other programs had the processor.
@@ -124,7 +116,8 @@ class _Timed:
     decode_points: Sequence[DecodePoint | StepRun]
     prefill: PrefillFit
     decode: DecodeFit
-    terms: ServingTerms | None = None  # with --serving, like the next
+    overheads: Overheads = field(default_factory=Overheads)  # with --serving, like the others
+    crowding: Crowding = field(default_factory=Crowding)
     bursts: Sequence[Burst] = ()
 
 
@@ -208,7 +201,8 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         decode_points=seen.steps,
         prefill=terms.prefill,
         decode=terms.decode,
-        terms=terms,
+        overheads=terms.overheads,
+        crowding=terms.crowding,
         bursts=seen.bursts,
     )
 
@@ -280,8 +274,8 @@ def _profile(
         dram_tokens=config.dram // token_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
-        overheads=Overheads() if timed.terms is None else timed.terms.overheads,
-        crowding=Crowding() if timed.terms is None else timed.terms.crowding,
+        overheads=timed.overheads,
+        crowding=timed.crowding,
     )
 
 

@@ -131,8 +131,7 @@ class Probe:
             queue_s=queue_s,
             load_s=load_s,
             compute_s=compute_s,
-            second_gap_s=gaps[0] if len(gaps) > 2 else None,
-            step_s=float(np.median(gaps[1:])) if len(gaps) > 2 else None,
+            handoff_s=gaps[0] - float(np.median(gaps[1:])) if len(gaps) > 2 else None,
         )
 
     async def _burst(self, num_prefill: int) -> list[Answered]:

@@ -123,11 +123,11 @@ def overheads_of(seen: Observations) -> Overheads:
     """Medians over prompts that nobody delayed. A landing is what a prompt without a prefix waits for before its first
     step. The turnover is what all of this does not explain of bursts (`serving.calibrated`)."""
     alone = [run for run in seen.prompts if run.num_others == 0]
-    back_s = max(_median([_back_s(run) for run in alone]), 0.0)
+    back_s = _median([run.back_s for run in alone])
     prompts = [each.prompt for burst in seen.bursts for each in burst]
-    late_s = [_back_s(run) - back_s for run in prompts if run.queue_s > run.compute_s / 2]
+    late_s = [run.back_s - back_s for run in prompts if run.queue_s > run.compute_s / 2]
     return Overheads(
-        request_s=_median([_own_overheads(run)[0] for run in alone]),
+        request_s=_median([run.request_s for run in alone]),
         gateway_s=_gateway_s(seen, _median([run.placed_s for run in alone])),
         back_s=back_s,
         late_back_s=_median(late_s or [0.0]),
@@ -164,10 +164,10 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
         prefill_beside_prefills=_prefill_factors(prefills, prefill, by_machine),
         decode=one,
         decode_batch=batch,
-        request=_overhead_factors(decoding, 0),
-        request_beside_prefills=_overhead_factors(prefills, 0),
-        landing=_overhead_factors(decoding, 1),
-        landing_beside_prefills=_overhead_factors(prefills, 1),
+        request=_factors([(run.num_others, run.request_s) for run in decoding]),
+        request_beside_prefills=_factors([(run.num_others, run.request_s) for run in prefills]),
+        landing=_factors([(run.num_others, run.load_s) for run in decoding]),
+        landing_beside_prefills=_factors([(run.num_others, run.load_s) for run in prefills]),
         handoff=_handoff_factors(seen),
         gaps=_gaps(_in_bursts(seen), decode),
     )
@@ -212,7 +212,7 @@ def _handoff_factors(seen: Observations) -> tuple[float, ...]:
 
 def _handoffs_alone(seen: Observations) -> list[float]:
     """Seconds, of prompts that nobody delayed."""
-    found = (_own_overheads(run)[2] for run in seen.prompts if run.num_others == 0)
+    found = (run.handoff_s for run in seen.prompts if run.num_others == 0)
     return [seconds for seconds in found if seconds is not None]
 
 
@@ -227,25 +227,6 @@ def _prefill_factors(
     if len(alone) > 1:
         ratios = [(0, ratio) for ratio in alone.values()] + [each for each in ratios if each[0]]
     return _factors(ratios)
-
-
-def _overhead_factors(runs: Sequence[PromptRun], which: int) -> tuple[float, ...]:
-    """`which`: of `_own_overheads`."""
-    found = [(run.num_others, _own_overheads(run)[which]) for run in runs]
-    return _factors([(others, seconds) for others, seconds in found if seconds is not None])
-
-
-def _back_s(run: PromptRun) -> float:
-    """From its computing's end to its first token's coming to the client."""
-    return run.ttft_s - run.placed_s - run.queue_s - run.load_s - run.compute_s
-
-
-def _own_overheads(run: PromptRun) -> tuple[float, float, float | None]:
-    """Seconds of request, landing and handoff of one prompt without a prefix."""
-    request_s = run.ttft_s - run.queue_s - run.load_s - run.compute_s
-    if run.second_gap_s is None or run.step_s is None:
-        return request_s, run.load_s, None
-    return request_s, run.load_s, run.second_gap_s - run.step_s
 
 
 def _gaps(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[tuple[float, ...], ...]:

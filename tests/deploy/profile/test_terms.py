@@ -47,8 +47,7 @@ def prompt(
         queue_s=0.001,
         load_s=0.002,
         compute_s=compute_s,
-        second_gap_s=0.009,
-        step_s=0.003,
+        handoff_s=0.006,
     )
 
 
