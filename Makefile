@@ -34,7 +34,7 @@ test-all: $(DEV)
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
 	MOONSERVE_TEST_EXAMPLES=1 $(PYTEST) -m "slow or examples" $(ARGS)
 	$(MAKE) simulate ARGS="--seeds 300"
-	$(MAKE) chaos MINUTES=3 ARGS="--seed 1"
+	$(MAKE) chaos MINUTES=2 ARGS="--seed 1"
 
 # Both, with a hundred times the examples and the longest outages: for the night.
 test-thorough: $(DEV)

@@ -1,42 +1,110 @@
-"""`python -m tests.chaos --minutes N --seed S`: runs, prints the report, and exits with 1 where it is not good."""
+"""`python -m tests.chaos --minutes N --seed S`: truth first, then a cluster, clients and faults beside each other, then
+quiet and the accounts. Prints them, and exits with 1 where they are not good."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
-from tests.chaos.run import NUM_WISHES, Terms, run
-from tests.chaos.truth import SYNTHETIC, wishes
+import psutil
+
+from models import demo_model_path
+from tests.chaos.clients import Clients, Tally
+from tests.chaos.faults import Clock, Striking, schedule
+from tests.chaos.truth import BLOCK_SIZE, SYNTHETIC, wishes
+from tests.e2e.cluster import UNHURRIED, Cluster
+from tests.e2e.test_lifecycle import left_in_shm
+from tests.patience import PATIENCE_S
 from tests.public_trace import TRACE
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
+NUM_WISHES = 60
+FLAGS = (
+    *UNHURRIED,
+    *("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "64MiB"),
+    *("--prefill-workers", "2", "--decode-workers", "2", "--store-nodes", "1"),
+    # Small, so that the disk is used.
+    *("--dram", "16MiB"),
+)
+DISK_SIZE = "256MiB"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--trace", type=Path, help="the public conversation trace where it is there"
-    )
-    parser.add_argument("--json", type=Path, help="where the report goes, too")
-    parser.add_argument(
-        "--folder", type=Path, help="for logs and the disk; a temporary one when not given"
-    )
+    parser.add_argument("--trace", type=Path, default=TRACE if TRACE.exists() else SYNTHETIC)
     options = parser.parse_args()
-    trace = options.trace or (TRACE if TRACE.exists() else SYNTHETIC)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    (folder / "disk").mkdir(parents=True, exist_ok=True)
-    terms = Terms(model=None, seed=options.seed, minutes=options.minutes, trace=trace)
-    report = run(terms, wishes(DEMO, trace, NUM_WISHES), folder)
-    print(report.as_markdown())
-    if options.json is not None:
-        options.json.write_text(report.as_json() + "\n")
-    if not report.is_good:  # whatever else is wrong, this is what to read first
-        print(*report.tally.complaints, f"logs: {folder / 'logs'}", sep="\n", file=sys.stderr)
-    return 0 if report.is_good else 1
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    (folder / "disk").mkdir()
+    asked = wishes(demo_model_path(), options.trace, NUM_WISHES)
+    shm_before = set(os.listdir("/dev/shm"))
+    flags = (*FLAGS, "--ssd", f"{folder / 'disk'}:{DISK_SIZE}")
+    cluster = Cluster(None, *flags, log_dir=folder / "logs")
+    left: list[str] = []
+    try:
+        cluster.wait_until_ready()
+        faults = schedule(options.seed, options.minutes * 60, sorted(cluster.pids()))
+        clock = Clock()
+        clients = Clients(cluster.url, asked, options.seed, clock)
+        striking = Striking(cluster, faults, folder / "disk", clock)
+        striking.start()
+        try:
+            asyncio.run(clients.run(options.minutes * 60))
+        finally:
+            striking.relieve()
+        left += what_is_left(cluster)
+    finally:
+        left += end(cluster, shm_before)
+    tally = clients.tally
+    print(f"{options.minutes:g} minutes, seed {options.seed}, trace {options.trace.stem}")
+    print(accounts(tally, striking.done, striking.skipped, left))
+    is_served = tally.kept + tally.retried > 0 and striking.done.total() > 0
+    if is_served and not (tally.lost or tally.wrong or left):
+        return 0
+    print(*tally.complaints, f"logs: {folder / 'logs'}", sep="\n", file=sys.stderr)
+    return 1
+
+
+def what_is_left(cluster: Cluster) -> list[str]:
+    """When all is quiet: what is held, who is missing, what went wrong inside."""
+    left: list[str] = []
+    try:
+        cluster.wait_until_all_is_free()
+    except AssertionError:
+        left += cluster.in_use()
+    return left + [f"traceback in {name}" for name in cluster.tracebacks()]
+
+
+def end(cluster: Cluster, shm_before: set[str]) -> list[str]:
+    """Stops it; what outlives it."""
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    code = cluster.stop()
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    left = [f"process {each.pid}" for each in alive] + ([f"exit code {code}"] if code else [])
+    return left + [f"/dev/shm/{name}" for name in left_in_shm(shm_before)]
+
+
+def accounts(tally: Tally, faults: Counter[str], skipped: int, left: list[str]) -> str:
+    """For people, a line each."""
+    lines = {
+        "asked": tally.kept + tally.retried + tally.lost + tally.wrong,
+        "kept at the first attempt": tally.kept,
+        "kept after the client asked again": tally.retried,
+        "lost": tally.lost,
+        "wrong": tally.wrong,
+        "tokens compared": tally.num_tokens,
+        "longest gap in a stream that went well": f"{tally.longest_gap_s:.1f} s",
+        **{f"refused: {how}": count for how, count in sorted(tally.refusals.items())},
+        **{f"fault: {name}": count for name, count in sorted(faults.items())},
+        "faults not done, the victim was down already": skipped,
+        "left at the end": ", ".join(left) or "nothing",
+    }
+    return "\n".join(f"{name}: {value}" for name, value in lines.items())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from tests.chaos.clock import Clock
+from tests.chaos.faults import Clock
 from tests.chaos.truth import Wish
 
 NUM_CLIENTS = 6

@@ -127,9 +127,6 @@ class Cluster(LocalCluster):
         found = [i["epoch"] for i in self.instances() if i["instance_id"] == instance_id]
         return found[0] if found else 0
 
-    def is_member(self, instance_id: str) -> bool:
-        return self.epoch(instance_id) > 0
-
     def rpc(self, instance_id: str, stub: Callable[..., Any], method: str, request: Message) -> Any:
         """A member's reply, asked where it is now: one that was restarted has another address."""
         return self.rpc_at(self.instance(instance_id)["rpc_address"], stub, method, request)
@@ -186,7 +183,7 @@ class Cluster(LocalCluster):
         return [(stored.offset, stored.length) for stored in reply.objects]
 
     def num_indexed(self) -> int:
-        """How many blocks the conductor knows to be in stores."""
+        """Blocks that the conductor knows to be in stores."""
         return sum(i["indexed_blocks"] for i in self.instances() if i["role"] == "store")
 
     def wait_until_stored(self, prompts: Iterable[Sequence[int]], block_size: int) -> None:

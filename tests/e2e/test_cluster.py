@@ -165,4 +165,4 @@ def test_a_byte_flipped_in_the_store_is_found_and_computed_again(cluster: Cluste
     after = cluster.greedy(prompt, NUM_TOKENS)
     assert tokens_of(after) == tokens_of(before)
     assert cached_of(after) == bad * BLOCK_SIZE
-    assert cluster.counter("store-0", "integrity_failures") == 1
+    cluster.wait_for("its count", lambda: cluster.counter("store-0", "integrity_failures") == 1)

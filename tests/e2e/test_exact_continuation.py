@@ -87,7 +87,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     )
     with small_cluster(folder, *UNHURRIED, *flags, context=16_384) as started:
         everybody = (*PREFILLS, *DECODES)
-        started.wait_for("all workers", lambda: all(map(started.is_member, everybody)))
+        started.wait_for("all workers", lambda: all(map(started.epoch, everybody)))
         yield started
         assert not started.tracebacks(), started.logs()
 
@@ -227,14 +227,14 @@ def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(
         cluster.wait_for("the prompt at work", is_caught)
         silent = (busy or PREFILLS)[0]
         with cluster.stopped(silent):
-            cluster.wait_for("its removal", lambda: not cluster.is_member(silent))
+            cluster.wait_for("its removal", lambda: not cluster.epoch(silent))
             disturbed = asked.result()
             other = cluster.greedy([1, 2, 3], 2)
     assert tokens_of(disturbed) == tokens_of(undisturbed)
     assert len(tokens_of(other)) == 2
     log = (cluster.log_dir / "conductor.log").read_text()
     assert f"prefill {silent} removed: silent" in log
-    cluster.wait_for("it back", lambda: cluster.is_member(silent))
+    cluster.wait_for("it back", lambda: cluster.epoch(silent) > 0)
 
 
 def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(

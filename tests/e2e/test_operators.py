@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     )
     with running_cluster(demo_model_path(), folder / "logs", *flags) as started:
         # One of them is enough to be ready.
-        started.wait_for("both decode workers", lambda: all(map(started.is_member, DECODES)))
+        started.wait_for("both decode workers", lambda: all(map(started.epoch, DECODES)))
         yield started
 
 

@@ -209,6 +209,7 @@ def test_what_gave_way_to_the_store_goes_on_as_if_it_had_stayed(tmp_path: Path) 
             counters = cluster.counters("decode-0")
             if counters["fetched_blocks"]:
                 break
+        cluster.wait_until_all_is_free()
         assert counters["preemptions_kept"] > 0, counters
         assert counters["fetched_blocks"] > 0, counters
         assert cluster.counters("prefill-0")["handed_off_requests"] >= len(prompts)

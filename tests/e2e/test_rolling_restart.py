@@ -44,7 +44,9 @@ def test_every_process_is_replaced_under_load_and_no_request_fails(cluster: Clus
     after = cluster.pids()
     assert before.keys() == after.keys()
     assert not set(before.values()) & set(after.values())
-    assert all(cluster.epoch(name) > epoch for name, epoch in epochs.items())
+    cluster.wait_for(
+        "all members", lambda: all(cluster.epoch(name) > epoch for name, epoch in epochs.items())
+    )
     cluster.wait_for("the old gateway's end", lambda: not psutil.pid_exists(before["gateway-0"]))
 
 

@@ -164,18 +164,11 @@ def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
     assert steps_between(streams, 100, 0.03, 0.05) == []
 
 
-@pytest.mark.parametrize(
-    ("token_at", "begin", "end", "steps_s"),
-    [
-        ((0.0, *[0.05] * 5, 0.1), 0.04, 0.06, []),  # all tokens in one instant
-        ((0.0, *[0.05] * 5, *[0.1] * 5), 0.0, 0.1, [0.01]),  # two bunches of five steps of 10 ms
-    ],
-)
-def test_tokens_that_reach_the_client_together_are_steps_if_time_passes(
-    token_at: tuple[float, ...], begin: float, end: float, steps_s: list[float]
-) -> None:
-    runs = steps_between([Timeline(0.0, token_at)], 100, begin, end)
-    assert [run.seconds for run in runs] == NEAR(steps_s)
+def test_tokens_that_reach_the_client_together_are_steps_if_time_passes() -> None:
+    at_once = Timeline(0.0, (0.0, *[0.05] * 5, 0.1))
+    assert steps_between([at_once], 100, 0.04, 0.06) == []
+    bunches = Timeline(0.0, (0.0, *[0.05] * 5, *[0.1] * 5))  # two of five steps of 10 ms
+    assert [run.seconds for run in steps_between([bunches], 100, 0.0, 0.1)] == NEAR([0.01])
 
 
 def gap_shares(*runs: StepRun) -> list[tuple[float, ...]]:

@@ -1,4 +1,4 @@
-"""Faults, done to a running cluster of real processes.
+"""Faults, as a function of the seed, the length and the cluster's processes, and done to a running cluster.
 
 Whoever is starting is left alone: beaten down again and again before it serves, it would tell how slow the machine is.
 """
@@ -14,53 +14,121 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
 
-from tests.chaos.clock import Clock
-from tests.chaos.schedule import Fault, Kind
 from tests.e2e.cluster import Cluster
 
+FIRST_AT_S = 4.0
+"""The clients are under way by then."""
+MEAN_PAUSE_S = 5.0
+QUIET_END_S = 10.0
+"""Before the end nothing new happens: what was restarted serves again."""
+SHORTEST_STOP_S, LONGEST_STOP_S = 0.2, 20.0
 SS = shutil.which("ss")
 
 
+class Kind(StrEnum):
+    """Of a fault."""
+
+    KILL = "kill"  # SIGKILL; the launcher starts it again
+    STOP = "stop"  # SIGSTOP, and SIGCONT later
+    RESET = "reset"  # all of its TCP connections are reset, of which it is the server
+    DISK = "disk"  # bytes of the store's disk change, or a file of it is cut off
+
+
+WEIGHTS = {Kind.KILL: 4, Kind.STOP: 3, Kind.RESET: 3, Kind.DISK: 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One blow."""
+
+    at_s: float  # since the clients began
+    kind: Kind
+    victim: str  # instance id
+    lasts_s: float  # of a stop
+    chance: int  # for whatever else it needs
+
+
+def schedule(seed: int, duration_s: float, victims: Sequence[str]) -> list[Fault]:
+    """In order. `victims`: instance ids; only those that begin with "store" have a disk."""
+    dice = random.Random(seed)
+    stores = [name for name in victims if name.startswith("store")]
+    faults: list[Fault] = []
+    at_s = FIRST_AT_S
+    while at_s < duration_s - QUIET_END_S:
+        kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        # Most stops are shorter than anybody's patience, some longer than everybody's.
+        lasts_s = min(LONGEST_STOP_S, SHORTEST_STOP_S + dice.expovariate(1 / 4))
+        victim = dice.choice(stores if kind is Kind.DISK else list(victims))
+        lasts_s = min(lasts_s, duration_s - QUIET_END_S - at_s)
+        chance = dice.getrandbits(32)
+        faults.append(Fault(at_s=at_s, kind=kind, victim=victim, lasts_s=lasts_s, chance=chance))
+        at_s += dice.expovariate(1 / MEAN_PAUSE_S)
+    return faults
+
+
+_TICK_S, _LONGEST_TICK_S = 0.05, 2.0  # what is longer was no wait for a processor
+
+
+class Clock(threading.Thread):
+    """Time that passes for this process: not while the whole machine stands still, as a suspended virtual machine's
+    does. Clients would take that for silence, and faults that were due meanwhile would all come at once."""
+
+    def __init__(self) -> None:
+        super().__init__(name="clock", daemon=True)
+        self._lock = threading.Lock()
+        self._now_s = 0.0
+        self._ticked_at = time.monotonic()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.now()
+            time.sleep(_TICK_S)
+
+    def now(self) -> float:
+        """Seconds since it was made."""
+        with self._lock:
+            at = time.monotonic()
+            self._now_s += min(at - self._ticked_at, _LONGEST_TICK_S)
+            self._ticked_at = at
+            return self._now_s
+
+
 class Striking(threading.Thread):
-    """Strikes at each fault's time, from `start` on; `join` it, then `relieve`. `done` counts by kind and kind of
-    process, `skipped` what was not done: whoever was to be hit was dead already, or starting."""
+    """Strikes at each fault's time, from `start` until `relieve`. `done` counts by kind and kind of process, `skipped`
+    what was not done: whoever was to be hit was dead already, or starting."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault], disk: Path, clock: Clock) -> None:
         super().__init__(name="faults")
-        self._cluster = cluster
-        self._faults = faults
-        self._clock = clock
-        self._disk = disk
+        self._cluster, self._faults, self._disk, self._clock = cluster, faults, disk, clock
         self._stopped: dict[int, float] = {}  # process id → when it goes on
-        self._began_at = 0.0
         self._ending = False
         self.done: Counter[str] = Counter()
         self.skipped = 0
-        self.log: list[str] = []
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        self._began_at = self._clock.now()
+        began_at = self._clock.now()
         try:
             for fault in self._faults:
-                self._wait_until(self._began_at + fault.at_s)
+                self._wait_until(began_at + fault.at_s)
                 if self._ending:
                     return
                 self._strike(fault)
             self._wait_until(max(self._stopped.values(), default=0.0))
-        except BaseException as error:  # told by whoever joins
+        except BaseException as error:  # told by `relieve`
             self.error = error
 
-    def end(self) -> None:
-        """Nothing new happens."""
-        self._ending = True
-
     def relieve(self) -> None:
-        """Everybody goes on. Raises what ended the thread."""
+        """Nothing new happens, and everybody goes on. Raises what ended the thread."""
+        self._ending = True
+        self.join()
         for pid in list(self._stopped):
             self._go_on(pid)
         if self.error is not None:
@@ -81,7 +149,6 @@ class Striking(threading.Thread):
             self.skipped += 1
             return
         self.done[f"{fault.kind} {fault.victim.rpartition('-')[0] or fault.victim}"] += 1
-        self.log.append(f"{self._clock.now() - self._began_at:7.1f} s {fault.kind} {fault.victim}")
 
     def _hits(self, fault: Fault, pid: int) -> bool:
         try:
