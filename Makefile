@@ -28,7 +28,7 @@ test: $(DEV)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # All else: clusters, Ray, Redis, Prometheus, a browser, a virtual machine, ten times the examples of every property,
-# three hundred clusters in virtual time, and three minutes of attacks on a real one.
+# three hundred clusters in virtual time, and two minutes of attacks on a real one.
 test-all: EXTRA = 2
 test-all: $(DEV)
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
