@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,7 +31,6 @@ from deploy.ray.events import (
     Host,
     HostsSeen,
     Kill,
-    Member,
     MembersSeen,
     Report,
     Restart,
@@ -75,21 +74,22 @@ def status_of(state: ControllerState) -> dict[str, Any]:
     }
 
 
-def _member(view: conductor_pb2.InstanceView) -> Member:
-    role = role_from_wire(view.role)
-    instance_id = InstanceId(view.endpoint.instance_id)
-    load = WorkerLoad(
-        instance_id=instance_id,
-        role=role,
-        can_change=view.can_switch_role,
-        draining=view.draining,
-        need=view.need,
-        use=view.use,
-    )
-    return Member(
-        instance_id=instance_id,
-        epoch=view.endpoint.epoch,
-        load=None if role is Role.STORE else load,
+def members_of(views: Sequence[conductor_pb2.InstanceView]) -> MembersSeen:
+    """What the conductor shows."""
+    return MembersSeen(
+        epochs={view.endpoint.instance_id: view.endpoint.epoch for view in views},
+        loads=[
+            WorkerLoad(
+                instance_id=InstanceId(view.endpoint.instance_id),
+                role=role,
+                can_change=view.can_switch_role,
+                draining=view.draining,
+                need=view.need,
+                use=view.use,
+            )
+            for view in views
+            if (role := role_from_wire(view.role)) is not Role.STORE
+        ],
     )
 
 
@@ -222,7 +222,7 @@ class Watch:
         except MoonserveError as error:
             log.debug("no conductor answers: %s", error)
         else:
-            self._handle(MembersSeen(members=[_member(each) for each in found]))
+            self._handle(members_of(found))
 
     async def _ask(self, name: str) -> None:
         process = self._state.processes.get(name)

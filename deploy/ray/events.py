@@ -37,15 +37,6 @@ class Report:
     actor: str = ""  # another one after Ray has restarted the actor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One instance as the conductor knows it."""
-
-    instance_id: str
-    epoch: int
-    load: WorkerLoad | None  # of workers
-
-
 # -- events
 
 
@@ -78,7 +69,8 @@ class Gone:
 class MembersSeen:
     """What the conductor that leads knows."""
 
-    members: Sequence[Member]
+    epochs: Mapping[str, int]  # by instance id
+    loads: Sequence[WorkerLoad]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from deploy.ray.events import (
     HostsSeen,
     Kill,
     Leave,
-    Member,
     MembersSeen,
     Restart,
     RestartAll,
@@ -100,8 +99,8 @@ class ControllerState:
                 return self._hear(event, now)
             case Gone():
                 self._forget(event, now)
-            case MembersSeen(members=members):
-                self._know(members, now)
+            case MembersSeen():
+                self._know(event, now)
             case Scale():
                 self.wanted.scale(event.kind, event.count)
             case Leave(name=name):
@@ -164,13 +163,11 @@ class ControllerState:
         if self._restarting == process.name:
             self._restarting = None  # if it comes again it is new anyway
 
-    def _know(self, members: Sequence[Member], now: float) -> None:
-        epochs = {member.instance_id: member.epoch for member in members}
+    def _know(self, event: MembersSeen, now: float) -> None:
         for process in self.processes.values():
-            process.epoch = epochs.get(process.name, 0)
+            process.epoch = event.epochs.get(process.name, 0)
         if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
-            loads = [member.load for member in members if member.load is not None]
-            self._scale(self._autoscaler.decide(loads, self.wanted.num_workers, now))
+            self._scale(self._autoscaler.decide(event.loads, self.wanted.num_workers, now))
 
     def _scale(self, change: Change | None) -> None:
         if change is not None and change.leaving is None:

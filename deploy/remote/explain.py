@@ -47,7 +47,7 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
 
 Record = Mapping[str, Any]
 _CHOSEN = "→"
-_SHOWN = {"queue": "queue", "transfer": "load and transfer", "prefill": "compute"}
+_REPORTED = {"queue": "queue", "load and transfer": "transfer", "compute": "prefill"}
 
 
 def show(explanation: Record, output: Output) -> None:
@@ -169,28 +169,16 @@ def _ending(decision: Record, output: Output) -> None:
 
 def _terms(decision: Record, outcome: Record | None) -> list[tuple[str, float, float | None]]:
     """Name, prediction and report of each part of the TTFT, of the instance that was chosen; none where nobody told."""
-    parts = {"queue": ("queue_s",), "transfer": ("load_s", "transfer_s"), "prefill": ("prefill_s",)}
-    reports = {name: None if outcome is None else outcome[f"{name}_s"] for name in parts}
-    if not any(report is not None for report in reports.values()):
+    reports = [None if outcome is None else outcome[f"{name}_s"] for name in _REPORTED.values()]
+    if not any(report is not None for report in reports):
         return []
-    chosen = _prefilling(decision)
-    if decision["is_undivided"]:
-        parts["transfer"] = ("load_s",)
-    return [
-        (_SHOWN[name], sum(chosen[term] for term in terms), reports[name])
-        for name, terms in parts.items()
-    ]
-
-
-def _prefilling(decision: Record) -> Record:
-    """The candidate that was to prefill."""
-    kind, chosen = "prefill", decision["prefill"]
-    if decision["is_undivided"]:
-        kind, chosen = "undivided", decision["decode"]
-    found: Record = next(
-        each for each in decision[f"{kind}_candidates"] if each["instance_id"] == chosen
-    )
-    return found
+    undivided = decision["is_undivided"]
+    kind, name = ("undivided", "decode") if undivided else ("prefill", "prefill")
+    candidates = {each["instance_id"]: each for each in decision[f"{kind}_candidates"]}
+    chosen = candidates[decision[name]]
+    load_s = chosen["load_s"] + (0.0 if undivided else chosen["transfer_s"])
+    predicted = (chosen["queue_s"], load_s, chosen["prefill_s"])
+    return list(zip(_REPORTED, predicted, reports, strict=True))
 
 
 def actual(outcome: Record) -> tuple[float | None, float | None]:

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
+from conductor.roles.controller import WorkerLoad
 from deploy.ports import free_port
 from deploy.ray import hosts
 from deploy.ray.config import parse_cluster
-from deploy.ray.events import Host
+from deploy.ray.events import Host, MembersSeen
+from protocol.ids import InstanceId, Role
+from protocol.pb import common_pb2, conductor_pb2
+from protocol.wire import role_to_wire
 from tests.patience import answered
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from deploy.ray import actors
-from deploy.ray.controller import Watch
+from deploy.ray.controller import Watch, members_of
 
 
 async def test_a_start_that_the_head_did_not_write_down_is_tried_again(
@@ -61,3 +65,26 @@ async def test_a_start_that_the_head_did_not_write_down_is_tried_again(
         assert not await looked()
         away.clear()
         assert await answered(looked) == ["conductor"]
+
+
+def test_what_the_conductor_says_of_workers_is_their_load() -> None:
+    """Stores have none."""
+    views = [
+        conductor_pb2.InstanceView(
+            endpoint=common_pb2.Endpoint(instance_id=name, epoch=3),
+            role=role_to_wire(role),
+            can_switch_role=True,
+            need=0.5,
+            use=0.25,
+        )
+        for name, role in (("store-1", Role.STORE), ("decode-0", Role.DECODE))
+    ]
+    load = WorkerLoad(
+        instance_id=InstanceId("decode-0"),
+        role=Role.DECODE,
+        can_change=True,
+        draining=False,
+        need=0.5,
+        use=0.25,
+    )
+    assert members_of(views) == MembersSeen(epochs={"store-1": 3, "decode-0": 3}, loads=[load])

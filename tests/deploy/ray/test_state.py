@@ -21,7 +21,6 @@ from deploy.ray.events import (
     HostsSeen,
     Kill,
     Leave,
-    Member,
     MembersSeen,
     Report,
     Restart,
@@ -65,7 +64,7 @@ class World:
         self.hosts = {number: host(number) for number in range(hosts)}
         self.actors: dict[str, tuple[int, Report, str]] = {}  # generation, what it says, node
         self.epochs: dict[str, int] = {}
-        self.need: float | None = None  # of each worker
+        self.need = 0.6  # of each worker
         self.clock = 0
         self.log: list[Action] = []
 
@@ -108,24 +107,19 @@ class World:
         for name, (generation, report, node) in list(self.actors.items()):
             said = report if node in answering else None
             self.tell(Asked(name=name, generation=generation, report=said))
-        members = [
-            Member(instance_id=name, epoch=epoch, load=self._load(name))
-            for name, epoch in self.epochs.items()
+        workers = (name for name in self.epochs if name.startswith(("prefill", "decode")))
+        loads = [
+            WorkerLoad(
+                instance_id=InstanceId(name),
+                role=Role(name.partition("-")[0]),
+                can_change=False,
+                draining=False,
+                need=self.need,
+                use=self.need - 0.01 * (name == "decode-1"),  # a little less than the others
+            )
+            for name in workers
         ]
-        self.tell(MembersSeen(members=members))
-
-    def _load(self, name: str) -> WorkerLoad | None:
-        """decode-1 is used a little less than the others."""
-        if self.need is None or not name.startswith(("prefill", "decode")):
-            return None
-        return WorkerLoad(
-            instance_id=InstanceId(name),
-            role=Role(name.partition("-")[0]),
-            can_change=False,
-            draining=False,
-            need=self.need,
-            use=self.need - 0.01 * (name == "decode-1"),
-        )
+        self.tell(MembersSeen(epochs=dict(self.epochs), loads=loads))
 
     def settle(self, looks: int = 40) -> None:
         """Until all is whole and nothing was done for three looks."""
