@@ -1,4 +1,5 @@
-"""Secrets that were planted are found nowhere, and nothing listens beyond loopback unless it is told to."""
+"""Secrets that were planted are found nowhere, nothing listens beyond loopback unless it is told to, and nothing that one
+tenant leaves behind, in any tier, is found by another. That times do not tell either is `benchmarks.isolation`."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import Cluster, running_cluster
+from gateway.access.isolation import salt_of
+from protocol.keys import BlockKey
+from tests.e2e.cluster import Cluster, cached_of, prompt_of, running_cluster
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.redis_server import RedisServer
@@ -20,9 +24,12 @@ from tests.redis_server import RedisServer
 pytestmark = pytest.mark.e2e
 
 API_KEY = "sk-planted-api-key-c1a7"
-TENANT_KEY = "sk-planted-tenant-key-5e0b"
+TENANT_KEYS = {"alice": "sk-planted-tenant-key-5e0b", "bob": "sk-planted-tenant-key-71f3=="}
 REDIS_PASSWORD = "planted-redis-password-77d2"
 WRONG_KEY = "sk-planted-wrong-key-0a9f"
+BLOCK_SIZE = 16
+NUM_BLOCKS = 5
+PROMPT = prompt_of("isolation", NUM_BLOCKS * BLOCK_SIZE + 3)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Site:
         return {
             "cluster token": self.cluster.token,
             "API key": API_KEY,
-            "tenant's key": TENANT_KEY,
+            **TENANT_KEYS,
             "registry password": REDIS_PASSWORD,
             "a stranger's key": WRONG_KEY,
         }
@@ -52,11 +59,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     pytest.importorskip("opentelemetry.sdk", reason="needs moonserve[tracing]")
     folder = tmp_path_factory.mktemp("secrets")
     make_model("llama", folder / "model")
-    flags = ("--trace-dir", str(folder / "traces"), "--log-level", "debug", "--dtype", "float32")
+    flags = (
+        *("--trace-dir", str(folder / "traces"), "--log-level", "debug", "--dtype", "float32"),
+        *("--block-size", str(BLOCK_SIZE), "--store-reads", "always", "--tenant-weights", "bob=2"),
+    )
     with RedisServer("--requirepass", REDIS_PASSWORD) as redis:
         environ = {
             "MOONSERVE_API_KEY": API_KEY,
-            "MOONSERVE_TENANT_KEYS": f"acme={TENANT_KEY}",
+            "MOONSERVE_TENANT_KEYS": ",".join(f"{t}={key}" for t, key in TENANT_KEYS.items()),
             "MOONSERVE_REGISTRY": f"redis://:{REDIS_PASSWORD}@{redis.address}",
         }
         logs = folder / "logs"
@@ -77,6 +87,71 @@ def test_every_socket_of_a_cluster_listens_on_loopback_only(site: Site) -> None:
     assert site.cluster.port in ports
     assert len(ports) >= 8, "conductor, gateway, and several of each worker and store"
     assert not [each for each in listening if not _is_loopback(each[1].ip)]
+
+
+def ask(cluster: Cluster, key: str, prompt: list[int], **body: Any) -> dict[str, Any]:
+    with cluster.client() as client:
+        reply = client.post(
+            "/v1/completions",
+            json={"prompt": prompt, "max_tokens": 1, "temperature": 0, **body},
+            headers={"authorization": f"Bearer {key}"},
+        )
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def decision_about(cluster: Cluster, answer: dict[str, Any]) -> dict[str, Any]:
+    return cluster.decisions(answer["id"])[0]
+
+
+def hits_of(cluster: Cluster) -> float:
+    return cluster.metric("vllm:prefix_cache_hits_total")
+
+
+def found_anywhere(decision: dict[str, Any]) -> dict[str, int]:
+    """Blocks of the prompt that any table of the conductor had."""
+    candidates = decision["prefill_candidates"]
+    named = ("device_blocks", "prefix_blocks", "reuse_blocks")
+    most = {name: max(each[name] for each in candidates) for name in named}
+    return {**most, "best_blocks": decision["best_blocks"], "sources": len(decision["sources"])}
+
+
+def test_no_tier_index_or_metric_shares_a_block_between_tenants_or_salts(site: Site) -> None:
+    """Each of four asks twice: a miss whoever asked before, then a hit on what is its own. What a tier
+    says is held against the very keys that each tenant's blocks must have."""
+    cluster = site.cluster
+    askers: list[tuple[str, dict[str, str]]] = [("alice", {}), ("bob", {})]
+    askers += [("bob", {"cache_salt": "s"}), ("", {"cache_salt": "s"})]
+    seen: set[BlockKey] = set()
+    for nth, (tenant, body) in enumerate(askers, 1):
+        key = TENANT_KEYS.get(tenant, API_KEY)
+        own = cluster.keys_of(PROMPT, BLOCK_SIZE, salt_of(tenant, body.get("cache_salt")))
+        assert not seen & set(own)
+        seen |= set(own)
+        hits = hits_of(cluster)
+        counted = cluster.counter("prefill-0", "store_hit_blocks")
+        first = ask(cluster, key, PROMPT, max_tokens=2, **body)
+        assert cached_of(first) == 0
+        decision = decision_about(cluster, first)
+        assert set(found_anywhere(decision).values()) == {0}
+        # The key says who asks.
+        assert decision["turn"]["tenant"] == tenant
+        assert decision["turn"]["weight"] == (2.0 if tenant == "bob" else 1.0)
+        assert hits_of(cluster) == hits
+        assert cluster.counter("prefill-0", "store_hit_blocks") == counted
+
+        blocks = nth * NUM_BLOCKS
+        cluster.wait_for("the store", lambda n=blocks: cluster.store().num_objects >= n)
+        cluster.wait_for("the index", lambda n=blocks: cluster.num_indexed() >= n)
+        assert cluster.store().num_objects == blocks  # none of another's stood for one
+        again = ask(cluster, key, PROMPT, max_tokens=2, **body)
+        assert cached_of(again) == NUM_BLOCKS * BLOCK_SIZE
+        assert found_anywhere(decision_about(cluster, again))["best_blocks"] == NUM_BLOCKS
+        own_hits = hits + NUM_BLOCKS * BLOCK_SIZE
+        cluster.wait_for("its count", lambda n=own_hits: hits_of(cluster) == n)
+    assert len(cluster.places(sorted(seen))) == len(askers) * NUM_BLOCKS
+    cluster.wait_until_all_is_free()
 
 
 def test_planted_secrets_are_nowhere_to_be_found(site: Site) -> None:
@@ -100,7 +175,7 @@ def _provoked(site: Site) -> dict[str, str]:
     """What the endpoint says to right and to wrong requests, of its own keys and of strangers', Redis gone or not."""
     cluster = site.cluster
     shown: dict[str, str] = {}
-    for key in (API_KEY, TENANT_KEY, WRONG_KEY):
+    for key in (API_KEY, *TENANT_KEYS.values(), WRONG_KEY):
         with httpx.Client(
             base_url=cluster.url,
             timeout=PATIENCE_S,
