@@ -1,5 +1,5 @@
-"""Secrets that were planted are found nowhere, nothing listens beyond loopback unless it is told to, and nothing that one
-tenant leaves behind, in any tier, is found by another. That times do not tell either is `benchmarks.isolation`."""
+"""Secrets that were planted are found nowhere, nothing listens beyond loopback unless it is told to, and nothing that
+one tenant leaves behind, in any tier, is found by another. That times do not tell either is `benchmarks.isolation`."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def _provoked(site: Site) -> dict[str, str]:
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == (401 if key == WRONG_KEY else 200), answer.text
             request_id = answer.headers["x-request-id"]
-            shown[f"answer to {key[:15]}"] = answer.text + str(answer.headers)
-            shown[f"refusal of {key[:15]}"] = client.post("/v1/completions", json={"n": {}}).text
+            shown[f"answer to {key[-4:]}"] = answer.text + str(answer.headers)
+            shown[f"refusal of {key[-4:]}"] = client.post("/v1/completions", json={"n": {}}).text
             paths = (
                 "/metrics",
                 "/v1/cluster",
@@ -194,7 +194,7 @@ def _provoked(site: Site) -> dict[str, str]:
                 "/version",
                 "/ready",
             )
-            shown |= {f"{path} for {key[:15]}": client.get(path).text for path in paths}
+            shown |= {f"{path} for {key[-4:]}": client.get(path).text for path in paths}
     site.redis.kill()
     with cluster.client() as client, suppress(httpx.HTTPError):
         shown["without Redis"] = client.post("/v1/completions", json={"prompt": [1]}).text
