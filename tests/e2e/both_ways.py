@@ -1,4 +1,4 @@
-"""One request asked of two clusters and streamed of one, and what of the replies must be the same."""
+"""One request asked of two clusters, and what of the replies must be the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.sse import read_stream
 
 CROWDS = (1, 2, 8, 32, 128)  # requests asked at once
 LOGPROB_TOLERANCE = 1e-4  # chunks of other sizes differ in the last bits
@@ -43,51 +42,6 @@ def ask_whole(cluster: Cluster, path: str, body: dict[str, Any]) -> dict[str, An
             if workers == ["decode-0", "decode-0"]:
                 return answer
     raise AssertionError("every prompt was handed off")
-
-
-def streamed(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each choice as in a whole reply, put together from chunks."""
-    choices: dict[int, dict[str, Any]] = {}
-    with cluster.client() as client:
-        chunks = read_stream(client, path, body)
-    for chunk in chunks:
-        for part in chunk["choices"]:
-            choice = choices.setdefault(part["index"], _empty(part))
-            _add(choice, part)
-    return [choices[index] for index in sorted(choices)]
-
-
-def _empty(part: dict[str, Any]) -> dict[str, Any]:
-    empty: dict[str, Any] = {"index": part["index"], "token_ids": [], "logprobs": None}
-    if "delta" in part:
-        return {**empty, "message": {"role": "assistant", "content": "", "refusal": None}}
-    return {**empty, "text": ""}
-
-
-def _add(choice: dict[str, Any], part: dict[str, Any]) -> None:
-    choice["finish_reason"] = part["finish_reason"]
-    choice["token_ids"] += part.get("token_ids", [])
-    if "prompt_token_ids" in part:
-        choice["prompt_token_ids"] = part["prompt_token_ids"]
-    for name, column in (part["logprobs"] or {}).items():
-        choice["logprobs"] = choice["logprobs"] or {}
-        choice["logprobs"][name] = [*choice["logprobs"].get(name, []), *column]
-    if "delta" in part:
-        _add_delta(choice["message"], part["delta"])
-    else:
-        choice["text"] += part["text"]
-
-
-def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    message["content"] += delta.get("content") or ""
-    for call in delta.get("tool_calls", []):
-        calls = message.setdefault("tool_calls", [])
-        if call["index"] == len(calls):
-            calls.append(
-                {"id": call["id"], "type": call["type"], "function": {"name": "", "arguments": ""}}
-            )
-        for name, text in call["function"].items():
-            calls[call["index"]]["function"][name] += text
 
 
 def same(choice: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Every parameter both ways: prefill and decode apart, and one worker that does both. Same tokens, same text, same
-log-probabilities (to the last bits of float32), whole, streamed and beside other requests: a seed decides the text, not
-the batch and not what is cached.
+log-probabilities (to the last bits of float32), also beside other requests: a seed decides the text, not the batch and
+not what is cached.
 
 The first token is sampled by the prefill worker and all others by the decode worker where these are apart, so that
 whatever depends on the history, the index, the text or the seed must be carried over.
@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e.both_ways import ask_apart, ask_whole, assert_close, same, streamed
+from tests.e2e.both_ways import ask_apart, ask_whole, assert_close, same
 from tests.e2e.cluster import UNHURRIED, Cluster, cached_of, prompt_of, running_cluster, tokens_of
 from tests.e2e.load import BackgroundLoad
 from tests.random_models import make_model
@@ -92,9 +92,6 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         **{"presence_penalty": 1.5, "n": 2, "stop": ["zz"]},
         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": PLACE}},
     },
-}
-# Those of them that streams do not have.
-WHOLE: dict[str, dict[str, Any]] = {
     "prompt_logprobs of several": {
         **DRAWN,
         "prompt": [PROMPT, OTHER],
@@ -163,17 +160,15 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster
 
 
 def check(
-    clusters: tuple[Cluster, Cluster], path: str, body: dict[str, Any], *, streams: bool = True
+    clusters: tuple[Cluster, Cluster], path: str, body: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The choices, which are the same apart, together, and streamed."""
+    """The choices, which are the same apart and together."""
     apart = ask_apart(clusters[0], path, body)
     together = ask_whole(clusters[1], path, body)
     choices = [same(choice) for choice in apart["choices"]]
     assert_close(choices, [same(choice) for choice in together["choices"]])
     for name in ("prompt_tokens", "completion_tokens"):
         assert apart["usage"][name] == together["usage"][name]
-    if streams:
-        assert_close([same(choice) for choice in streamed(clusters[0], path, body)], choices)
     return choices
 
 
@@ -196,14 +191,6 @@ def test_a_parameter_does_the_same_apart_and_together(
     if form := body.get("response_format", {}).get("json_schema"):
         for choice in choices:
             jsonschema.validate(json.loads(text_of(choice)), form["schema"])
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_parameter_of_whole_replies_does_the_same_apart_and_together(
-    clusters: tuple[Cluster, Cluster], name: str
-) -> None:
-    body = {**BASE, "return_token_ids": True, **WHOLE[name]}
-    check(clusters, COMPLETIONS_PATH, body, streams=False)
 
 
 def test_every_parameter_does_the_same_beside_other_requests(
