@@ -94,7 +94,7 @@ def test_every_library_of_an_installed_wheel_loads_without_a_compiler(
 
 
 def test_a_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:
-    """Its sources are in it, to be compiled or done without at run time."""
+    """Its sources are in it, to be compiled at the first start."""
     names = zipfile.ZipFile(build(tmp_path, path="")).namelist()
     assert not [name for name in names if name.endswith(".so")]
     assert {str(source) for source in SOURCES} <= set(names)
