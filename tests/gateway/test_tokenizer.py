@@ -87,11 +87,6 @@ def test_a_template_that_fails_or_reaches_out_is_the_clients_error(source: str) 
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_a_template_that_does_not_compile_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError):
-        ChatTemplate("{% for %}", {})
-
-
 def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(MODEL / name, tmp_path)
@@ -104,22 +99,23 @@ def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == {1}
 
 
-def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
+def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_error(
+    tmp_path: Path,
+) -> None:
+    """One without any template refuses chats."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):
         load_tokenizer(tmp_path).render_chat(MESSAGES)
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_folder_without_a_readable_tokenizer_is_a_configuration_error(
-    tmp_path: Path, content: str | None
-) -> None:
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError):
-        load_tokenizer(tmp_path / "absent")
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    broken = [tmp_path, tmp_path / "absent", tmp_path / "empty"]
+    broken[2].mkdir()
+    for number, content in enumerate(("{", "[]")):
+        broken.append(tmp_path / str(number))
+        broken[-1].mkdir()
+        (broken[-1] / "tokenizer.json").write_text(content)
+    for folder in broken:
+        with pytest.raises(ConfigError):
+            load_tokenizer(folder)
 
 
 def test_what_transformers_converts_gives_the_same_text() -> None:
