@@ -33,7 +33,7 @@ from gateway.http.app import build_app
 from gateway.http.operations import Operations
 from gateway.http.protocol import MOST_REFUSED, BoundedProtocol, Doors
 from gateway.openai.endpoints import Api
-from gateway.openai.models import ModelEndpoints, ServedModel
+from gateway.openai.models import ServedModel
 from gateway.openai.responses.handlers import Responses, ResponseStore
 from gateway.text.tokenizer import load_tokenizer
 from protocol.conductors import parse_addresses
@@ -84,7 +84,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         )
         app = build_app(
             api,
-            ModelEndpoints(model),
+            model,
             Responses(api, model, ResponseStore(config.response_store_bytes)),
             Operations(gateway, registry, config.names, of_cluster),
             keys,

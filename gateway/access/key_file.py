@@ -12,15 +12,13 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gateway.access.key_record import ApiKey, from_json
 from protocol.errors import ConfigError, InvalidRequest
 
 MAX_FILE_BYTES = 64 * 2**20
-POLL_S = 1.0
-"""How late a change may be noticed. A look is one stat."""
 Stamp = tuple[int, int, int]
 """Changes whenever the file does: inode, size, ns of the last change."""
 
@@ -63,9 +61,8 @@ def stamp(path: Path) -> Stamp | None:
 class KeyFile:
     """A KeyStore (`gateway.access.key_holder`). Reading and writing take place in threads."""
 
-    def __init__(self, path: Path, *, poll_s: float = POLL_S) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._poll_s = poll_s
 
     async def all(self) -> list[ApiKey]:
         return await asyncio.to_thread(read, self._path)
@@ -76,14 +73,8 @@ class KeyFile:
     async def revoke(self, key_id: str) -> bool:
         return await asyncio.to_thread(self._revoke, key_id)
 
-    async def watch(self) -> AsyncGenerator[list[ApiKey], None]:
-        seen: Stamp | None = None
-        while True:
-            # Before reading: who writes meanwhile is seen the next time.
-            if (now := stamp(self._path)) != seen or now is None:
-                yield await self.all()
-                seen = now
-            await asyncio.sleep(self._poll_s)
+    async def stamp(self) -> Stamp | None:
+        return stamp(self._path)
 
     async def close(self) -> None: ...
 

@@ -37,19 +37,14 @@ class KeyLimits:
 
     def or_else(self, other: KeyLimits) -> KeyLimits:
         """These, and where nothing is said, those."""
-        return KeyLimits(
-            requests_per_minute=_first(self.requests_per_minute, other.requests_per_minute),
-            tokens_per_minute=_first(self.tokens_per_minute, other.tokens_per_minute),
-            streams=_first(self.streams, other.streams),
+        own = dataclasses.asdict(self)
+        return dataclasses.replace(
+            other, **{name: value for name, value in own.items() if value is not None}
         )
 
     @property
     def is_unlimited(self) -> bool:
         return self == KeyLimits()
-
-
-def _first(value: int | None, other: int | None) -> int | None:
-    return other if value is None else value
 
 
 _LIMITS = tuple(field.name for field in dataclasses.fields(KeyLimits))

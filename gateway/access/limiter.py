@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.requests import Request
 
 from gateway.access.key_record import KeyLimits
-from gateway.access.limit_state import DEADLINE_S, Balance, LimitState, Verdict
+from gateway.access.limit_state import DEADLINE_S, LimitState, Verdict
 from gateway.http.errors import ApiError
 from gateway.tasks import LoggedTasks
 from protocol.errors import MoonserveError
@@ -171,16 +171,10 @@ def headers_of(verdict: Verdict) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, balance in (("requests", verdict.requests), ("tokens", verdict.tokens)):
         if balance is not None:
-            found |= _of(name, balance)
+            found[f"x-ratelimit-limit-{name}"] = str(balance.limit)
+            found[f"x-ratelimit-remaining-{name}"] = str(balance.remaining)
+            found[f"x-ratelimit-reset-{name}"] = duration(balance.reset_s)
     return found
-
-
-def _of(name: str, balance: Balance) -> dict[str, str]:
-    return {
-        f"x-ratelimit-limit-{name}": str(balance.limit),
-        f"x-ratelimit-remaining-{name}": str(balance.remaining),
-        f"x-ratelimit-reset-{name}": duration(balance.reset_s),
-    }
 
 
 def duration(seconds: float) -> str:

@@ -2,8 +2,7 @@
 
 Under a prefix per cluster:
 - `…:api-keys` hash of digest → JSON of the record;
-- `…:api-keys:version` counts the changes, so that a look that finds nothing new is one short reply;
-- `…:api-keys:changed` channel with a message after each change.
+- `…:api-keys:version` counts the changes, so that a look that finds nothing new is one short reply.
 
 A Redis that comes back empty has lost the keys, not revoked them: gateways that run keep those that they knew, and say
 so. It must keep its data (`appendonly yes`) for those that start later.
@@ -12,7 +11,7 @@ so. It must keep its data (`appendonly yes`) for those that start later.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
 from gateway.access.key_record import ApiKey, KeyLimits, from_json
@@ -27,8 +26,8 @@ from gateway.access.limit_state import (
 )
 from protocol.errors import ConfigError, InvalidRequest, PeerError
 from protocol.registry import redis_address, redis_client
-from protocol.registry.redis_client import bounded, cancellable, translated
-from protocol.registry.redis_registry import DEADLINE_S, POLL_S, PREFIX
+from protocol.registry.redis_client import bounded
+from protocol.registry.redis_registry import DEADLINE_S, PREFIX
 
 T = TypeVar("T")
 
@@ -36,21 +35,12 @@ T = TypeVar("T")
 class RedisKeys:
     """A KeyStore. Methods raise PeerError (PeerLost within the deadline) and Unauthenticated."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        prefix: str = PREFIX,
-        deadline_s: float = DEADLINE_S,
-        poll_s: float = POLL_S,
-    ) -> None:
+    def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = DEADLINE_S) -> None:
         """Reaches nothing yet. Raises ConfigError for a URL that is none."""
         self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
         self._deadline_s = deadline_s
-        self._poll_s = poll_s
-        self._keys, self._version, self._changed = (
-            f"{prefix}:api-keys{part}" for part in ("", ":version", ":changed")
-        )
+        self._keys, self._version = f"{prefix}:api-keys", f"{prefix}:api-keys:version"
+        self._was_there = False
 
     async def all(self) -> list[ApiKey]:
         return _parsed(await self._bounded(self._client.hgetall(self._keys)))
@@ -69,29 +59,19 @@ class RedisKeys:
         removed, *_ = await self._commit(pipeline)
         return bool(removed)
 
-    async def watch(self) -> AsyncGenerator[list[ApiKey], None]:
-        changes, seen = self._client.pubsub(), None
-        try:
-            # Before the first look, so that no change falls in between.
-            await self._bounded(changes.subscribe(self._changed))
-            while True:
-                version = await self._bounded(self._client.get(self._version))
-                if version is None and seen is not None:
-                    raise PeerError("redis has lost the API keys: those known so far go on")
-                if version != seen or seen is None:
-                    yield await self.all()
-                    seen = version or b"0"
-                with cancellable(), translated():
-                    await changes.get_message(timeout=self._poll_s)
-        finally:
-            await changes.aclose()
+    async def stamp(self) -> bytes:
+        """Raises PeerError where the keys were lost."""
+        version: bytes | None = await self._bounded(self._client.get(self._version))
+        if version is None and self._was_there:
+            raise PeerError("redis has lost the API keys: those known so far go on")
+        self._was_there = version is not None
+        return version or b"0"
 
     async def close(self) -> None:
         await redis_client.close(self._client)
 
     async def _commit(self, pipeline: Any) -> list[Any]:
         pipeline.incr(self._version)
-        pipeline.publish(self._changed, "")
         replies: list[Any] = await self._bounded(pipeline.execute())
         return replies
 

@@ -26,7 +26,7 @@ from gateway.http.errors import ApiError, reply_for
 from gateway.http.middleware import FrontDoor
 from gateway.http.operations import Operations
 from gateway.openai.endpoints import Api
-from gateway.openai.models import DetokenizeBody, ModelEndpoints, TokenizeBody
+from gateway.openai.models import DetokenizeBody, ServedModel, TokenizeBody
 from gateway.openai.responses.handlers import Responses
 from gateway.openai.responses.schema import SHARED, ResponsesBody
 from gateway.openai.schema import ChatBody, CompletionBody
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 
 def build_app(
     api: Api,
-    model: ModelEndpoints,
+    model: ServedModel,
     responses: Responses,
     operations: Operations,
     keys: KeyHolder,
@@ -73,7 +73,7 @@ def build_app(
 
 
 def _routes(
-    api: Api, model: ModelEndpoints, responses: Responses, operations: Operations
+    api: Api, model: ServedModel, responses: Responses, operations: Operations
 ) -> list[Route]:
     """In the order of `/openapi.json`."""
     response, status, ops = "/v1/responses/{response_id:path}", _object(status=_TEXT), operations

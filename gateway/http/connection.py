@@ -2,7 +2,7 @@
 without waiting.
 
 uvicorn's `send` is a method of its request cycle, which knows the transport. The front door leaves a Connection in the
-scope; with any other server the methods do nothing and the connection lives on.
+scope.
 """
 
 from __future__ import annotations
@@ -18,42 +18,30 @@ from starlette.types import Scope, Send
 from gateway.http.errors import ApiError
 from protocol.errors import Cancelled
 
-_KEY = "moonserve.connection"
+KEY = "moonserve.connection"
 _RESET = struct.pack("@ii", 1, 0)  # linger for 0 s: closing discards what is unsent (socket(7))
 
 
 class Connection:
     """The client's connection behind one request."""
 
-    def __init__(self, send: Send | None) -> None:
-        self._cycle: Any = getattr(send, "__self__", None)
+    def __init__(self, send: Send) -> None:
+        self._cycle: Any = send.__self__  # type: ignore[attr-defined]
 
-    @classmethod
-    def of(cls, scope: Scope) -> Connection:
-        """The connection that `attach` left in the scope."""
-        found: Connection | None = scope.get(_KEY)
-        return found or cls(None)
-
-    def attach(self, scope: Scope) -> None:
-        scope[_KEY] = self
-
-    def detach(self, scope: Scope) -> None:
-        """The reply is over: what uvicorn keeps of a request holds its scope, and this holds that."""
-        scope.pop(_KEY, None)
+    @staticmethod
+    def of(scope: Scope) -> Connection:
+        """The one that the front door left in the scope."""
+        found: Connection = scope[KEY]
+        return found
 
     def may_wait(self) -> bool:
-        """Whether sending now could wait for the client; without uvicorn nobody knows."""
-        flow = getattr(self._cycle, "flow", None)
-        return flow is None or flow.write_paused
+        """Whether sending now could wait for the client."""
+        return bool(self._cycle.flow.write_paused)
 
     def takes_chunks(self) -> bool:
         """Whether `write_chunk` may be called: the reply has begun, has no known length, and nobody waits."""
         cycle = self._cycle
-        return (
-            getattr(cycle, "chunked_encoding", None) is True
-            and not cycle.disconnected
-            and not cycle.flow.write_paused
-        )
+        return cycle.chunked_encoding is True and not (cycle.disconnected or self.may_wait())
 
     def write_chunk(self, body: bytes) -> None:
         """A part of the reply's body, now: what `send` does for one, without the coroutines on the way to it."""
@@ -61,20 +49,16 @@ class Connection:
 
     async def drained(self) -> None:
         """Waits until the client has taken what was sent, but for the last buffer's worth."""
-        flow = getattr(self._cycle, "flow", None)
-        if flow is not None and flow.write_paused:
-            await flow.drain()
+        if self.may_wait():
+            await self._cycle.flow.drain()
 
     def close_after_reply(self) -> None:
         """No further request on this connection."""
-        if hasattr(self._cycle, "keep_alive"):
-            self._cycle.keep_alive = False
+        self._cycle.keep_alive = False
 
     def abort(self) -> None:
         """Drops the connection and whatever is still buffered for it, here and in the kernel."""
-        transport = getattr(self._cycle, "transport", None)
-        if transport is not None:
-            drop(transport)
+        drop(self._cycle.transport)
 
 
 def drop(transport: asyncio.Transport) -> None:

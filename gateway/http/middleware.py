@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.access.key_holder import KeyHolder
 from gateway.access.key_record import KeyLimits
 from gateway.access.limiter import Identity, Limiter, Visit
-from gateway.http.connection import Connection
+from gateway.http.connection import KEY, Connection
 from gateway.http.errors import ApiError, reply_for
 from protocol.errors import NoWorker
 from protocol.ids import new_id
@@ -52,12 +52,11 @@ class FrontDoor:
         scope["state"]["cluster_id"] = _cluster_id(
             request_id, is_given=request_id.encode() == given
         )
-        connection = Connection(send)
-        connection.attach(scope)
+        scope[KEY] = Connection(send)
         try:
             await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
         finally:
-            connection.detach(scope)
+            del scope[KEY]  # what uvicorn keeps of a request holds its scope, and this holds that
 
     async def _answer(
         self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]

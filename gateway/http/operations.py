@@ -78,13 +78,16 @@ class Operations:
         view = self._gateway.cluster.view
         if view is None:
             raise NoWorker("the conductor does not answer")
+        layout = None
+        if view.HasField("layout"):
+            layout = MessageToDict(view.layout, preserving_proto_field_name=True)
         return JSONResponse(
             {
                 "ready": self._gateway.is_ready,
                 "models": self._names,
                 "fingerprint": view.fingerprint,
                 "max_model_len": view.max_model_len,
-                "layout": _plain(view.layout) if view.HasField("layout") else None,
+                "layout": layout,
                 "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
                 "gateways": [gateway.instance_id for gateway in view.gateways],
                 "instances": [_instance(i) for i in sorted(view.instances, key=_place)],
@@ -221,7 +224,3 @@ def _numbers(message: Any) -> dict[str, Any]:
 _LOAD_NUMBERS = [
     field.name for field in conductor_pb2.Load.DESCRIPTOR.fields if field.message_type is None
 ]
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    return MessageToDict(message, preserving_proto_field_name=True)

@@ -19,8 +19,28 @@ from gateway.openai.schema import Body, BodyParser, ChatMessage, TokenId, Tools
 from gateway.text.tokenizer import Tokenizer, load_vocab_size
 
 
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
 class ServedModel:
-    """What every endpoint that concerns the model begins with."""
+    """What every endpoint that concerns the model begins with, and the handlers of those that need no worker."""
 
     def __init__(self, gateway: Gateway, tokenizer: Tokenizer, config: GatewayConfig) -> None:
         self.tokenizer = tokenizer
@@ -29,6 +49,7 @@ class ServedModel:
         self._created = int(time.time())
         self._gateway = gateway
         self._config = config
+        self._parser = BodyParser()
 
     @property
     def name(self) -> str:
@@ -77,55 +98,26 @@ class ServedModel:
             "block_size": view.layout.block_size if view and view.fingerprint else None,
         }
 
-
-class TokenizeBody(Body):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Tools | None = None
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[TokenId]
-
-
-class ModelEndpoints:
-    """Handlers over one served model."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        self._tokenizer = model.tokenizer
-        self._parser = BodyParser()
-
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         return JSONResponse(
             {
                 "object": "list",
-                "data": [self._model.card(name) for name in self._model.names],
+                "data": [self.card(name) for name in self.names],
             }
         )
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}"""
         name = request.path_params["name"]
-        self._model.require(name)
-        return JSONResponse(self._model.card(name))
+        self.require(name)
+        return JSONResponse(self.card(name))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
-        body = self._parser.parse(TokenizeBody, await self._model.read(request))
-        self._model.require(body.model)
-        limits = self._model.limits()
+        body = self._parser.parse(TokenizeBody, await self.read(request))
+        self.require(body.model)
+        limits = self.limits()
         ids = await self._tokens_of(body, limits)
         reply: dict[str, Any] = {
             "count": len(ids),
@@ -134,27 +126,27 @@ class ModelEndpoints:
             "token_strs": None,
         }
         if body.return_token_strs:
-            reply["token_strs"] = [self._tokenizer.token_name(token_id) for token_id in ids]
+            reply["token_strs"] = [self.tokenizer.token_name(token_id) for token_id in ids]
         return JSONResponse(reply)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
-        body = self._parser.parse(DetokenizeBody, await self._model.read(request))
-        self._model.require(body.model)
-        unknown = [t for t in body.tokens if t >= self._model.vocab_size]
+        body = self._parser.parse(DetokenizeBody, await self.read(request))
+        self.require(body.model)
+        unknown = [t for t in body.tokens if t >= self.vocab_size]
         if unknown:
             raise invalid(
-                f"tokens: id {unknown[0]} is not in the vocabulary of {self._model.vocab_size}",
+                f"tokens: id {unknown[0]} is not in the vocabulary of {self.vocab_size}",
                 "tokens",
             )
-        return JSONResponse({"prompt": self._tokenizer.decode(body.tokens)})
+        return JSONResponse({"prompt": self.tokenizer.decode(body.tokens)})
 
     async def _tokens_of(self, body: TokenizeBody, limits: Limits) -> tuple[int, ...]:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
             prompt = await chat_prompt(
-                self._tokenizer,
+                self.tokenizer,
                 body.messages,
                 limits,
                 add_generation_prompt=body.add_generation_prompt,
@@ -164,7 +156,7 @@ class ModelEndpoints:
             )
             return prompt.token_ids
         return await encode(
-            self._tokenizer,
+            self.tokenizer,
             body.prompt or "",
             limits,
             "prompt",

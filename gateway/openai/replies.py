@@ -37,7 +37,7 @@ class ClusterReply(Response, ABC):
         super().__init__()
         self._answer = answer
         self._slow_client_s = slow_client_s
-        self._connection = Connection(None)
+        self._connection: Connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive), name="client watcher")

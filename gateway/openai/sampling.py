@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from gateway.generation.events import Choice
 from gateway.http.errors import ApiError, invalid
@@ -70,8 +69,7 @@ def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
         )
 
 
-N = TypeVar("N", int, float)
-
+_PASSED = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # Below this the division by the temperature overflows in float32; it is greedy by any measure.
 _GREEDY_BELOW = 1e-5
@@ -93,29 +91,22 @@ def sampling_for(
         raise invalid(
             f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}", "min_tokens"
         )
-    temperature = _or(body.temperature, 1.0)
+    temperature = 1.0 if body.temperature is None else body.temperature
+    given = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_p=_or(body.top_p, 1.0),
-        top_k=max(0, _or(body.top_k, 0)),
-        min_p=_or(body.min_p, 0.0),
+        top_k=max(0, body.top_k or 0),
         seed=seed & SEED_MASK,
         stop_token_ids=_stop_token_ids(body, limits),
         num_logprobs=_num_logprobs(body),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, limits),
         grammar=grammar,
         bad_words=bad_words,
         num_prompt_logprobs=_num_prompt_logprobs(body),
+        **given,
     )
-
-
-def _or(value: N | None, default: N) -> N:
-    return default if value is None else value
 
 
 def _max_tokens(body: SamplingBody, num_prompt_tokens: int, limits: Limits) -> int:

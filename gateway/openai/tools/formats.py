@@ -14,35 +14,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.openai.tools.call_reader import CallReader
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text that belongs to no call."""
+@dataclass(slots=True)
+class Called:
+    """What was told of one call."""
 
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStarted:
-    """A call of this function; what follows are its arguments."""
-
-    index: int  # of the call in its message
-    name: str
+    name: str | None = None  # of its function, where the call begins here
+    arguments: str = ""  # more of them; they are one JSON object in all, as the model wrote it
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """More of a call's arguments, which are one JSON object in all, as the model wrote it."""
+@dataclass(slots=True)
+class Told:
+    """What has become certain."""
 
-    index: int
-    text: str
-
-
-Event = Content | CallStarted | Arguments
+    content: str = ""  # text that belongs to no call
+    calls: dict[int, Called] = field(default_factory=dict)  # by their index in the message
 
 
 SPACE = " \t\n\r"
@@ -60,26 +50,24 @@ class ToolParser(ABC):
         self._rest = ""  # text that has not been decided upon
         self._call: CallReader | None = None
         self._raw = ""  # of the call under way, with what led to it
-        self._waiting: list[Event] = []  # of the call under way, for a patient parser
+        self._waiting = ""  # arguments of the call under way that nobody knows of
         self._is_told = False  # whether somebody knows of the call under way
-        self._out: list[Event] = []
+        self._out = Told()
         self.num_calls = 0  # that have been handed out
 
-    def push(self, text: str) -> list[Event]:
-        """What is certain now. The text of content and arguments comes in as many events as it likes."""
+    def push(self, text: str) -> None:
         self._rest += text
         self._run(is_final=False)
-        return self._taken()
 
-    def finish(self, *, is_cut: bool) -> list[Event]:
+    def finish(self, *, is_cut: bool) -> None:
         """The end. `is_cut`: by the limit of tokens."""
         self._run(is_final=True)
-        if self._call is not None:
-            self._end_unfinished(self._call, is_cut=is_cut)
-        return self._taken()
+        if (call := self._call) is not None:
+            (self._end_call if is_cut and call.is_certain else self._give_up)(call)
 
-    def _taken(self) -> list[Event]:
-        out, self._out = self._out, []
+    def taken(self) -> Told:
+        """What has become certain since the last time."""
+        out, self._out = self._out, Told()
         return out
 
     def _run(self, *, is_final: bool) -> None:
@@ -104,63 +92,52 @@ class ToolParser(ABC):
     # -- content
 
     def _say(self, text: str) -> None:
-        if text:
-            self._out.append(Content(text))
+        self._out.content += text
 
     # -- a call
 
     def _begin_call(self, lead: str) -> None:
         """`lead`: text before it that is content should it turn out to be none."""
         self._call, self._raw = CallReader(self._names, self.arguments_keys), lead
-        self._waiting, self._is_told = [], False
+        self._waiting, self._is_told = "", False
 
     def _read_call(self, call: CallReader) -> bool:
         """Whether it is over, and there may be something behind it."""
         end = call.read(self._rest, 0)
         self._raw += self._rest[:end]
         self._rest = self._rest[end:]
-        self._tell(call)
+        self._waiting += call.take_arguments()
+        if self._is_eager and call.is_certain and (self._waiting or not self._is_told):
+            self._tell(call)
         if call.is_broken:
-            self._give_up()
+            self._give_up(call)
             self._call_broke()
         elif call.is_complete:
-            self._call = None
-            self._hand_out()
+            self._end_call(call)
             self._call_ended()
         return call.is_broken or call.is_complete
 
     def _tell(self, call: CallReader) -> None:
         """What has become certain of a call."""
-        if not call.is_certain:
-            return
-        if not self._waiting and not self._is_told:
-            self._waiting.append(CallStarted(self.num_calls, call.name or ""))
-        if arguments := call.take_arguments():
-            self._waiting.append(Arguments(self.num_calls, arguments))
-        if self._is_eager:
-            self._is_told = True
-            self._out += self._waiting
-            self._waiting = []
+        told = self._out.calls.setdefault(self.num_calls, Called())
+        if not self._is_told:
+            told.name, self._is_told = call.name, True
+        told.arguments += self._waiting
+        self._waiting = ""
 
-    def _hand_out(self) -> None:
-        self._out += self._waiting
-        self._waiting = []
+    def _end_call(self, call: CallReader) -> None:
+        self._call = None
+        if self._waiting or not self._is_told:
+            self._tell(call)
         self.num_calls += 1
 
-    def _give_up(self) -> None:
+    def _give_up(self, call: CallReader) -> None:
         """What was read is content, unless somebody knows it as a call, which then ends here."""
-        self._call = None
         if self._is_told:
-            self._hand_out()
+            self._end_call(call)
         else:
-            self._say(self._raw)
-
-    def _end_unfinished(self, call: CallReader, *, is_cut: bool) -> None:
-        if is_cut and call.is_certain:
             self._call = None
-            self._hand_out()
-        else:
-            self._give_up()
+            self._say(self._raw)
 
 
 def held(text: str, marker: str) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.generation.events import Piece
 from gateway.openai.chunks import ChatChunks, Heading, Wants
-from gateway.openai.tools.formats import Arguments, CallStarted, Content, Event
+from gateway.openai.tools.formats import Called, Told
 from gateway.openai.tools.plan import ToolPlan
 from gateway.text.tokenizer import Tokenizer
 from protocol.request import FinishReason
@@ -38,28 +38,24 @@ class ToolChunks(ChatChunks):
 
     def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
         parser, reason = self._parsers[piece.index], piece.finish_reason
-        events = parser.push(piece.text)
+        parser.push(piece.text)
         if reason is not None:
-            events += parser.finish(is_cut=reason is FinishReason.LENGTH)
+            parser.finish(is_cut=reason is FinishReason.LENGTH)
         # Calls are why it ended, unless it was cut off.
         called = reason is FinishReason.STOP and parser.num_calls
-        return delta_of(events), "tool_calls" if called else reason
+        return _delta_of(parser.taken()), "tool_calls" if called else reason
 
 
-def delta_of(events: Iterable[Event]) -> dict[str, Any]:
-    """Events joined: one entry per call."""
-    content, calls = "", dict[int, dict[str, Any]]()
-    for event in events:
-        match event:
-            case Content(text):
-                content += text
-            case CallStarted(index, name):
-                function = {"name": name, "arguments": ""}
-                call_id = f"call_{secrets.token_hex(12)}"
-                calls[index] = {"index": index, "id": call_id, "type": "function"}
-                calls[index]["function"] = function
-            case Arguments(index, text):
-                more = {"index": index, "function": {"arguments": ""}}
-                calls.setdefault(index, more)["function"]["arguments"] += text
-    told: dict[str, Any] = {"content": content} if content else {}
-    return told | ({"tool_calls": list(calls.values())} if calls else {})
+def _delta_of(told: Told) -> dict[str, Any]:
+    delta: dict[str, Any] = {"content": told.content} if told.content else {}
+    if told.calls:
+        delta["tool_calls"] = [_call(*each) for each in told.calls.items()]
+    return delta
+
+
+def _call(index: int, called: Called) -> dict[str, Any]:
+    if called.name is None:
+        return {"index": index, "function": {"arguments": called.arguments}}
+    function = {"name": called.name, "arguments": called.arguments}
+    call_id = f"call_{secrets.token_hex(12)}"
+    return {"index": index, "id": call_id, "type": "function", "function": function}

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.openai.tools.formats import (
-    Arguments,
-    CallStarted,
-    Content,
-    Event,
+    Called,
     HermesParser,
     Llama3JsonParser,
+    Told,
     ToolParser,
 )
 from tests.thoroughness import examples
@@ -27,27 +25,24 @@ FORMATS = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
 Read = tuple[str, list[tuple[str, str]]]  # content; names and arguments
 
 
-def collect(events: Iterable[Event]) -> Read:
-    content, calls = "", []
-    for event in events:
-        match event:
-            case Content(text):
-                content += text
-            case CallStarted(index, name):
-                assert index == len(calls), "calls come in order"
-                calls.append((name, ""))
-            case Arguments(index, text):
-                assert index == len(calls) - 1, "arguments follow their call"
-                calls[index] = (calls[index][0], calls[index][1] + text)
-    return content, calls
-
-
 def read(kind: str, pieces: Iterable[str], *, is_eager: bool = False, is_cut: bool = False) -> Read:
     parser: ToolParser = FORMATS[kind](NAMES, is_eager=is_eager)
-    events = [event for piece in pieces for event in parser.push(piece)]
-    found = collect([*events, *parser.finish(is_cut=is_cut)])
-    assert parser.num_calls == len(found[1])
-    return found
+    content, calls = "", list[tuple[str, str]]()
+    for piece in (*pieces, None):
+        if piece is None:
+            parser.finish(is_cut=is_cut)
+        else:
+            parser.push(piece)
+        told = parser.taken()
+        content += told.content
+        for index, called in told.calls.items():
+            if called.name is not None:
+                assert index == len(calls), "calls come in order"
+                calls.append((called.name, ""))
+            assert index == len(calls) - 1, "arguments follow their call"
+            calls[index] = (calls[index][0], calls[index][1] + called.arguments)
+    assert parser.num_calls == len(calls)
+    return content, calls
 
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
@@ -114,10 +109,14 @@ def test_a_call_that_is_cut_off_is_one_if_it_was_certain(kind: str) -> None:
 
 def test_an_eager_parser_streams_arguments_and_stands_by_what_it_said() -> None:
     parser = HermesParser(NAMES, is_eager=True)
-    assert parser.push('<tool_call>{"name": "add", ') == []
-    assert parser.push('"arguments": {"a"') == [CallStarted(0, "add"), Arguments(0, '{"a"')]
-    assert parser.push(": 1") == [Arguments(0, ": 1")]
-    assert parser.push(" oh}}</tool_call>") == [Arguments(0, " "), Content("oh}}</tool_call>")]
+    for piece, told in (
+        ('<tool_call>{"name": "add", ', Told()),
+        ('"arguments": {"a"', Told(calls={0: Called("add", '{"a"')})),
+        (": 1", Told(calls={0: Called(None, ": 1")})),
+        (" oh}}</tool_call>", Told("oh}}</tool_call>", {0: Called(None, " ")})),
+    ):
+        parser.push(piece)
+        assert parser.taken() == told
     assert parser.num_calls == 1
 
 
