@@ -25,6 +25,8 @@ from gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
@@ -278,7 +280,3 @@ class CompletionChunks(CompletionLike):
         ids = self._prompt_token_ids[index]
         echoed = echoed_logprobs(ids, echo, found, num_top, self._tokenizer)
         return {name: [*column, *columns[name]] for name, column in echoed.items()}
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
