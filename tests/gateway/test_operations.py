@@ -114,18 +114,6 @@ async def test_all_choices_and_attempts_are_explained_of_the_latest_request_of_a
     assert "the last 4096 requests" in error["message"]
 
 
-async def test_the_client_says_which_conversation_a_request_belongs_to(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
-    for headers in ({"x-session-id": "tuesday"}, {}):
-        await post(http, PATH, TEXT, **headers)
-    assert [place.session_id for place in cluster.places] == ["tuesday", ""]
-    long = {"x-session-id": "x" * 300}
-    async with http.post(PATH, json=TEXT, headers=long) as reply:
-        assert reply.status == 400
-        assert (await reply.json())["error"]["param"] == "x-session-id"
-
-
 async def test_a_gateway_without_workers_or_conductor_is_alive_but_not_ready(
     cluster: ScriptedCluster,
 ) -> None:

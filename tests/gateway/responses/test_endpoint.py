@@ -28,23 +28,42 @@ def prompts(cluster: ScriptedCluster, tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-async def test_a_response_is_whole(client: openai.AsyncOpenAI) -> None:
-    response = await client.responses.create(model="demo", input="hi", max_output_tokens=3)
-    assert response.output_text == TEXT
-    assert response.status == "incomplete"
+async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(
+    client: openai.AsyncOpenAI,
+) -> None:
+    response = await client.responses.create(
+        model="demo",
+        input="hi",
+        max_output_tokens=3,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+    )
+    assert (response.output_text, response.status) == (TEXT, "incomplete")
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.usage is not None
     assert response.usage.output_tokens == 3
     assert response.error is None
+    [item] = response.output
+    assert item.type == "message"
+    [part] = item.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2, 2, 2]
+    assert "".join(entry.token for entry in part.logprobs) == TEXT
 
 
 async def test_a_stream_ends_in_the_response_that_can_be_looked_up(
     client: openai.AsyncOpenAI,
 ) -> None:
+    """By an id of which `x-request-id`, which may have slashes, is a part."""
     kinds, text, last = [], "", None
     stream = await client.responses.create(
-        model="demo", input="hi", max_output_tokens=3, stream=True
+        model="demo",
+        input="hi",
+        max_output_tokens=3,
+        stream=True,
+        extra_headers={"x-request-id": "team/7"},
     )
     async for event in stream:
         kinds.append(event.type)
@@ -54,24 +73,11 @@ async def test_a_stream_ends_in_the_response_that_can_be_looked_up(
     assert kinds[0] == "response.created"
     assert last is not None
     assert last.type == "response.incomplete"
+    assert last.response.id.startswith("resp_team/7")
     assert await client.responses.retrieve(last.response.id) == last.response
     await client.responses.delete(last.response.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(last.response.id)
-
-
-async def test_a_response_is_found_by_an_id_that_its_client_made(
-    client: openai.AsyncOpenAI,
-) -> None:
-    """`x-request-id`, which becomes a part of it, may have slashes."""
-    made = await client.responses.create(
-        model="demo", input="hi", max_output_tokens=3, extra_headers={"x-request-id": "team/7"}
-    )
-    assert made.id.startswith("resp_team/7")
-    assert (await client.responses.retrieve(made.id)).id == made.id
-    await client.responses.delete(made.id)
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(made.id)
 
 
 async def test_a_later_response_goes_on_behind_an_earlier_one(
@@ -115,9 +121,8 @@ async def test_responses_are_their_tenants(cluster: ScriptedCluster) -> None:
         await bob.close()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "param"),
-    [
+async def test_what_is_not_done_is_refused_by_its_own_name(client: openai.AsyncOpenAI) -> None:
+    refused: list[tuple[dict, str]] = [
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
@@ -128,28 +133,12 @@ async def test_responses_are_their_tenants(cluster: ScriptedCluster) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"input": []}, "input"),
-    ],
-)
-async def test_what_is_not_done_is_refused_by_its_own_name(
-    client: openai.AsyncOpenAI, parameters: dict, param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.create(**{"model": "demo", "input": "hi", **parameters})
-    assert caught.value.param == param
-
-
-async def test_logprobs_are_those_of_the_tokens(client: openai.AsyncOpenAI) -> None:
-    response = await client.responses.create(
-        model="demo",
-        input="hi",
-        max_output_tokens=3,
-        top_logprobs=2,
-        include=["message.output_text.logprobs"],
-    )
-    [item] = response.output
-    assert item.type == "message"
-    [part] = item.content
-    assert part.type == "output_text"
-    assert part.logprobs is not None
-    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2, 2, 2]
-    assert "".join(entry.token for entry in part.logprobs) == TEXT
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+    ]
+    for parameters, param in refused:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**{"model": "demo", "input": "hi", **parameters})
+        assert caught.value.param == param
