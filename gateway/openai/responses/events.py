@@ -18,16 +18,23 @@ from gateway.http.errors import ApiError
 from gateway.openai.chunks import ChatChunks, Chunks, Heading
 from gateway.openai.responses.schema import ResponsesBody
 
+Item = dict[str, Any]
+
 
 class ResponseEvents(Chunks):
     """`Chunks` of a response, over those of the chat completion behind it."""
 
     def __init__(
-        self, chunks: ChatChunks, form: ResponseForm, on_ended: Callable[[dict[str, Any]], None]
+        self,
+        chunks: ChatChunks,
+        heading: Heading,
+        body: ResponsesBody,
+        on_ended: Callable[[dict[str, Any]], None],
     ) -> None:
         """`on_ended` gets the response when it is over and did not fail."""
         self._chunks = chunks
-        self._form = form
+        self._id = heading.id
+        self._echoed = _echoed(heading, body)
         self._on_ended = on_ended
         self._sequence_number = 0
         self._items: list[Item] = []  # done
@@ -38,7 +45,7 @@ class ResponseEvents(Chunks):
 
     def first(self) -> str:
         """The response as it begins."""
-        response = self._form.under_way()
+        response = {**self._echoed, "status": "in_progress"}
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -51,9 +58,16 @@ class ResponseEvents(Chunks):
         """The end of the open item, and the response as a whole."""
         text = ""
         if self._open is None and not self._items:
-            text += self._begin(_OpenMessage(self._form, 0))
+            text += self._begin(_OpenMessage(self._id, 0))
         text += self._close()
-        self._response = self._form.ended(self._items, self._finish_reason, usage)
+        is_cut = self._finish_reason == "length"
+        self._response = {
+            **self._echoed,
+            "status": "incomplete" if is_cut else "completed",
+            "output": list(self._items),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": _usage(usage),
+        }
         self._on_ended(self._response)
         return text + self._event(f"response.{self._response['status']}", response=self._response)
 
@@ -67,7 +81,9 @@ class ResponseEvents(Chunks):
         return b""
 
     def failure(self, reply: ApiError) -> bytes:
-        return self._event("response.failed", response=self._form.failed(reply.message)).encode()
+        error = {"code": "server_error", "message": reply.message}
+        response = {**self._echoed, "status": "failed", "error": error}
+        return self._event("response.failed", response=response).encode()
 
     def _choice(self, choice: Mapping[str, Any]) -> str:
         delta, events = choice["delta"], ""
@@ -87,7 +103,7 @@ class ResponseEvents(Chunks):
     def _text(self, text: str, logprobs: list[Any]) -> str:
         events = ""
         if not isinstance(self._open, _OpenMessage):
-            events += self._close() + self._begin(_OpenMessage(self._form, len(self._items)))
+            events += self._close() + self._begin(_OpenMessage(self._id, len(self._items)))
         message = self._open
         assert isinstance(message, _OpenMessage)
         message.text += text
@@ -100,7 +116,7 @@ class ResponseEvents(Chunks):
         events, function = "", call.get("function") or {}
         if not self._goes_on(call):
             events += self._close()
-            events += self._begin(_OpenCall(self._form, len(self._items), call, function["name"]))
+            events += self._begin(_OpenCall(self._id, len(self._items), call, function["name"]))
         opened_call = self._open
         assert isinstance(opened_call, _OpenCall)
         arguments = function.get("arguments") or ""
@@ -121,7 +137,9 @@ class ResponseEvents(Chunks):
             "response.output_item.added", output_index=opened.index, item=opened.begun()
         )
         if isinstance(opened, _OpenMessage):
-            events += self._event("response.content_part.added", **opened.place, part=text_part(""))
+            events += self._event(
+                "response.content_part.added", **opened.place, part=_text_part("")
+            )
         return events
 
     def _close(self) -> str:
@@ -144,12 +162,12 @@ class ResponseEvents(Chunks):
 class _OpenMessage:
     """Text that is under way."""
 
-    def __init__(self, form: ResponseForm, index: int) -> None:
+    def __init__(self, response_id: str, index: int) -> None:
         self.index = index
         self.text = ""
         self.logprobs: list[Any] = []
         self._item = {
-            "id": f"msg_{form.heading.id}_{index}",
+            "id": f"msg_{response_id}_{index}",
             "type": "message",
             "role": "assistant",
         }
@@ -166,11 +184,11 @@ class _OpenMessage:
         return {
             **self._item,
             "status": status,
-            "content": [text_part(self.text, self.logprobs)],
+            "content": [_text_part(self.text, self.logprobs)],
         }
 
     def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        part = text_part(self.text, self.logprobs)
+        part = _text_part(self.text, self.logprobs)
         done = {"text": self.text, "logprobs": self.logprobs}
         yield "response.output_text.done", {**self.place, **done}
         yield "response.content_part.done", {**self.place, "part": part}
@@ -179,12 +197,12 @@ class _OpenMessage:
 class _OpenCall:
     """A function call whose arguments are under way."""
 
-    def __init__(self, form: ResponseForm, index: int, call: Mapping[str, Any], name: str) -> None:
+    def __init__(self, response_id: str, index: int, call: Mapping[str, Any], name: str) -> None:
         self.index = index
         self.number: int = call["index"]  # among the message's calls
         self.arguments = ""
         self._item = {
-            "id": f"fc_{form.heading.id}_{index}",
+            "id": f"fc_{response_id}_{index}",
             "type": "function_call",
             "call_id": call["id"],
             "name": name,
@@ -218,75 +236,44 @@ def _is_whole(arguments: str) -> bool:
 
 # The response object
 
-Item = dict[str, Any]
 
-
-class ResponseForm:
+def _echoed(heading: Heading, body: ResponsesBody) -> dict[str, Any]:
     """What every state of one response has in common."""
-
-    def __init__(self, heading: Heading, body: ResponsesBody) -> None:
-        given = body.model_extra or {}
-        self.heading = heading
-        self._echoed = {
-            "id": heading.id,
-            "object": "response",
-            "created_at": heading.created,
-            "model": heading.model,
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": given.get("parallel_tool_calls") is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
-            "store": body.store is not False,
-            "temperature": _or(given.get("temperature"), 1.0),
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": _or(given.get("top_p"), 1.0),
-            "truncation": "disabled",
-            "user": given.get("user"),
-        }
-
-    def under_way(self) -> dict[str, Any]:
-        """Before its end."""
-        return self._state("in_progress", [])
-
-    def ended(
-        self, output: Sequence[Item], finish_reason: str, usage: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """`finish_reason` and `usage`: the chat completion's."""
-        cut = finish_reason == "length"
-        return {
-            **self._state("incomplete" if cut else "completed", list(output)),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": usage_of(usage),
-        }
-
-    def failed(self, message: str) -> dict[str, Any]:
-        """After it had begun."""
-        error = {"code": "server_error", "message": message}
-        return {**self._state("failed", []), "error": error}
-
-    def _state(self, status: str, output: list[Item]) -> dict[str, Any]:
-        return {
-            **self._echoed,
-            "status": status,
-            "output": output,
-            "error": None,
-            "incomplete_details": None,
-            "usage": None,
-        }
+    given = body.model_extra or {}
+    return {
+        "id": heading.id,
+        "object": "response",
+        "created_at": heading.created,
+        "model": heading.model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": given.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": body.store is not False,
+        "temperature": 1.0 if given.get("temperature") is None else given["temperature"],
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if given.get("top_p") is None else given["top_p"],
+        "truncation": "disabled",
+        "user": given.get("user"),
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "usage": None,
+    }
 
 
-def text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat completion's usage under the names of this API."""
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion's under the names of this API."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -295,7 +282,3 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
     }
-
-
-def _or(value: Any, default: float) -> Any:
-    return default if value is None else value

@@ -17,7 +17,7 @@ from gateway.http.errors import ApiError, invalid
 from gateway.openai.chunks import ChatChunks
 from gateway.openai.endpoints import Api
 from gateway.openai.models import ServedModel
-from gateway.openai.responses.events import ResponseEvents, ResponseForm
+from gateway.openai.responses.events import ResponseEvents
 from gateway.openai.responses.schema import (
     RENAMED,
     ResponsesBody,
@@ -131,9 +131,8 @@ class Responses:
 
         with _own_names():
             plan = await self._api.chat_plan(request, chat, "resp_")
-            form = ResponseForm(plan.heading, body)
             assert isinstance(plan.chunks, ChatChunks)
-            events = ResponseEvents(plan.chunks, form, keep)
+            events = ResponseEvents(plan.chunks, plan.heading, body, keep)
             return await self._api.reply(request, replace(plan, chunks=events))
 
     async def retrieve(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.generation.events import Piece
 from gateway.openai.chunks import ChatChunks, Heading, Wants
-from gateway.openai.responses.events import ResponseEvents, ResponseForm
+from gateway.openai.responses.events import ResponseEvents
 from gateway.openai.responses.schema import ResponsesBody
 from gateway.openai.tools.formats import FORMATS
 from gateway.openai.tools.plan import ToolPlan
@@ -22,7 +22,7 @@ from protocol.ids import RequestId
 from protocol.request import FinishReason, Logprobs, Token
 
 HEADING = Heading(id="resp_1", created=1, model="m")
-FORM = ResponseForm(HEADING, ResponsesBody(input="hi"))
+BODY = ResponsesBody(input="hi")
 USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 
 
@@ -52,7 +52,7 @@ def events_of(deltas: Sequence[dict[str, Any]], finish_reason: str = "stop") -> 
     pieces = [Piece(index=0, text="", tokens=())] * (len(deltas) + 1)
     kept: list[dict[str, Any]] = []
     events, whole = (
-        ResponseEvents(ScriptedChunks(deltas, finish_reason), FORM, kept.append)  # type: ignore[arg-type]
+        ResponseEvents(ScriptedChunks(deltas, finish_reason), HEADING, BODY, kept.append)  # type: ignore[arg-type]
         for _ in range(2)
     )
     text = events.first() + "".join(map(events.piece, pieces))
@@ -143,7 +143,7 @@ def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
     assert len(token_ids) > 1
     wants = Wants(usage=True, token_ids=False, logprobs=True)
     events = ResponseEvents(
-        ChatChunks(HEADING, wants, tokenizer, [()]), FORM, lambda response: None
+        ChatChunks(HEADING, wants, tokenizer, [()]), HEADING, BODY, lambda response: None
     )
     decoder, text = tokenizer.decoder(), ""
     for index, token_id in enumerate(token_ids):
@@ -169,7 +169,7 @@ def test_of_a_response_that_is_cut_off_only_the_last_item_is_incomplete(
             Piece(index=0, text=text[cut:], tokens=(), finish_reason=FinishReason.LENGTH),
         ]
         chunks = ToolChunks(HEADING, wants, tokenizer, [()], plan, is_stream=is_stream)
-        response = ResponseEvents(chunks, FORM, lambda ended: None).whole(pieces, USAGE)
+        response = ResponseEvents(chunks, HEADING, BODY, lambda ended: None).whole(pieces, USAGE)
         items = [(item["type"], item["status"]) for item in response["output"]]
         assert items == [("message", "completed"), ("function_call", "incomplete")]
         assert response["status"] == "incomplete"
