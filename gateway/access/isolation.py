@@ -9,20 +9,8 @@ taken as it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 _DIGEST_BYTES = 32
-
-
-def visible_to(
-    tenant: str | None, decisions: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Of decisions about one request (conductor.decision.Decision as JSON) those that a tenant may see: its own. Ids
-    are no secret, clients choose them. Who is nobody in particular operates the cluster, and sees all."""
-    if not tenant:
-        return list(decisions)
-    return [decision for decision in decisions if decision["turn"]["tenant"] == tenant]
 
 
 def salt_of(tenant: str | None, cache_salt: str | None) -> str:

@@ -7,8 +7,8 @@ Owns short memories of what this gateway saw, all bounded. Counts since the star
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.ids import Role
@@ -55,19 +55,6 @@ class _Prefix:
         return float(self.heat * 0.5 ** ((now - self.seen_at) / _HALF_LIFE_S))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A request's choice that has ended. Seconds from its arrival."""
-
-    request_id: str
-    outcome: str  # the finish reason, or an error's code
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    ttft_s: float | None  # None: there was no token
-    e2e_s: float
-
-
 class Figures:
     """Recent figures of one gateway."""
 
@@ -80,10 +67,20 @@ class Figures:
         self.rejections: Counter[str] = Counter()  # by reason
         self.failures: Counter[str] = Counter()  # by code
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()
-        self._latest: deque[Ended] = deque(maxlen=_NUM_LATEST)
+        self._latest: deque[dict[str, Any]] = deque(maxlen=_NUM_LATEST)
 
-    def ended(self, request: Ended) -> None:
-        self._latest.append(request)
+    def ended(
+        self,
+        request_id: str,
+        outcome: str,
+        tokens: Mapping[str, int],
+        ttft_s: float | None,
+        e2e_s: float,
+    ) -> None:
+        """A request's choice. `outcome`: the finish reason, or an error's code. Seconds from its arrival; None: there
+        was no token."""
+        times = {"ttft_s": ttft_s, "e2e_s": e2e_s}
+        self._latest.append({"request_id": request_id, "outcome": outcome, **tokens, **times})
 
     def reused(self, leaf: BlockKey, num_tokens: int, holders: Iterable[str], now: float) -> None:
         """A prompt's first `num_tokens` tokens were found; `leaf`: key of their last block."""
@@ -107,8 +104,8 @@ class Figures:
         }
 
     def latest_requests(self) -> list[dict[str, Any]]:
-        """Fields of `Ended`, the last one first."""
-        return [asdict(request) for request in reversed(self._latest)]
+        """The last one first."""
+        return list(reversed(self._latest))
 
     def hot_prefixes(self, now: float) -> list[dict[str, Any]]:
         """The hottest first."""

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from gateway.cluster.silence import Sign, Suspicion, is_late
@@ -47,15 +46,6 @@ _CANCEL_AGAIN_S = 1.0
 _WORKER_ROLES = (Role.PREFILL, Role.DECODE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the running workers say about the model they serve."""
-
-    fingerprint: str
-    block_size: int
-    max_model_len: int
-
-
 class Cluster:
     """Client of the conductor and of all workers. Used in one event loop."""
 
@@ -79,7 +69,7 @@ class Cluster:
         self._on_view = on_view
         self._about = about
         self._view: conductor_pb2.ClusterView | None = None
-        self._facts: ModelFacts | None = None  # of the last view that had any
+        self._facts: conductor_pb2.ClusterView | None = None  # the last one that had workers
         self._viewed_at = 0.0
         self._ready_at = -math.inf  # when the last view was, in which a request could be placed
         self._streams: dict[str, WorkerStream] = {}
@@ -103,9 +93,10 @@ class Cluster:
         """A request could have been placed a moment ago."""
         return asyncio.get_running_loop().time() - self._ready_at < seconds
 
-    def facts(self) -> ModelFacts:
-        """Raises NoWorker while no worker has told. Unlike who is alive, they do not age: while no conductor leads, or
-        one that was restarted knows nobody yet, requests are taken and wait."""
+    def facts(self) -> conductor_pb2.ClusterView:
+        """What workers say of their model: fingerprint, layout, `max_model_len`. Raises NoWorker while none has. Unlike
+        who is alive, they do not age: while no conductor leads, or one that was restarted knows nobody yet, requests
+        are taken and wait."""
         if self._facts is None:
             raise NoWorker("no worker has joined the cluster yet")
         return self._facts
@@ -142,11 +133,7 @@ class Cluster:
             return
         self._view, self._viewed_at = view, asyncio.get_running_loop().time()
         if view.fingerprint:
-            self._facts = ModelFacts(
-                fingerprint=view.fingerprint,
-                block_size=view.layout.block_size,
-                max_model_len=view.max_model_len,
-            )
+            self._facts = view
         if view.ready:
             self._ready_at = self._viewed_at
         self._on_view(view)

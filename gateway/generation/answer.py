@@ -113,7 +113,7 @@ class Answer:
     @property
     def placement(self) -> Placement | None:
         """Placement of the first choice."""
-        return self.generations[0].placement
+        return self.generations[0].state.placement
 
     def cancel(self, error: MoonserveError) -> None:
         """Ends what is still under way."""
@@ -135,7 +135,7 @@ class Answer:
 
     def timing(self) -> list[dict[str, Any]]:
         """The ledger of each choice that has ended well, in their order (docs/tracing.md)."""
-        ledgers = ((each.index, each.timings.ledger) for each in self.generations)
+        ledgers = ((each.state.index, each.timings.ledger) for each in self.generations)
         return [{"index": i, **found.as_json()} for i, found in ledgers if found is not None]
 
     def _facts(self) -> dict[str, str | int]:

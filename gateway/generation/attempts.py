@@ -42,7 +42,7 @@ from protocol.keys import BlockKey, block_keys, pack_keys, pack_tokens, root_key
 from protocol.metrics import RequestMetrics
 from protocol.pb import conductor_pb2
 from protocol.prompt_logprobs import PromptLogprobs
-from protocol.request import Placement, Request
+from protocol.request import Request
 from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
 
@@ -137,15 +137,6 @@ class Generation:
         self.deliver(Aborted(error=error))
 
     @property
-    def index(self) -> int:
-        """Index of the choice in the reply."""
-        return self._choice.index
-
-    @property
-    def placement(self) -> Placement | None:
-        return self.state.placement
-
-    @property
     def is_scored(self) -> bool:
         """Whether it has its prompt's tokens scored."""
         return self._choice.sampling.num_prompt_logprobs is not None
@@ -207,7 +198,7 @@ class Generation:
         placement, report = self.state.placement, self.state.last_report
         if placement is None or report is None:
             return
-        num_blocks = report.cached_tokens // self._around.cluster.facts().block_size
+        num_blocks = report.cached_tokens // self._around.cluster.facts().layout.block_size
         if 0 < num_blocks <= len(self._keys):
             sources = (source.store.instance_id for source in placement.prefix_sources)
             holders = (placement.prefill.instance_id, *sources)
@@ -248,7 +239,7 @@ class Generation:
         """Block keys; tenants with different salts never share a block."""
         facts = self._around.cluster.facts()
         root = root_key(facts.fingerprint, self._wish.cache_salt)
-        return tuple(block_keys(root, token_ids, facts.block_size))
+        return tuple(block_keys(root, token_ids, facts.layout.block_size))
 
     def _place_request(self, action: Place) -> conductor_pb2.PlaceRequest:
         return conductor_pb2.PlaceRequest(
@@ -276,7 +267,7 @@ class Generation:
         """By which the conductor knows this choice again when its client comes back; none for what goes on."""
         if action.request_id != self.state.request_id:
             return b""
-        block_size = self._around.cluster.facts().block_size
+        block_size = self._around.cluster.facts().layout.block_size
         whole = len(action.token_ids) // block_size * block_size
         digest = hashlib.blake2b(digest_size=_TICKET_BYTES, person=b"moonserve-ticket")
         # The last key stands for all tokens before it, and for the salt.

@@ -124,7 +124,7 @@ class Gateway:
     def _start(self, wish: Wish, generations: Sequence[Generation]) -> None:
         """Choices of one prompt share its blocks, where it has whole ones, and its log-probabilities: the first makes
         them for the others."""
-        block_size = self.cluster.facts().block_size
+        block_size = self.cluster.facts().layout.block_size
         leaders: dict[tuple[int, ...], Generation] = {}
         for choice, generation in zip(wish.choices, generations, strict=True):
             leader = leaders.setdefault(choice.token_ids, generation)

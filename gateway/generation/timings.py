@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from gateway.cluster.figures import Ended, Figures
+from gateway.cluster.figures import Figures
 from gateway.generation.state import RequestState
 from protocol.errors import MoonserveError, Overloaded
 from protocol.metrics import RequestMetrics
@@ -194,17 +194,13 @@ class Timings:
 
     def _ended(self, outcome: str, now: float) -> None:
         first_at, arrived_at, state = self._at.first_at, self._at.arrived_at, self._state
-        self._figures.ended(
-            Ended(
-                request_id=state.request_id,
-                outcome=outcome,
-                prompt_tokens=len(state.prompt),
-                cached_tokens=state.cached_tokens,
-                output_tokens=len(state.generated),
-                ttft_s=None if first_at is None else first_at - arrived_at,
-                e2e_s=now - arrived_at,
-            )
-        )
+        tokens = {
+            "prompt_tokens": len(state.prompt),
+            "cached_tokens": state.cached_tokens,
+            "output_tokens": len(state.generated),
+        }
+        ttft_s = None if first_at is None else first_at - arrived_at
+        self._figures.ended(state.request_id, outcome, tokens, ttft_s, now - arrived_at)
 
     def _begin_decoding(self, now: float) -> None:
         metrics, ttft_s, report = self._metrics, now - self._at.arrived_at, self._state.report

@@ -49,9 +49,10 @@ class FrontDoor:
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
-        scope["state"]["cluster_id"] = _cluster_id(
-            request_id, is_given=request_id.encode() == given
-        )
+        # Clients repeat their ids, on retries and by mistake; within the cluster an id is one request.
+        is_given = request_id.encode() == given
+        unique = f"{request_id}-{secrets.token_hex(4)}" if is_given else request_id
+        scope["state"]["cluster_id"] = unique
         scope[KEY] = Connection(send)
         try:
             await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
@@ -102,11 +103,6 @@ class FrontDoor:
             priority=key.priority,
             limits=key.limits.or_else(self._limits),
         )
-
-
-def _cluster_id(request_id: str, *, is_given: bool) -> str:
-    """Clients repeat their ids, on retries and by mistake; within the cluster an id is one request."""
-    return f"{request_id}-{secrets.token_hex(4)}" if is_given else request_id
 
 
 class _Echo:

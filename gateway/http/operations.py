@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from gateway.access.isolation import visible_to
 from gateway.access.limiter import visit_of
 from gateway.cluster.metrics import ClusterMetrics
 from gateway.generation.service import Gateway
@@ -113,12 +111,14 @@ class Operations:
 
     async def explain(self, request: Request) -> Response:
         """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""
-        known_id = request.path_params["request_id"]
-        explanation = await explain(known_id, self._gateway.cluster.explain)
-        decisions = visible_to(visit_of(request).identity.tenant, explanation.decisions)
+        known_id, ask = request.path_params["request_id"], self._gateway.cluster.explain
+        request_id, decisions, last = await explain(known_id, ask)
+        # Ids are no secret, clients choose them. Who is nobody in particular operates the cluster, and sees all.
+        if tenant := visit_of(request).identity.tenant:
+            decisions = [each for each in decisions if each["turn"]["tenant"] == tenant]
         if not decisions:
-            raise ApiError(404, _not_remembered(known_id, explanation), code="not_found")
-        return JSONResponse({"request_id": explanation.request_id, "decisions": decisions})
+            raise ApiError(404, _not_remembered(known_id, last), code="not_found")
+        return JSONResponse({"request_id": request_id, "decisions": decisions})
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the cluster's state for people."""
@@ -128,20 +128,12 @@ class Operations:
 # Why a request went where it went
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """`decisions`: conductor.decision.Decision as JSON objects, one per choice and attempt, in that order; empty when
-    nothing is remembered about the request."""
-
-    request_id: str
-    decisions: tuple[dict[str, Any], ...]
-    num_decisions: int  # of how many requests the conductor remembers decisions
-    max_decisions: int  # at most
-
-
-async def explain(known_id: str, ask: Ask) -> Explanation:
-    """From an id that a client knows, from a header or a body, to the conductor's records of all its placements. Raises
-    what `ask` raises.
+async def explain(
+    known_id: str, ask: Ask
+) -> tuple[str, list[dict[str, Any]], conductor_pb2.ExplainReply]:
+    """From an id that a client knows, from a header or a body, to the conductor's records of all its placements: its
+    id in the cluster, decisions (conductor.decision.Decision as JSON) per choice and attempt, in that order, and the
+    conductor's last reply. Raises what `ask` raises.
 
     Clients name requests as they like, and use a name again; the cluster's id differs then. The conductor is told the
     name with the first placement, so that every gateway can explain what another one served. It is asked for one id
@@ -153,12 +145,7 @@ async def explain(known_id: str, ask: Ask) -> Explanation:
         decisions, last = await _decisions(request_id, ask)
         if decisions:
             break
-    return Explanation(
-        request_id=request_id,
-        decisions=tuple(decisions),
-        num_decisions=last.num_decisions,
-        max_decisions=last.max_decisions,
-    )
+    return request_id, decisions, last
 
 
 async def _decisions(
@@ -182,10 +169,10 @@ async def _decisions(
             return decisions, reply
 
 
-def _not_remembered(known_id: str, explanation: Explanation) -> str:
+def _not_remembered(known_id: str, last: conductor_pb2.ExplainReply) -> str:
     return (
         f"no decision about {known_id!r} is remembered; the conductor keeps those of the last"
-        f" {explanation.max_decisions} requests and has {explanation.num_decisions} now: give the id of the reply's"
+        f" {last.max_decisions} requests and has {last.num_decisions} now: give the id of the reply's"
         " body or its header x-request-id, ask sooner, or start the conductor with a larger --num-decisions"
     )
 

@@ -50,7 +50,6 @@ from gateway.openai.replies import (
 from gateway.openai.resuming import EventId, EventIds
 from gateway.openai.sampling import choices_for, spellings
 from gateway.openai.schema import (
-    BodyParser,
     ChatBody,
     CompletionBody,
     SamplingBody,
@@ -89,7 +88,6 @@ class Api:
         self._model = model
         self._tokenizer = tokenizer
         self._config = config
-        self._parser = BodyParser()
         self._forms = FormChecker(
             Grammars(
                 Path(config.model),
@@ -106,7 +104,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        body = self._parser.parse(ChatBody, await self._model.read(request))
+        body = await self._model.body(ChatBody, request)
         return await self.reply(request, await self.chat_plan(request, body, "chatcmpl-"))
 
     async def chat_plan(self, request: Request, body: ChatBody, id_prefix: str) -> ReplyPlan:
@@ -147,7 +145,7 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        body = self._parser.parse(CompletionBody, await self._model.read(request))
+        body = await self._model.body(CompletionBody, request)
         self._model.require(body.model)
         last = resuming.last_event(request, body)
         body = resuming.seeded(body, last)

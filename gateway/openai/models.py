@@ -15,7 +15,7 @@ from gateway.generation.service import Gateway
 from gateway.http.connection import read_body
 from gateway.http.errors import ApiError, invalid
 from gateway.openai.prompts import Limits, chat_prompt, encode
-from gateway.openai.schema import Body, BodyParser, ChatMessage, TokenId, Tools
+from gateway.openai.schema import B, Body, BodyParser, ChatMessage, TokenId, Tools
 from gateway.text.tokenizer import Tokenizer, load_vocab_size
 
 
@@ -49,7 +49,7 @@ class ServedModel:
         self._created = int(time.time())
         self._gateway = gateway
         self._config = config
-        self._parser = BodyParser()
+        self.parser = BodyParser()
 
     @property
     def name(self) -> str:
@@ -62,6 +62,10 @@ class ServedModel:
         body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
         request.state.arrived_at = time.monotonic()  # what a slow upload takes is the client's
         return body
+
+    async def body(self, cls: type[B], request: Request) -> B:
+        """The body, checked. Raises ApiError."""
+        return self.parser.parse(cls, await self.read(request))
 
     def require(self, name: str | None) -> None:
         """Raises ApiError (404) for a model that is not served; None is any."""
@@ -115,7 +119,7 @@ class ServedModel:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
-        body = self._parser.parse(TokenizeBody, await self.read(request))
+        body = await self.body(TokenizeBody, request)
         self.require(body.model)
         limits = self.limits()
         ids = await self._tokens_of(body, limits)
@@ -131,7 +135,7 @@ class ServedModel:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
-        body = self._parser.parse(DetokenizeBody, await self.read(request))
+        body = await self.body(DetokenizeBody, request)
         self.require(body.model)
         unknown = [t for t in body.tokens if t >= self.vocab_size]
         if unknown:

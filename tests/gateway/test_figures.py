@@ -9,7 +9,6 @@ from gateway.cluster.figures import (
     _NUM_LATEST,
     WINDOW_S,
     DecodeFigures,
-    Ended,
     Figures,
 )
 from protocol.keys import BlockKey
@@ -51,8 +50,7 @@ def test_the_latest_requests_come_first_and_the_others_are_forgotten() -> None:
     figures = Figures()
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
     for number in range(_NUM_LATEST + 3):
-        ended = Ended(request_id=f"{number}", outcome="stop", **counts, ttft_s=0.1, e2e_s=0.2)
-        figures.ended(ended)
+        figures.ended(f"{number}", "stop", counts, ttft_s=0.1, e2e_s=0.2)
     shown = [request["request_id"] for request in figures.latest_requests()]
     assert shown == [str(number) for number in range(_NUM_LATEST + 2, 2, -1)]
 

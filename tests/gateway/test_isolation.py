@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.isolation import salt_of, visible_to
+from gateway.access.isolation import salt_of
 from protocol.keys import block_keys, root_key
 
 names = st.none() | st.text(max_size=8)
@@ -35,10 +35,3 @@ def test_nobody_in_particular_shares_with_all_and_it_stays_so() -> None:
     """Equal over starts and versions: keys of blocks on disks are made of it."""
     assert salt_of(None, None) == salt_of("", "") == ""
     assert salt_of("alice", None).startswith("15d7e48e627af014")
-
-
-def test_a_tenant_sees_its_own_decisions_and_an_operator_all() -> None:
-    decisions = [{"turn": {"tenant": name}} for name in ("alice", "bob")]
-    assert visible_to("alice", decisions) == decisions[:1]
-    assert visible_to("carol", decisions) == []
-    assert visible_to("", decisions) == visible_to(None, decisions) == decisions

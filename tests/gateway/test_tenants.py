@@ -50,6 +50,18 @@ async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(
     assert 0 < latest["ttft_s"] <= latest["e2e_s"]
 
 
+async def test_a_tenant_sees_its_own_decisions_and_an_operator_all(
+    cluster: ScriptedCluster,
+) -> None:
+    keys = ("alice=one", "carol=two")
+    async with clients_of(cluster, api_key=("three",), tenant_keys=keys) as http:
+        assert await ask(http, "one") == 200
+        path = f"/v1/requests/{cluster.places[-1].request_id}/explain"
+        for key, status in (("one", 200), ("two", 404), ("three", 200)):
+            async with http.get(path, headers={"Authorization": f"Bearer {key}"}) as reply:
+                assert reply.status == status
+
+
 async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(
     cluster: ScriptedCluster,
 ) -> None:

@@ -25,7 +25,7 @@ from gateway.openai.responses.schema import (
     input_messages,
     output_messages,
 )
-from gateway.openai.schema import BodyParser, ChatBody, validated
+from gateway.openai.schema import ChatBody, validated
 from protocol.errors import InvalidRequest
 
 
@@ -112,16 +112,15 @@ class Responses:
         self._api = api
         self._model = model
         self._store = store
-        self._parser = BodyParser()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses"""
         body = validated(ResponsesBody, await self._model.read(request))
-        self._parser.warn_of_unknown(body.check())
+        self._model.parser.warn_of_unknown(body.check())
         tenant = _tenant(request)
         messages = [*self._earlier(tenant, body), *input_messages(body.input)]
         with _own_names():
-            chat = self._parser.parse(ChatBody, json.dumps(chat_of(body, messages)).encode())
+            chat = self._model.parser.parse(ChatBody, json.dumps(chat_of(body, messages)).encode())
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:

@@ -49,11 +49,10 @@ def test_what_is_written_is_read_again(key: ApiKey) -> None:
 )
 def test_whatever_else_is_read_is_refused_or_a_key(record: object) -> None:
     try:
-        assert isinstance(from_json(record), ApiKey)
+        shown = str(isinstance(from_json(record), ApiKey))
     except InvalidRequest as error:
         shown = error.message
-    else:
-        shown = ""
+    assert shown != "False"
     assert len(shown) < 300
 
 
@@ -97,5 +96,4 @@ def test_keys_that_could_be_guessed_are_not_hashed() -> None:
 def test_limits_of_a_key_go_before_those_for_all() -> None:
     own, all_ = KeyLimits(streams=2), KeyLimits(streams=9, tokens_per_minute=7)
     assert own.or_else(all_) == KeyLimits(streams=2, tokens_per_minute=7)
-    assert KeyLimits().or_else(KeyLimits()).is_unlimited
-    assert not own.is_unlimited
+    assert KeyLimits().or_else(KeyLimits()).is_unlimited > own.is_unlimited

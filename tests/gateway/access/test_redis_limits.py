@@ -62,7 +62,9 @@ async def test_two_gateways_together_let_in_what_one_would(two_gateways: list[Li
     assert 50 <= admitted < 100
 
 
-async def test_a_request_is_charged_as_a_whole_or_not_at_all(shared: SharedLimits) -> None:
+async def test_a_request_is_charged_as_a_whole_or_not_at_all_and_accounts_end_by_themselves(
+    shared: SharedLimits, redis: RedisServer
+) -> None:
     limits = KeyLimits(requests_per_minute=2, tokens_per_minute=100, streams=10)
     assert (await shared.admit("k", "1", limits, 80)).refused_by is None
     refused = await shared.admit("k", "2", limits, 80)
@@ -74,6 +76,8 @@ async def test_a_request_is_charged_as_a_whole_or_not_at_all(shared: SharedLimit
     last = await shared.admit("k", "3", limits, 0)
     assert last.refused_by == "requests"
     assert 0 < last.retry_after_s <= 30
+    left_ms = int(redis.ask("PTTL", "moonserve:limit:{k}")[1:].split()[0])
+    assert 0 < left_ms <= 61_000  # a minute until the bucket is full, and a second more
 
 
 async def test_places_are_shared_and_those_of_the_dead_end(
@@ -143,12 +147,6 @@ async def test_a_request_that_ends_while_places_are_renewed_leaves_none(
         await slow.renewed.wait()
         assert (await one.admit("k", "2", KeyLimits(streams=1), 1)).refused_by is None
     await one.close()
-
-
-async def test_accounts_end_by_themselves(shared: SharedLimits, redis: RedisServer) -> None:
-    await shared.admit("k", "1", KeyLimits(requests_per_minute=1), 0)
-    left_ms = int(redis.ask("PTTL", "moonserve:limit:{k}")[1:].split()[0])
-    assert 0 < left_ms <= 61_000  # a minute until the bucket is full, and a second more
 
 
 async def test_without_redis_each_gateway_counts_for_itself_and_returns_to_it() -> None:
