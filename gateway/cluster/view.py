@@ -236,13 +236,7 @@ class Cluster:
     def _replace(self, old: WorkerStream, new: Endpoint) -> None:
         """Whoever waits for an incarnation that has a successor waits in vain."""
         instance_id = new.instance_id
-        self._on_lost(
-            instance_id,
-            PeerLost(
-                f"{instance_id} epoch {old.endpoint.epoch} was replaced by epoch {new.epoch}",
-                instance_id=instance_id,
-            ),
-        )
+        self._lost(instance_id, f"epoch {old.endpoint.epoch} was replaced by epoch {new.epoch}")
         self._tasks.start(self._retire(old), name=f"retire {instance_id}")
 
     async def _retire(self, old: WorkerStream) -> None:
@@ -276,8 +270,7 @@ class Cluster:
         now_silent = self._suspicion.silent(signs, self._viewed_at)
         for instance_id in now_silent - self._silent:
             log.warning("%s is silent", instance_id)
-            error = PeerLost(f"{instance_id} has fallen silent", instance_id=instance_id)
-            self._on_lost(instance_id, error)
+            self._lost(instance_id, "has fallen silent")
         self._silent = now_silent
 
     def _sign(self, instance: conductor_pb2.InstanceView) -> Sign:
@@ -300,22 +293,20 @@ class Cluster:
             return
         del self._streams[instance_id]
         stream.task.cancel()
-        self._on_lost(
-            instance_id, PeerLost(f"{instance_id} left the cluster", instance_id=instance_id)
-        )
+        self._lost(instance_id, "left the cluster")
         await self._let_go(stream.endpoint.rpc_address)
 
     async def _listen(self, stream: WorkerStream) -> None:
         """Opens the stream over and over until cancelled."""
         instance_id = stream.endpoint.instance_id
         while True:
-            error = await self._listen_once(stream)
+            why = await self._listen_once(stream)
             stream.ended()
             if self._streams.get(instance_id) is stream:
-                self._on_lost(instance_id, error)
+                self._lost(instance_id, why)
             await stream.pause()
 
-    async def _listen_once(self, stream: WorkerStream) -> MoonserveError:
+    async def _listen_once(self, stream: WorkerStream) -> str:
         """Delivers what comes; returns why nothing comes any more."""
         endpoint = stream.endpoint
         try:
@@ -330,21 +321,18 @@ class Cluster:
                     stream.came()
                     await self._on_batch(endpoint.instance_id, batch)
         except MoonserveError as error:
-            return PeerLost(
-                f"lost the stream from {endpoint.instance_id}: {error.message}",
-                instance_id=endpoint.instance_id,
-            )
-        return PeerLost(
-            f"{endpoint.instance_id} ended its stream", instance_id=endpoint.instance_id
-        )
+            return f"broke its stream: {error.message}"
+        return "ended its stream"
 
     def _begin(self, stream: WorkerStream, standing: worker_pb2.Standing) -> None:
         """Whoever waits for what was missed waits in vain."""
         instance_id = stream.endpoint.instance_id
         if not stream.begins(standing) and self._streams.get(instance_id) is stream:
             # It lives: no reason to take it for dead.
-            missed = IntegrityError(f"missed events of {instance_id}", instance_id=instance_id)
-            self._on_lost(instance_id, missed)
+            self._lost(instance_id, "has sent events that were missed", IntegrityError)
+
+    def _lost(self, instance_id: str, why: str, kind: type[MoonserveError] = PeerLost) -> None:
+        self._on_lost(instance_id, kind(f"{instance_id} {why}", instance_id=instance_id))
 
 
 def _overloaded(message: conductor_pb2.Overloaded) -> Overloaded:

@@ -162,9 +162,9 @@ class Report:
 
     request_id: RequestId
     phase: ReportPhase
-    elapsed_s: float
-    cached_tokens: int
-    output_tokens: int
+    elapsed_s: float = 0.0
+    cached_tokens: int = 0
+    output_tokens: int = 0
     prefill: PrefillReport | None = None  # of this attempt, where it is known
 
 

@@ -173,13 +173,14 @@ class RequestState:
             return []
         self.avoidance.connected(event.open_since)
         # Others may come, or these restarted; it costs no attempt.
-        if event.replaced:
-            error = NoWorker(
-                f"{', '.join(sorted(event.replaced))} was replaced while it was chosen"
+        away = event.replaced or self.avoidance.dead_among(event.placement, now)
+        if away:
+            why = (
+                "was replaced while it was chosen"
+                if event.replaced
+                else "broke and is not back yet"
             )
-            return [self._hand_back(), *self._pause(error, now)]
-        if dead := self.avoidance.dead_among(event.placement, now):
-            error = NoWorker(f"{', '.join(sorted(dead))} broke and is not back yet")
+            error = NoWorker(f"{', '.join(sorted(away))} {why}")
             return [self._hand_back(), *self._pause(error, now)]
         self.phase = Phase.PREFILLING
         self.placement, self.placed_at = event.placement, now
@@ -331,13 +332,7 @@ class RequestState:
 
     def _hand_back(self) -> Report:
         """A placement that was not used."""
-        return Report(
-            request_id=self.attempt_id,
-            phase=ReportPhase.CANCELLED,
-            elapsed_s=0.0,
-            cached_tokens=0,
-            output_tokens=0,
-        )
+        return Report(request_id=self.attempt_id, phase=ReportPhase.CANCELLED)
 
     def _report(self, phase: ReportPhase, now: float) -> Report:
         return Report(

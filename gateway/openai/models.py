@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from gateway.config import GatewayConfig
 from gateway.generation.service import Gateway
 from gateway.http.connection import read_body
-from gateway.http.errors import ApiError, invalid
-from gateway.openai.prompts import Limits, chat_prompt, encode
+from gateway.http.errors import ApiError
+from gateway.openai.prompts import Limits, chat_prompt, check_vocabulary, encode
 from gateway.openai.schema import B, Body, BodyParser, ChatMessage, TokenId, Tools
 from gateway.text.tokenizer import Tokenizer, load_vocab_size
 
@@ -137,12 +137,7 @@ class ServedModel:
         """POST /detokenize"""
         body = await self.body(DetokenizeBody, request)
         self.require(body.model)
-        unknown = [t for t in body.tokens if t >= self.vocab_size]
-        if unknown:
-            raise invalid(
-                f"tokens: id {unknown[0]} is not in the vocabulary of {self.vocab_size}",
-                "tokens",
-            )
+        check_vocabulary(body.tokens, self.vocab_size, "tokens")
         return JSONResponse({"prompt": self.tokenizer.decode(body.tokens)})
 
     async def _tokens_of(self, body: TokenizeBody, limits: Limits) -> tuple[int, ...]:

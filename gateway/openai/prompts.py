@@ -6,7 +6,7 @@ Whatever the model or its context cannot read is refused here with 400, so that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.http.errors import ApiError, invalid
@@ -185,11 +185,16 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:
             param=param,
             code="context_length_exceeded",
         )
-    worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
-    if not 0 <= worst < limits.vocab_size:
-        raise invalid(
-            f"{param}: token id {worst} is not in the vocabulary of {limits.vocab_size}", param
-        )
+    check_vocabulary((max(token_ids), min(token_ids)), limits.vocab_size, param)
+
+
+def check_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError for ids that the model does not have."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise invalid(
+                f"{param}: token id {token_id} is not in the vocabulary of {vocab_size}", param
+            )
 
 
 def _too_long(num_tokens: str, limits: Limits, param: str) -> ApiError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gateway.generation.events import Choice
 from gateway.http.errors import ApiError, invalid
-from gateway.openai.prompts import Limits, Prompt, check_count, check_prompt
+from gateway.openai.prompts import Limits, Prompt, check_count, check_prompt, check_vocabulary
 from gateway.openai.schema import ChatBody, CompletionBody, SamplingBody
 from gateway.text.tokenizer import Tokenizer
 from protocol.request import SamplingParams
@@ -129,7 +129,7 @@ def _max_tokens(body: SamplingBody, num_prompt_tokens: int, limits: Limits) -> i
 
 def _stop_token_ids(body: SamplingBody, limits: Limits) -> frozenset[int]:
     wanted = frozenset(body.stop_token_ids or ())
-    _check_vocabulary(wanted, limits, "stop_token_ids")
+    check_vocabulary(wanted, limits.vocab_size, "stop_token_ids")
     return wanted if body.ignore_eos else wanted | limits.eos_token_ids
 
 
@@ -159,19 +159,8 @@ def _logit_bias(body: SamplingBody, limits: Limits) -> dict[int, float]:
         bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
     except ValueError as error:
         raise invalid("logit_bias: its keys must be token ids", "logit_bias") from error
-    _check_vocabulary(bias, limits, "logit_bias")
+    check_vocabulary(bias, limits.vocab_size, "logit_bias")
     return bias
-
-
-def _check_vocabulary(
-    token_ids: frozenset[int] | Mapping[int, float], limits: Limits, param: str
-) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise invalid(
-                f"{param}: token id {token_id} is not in the vocabulary of {limits.vocab_size}",
-                param,
-            )
 
 
 def spellings(
