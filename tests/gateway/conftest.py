@@ -16,11 +16,22 @@ import pytest
 from gateway.config import GatewayConfig
 from gateway.server import serve
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
+from protocol.grammar import Grammars
 from protocol.process import Lifecycle
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.patience import PATIENCE_S
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
+
+
+GRAMMARS = Grammars(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
+
+
+def follows(grammar: str, text: str, tokenizer: Tokenizer) -> bool:
+    """Whether the text is an answer in the form."""
+    matcher = GRAMMARS.start(grammar)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 class RecordingLifecycle(Lifecycle):

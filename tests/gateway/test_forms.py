@@ -15,26 +15,17 @@ from gateway.openai.forms import Form, form_of
 from gateway.openai.schema import BodyParser, CompletionBody
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammars
-from tests.gateway.conftest import MODEL
+from tests.gateway.conftest import GRAMMARS, follows
 from tests.gateway.scripted_cluster import ScriptedCluster
 from tests.thoroughness import examples
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"name": "it", "schema": SCHEMA, "strict": True}
-GRAMMARS = Grammars(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
 
 
 def form(**fields: Any) -> Form | None:
     raw = json.dumps({"prompt": "x", **fields}).encode()
     return form_of(BodyParser().parse(CompletionBody, raw))
-
-
-def follows(found: Form | None, text: str, tokenizer: Tokenizer) -> bool:
-    assert found is not None
-    matcher = GRAMMARS.start(found.grammar)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
@@ -72,8 +63,10 @@ def test_an_answer_in_the_form_is_allowed_and_no_other(
     fields: dict[str, Any], good: list[str], bad: list[str], tokenizer: Tokenizer
 ) -> None:
     found = form(**fields)
-    assert all(follows(found, text, tokenizer) for text in good)
-    assert not any(follows(found, text, tokenizer) for text in bad)
+    assert found is not None
+    grammar = found.grammar
+    assert all(follows(grammar, text, tokenizer) for text in good)
+    assert not any(follows(grammar, text, tokenizer) for text in bad)
 
 
 def test_text_is_no_form_and_neither_is_nothing() -> None:
