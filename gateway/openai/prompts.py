@@ -71,7 +71,7 @@ async def chat_prompt(
 ) -> Prompt:
     """A conversation as one prompt. The template writes special tokens itself. `continues`: the prompt ends where the
     last message's text does."""
-    text = tokenizer.render_chat(
+    text = tokenizer.template.render(
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,
         variables=variables,

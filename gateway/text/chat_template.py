@@ -45,7 +45,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text. Raises InvalidRequest when the template refuses the conversation."""
+        """The prompt's text. `tools`: functions that the model may call. Raises InvalidRequest when the template
+        refuses the conversation."""
         context = {**self._special_tokens, **(variables or {})}
         context |= {"tools": tools, "documents": None}
         # As transformers does: templates expect an absent key rather than None.

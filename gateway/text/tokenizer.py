@@ -59,6 +59,15 @@ class Tokenizer:
         """The chat template's text, the one for tools where there are two."""
         return self._template.source if self._template else None
 
+    @property
+    def template(self) -> ChatTemplate:
+        """By which a conversation becomes the prompt text that the model was trained on. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token, a bound on how few tokens a text can become."""
@@ -94,26 +103,6 @@ class Tokenizer:
             return ByteDecoder(self._bytes_without_special if skip_special_tokens else self._bytes)
         return WindowDecoder(
             lambda ids: self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
-        )
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """A conversation as the prompt text the model was trained on. `tools`: functions that it may call."""
-        if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
-        return self._template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-            tools=tools,
         )
 
 

@@ -105,7 +105,7 @@ _sources = st.lists(
 @given(_sources, _messages)
 def test_any_template_gives_text_or_says_no(source: str, messages: list[dict[str, Any]]) -> None:
     """Of a model's own and of any."""
-    for render in (TOKENIZER.render_chat, lambda told: ChatTemplate(source, {}).render(told)):
+    for render in (TOKENIZER.template.render, lambda told: ChatTemplate(source, {}).render(told)):
         try:
             outcome = render(messages)
         except (ConfigError, InvalidRequest) as error:

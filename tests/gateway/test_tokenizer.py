@@ -47,7 +47,7 @@ def test_texts_encode_and_decode_as_transformers_does(text: str, special: bool) 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])
 def test_the_models_chat_template_renders_as_transformers_does(generation_prompt: bool) -> None:
-    text = OURS.render_chat(MESSAGES, add_generation_prompt=generation_prompt)
+    text = OURS.template.render(MESSAGES, add_generation_prompt=generation_prompt)
     assert text == REFERENCE.apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=generation_prompt
     )
@@ -95,7 +95,7 @@ def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     )
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.render_chat(MESSAGES[1:]) == "<|bos|>hi\n"
+    assert tokenizer.template.render(MESSAGES[1:]) == "<|bos|>hi\n"
     assert tokenizer.eos_token_ids == {1}
 
 
@@ -105,7 +105,7 @@ def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_er
     """One without any template refuses chats."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):
-        load_tokenizer(tmp_path).render_chat(MESSAGES)
+        load_tokenizer(tmp_path).template.render(MESSAGES)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     broken = [tmp_path, tmp_path / "absent", tmp_path / "empty"]
     broken[2].mkdir()

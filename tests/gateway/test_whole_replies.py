@@ -43,7 +43,7 @@ async def test_a_chat_completion_has_openais_form(
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
     assert (choice["finish_reason"], choice["token_ids"]) == ("stop", cluster.tokens[:4])
     assert body["usage"]["completion_tokens"] == 4
-    rendered = tokenizer.render_chat(CHAT["messages"])
+    rendered = tokenizer.template.render(CHAT["messages"])
     expected = tokenizer.encode(rendered, add_special_tokens=False)
     assert body["prompt_token_ids"] == expected
     assert unpack_tokens(cluster.submissions[0].token_ids) == expected
