@@ -148,8 +148,9 @@ def test_it_lives_so(name: str) -> None:
 
 def test_an_abandoned_attempt_is_not_heard_any_more() -> None:
     state = new_state()
-    for event in ("due", "placed", "tokens 0 1", "d0 lost"):
+    for event in ("due", "placed", "tokens 0 1", "d0 lost", "placed d1"):
         state.handle(event_of(state, event), 1.0)
+    assert state.phase is Phase.PREFILLING
     assert state.handle(event_of(state, "tokens 2", attempt=1), 3.0) == []
 
 
