@@ -20,34 +20,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = {"prompt": "hello", "max_tokens": 6}
 
 
-async def test_the_official_client_chats_streamed_and_not(
-    url: str, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    expected = tokenizer.decode(cluster.tokens[:6])
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-        whole = await client.chat.completions.create(
-            model="demo", messages=MESSAGES, max_tokens=6, logprobs=True, top_logprobs=2
-        )
-        assert whole.choices[0].message.content == expected
-        assert len(whole.choices[0].logprobs.content) == 6
-        assert whole.usage.prompt_tokens_details.cached_tokens == 0
-        stream = await client.chat.completions.create(
-            model="demo",
-            messages=MESSAGES,
-            max_tokens=6,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = [chunk async for chunk in stream]
-        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        assert text == expected
-        assert chunks[-1].usage.completion_tokens == 6
-        models = await client.models.list()
-        assert [(m.id, m.max_model_len, m.vocab_size) for m in models.data] == [("demo", 512, 4096)]
-        assert (await client.models.retrieve("demo")).id == "demo"
-
-
-async def test_the_official_client_understands_our_errors(
+async def test_the_official_client_raises_what_ends_a_stream(
     url: str, cluster: ScriptedCluster
 ) -> None:
     async def dies(run: Run) -> None:
@@ -55,17 +28,9 @@ async def test_the_official_client_understands_our_errors(
         await cluster.until(lambda: len(cluster.reports) > 0)
         run.fail(Incompatible("cannot go on"), by=run.decode)
 
+    cluster.scripts = [dies]
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-        with pytest.raises(openai.NotFoundError) as found:
-            await client.chat.completions.create(model="other", messages=MESSAGES)
-        assert found.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError) as bad:
-            await client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
-        assert bad.value.param == "temperature"
-        cluster.scripts = [dies]
-        stream = await client.completions.create(
-            model="demo", prompt="x", max_tokens=9, stream=True
-        )
+        stream = await client.completions.create(**TEXT, model="demo", stream=True)
         with pytest.raises(openai.APIError):
             async for _ in stream:
                 pass

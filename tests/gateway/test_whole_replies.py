@@ -158,9 +158,13 @@ async def test_a_stop_string_is_part_of_the_text_where_it_shall_be(
     assert (choice["text"], choice["finish_reason"]) == (text, "stop")
 
 
-async def test_tokenize_and_detokenize_are_inverse(
+async def test_the_model_is_told_of_and_tokenize_and_detokenize_are_inverse(
     http: aiohttp.ClientSession, tokenizer: Tokenizer
 ) -> None:
+    async with http.get("/v1/models") as models, http.get("/v1/models/demo") as model:
+        [card] = (await models.json())["data"]
+        assert await model.json() == card
+    assert (card["id"], card["max_model_len"], card["vocab_size"]) == ("demo", MAX_MODEL_LEN, 4096)
     body = await post(http, "/tokenize", {"prompt": "hello 日本", "return_token_strs": True})
     assert body["tokens"] == tokenizer.encode("hello 日本")
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
