@@ -19,7 +19,7 @@ from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint, Request, SamplingParams
 from protocol.rpc import Channels
 from tests.patience import PATIENCE_S
-from tests.worker.parts import BLOCK_SIZE, layout_of, load_engine
+from tests.worker.parts import BLOCK_SIZE, layout_of, load_engine, status_of
 from transfer import TransferEngine
 from worker.memory import KvMemory
 
@@ -153,7 +153,4 @@ class PrefillClient:
         await self.channels.call(self.worker.Cancel, request, timeout_s=PATIENCE_S)
 
     async def status(self) -> worker_pb2.WorkerStatus:
-        status: worker_pb2.WorkerStatus = await self.channels.call(
-            self.worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
-        )
-        return status
+        return await status_of(self.channels, self.decode)

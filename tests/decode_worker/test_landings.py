@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from decode_worker import actions, events
-from decode_worker.leases import Lease, LeasePhase, prospect_of
 from protocol.errors import (
     Cancelled,
     InvalidRequest,
@@ -16,8 +15,8 @@ from protocol.errors import (
     Overloaded,
     StaleLease,
 )
-from protocol.ids import GatewayId, LeaseId, RequestId
-from tests.decode_worker.driver import Driver, keys_of, only, request_of
+from protocol.ids import GatewayId, LeaseId
+from tests.decode_worker.driver import Driver, only, request_of
 
 PROMPT = list(range(10))  # two full blocks of four and a half one
 LEASE = LeaseId("lease-r")
@@ -253,28 +252,3 @@ def test_a_stopping_worker_fails_what_it_accepted() -> None:
     driver.handle(events.Stopped())
     assert driver.failures["r"][0].error.retryable
     driver.drain()
-
-
-def test_an_illegal_transition_raises_with_the_leases_history() -> None:
-    asked = events.ReserveRequested(
-        lease_id=LEASE,
-        request_id=RequestId("r"),
-        num_tokens=10,
-        block_keys=keys_of(PROMPT),
-        ttl_s=1.0,
-        deadline_at=1.0,
-    )
-    lease = Lease(
-        lease_id=LEASE,
-        prospect=prospect_of(asked, max_model_len=100),
-        num_tokens=10,
-        block_keys=asked.block_keys,
-        blocks=(0, 1, 2),
-        num_cached=0,
-        ttl_s=1.0,
-        expires_at=1.0,
-    )
-    lease.become(LeasePhase.ENDING)
-    with pytest.raises(RuntimeError, match="open → ending"):
-        lease.become(LeasePhase.OPEN)
-    assert lease.phase is LeasePhase.ENDING

@@ -16,10 +16,9 @@ from prefill_worker.landing_client import LandingClient
 from protocol.errors import Overloaded
 from protocol.ids import LeaseId, RequestId
 from protocol.pb import worker_pb2_grpc
-from protocol.request import Endpoint, Placement
+from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
-from protocol.wire import request_from_wire, submission_to_wire
-from tests.decode_worker.driver import BLOCK_SIZE, keys_of, request_of
+from tests.decode_worker.driver import BLOCK_SIZE, keys_of
 from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
@@ -83,10 +82,3 @@ def test_a_sequence_begins_with_a_token_more_than_lands_and_ends_within_the_mode
     assert prospect_of(ASKED, max_model_len=15).max_tokens == 8
     unlimited = dataclasses.replace(ASKED, max_tokens=None, num_prompt_tokens=None)
     assert prospect_of(unlimited, max_model_len=15).max_tokens == 5
-
-
-def test_a_submission_says_whose_it_is() -> None:
-    worker = Endpoint(instance_id="w", epoch=1, rpc_address="a", transfer_address="t", host="h")
-    request = dataclasses.replace(request_of(range(10)), tenant="alice")
-    placement = Placement(request_id=request.request_id, prefill=worker, decode=worker)
-    assert request_from_wire(submission_to_wire(request, placement)) == request

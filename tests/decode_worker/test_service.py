@@ -15,7 +15,6 @@ from decode_worker.service import landing_ranges
 from decode_worker.servicers import MAX_WAIT_S
 from protocol.errors import (
     Cancelled,
-    DeadlineExceeded,
     Incompatible,
     InvalidRequest,
     Overloaded,
@@ -217,14 +216,6 @@ async def test_a_cancelled_request_ends_and_frees_everything(
         steps.release()
         await w.idle()
         assert prompt.name not in w.ears.finished
-
-
-async def test_a_request_out_of_time_fails_at_its_gateway(model_path: Path) -> None:
-    async with world(model_path) as w:
-        prompt = w.client.compute(prompt_of(20), 400, timeout_s=0.05)
-        await w.client.hand_off(prompt)
-        assert (await w.ears.failure(prompt.name)).code == DeadlineExceeded.code
-        await w.idle()
 
 
 async def test_what_the_engine_raises_fails_the_request_and_not_the_worker(

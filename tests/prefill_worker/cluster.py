@@ -20,9 +20,8 @@ from prefill_worker.state import PrefillState
 from protocol.keys import BlockKey
 from protocol.pb import worker_pb2, worker_pb2_grpc
 from protocol.profile import PrefillProfile
-from protocol.request import Endpoint, Placement, PrefixSource, Request
+from protocol.request import Endpoint, PrefixSource, Request
 from protocol.rpc import Channels, RpcServer
-from protocol.wire import submission_to_wire
 from tests.channels import PatientChannels
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
@@ -38,6 +37,8 @@ from tests.worker.parts import (
     layout_of,
     listening,
     load_engine,
+    status_of,
+    submit,
 )
 from transfer import FaultPlan, TransferEngine
 from worker.memory import KvMemory
@@ -84,16 +85,7 @@ class Cluster:
         **options: int | float,
     ) -> None:
         request = self.request(name, token_ids, **options)
-        placement = Placement(
-            request_id=request.request_id,
-            prefill=self.prefill,
-            decode=decode or self.decode,
-            prefix_sources=tuple(sources),
-        )
-        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.prefill.rpc_address))
-        await self.channels.call(
-            stub.Submit, submission_to_wire(request, placement), timeout_s=PATIENCE_S
-        )
+        await submit(self.channels, request, self.prefill, decode or self.decode, sources)
 
     async def cancel(self, name: str) -> None:
         """At both workers, as a gateway does it."""
@@ -103,11 +95,7 @@ class Cluster:
             await self.channels.call(stub.Cancel, request, timeout_s=PATIENCE_S)
 
     async def status(self) -> worker_pb2.WorkerStatus:
-        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.prefill.rpc_address))
-        status: worker_pb2.WorkerStatus = await self.channels.call(
-            stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
-        )
-        return status
+        return await status_of(self.channels, self.prefill)
 
     def expected(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """The coupled engine's answer."""

@@ -179,10 +179,3 @@ def test_a_store_that_has_fewer_blocks_means_computing_from_there() -> None:
     assert step.plans[0].slice.start == 2 * BLOCK_SIZE
     walk.done(step)
     assert act.SendFirstToken in kinds(walk.handle(loaded(2)))
-
-
-def test_without_layers_told_it_waits_for_all() -> None:
-    walk = early()
-    load(walk)
-    assert act.RunStep in kinds(walk.handle(loaded()))
-    assert walk.state.counters["early_steps"] == 0

@@ -48,12 +48,6 @@ def test_the_leading_parts_are_read_that_make_the_prompt_ready_soonest(
     assert (choice.num_parts, choice.num_skipped) == (num_parts, len(part_s) - num_parts)
 
 
-def test_a_choice_says_what_was_predicted() -> None:
-    assert choose([0.1, 5.0], [2.0, 1.0, 0.5], 0.0).totals_s == pytest.approx((2.0, 1.1, 5.6))
-    layered = choose([2.0], [2.1, 1.0], 0.0, gains_s=[0.0, 0.95])
-    assert layered.totals_s == pytest.approx((2.1, 2.05))
-
-
 @given(
     c1=st.floats(1e-6, 1e-2),
     c2=st.floats(0, 1e-5),
@@ -154,11 +148,6 @@ def test_a_slow_store_is_avoided_and_tried_again_later() -> None:
     assert requests.send(1.1 + FORGET_AFTER_S, read_s=0.001)
     assert requests.send(1.2 + FORGET_AFTER_S, read_s=0.001)
     assert requests.walk.state.is_idle
-
-
-def test_a_store_that_keeps_its_promise_is_always_read() -> None:
-    requests = Requests()
-    assert all(requests.send(float(n), read_s=0.002) for n in range(20))
 
 
 def test_a_request_behind_others_reads_what_it_would_compute_on_an_idle_engine() -> None:

@@ -13,24 +13,31 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.generate import generate
 from decode_worker.service import DecodeService
 from engine.config import load_model_config
 from engine.engine import Engine
 from prefill_worker.pipeline.stage import HiddenInbox, HiddenOutbox
 from protocol.errors import IntegrityError, PeerLost, error_classes
-from protocol.machine import host_identity
-from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.request import Endpoint, Placement, SamplingParams
+from protocol.pb import worker_pb2
+from protocol.request import Endpoint
 from protocol.rpc import Channels
-from protocol.wire import submission_to_wire
 from tests.engine.steps import random_prompt
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.prefill_worker.processes import process_of
 from tests.random_models import make_model
 from tests.stopping import stop
-from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, listening
+from tests.worker.parts import (
+    BLOCK_SIZE,
+    TOKEN,
+    Ears,
+    coupled,
+    decoding,
+    endpoint_of,
+    listening,
+    status_of,
+    submit,
+)
 from transfer import TransferEngine
 from transfer.config import Patience
 
@@ -65,26 +72,13 @@ class Group:
             block_size=BLOCK_SIZE,
             fingerprint=self.reference.fingerprint,
         )
-        placement = Placement(
-            request_id=request.request_id,
-            prefill=self.endpoint,
-            decode=self.decode,
-            prefix_sources=(),
-        )
-        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.endpoint.rpc_address))
-        message = submission_to_wire(request, placement)
-        await self.channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
+        await submit(self.channels, request, self.endpoint, self.decode)
 
     def expected(self, token_ids: Sequence[int]) -> list[int]:
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-        return generate(self.reference, [token_ids], sampling)[0].token_ids
+        return coupled(self.reference, token_ids, MAX_TOKENS)
 
     async def status(self) -> worker_pb2.WorkerStatus:
-        stub = worker_pb2_grpc.WorkerStub(self.channels.to(self.endpoint.rpc_address))
-        status: worker_pb2.WorkerStatus = await self.channels.call(
-            stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
-        )
-        return status
+        return await status_of(self.channels, self.endpoint)
 
     async def until_running(self) -> None:
         """A step of some request is under way."""
@@ -125,13 +119,7 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
             rpc,
         ),
     ):
-        endpoint = Endpoint(
-            instance_id="prefill-0",
-            epoch=1,
-            rpc_address=rpc,
-            transfer_address="",
-            host=host_identity(),
-        )
+        endpoint = endpoint_of("prefill-0", rpc)
         async with listening(ears, channels, endpoint), listening(ears, channels, decode):
             reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
             yield Group(leader, endpoint, decode, decoder, channels, ears, reference)

@@ -50,16 +50,6 @@ def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
     assert spans(walk.done(filler[0])) == [("q", 0, 90)]
 
 
-def test_a_worker_alone_has_one_step_at_a_time() -> None:
-    """Nothing is different without a pipeline: the same actions, and no name for the step."""
-    walk = Walk()
-    first = only(walk.submit("r", 20, max_tokens=1), act.RunStep)
-    assert first == act.RunStep(plans=first.plans)
-    second = only(walk.done(first), act.RunStep)
-    assert spans([second]) == [("r", 8, 16)]
-    assert second.step_id == first.step_id
-
-
 def test_what_is_computed_behind_a_failed_chunk_is_never_shared() -> None:
     """A later chunk that was under way looked at blocks of which nobody knows what they hold."""
     walk = Walk(num_stages=2)

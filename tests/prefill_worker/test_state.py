@@ -205,13 +205,6 @@ def test_a_prompt_that_can_never_fit_is_refused_clearly(num_tokens: int, word: s
     walk.assert_drained()
 
 
-def test_a_request_that_does_not_fit_now_waits_for_blocks() -> None:
-    walk = Walk(num_blocks=4, home=None)
-    walk.commit("a", 8)
-    assert walk.submit("b", 12, first=50) == []
-    assert only(walk.accept("a"), act.ReserveLanding).request_id == "b"
-
-
 def test_priority_policy_runs_the_lower_number_first() -> None:
     walk = Walk(num_blocks=4, policy="priority", lookahead=1, budget=16)
     walk.commit("a", 16)
@@ -259,18 +252,6 @@ def test_puts_are_bounded_and_what_is_too_much_is_dropped_and_counted() -> None:
     walk.handle(ev.PutDone(put_id=put.put_id, num_refused=0, corrupt=(put.items[0].key,)))
     assert walk.state.counters["integrity_failures"] == 1
     assert walk.state.counters["put_dropped_blocks"] == 3
-    walk.assert_drained()
-
-
-@pytest.mark.parametrize(
-    ("store_writes", "in_turn"), [("all", [2, 0, 0, 0]), ("hot", [0, 2, 0, 0])]
-)
-def test_a_block_is_put_when_it_is_computed_or_when_it_was_reused(
-    store_writes: str, in_turn: list[int]
-) -> None:
-    walk = Walk(store_writes=store_writes)
-    walk.handle(ev.StoreFound(store=HOME))
-    assert [len(put_behind(walk, f"r{n}", range(9))) for n in range(4)] == in_turn
     walk.assert_drained()
 
 

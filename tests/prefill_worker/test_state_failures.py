@@ -140,14 +140,6 @@ def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
     assert (walk.state.num_waiting, walk.state.num_running) == (1, 0)
 
 
-def test_a_failed_step_fails_its_members_and_the_next_one_runs() -> None:
-    walk = Walk()
-    walk.start("a", 8)
-    walk.grant(walk.submit("b", 8))
-    failed = ev.StepFailed(error=MoonserveError("boom"))
-    assert kinds(walk.handle(failed)) == [act.Fail, act.RunStep]
-
-
 # -- cancellation
 
 

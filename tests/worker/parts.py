@@ -23,8 +23,9 @@ from kvstore.client.blocks import BlockStores
 from protocol.layout import KvLayout
 from protocol.machine import host_identity
 from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
-from protocol.request import Endpoint, SamplingParams
+from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels, RpcServer
+from protocol.wire import submission_to_wire
 from tests.engine.kernels.calls import kernels_folder
 from tests.engine.tensor_parallel.teams import team
 from tests.patience import PATIENCE_S
@@ -97,6 +98,33 @@ async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> Async
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+async def submit(
+    channels: Channels,
+    request: Request,
+    prefill: Endpoint,
+    decode: Endpoint,
+    sources: Sequence[PrefixSource] = (),
+) -> None:
+    """As a gateway does it once the request is placed."""
+    placement = Placement(
+        request_id=request.request_id,
+        prefill=prefill,
+        decode=decode,
+        prefix_sources=tuple(sources),
+    )
+    stub = worker_pb2_grpc.WorkerStub(channels.to(prefill.rpc_address))
+    message = submission_to_wire(request, placement)
+    await channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
+
+
+async def status_of(channels: Channels, worker: Endpoint) -> worker_pb2.WorkerStatus:
+    stub = worker_pb2_grpc.WorkerStub(channels.to(worker.rpc_address))
+    status: worker_pb2.WorkerStatus = await channels.call(
+        stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
+    )
+    return status
 
 
 def endpoint_of(name: str, rpc_address: str, transfer_address: str = "") -> Endpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -108,16 +107,6 @@ def test_cancelling_while_a_prefix_is_read_frees_the_blocks_when_nobody_writes_t
     assert driver.pool.num_free == 12
     driver.load()
     assert driver.pool.num_free == 16
-    driver.drain()
-    assert not driver.tokens
-
-
-def test_cancelling_in_the_middle_of_a_prompt_frees_its_blocks_after_the_step() -> None:
-    driver = UndividedDriver(64, **WIDE)
-    driver.submit(range(60), "a")
-    driver.cancel("a")
-    assert driver.pool.num_free < 64
-    driver.compute()
     driver.drain()
     assert not driver.tokens
 
@@ -271,14 +260,6 @@ TestUndividedWorker = UndividedWorker.TestCase
 TestUndividedWorker.settings = settings(
     max_examples=examples(60), stateful_step_count=40, deadline=None
 )
-
-
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
-def test_prompts_of_every_length_around_a_block_get_their_tokens(length: int) -> None:
-    driver = UndividedDriver(16)
-    driver.submit(range(length), "a", max_tokens=3)
-    driver.drain()
-    assert [token.index for token in driver.tokens["a"]] == [0, 1, 2]
 
 
 def test_a_scored_prompt_is_computed_whole_and_shares_what_it_computed() -> None:

@@ -73,34 +73,22 @@ def test_tokens_equal_those_of_transformers(
     assert found == [pairs[name].generate(prompt, 3) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_tokens_by_graph_equal_those_of_transformers(
-    name: str, pairs: dict[str, Pair], device: torch.device
-) -> None:
-    captures = Captures()
-    engine, _ = graphed_engine(pairs[name], captures, device)
-    prompts = [random_prompt(length, seed=length) for length in (1, 16, 60)]
-    found = tokens_of(engine, prompts, 4, chunk_size=80)
-    assert found == [pairs[name].generate(prompt, 4) for prompt in prompts]
-    assert captures.captured == 1  # three sequences in a graph for four
-    assert captures.replayed == 3
-
-
-@pytest.mark.parametrize("by_graph", [False, True])
+@pytest.mark.parametrize(("name", "by_graph"), [("llama", False), ("mistral-window", True)])
 def test_tokens_that_stay_on_the_device_are_those_of_transformers(
-    by_graph: bool, llama: Pair, device: torch.device
+    name: str, by_graph: bool, pairs: dict[str, Pair], device: torch.device
 ) -> None:
     """One prompt is a single token, so that the rows of the first steps are in another order than their slices."""
     captures = Captures()
     engine = (
-        graphed_engine(llama, captures, device)[0]
+        graphed_engine(pairs[name], captures, device)[0]
         if by_graph
-        else llama.engine(device=str(device), **TRITON)
+        else pairs[name].engine(device=str(device), **TRITON)
     )
     prompts = [random_prompt(length, seed=length) for length in (20, 1, 3)]
     found = decode_ahead(engine, prompts, [GREEDY] * 3, 4)
-    assert found == [llama.generate(prompt, 4) for prompt in prompts]
+    assert found == [pairs[name].generate(prompt, 4) for prompt in prompts]
     assert captures.replayed == (3 if by_graph else 0)
+    assert captures.captured == by_graph  # three sequences in a graph for four
 
 
 def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: torch.device) -> None:

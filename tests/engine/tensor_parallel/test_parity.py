@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from benchmarks.generate import generate
@@ -50,20 +49,6 @@ def test_quantised_kv_is_shared_as_any_other(kernels: str, wide: Pair) -> None:
     with team(wide.path, 2, kernels=kernels, kv_dtype="int8") as engine:
         assert engine.fingerprint == alone.fingerprint
         assert tokens_of(engine, prompts, 10) == tokens_of(alone, prompts, 10)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_pool_of_ranks_is_laid_out_as_one_engines(size: int, wide: Pair) -> None:
-    """Whoever gets a block need not know how many ranks made it: same places, same values but for the order of sums."""
-    whole = wide.engine(num_blocks=64, kernels="native", attention="native")
-    prompt = random_prompt(200, vocab_size=254)
-    [alone] = generate(whole, [prompt], TEN)
-    with team(wide.path, size) as engine:
-        assert engine.fingerprint == whole.fingerprint
-        [together] = generate(engine, [prompt], TEN)
-        found = np.frombuffer(engine.memory, np.float32).copy()
-    assert together.token_ids == alone.token_ids
-    np.testing.assert_allclose(found, np.frombuffer(whole.memory, np.float32), atol=1e-4)
 
 
 def test_bits_do_not_depend_on_what_else_is_in_a_step(wide: Pair) -> None:
