@@ -119,13 +119,10 @@ class BlocksLoaded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainStarted(Event):
-    """No new work; what runs may finish."""
+class Draining(Event):
+    """No new work, what runs may finish; or new work is welcome again."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainEnded(Event):
-    """New work is welcome again."""
+    is_on: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decode_worker import actions, events
 from decode_worker.actions import GrantLease, Question
 from decode_worker.state import DecodeState
-from decode_worker.stepping import Compute, Stepping
+from decode_worker.stepping import Stepping
 from decode_worker.store_access import StoreAccess
 from decode_worker.verify import BlockVerifier
 from kvstore.client.blocks import BlockStores
@@ -28,6 +28,9 @@ from transfer import TransferEngine
 from worker.events import Action, Event
 from worker.memory import KvMemory
 from worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from engine.runtime import EngineThread  # imports torch
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class DecodeService(WorkerService):
     def __init__(
         self,
         state: DecodeState,
-        compute: Compute,
+        compute: EngineThread,
         transfer: TransferEngine,
         memory: KvMemory,
         *,
@@ -86,7 +89,7 @@ class DecodeService(WorkerService):
 
     def drain(self, draining: bool) -> None:
         super().drain(draining)
-        self.post(events.DrainStarted() if draining else events.DrainEnded())
+        self.post(events.Draining(is_on=draining))
 
     async def finish(self) -> None:
         """Fails what is left and waits until all windows are closed."""

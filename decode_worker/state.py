@@ -137,8 +137,7 @@ class DecodeState:
             events.BlocksLoaded: lambda event, now, out: self._keeping.loaded(event, now),
             events.RequestCancelled: self._cancel,
             events.GatewayLost: self._lose_gateway,
-            events.DrainStarted: self._drain,
-            events.DrainEnded: self._undrain,
+            events.Draining: self._drain,
             events.Stopped: self._stop,
             events.MemoryChanged: lambda event, now, out: None,
             events.Tick: lambda event, now, out: None,
@@ -169,12 +168,10 @@ class DecodeState:
         self._landings.drop_gateway(event.gateway_id, now, out)
         self._schedule.drop_gateway(event.gateway_id)
 
-    def _drain(self, event: events.DrainStarted, now: float, out: list[Action]) -> None:
-        self._draining = True
-        self._landings.refuse_queued(NoWorker("this decode worker is draining"), out)
-
-    def _undrain(self, event: events.DrainEnded, now: float, out: list[Action]) -> None:
-        self._draining = False
+    def _drain(self, event: events.Draining, now: float, out: list[Action]) -> None:
+        self._draining = event.is_on
+        if event.is_on:
+            self._landings.refuse_queued(NoWorker("this decode worker is draining"), out)
 
     def _stop(self, event: events.Stopped, now: float, out: list[Action]) -> None:
         self._draining = True

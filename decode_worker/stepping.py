@@ -12,13 +12,16 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from decode_worker.events import StepDone, StepFailed
 from engine.batch import Sampled, Slice
 from protocol.errors import MoonserveError, PeerError
 from protocol.logs import of_all
 from protocol.pb import conductor_pb2
+
+if TYPE_CHECKING:
+    from engine.runtime import EngineThread  # imports torch
 
 log = logging.getLogger(__name__)
 
@@ -31,30 +34,18 @@ TURNS_TO_SEND = 3
 Slices = Sequence[Slice]
 
 
-class Compute(Protocol):
-    """What decode workers need of `engine.runtime.EngineThread`."""
-
-    def execute(self, slices: Slices) -> Awaitable[list[Sampled | None]]: ...
-
-    def execute_here(self, slices: Slices) -> list[Sampled | None]: ...
-
-    def begin(self, slices: Slices) -> Awaitable[Any]: ...
-
-    def end(self, step: Any) -> Awaitable[list[Sampled | None]]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Begun:
     slices: Slices
     began_at: float
-    step: Any  # of `Compute`, or what it raised
+    step: Any  # a `BegunStep`, or what it raised
 
 
 class Stepping:
     """`add` what is to be computed; who is told that nobody takes `outcomes` has to. What a step raises ends its own
     requests only."""
 
-    def __init__(self, compute: Compute, clock: Callable[[], float]) -> None:
+    def __init__(self, compute: EngineThread, clock: Callable[[], float]) -> None:
         self.counted = conductor_pb2.Steps()  # of one token per sequence, since the start
         self._compute = compute
         self._clock = clock

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from engine.batch import Sampled
 from kvstore.client.blocks import BlockStores
 from prefill_worker import actions as act
 from prefill_worker import events as ev
@@ -20,7 +19,7 @@ from prefill_worker.actions import CommitHandoff, SendFirstToken
 from prefill_worker.landing import Sender
 from prefill_worker.landing_client import LandingClient, lost
 from prefill_worker.layered_load import BoundedWait, LayeredLoad, LayerGate, PrefixLate
-from prefill_worker.pipeline.stage import Checksums, OwnStage, StageEngine
+from prefill_worker.pipeline.stage import OwnStage
 from prefill_worker.state import PrefillState
 from prefill_worker.stores import load_prefix, prefetch, put_blocks
 from protocol.errors import Cancelled, MoonserveError, PeerError
@@ -35,26 +34,11 @@ from worker.events import Action, Event
 from worker.memory import KvMemory
 from worker.service import WorkerService
 
+if TYPE_CHECKING:
+    from engine.runtime import EngineThread  # imports torch
+    from prefill_worker.pipeline.group import Group
+
 log = logging.getLogger(__name__)
-
-
-class Step(Protocol):
-    """One forward pass: `pipeline.stage.OwnStep`, or a group's."""
-
-    async def compute(self) -> list[Sampled | None]: ...
-    def checksums(self) -> Checksums: ...
-    def finish(self) -> None: ...
-    async def sent(self, position: int) -> None: ...
-
-
-class Stages(Protocol):
-    """Who computes, as this service sees it: `pipeline.stage.OwnStage`, or a group of such."""
-
-    def begin(
-        self, plans: Sequence[act.SlicePlan], on_prefix: Callable[[int], None] | None = None
-    ) -> Step: ...
-
-    async def send_blocks(self, action: act.SendBlocks) -> None: ...
 
 
 class PrefillService(WorkerService):
@@ -66,7 +50,7 @@ class PrefillService(WorkerService):
         self,
         state: PrefillState,
         *,
-        engine: StageEngine,
+        engine: EngineThread,
         memory: KvMemory,
         transfer: TransferEngine,
         landings: LandingClient,
@@ -74,7 +58,7 @@ class PrefillService(WorkerService):
         landing_ttl_s: float,
         patience: Patience | None = None,
         look_for_home: Callable[[], None] = lambda: None,
-        group: Stages | None = None,
+        group: Group | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,7 +66,7 @@ class PrefillService(WorkerService):
         self._memory = memory
         self._patience = patience or Patience()
         self._sender = Sender(transfer, self._patience)
-        self._stages = group or OwnStage(engine, memory, self._sender.submit)
+        self._stages: OwnStage | Group = group or OwnStage(engine, memory, self._sender.submit)
         self._landings = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s

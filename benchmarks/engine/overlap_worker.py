@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.engine.overlap_record import (
     Record,
@@ -88,7 +89,7 @@ class Worker:
         self._transfer = transfer
         self._channels = Channels(TOKEN)
         self._record = Record()
-        self._engine = RecordedEngine(replica.thread, self._record)
+        self._engine: Any = RecordedEngine(replica.thread, self._record)
         self._prompt = tuple(prompt)
         root = root_key(replica.fingerprint)
         self._keys = tuple(block_keys(root, prompt, replica.config.block_size))

@@ -92,27 +92,21 @@ class PageState(Enum):
 
 
 class _ByFullness:
-    """Pages that have a free block, by how many are in use. O(1) each."""
+    """Pages that have a free block, by how many are in use."""
 
     def __init__(self, blocks_per_page: int) -> None:
         self._levels: list[dict[int, None]] = [{} for _ in range(blocks_per_page)]
-        self._occupied = 0  # bit n: some page has n blocks in use
 
     def add(self, page: int, used: int) -> None:
         if used < len(self._levels):  # a full page has nothing to give
             self._levels[used][page] = None
-            self._occupied |= 1 << used
 
     def remove(self, page: int, used: int) -> None:
         if used < len(self._levels):
             del self._levels[used][page]
-            if not self._levels[used]:
-                self._occupied &= ~(1 << used)
 
     def fullest(self) -> int | None:
-        if not self._occupied:
-            return None
-        return next(reversed(self._levels[self._occupied.bit_length() - 1]))
+        return next((next(reversed(level)) for level in reversed(self._levels) if level), None)
 
     @property
     def empty(self) -> Mapping[int, None]:

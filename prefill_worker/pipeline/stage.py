@@ -10,9 +10,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from engine.batch import HiddenStates, Sampled, Slice
+from engine.batch import HiddenStates, Sampled
 from prefill_worker.actions import SendBlocks, SlicePlan
 from prefill_worker.landing import Route, StepWriter, Submit, block_runs
 from protocol.checksum import checksum
@@ -21,6 +21,9 @@ from protocol.pb import pipeline_pb2
 from transfer import Op, RemoteSegment, Transfer, TransferEngine
 from transfer.config import Patience
 from worker.memory import KvMemory
+
+if TYPE_CHECKING:
+    from engine.runtime import EngineThread  # imports torch
 
 HEADER_BYTES = 64  # a cache line, so that rows begin at one
 _HEADER = struct.Struct("<QQQ")  # step, checksum of the rows, whether there are any
@@ -139,25 +142,12 @@ Checksums = list[tuple[tuple[int, int], ...]]
 """Per slice: (index in the block table, checksum of the stage's layers) of the blocks that it completes."""
 
 
-class StageEngine(Protocol):
-    """`engine.runtime.EngineThread`."""
-
-    async def execute(
-        self,
-        slices: Sequence[Slice],
-        on_layer: Callable[[int], None] | None = None,
-        *,
-        before_attention: Callable[[int], None] | None = None,
-        hidden: HiddenStates | None = None,
-    ) -> list[Sampled | None]: ...
-
-
 class OwnStage:
     """This process's share of the layers. `inbox` is None for the first stage, `outbox` for the last."""
 
     def __init__(
         self,
-        engine: StageEngine,
+        engine: EngineThread,
         memory: KvMemory,
         submit: Submit,
         *,

@@ -83,7 +83,7 @@ def test_running_sequences_keep_room_and_what_is_withdrawn_lets_others_pass() ->
         pytest.param(lambda d: None, 64, InvalidRequest, id="never fits with its first token"),
         pytest.param(release, 10, StaleLease, id="released before"),
         pytest.param(lambda d: d.cancel("r"), 10, Cancelled, id="cancelled before"),
-        pytest.param(lambda d: d.handle(events.DrainStarted()), 10, NoWorker, id="draining"),
+        pytest.param(lambda d: d.handle(events.Draining(is_on=True)), 10, NoWorker, id="draining"),
     ],
 )
 def test_what_cannot_be_granted_is_refused_at_once(
@@ -240,7 +240,7 @@ def test_a_draining_worker_refuses_who_waits_but_finishes_landings() -> None:
     driver = Driver(num_blocks=4)
     driver.reserve(PROMPT, "a")
     driver.reserve(PROMPT, "b")
-    assert isinstance(refusal(driver.handle(events.DrainStarted())), NoWorker)
+    assert isinstance(refusal(driver.handle(events.Draining(is_on=True))), NoWorker)
     driver.commit(request_of(PROMPT, "a", max_tokens=3))
     driver.drain()
     assert [token.index for token in driver.tokens["a"]] == [1, 2]

@@ -26,9 +26,7 @@ from engine.kernels.library import FLAGS, load_kernels
 from engine.kv_pool import TORCH_DTYPES
 from protocol.errors import ConfigError
 from tests.engine.attention_cases import Case
-from tests.engine.conftest import Pair, tokens_of
 from tests.engine.kernels.calls import kernels_folder
-from tests.engine.steps import random_prompt
 from tests.thoroughness import examples
 
 DTYPES = list(TORCH_DTYPES)
@@ -204,20 +202,6 @@ def test_pieces_are_what_the_token_sees_cut_at_places_of_the_sequence(
     assert all(start < stop for start, stop in pieces)
     assert len(pieces) <= 17  # 16 whole ones, and what the first cut leaves over
     assert all(start % 256 == 0 for start, _ in pieces[1:])
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-biases"])
-def test_tokens_with_the_native_kernel_equal_those_of_transformers(
-    name: str, pairs: dict[str, Pair]
-) -> None:
-    """Also where nobody cleans what earlier holders left in the pool."""
-    engine = pairs[name].engine(attention="native")
-    assert engine.attention_name == "native"
-    engine.memory[:] = b"\xff" * engine.memory.nbytes  # NaN in every element
-    prompts = [random_prompt(length, seed=length) for length in (1, 16, 100, 300)]
-    assert tokens_of(engine, prompts, 12, chunk_size=90) == [
-        pairs[name].generate(prompt, 12) for prompt in prompts
-    ]
 
 
 def test_a_damaged_library_is_an_error_of_its_own(tmp_path: Path) -> None:

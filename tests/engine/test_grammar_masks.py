@@ -109,21 +109,6 @@ def test_who_has_no_grammar_samples_as_without_such_neighbours(llama: Pair) -> N
     assert engine.grammars.begin([piece([], grammar="")]) is None
 
 
-def test_an_answer_goes_on_elsewhere_from_its_tokens(llama: Pair) -> None:
-    [whole] = generate(llama.engine(), [random_prompt(25)], replace(DEFAULTS, seed=9))
-    for cut in (1, 7, len(whole.token_ids) - 1):
-        tokens = random_prompt(25) + whole.token_ids[:cut]
-        masks = masks_of(llama)
-        engine = llama.engine()
-        one = replace(piece([]), token_ids=tokens, end=len(tokens), num_prompt_tokens=25)
-        one.start, one.block_table = 0, list(range(8))
-        one.sampling = replace(DEFAULTS, seed=9)
-        [sampled] = engine.execute([one])
-        assert sampled is not None
-        assert sampled.token_id == whole.token_ids[cut]
-        assert only(masks.of([one]))[sampled.token_id]
-
-
 @given(st.data())
 @settings(max_examples=examples(20), deadline=None)
 def test_a_mask_is_a_function_of_the_tokens_alone(llama: Pair, data: st.DataObject) -> None:

@@ -22,7 +22,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engines(pairs: dict[str, Pair], kernels: str) -> dict[str, Engine]:
-    return {name: pair.engine(kernels=kernels) for name, pair in pairs.items()}
+    return {name: pair.engine(kernels=kernels, attention=kernels) for name, pair in pairs.items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -76,7 +76,7 @@ def test_dynamic_rope_equals_transformers_while_a_short_prompt_outgrows_the_trai
 
 def test_stale_bytes_behind_a_sequence_do_not_reach_it(llama: Pair, kernels: str) -> None:
     """A block's unwritten end may hold anything, NaN included, when a decode step first meets it."""
-    engine = llama.engine(num_blocks=8, kernels=kernels)
+    engine = llama.engine(num_blocks=8, kernels=kernels, attention=kernels)
     prompt = random_prompt(20, seed=4)
     engine.memory[:] = b"\xff" * engine.memory.nbytes  # NaN in every element
     tokens, start = list(prompt), 0

@@ -51,12 +51,6 @@ def test_they_are_those_of_transformers_in_any_chunks(
     check(scored(engine, chunks), llama)
 
 
-def test_a_prompt_of_one_token_has_none(engine: Engine) -> None:
-    found = scored(engine, [1], PROMPT[:1])
-    assert len(found) == 0
-    assert found.top_ids.shape == (0, NUM_TOP)
-
-
 def test_what_is_computed_again_from_the_beginning_replaces_what_there_was(
     engine: Engine, llama: Pair
 ) -> None:

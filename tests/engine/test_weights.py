@@ -29,23 +29,6 @@ def load(path: Path) -> str:
     return load_weights(path, load_model_config(path), torch.float32).digest
 
 
-def test_projections_are_fused_in_order(checkpoint: Path) -> None:
-    stored = load_file(checkpoint / "model.safetensors")
-    told: list[float] = []
-    weights = load_weights(
-        checkpoint,
-        load_model_config(checkpoint),
-        torch.float32,
-        progress=lambda _stage, fraction: told.append(fraction),
-    )
-    assert (told, told[-1]) == (sorted(told), 1.0)
-    parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(weights.layers[1].qkv, torch.cat(parts))
-    parts = [stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(weights.layers[0].gate_up, torch.cat(parts))
-    assert torch.equal(weights.lm_head, stored["lm_head.weight"])
-
-
 def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     single, sharded = tmp_path / "single", tmp_path / "sharded"
     make_model("qwen3", single)

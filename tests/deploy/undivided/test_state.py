@@ -137,7 +137,7 @@ def test_what_cannot_be_served_is_said() -> None:
     driver.submit(range(14), "a")
     driver.submit(range(100, 114), "late", timeout_s=1.0)
     driver.wait(2.0)
-    driver.handle(events.DrainStarted())
+    driver.handle(events.Draining(is_on=True))
     driver.submit(range(8), "drained")
     errors = {name: type(fails[0].error) for name, fails in driver.failures.items()}
     assert errors == {"large": InvalidRequest, "late": DeadlineExceeded, "drained": NoWorker}

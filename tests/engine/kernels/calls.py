@@ -16,13 +16,10 @@ from engine.kv_pool import TORCH_DTYPES
 from protocol.machine import cache_folder
 
 DTYPES = st.sampled_from(list(TORCH_DTYPES.values()))
-_EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
 
 @dataclass(frozen=True)
 class Functions:
-    normalize: Call
-    rotate: Call
     quantise: Call
     product: Call
     gate: Call
@@ -39,10 +36,8 @@ def compiled_library(dtype: torch.dtype, processor: str = "native") -> Library:
 @cache
 def library(dtype: torch.dtype, processor: str = "native") -> Functions:
     compiled = compiled_library(dtype, processor)
-    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
     return Functions(
-        normalize=compiled.function("normalize", pointer, pointer, pointer, count, number),
-        rotate=compiled.function("rotate", pointer, pointer, pointer, count),
         quantise=compiled.function("quantise", pointer, pointer, count, count),
         product=compiled.function("product", pointer, pointer, count, count, pointer, count),
         gate=compiled.function("gate", pointer, pointer, count, count, pointer),
@@ -56,17 +51,3 @@ def kernels_folder() -> Path:
 
 def random_tensor(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, *, unit: float) -> None:
-    """Within `unit` roundings of the dtype, of each value or of the largest one's thousandth."""
-    epsilon = _EPSILON[expected.dtype] * unit
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(
-        found.float(),
-        expected.float(),
-        rtol=epsilon,
-        atol=epsilon * max(1e-3 * float(expected.float().abs().max()), 1e-6)
-        if expected.dtype == torch.bfloat16
-        else epsilon * float(expected.abs().max()),
-    )

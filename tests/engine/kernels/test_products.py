@@ -132,34 +132,6 @@ def test_a_row_is_the_same_bits_in_every_company(name: str) -> None:
         assert torch.equal(product(matrix, x[first:], 70), together[first:])
 
 
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    dtype=DTYPES,
-    rows=st.integers(1, 20),
-    inner=st.integers(1, 100),
-    with_bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_gates_and_ups_become_swiglu(
-    dtype: torch.dtype, rows: int, inner: int, with_bias: bool, seed: int
-) -> None:
-    x = random_tensor(seed, rows, 64, dtype=dtype)
-    weight = random_tensor(seed + 1, 2 * inner, 64, dtype=dtype) / 4
-    bias = random_tensor(seed + 2, 2 * inner, dtype=dtype) if with_bias else None
-    matrix = pack_gates(weight, bias, Arena(packed_bytes([weight])))
-    gates, ups = exact(x, weight, bias).chunk(2, dim=-1)
-    off_gates, off_ups = rounding(x, weight, bias).chunk(2, dim=-1)
-    expected = F.silu(gates) * ups
-    relative = (
-        4e-6 if dtype == torch.float32 else 2.0**-6
-    )  # of both rounded to the dtype, and of silu itself
-    summed = (
-        1.1 * ups.abs() * off_gates + F.silu(gates).abs() * off_ups
-    )  # silu is nowhere steeper than 1.1
-    rounded = relative * (expected.abs() + (gates * ups).abs())
-    assert_within(gate(matrix, x, inner), expected, summed + rounded)
-
-
 def test_silu_of_any_size_is_finite_and_right() -> None:
     """The gates themselves, through a product with the identity."""
     values = torch.tensor([-1e30, -200.0, -88.0, -20.0, -1e-3, 0.0, 1e-3, 20.0, 88.0, 200.0, 1e30])

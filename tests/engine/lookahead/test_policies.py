@@ -1,34 +1,20 @@
-"""Admission policies over a worker's pool: who is let in, who gives way, and that every request ends."""
+"""Admission policies over a worker's pool: who is let in, and who gives way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.engine.lookahead.replay import Tables as ReplayedTables
 from engine.lookahead.base import OnDemand, Policy
 from engine.lookahead.lookahead import MARGIN, Costs, Lookahead
-from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
+from protocol.profile import DecodeProfile, PrefillProfile
 from tests.engine.lookahead.asking import Asking
-from tests.thoroughness import examples
 
 # 1,000 tokens take 0.1 s to compute again; a step's constant part is 25 ms.
 COSTS = Costs(
     decode=DecodeProfile(c0=0.025, c1=1e-4, c2=4e-8),
     prefill=PrefillProfile(c0=0.0, c1=1e-4, c2=0.0),
 )
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "on-demand": OnDemand,
-    "vLLM's": lambda: OnDemand(per_holder=0),
-    "lookahead": Lookahead,
-    "lookahead by cost": lambda: Lookahead(
-        costs=Costs(decode=DEFAULT_DECODE, prefill=DEFAULT_PREFILL)
-    ),
-}
 
 
 class Tables(ReplayedTables):
@@ -148,82 +134,3 @@ def test_a_request_that_is_withdrawn_teaches_nothing() -> None:
     tables.finish(request, stopped=None)
     assert tables.pool.num_free == 100
     assert policy.predictor.curve(request) is None
-
-
-class Serving(RuleBasedStateMachine):
-    """A worker that follows the rules: who is preempted comes back first, and everybody ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[Asking] = []
-        self.ends: dict[Asking, int] = {}
-        self.num_ended = self.num_asked = 0
-
-    @initialize(name=st.sampled_from(sorted(POLICIES)), num_blocks=st.integers(10, 60))
-    def begin(self, name: str, num_blocks: int) -> None:
-        self.policy = POLICIES[name]()
-        self.tables = Tables(num_blocks, 4, self.policy)
-
-    @rule(
-        prompt=st.integers(1, 20), output=st.integers(1, 11), slack=st.integers(0, 40),
-        tenant=st.sampled_from(["", "a", "b"]), priority=st.integers(0, 1),
-    )  # fmt: skip
-    def ask(self, prompt: int, output: int, slack: int, tenant: str, priority: int) -> None:
-        request = Asking(self.num_asked, prompt, output + slack, priority=priority, tenant=tenant)
-        self.num_asked += 1
-        self.ends[request] = output
-        self.waiting.append(request)
-
-    @precondition(lambda self: self.waiting)
-    @rule()
-    def admit(self) -> None:
-        nobody = not self.tables.held
-        admitted = self.tables.admit(self.waiting[0])
-        assert admitted or not nobody, "the only one is made to wait"
-        if admitted:
-            del self.waiting[0]
-
-    @rule(steps=st.integers(1, 12))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.one_step()
-
-    def one_step(self) -> None:
-        tables = self.tables
-        for request in sorted(tables.held, key=lambda each: each.rank):
-            while request in tables.held and not tables.grow(request):
-                self.preempt(request)
-        for request in tables.held:
-            if request.generated >= self.ends[request]:
-                self.tables.finish(request, stopped=request.generated >= request.max_tokens)
-                self.num_ended += 1
-            else:
-                request.generated += 1
-
-    def preempt(self, needy: Asking) -> None:
-        best = min(self.tables.held, key=lambda each: each.rank)
-        gone = self.tables.gives_way(needy)
-        assert gone is not best or len(self.tables.held) == 1, "the best-ranked gave way"
-        self.tables.preempt(gone)
-        self.waiting.insert(0, gone)
-
-    @invariant()
-    def conserved(self) -> None:
-        if hasattr(self, "tables"):
-            self.tables.pool.validate()
-            self.policy.validate()
-            assert self.tables.pool.num_held == sum(len(each.blocks) for each in self.tables.held)
-
-    def teardown(self) -> None:
-        """Whoever waits is admitted and ends, however little room there is."""
-        for _ in range(100 * self.num_asked):
-            if self.waiting:
-                self.admit()
-            self.one_step()
-        assert self.num_ended == self.num_asked
-
-
-Serving.TestCase.settings = settings(
-    max_examples=examples(15), stateful_step_count=40, deadline=None
-)
-TestServing = Serving.TestCase

@@ -63,18 +63,6 @@ def test_too_few_ends_say_nothing() -> None:
     assert alive(enough, Asking(0, max_tokens=300), 298) < 0.1
 
 
-def test_the_first_to_end_do_not_make_all_seem_short() -> None:
-    """100 begin at once, of lengths 1 … 1,000. When 20 have ended, a curve of these alone would have nobody live
-    beyond 200; the 80 that run are counted as well."""
-    predictor = learned(list(range(10, 201, 10)))
-    running = [Asking(number, max_tokens=1000, generated=200) for number in range(80)]
-    fresh = Asking(99, max_tokens=1000, generated=1)
-    alone = predictor.alive([fresh], np.array([400]))[0, 0]
-    beside = predictor.alive([*running, fresh], np.array([400]))[-1, 0]
-    assert alone < 0.05
-    assert 0.4 < beside < 0.8  # 0.6 in truth
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(1, 3000), max_size=60),
