@@ -15,12 +15,13 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import grpc
+from typing import TYPE_CHECKING, Any
 
 from protocol.config import option
 from protocol.errors import ConfigError, MoonserveError, PeerLost, Unauthenticated
+
+if TYPE_CHECKING:  # a third of the time to import the transfer engine, which is used without gRPC
+    import grpc
 
 CLUSTER_NAME = "moonserve"
 """A DNS name by which certificates are believed at any address, where all of the cluster list it."""
@@ -98,12 +99,16 @@ class Certificates:
 
     def grpc_server(self) -> grpc.ServerCredentials:
         """Refuses clients without a certificate of the authority."""
+        import grpc
+
         certificate, key, authority = self._pems()
         return grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=authority, require_client_auth=True
         )
 
     def grpc_channel(self) -> grpc.ChannelCredentials:
+        import grpc
+
         certificate, key, authority = self._pems()
         return grpc.ssl_channel_credentials(authority, key, certificate)
 

@@ -40,7 +40,7 @@ class TransferOptions:
     copy_threads: int = 1
     """Threads that share a large copy within the host; more than spare cores does harm."""
     max_endpoints: int = 512
-    """Live connections that this engine has opened; the idle ones are closed first (SIEVE)."""
+    """Live connections that this engine has opened; of the idle ones the least recently used is closed first."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_authority: Path | None = None

@@ -49,37 +49,31 @@ def sockets(net: Network) -> Iterator[list[socket.socket]]:
         net.shape(host, Link())
 
 
-def test_a_packet_takes_the_delay_at_least(net: Network, sockets: list[socket.socket]) -> None:
+def test_links_are_as_slow_and_as_lossy_as_they_are_told_to_be(
+    net: Network, sockets: list[socket.socket]
+) -> None:
+    there = (net.address(1), PORT)
     net.shape(0, Link(delay_s=0.05))
     sent_at = time.monotonic()
-    sockets[0].sendto(b"late", (net.address(1), PORT))
+    sockets[0].sendto(b"late", there)
     assert sockets[1].recv(16) == b"late"
     assert time.monotonic() - sent_at >= 0.05
-
-
-def test_a_rate_is_not_exceeded(net: Network, sockets: list[socket.socket]) -> None:
     net.shape(0, Link(bytes_per_s=1e6, queue_s=10))
     sent_at = time.monotonic()
     for _ in range(200):
-        sockets[0].sendto(bytes(1_000), (net.address(1), PORT))
+        sockets[0].sendto(bytes(1_000), there)
     for _ in range(200):
         sockets[1].recv(2_000)
     assert time.monotonic() - sent_at >= 0.2
-
-
-def test_a_full_queue_drops(net: Network, sockets: list[socket.socket]) -> None:
     net.shape(0, Link(bytes_per_s=1e5, queue_s=0.1))
-    before = net.counts(0).overflown
+    before = net.counts(0)
     for _ in range(100):
-        sockets[0].sendto(bytes(1_000), (net.address(1), PORT))
-    until(lambda: net.counts(0).overflown > before)
-
-
-def test_so_many_packets_are_lost_as_was_said(net: Network, sockets: list[socket.socket]) -> None:
+        sockets[0].sendto(bytes(1_000), there)
+    until(lambda: net.counts(0).overflown > before.overflown)
     net.shape(0, Link(loss=0.05))
     before = net.counts(0)
     for _ in range(PACKETS):
-        sockets[0].sendto(b"x", (net.address(1), PORT))
+        sockets[0].sendto(b"x", there)
     until(lambda: net.counts(0).sent - before.sent >= PACKETS)
     lost = net.counts(0).lost - before.lost
     assert 0.03 * PACKETS < lost < 0.08 * PACKETS  # six standard deviations

@@ -5,19 +5,15 @@ They are forked from one that has imported everything and runs no thread, so eac
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
 from tests.stopping import stop
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from transfer import RemoteSegment, Segment, TransferEngine, TransferOptions
 from transfer.tcp import acceptor
 
 TOKEN = "token of the test cluster"
@@ -28,13 +24,10 @@ FORKS.set_forkserver_preload([__name__])
 class PeerInProcess:
     """`ask` calls a method of `_Peer` there."""
 
-    def __init__(
-        self, *transports: str, rails: Sequence[str] = (), namespace: str = "", **options: Any
-    ) -> None:
-        """`namespace`: of the network, as `ip netns` names it."""
+    def __init__(self, *transports: str, **options: Any) -> None:
         self._pipe, theirs = FORKS.Pipe()
-        options |= {"transports": transports, "rails": tuple(rails)}
-        self.process = FORKS.Process(target=_serve, args=(theirs, options, namespace), daemon=True)
+        options["transports"] = transports
+        self.process = FORKS.Process(target=_serve, args=(theirs, options), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -72,8 +65,7 @@ class PeerInProcess:
 
 
 class _Peer:
-    def __init__(self, pipe: Connection, options: dict[str, Any]) -> None:
-        self.pipe = pipe
+    def __init__(self, options: dict[str, Any]) -> None:
         self.engine = TransferEngine(cluster_token=TOKEN, options=TransferOptions(**options))
         self.engine.start()
         self.segments: dict[int, Segment] = {}
@@ -90,28 +82,10 @@ class _Peer:
     def content(self, segment_id: int) -> bytes:
         return bytes(self.segments[segment_id].buffer)
 
-    def write_until_refused(self, address: str, segment_id: int, window_id: int, size: int) -> str:
-        """Writes ever new content into the peer's window; says "started", then the code of the error that ends it."""
-        source = self.engine.allocate(size)
-        remote = RemoteSegment(address, segment_id)
-        for round_number in range(1_000_000):
-            source.buffer[:] = bytes([round_number % 251]) * size
-            transfer = Transfer(Op.WRITE, source, 0, remote, 0, size, window_id)
-            try:
-                self.engine.submit([transfer], deadline_s=PATIENCE_S).wait(PATIENCE_S)
-            except MoonserveError as error:
-                return error.code
-            if round_number == 1:
-                self.pipe.send("started")
-        return "never refused"
 
-
-def _serve(pipe: Connection, options: dict[str, Any], namespace: str) -> None:
-    if namespace:
-        place = Path("/var/run/netns", namespace).open()  # noqa: SIM115 - for as long as it lives
-        assert ctypes.CDLL(None).setns(place.fileno(), 0) == 0
+def _serve(pipe: Connection, options: dict[str, Any]) -> None:
     acceptor._HANDSHAKE_S = PATIENCE_S  # a busy machine is no stranger
-    peer = _Peer(pipe, options)
+    peer = _Peer(options)
     while True:
         command, *arguments = pipe.recv()  # EOFError: who asks is gone
         pipe.send(getattr(peer, command)(*arguments))

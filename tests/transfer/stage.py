@@ -1,4 +1,4 @@
-"""Where a fault is played: engines, processes and bad links, closed afterwards; memory with guards."""
+"""Two engines, with processes, bad links and strangers beside them, closed afterwards; memory with guards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
+import pytest
 import xxhash
 
 from protocol.errors import (
@@ -32,28 +33,6 @@ from transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
 NBYTES = 4 << 20
 GUARD = 4096
 """Bytes before and behind each segment that nobody may touch."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    name: str
-    transports: tuple[str, ...]
-    deadline_s: float
-    """Of its batches, but for those that only lead there."""
-    play: Callable[[Stage], str]
-
-
-FAULTS: list[Fault] = []
-
-
-def fault(
-    name: str, *transports: str, deadline_s: float = PATIENCE_S
-) -> Callable[[Callable[[Stage], str]], Callable[[Stage], str]]:
-    def add(play: Callable[[Stage], str]) -> Callable[[Stage], str]:
-        FAULTS.append(Fault(name, transports, deadline_s, play))
-        return play
-
-    return add
 
 
 class Guarded:
@@ -78,11 +57,8 @@ class Guarded:
 class Stage:
     """`near` initiates; `far` owns `memory`, readable, with one window over all of it."""
 
-    def __init__(self, transport: str, deadline_s: float = PATIENCE_S) -> None:
+    def __init__(self, transport: str) -> None:
         self.transport = transport
-        self.deadline_s = deadline_s
-        self.took_s = 0.0
-        """The longest that a batch took."""
         self._closing = contextlib.ExitStack()
         self.rng = random.Random(7)
 
@@ -122,55 +98,44 @@ class Stage:
         rails = {"tcp": (replace(rail, endpoint=proxy.endpoint),)}
         return proxy, str(replace(address, rails=rails))
 
-    def peer(self) -> PeerInProcess:
+    def write_to_process(self) -> tuple[PeerInProcess, Transfer]:
         peer = PeerInProcess(self.transport)
         self._closing.callback(peer.end)
-        return peer
+        remote, window_id = peer.lend(NBYTES)
+        return peer, Transfer(Op.WRITE, self.local.segment, 0, remote, 0, NBYTES, window_id)
 
     def stranger(self) -> Connection:
         """An authenticated connection to `far` on which anything can be said."""
-        connection = dial(self.far.address)
+        connection = authenticated(self.far.address)
         self._closing.callback(connection.close)
-        credentials = Credentials(TOKEN.encode(), b"")
-        instance = parse(self.far.address).instance
-        handshake.initiate(connection, credentials, instance, checksums=True)
         return connection
 
-    def write(self, address: str = "", length: int = NBYTES) -> Transfer:
-        """Of fresh content."""
-        self.content = self.rng.randbytes(length) + self.content[length:]
-        self.local.buffer[:length] = self.content[:length]
+    def transfer(self, op: Op, address: str = "", length: int = NBYTES) -> Transfer:
+        """A WRITE of fresh content, or a READ into memory of zeros."""
+        if op is Op.WRITE:
+            self.content = self.rng.randbytes(length) + self.content[length:]
+        self.local.buffer[:length] = self.content[:length] if op is Op.WRITE else bytes(length)
         remote = RemoteSegment(address or self.far.address, self.memory.segment.segment_id)
-        return Transfer(Op.WRITE, self.local.segment, 0, remote, 0, length, self.window_id)
-
-    def read(self, address: str = "", length: int = NBYTES) -> Transfer:
-        self.local.buffer[:length] = bytes(length)
-        remote = RemoteSegment(address or self.far.address, self.memory.segment.segment_id)
-        return Transfer(Op.READ, self.local.segment, 0, remote, 0, length)
+        window_id = self.window_id if op is Op.WRITE else None
+        return Transfer(op, self.local.segment, 0, remote, 0, length, window_id)
 
     def run(
-        self, transfer: Transfer, *, error: type[MoonserveError] | None = None
-    ) -> MoonserveError | None:
+        self,
+        transfer: Transfer,
+        *,
+        error: type[MoonserveError] | None = None,
+        deadline_s: float = PATIENCE_S,
+    ) -> None:
         """The batch ends as it should."""
-        begin = time.monotonic()
-        deadline_s = PATIENCE_S if error is None else self.deadline_s
         batch = self.near.submit([transfer], deadline_s=deadline_s)
-        with contextlib.suppress(MoonserveError):
+        with pytest.raises(error) if error is not None else contextlib.nullcontext():
             batch.wait(deadline_s + PATIENCE_S)
-        assert batch.done
-        self.took_s = max(self.took_s, time.monotonic() - begin)
-        (found,) = batch.errors
-        if error is None:
-            assert found is None
-        else:
-            assert isinstance(found, error)
-        return found
 
     def run_until_the_deadline(self, transfer: Transfer) -> None:
         """Nothing but the deadline ends the batch: the peer is lost then, and not before."""
         begin = time.monotonic()
-        self.run(transfer, error=PeerLost)
-        assert time.monotonic() - begin >= self.deadline_s
+        self.run(transfer, error=PeerLost, deadline_s=1.0)
+        assert time.monotonic() - begin >= 1.0
 
     def require_arrived(self) -> None:
         assert self.memory.buffer == self.content
@@ -199,6 +164,13 @@ def dial(address: str) -> Connection:
         sock = socket.create_connection((host, int(port)))
     connection = Connection(sock)
     connection.set_deadline(time.monotonic() + PATIENCE_S)
+    return connection
+
+
+def authenticated(address: str) -> Connection:
+    connection = dial(address)
+    credentials = Credentials(TOKEN.encode(), b"")
+    handshake.initiate(connection, credentials, parse(address).instance, checksums=True)
     return connection
 
 

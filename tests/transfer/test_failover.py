@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from protocol.errors import PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import RAILS, TOKEN, PeerInProcess
+from tests.transfer.conftest import RAILS, TOKEN
 from tests.transfer.proxy import Proxy, Towards, Trouble
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
@@ -186,14 +183,6 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     assert bad.endpoint in dialled
 
 
-def test_a_peer_whose_rails_are_all_down_is_lost_within_the_deadline(rails: TwoRails) -> None:
-    rails.run(Op.READ)
-    for proxy in rails.proxies:
-        proxy.silent = True
-    with pytest.raises(PeerLost):
-        rails.run(Op.READ, deadline_s=1)
-
-
 class HeldStore:
     """Holds a target's serving thread in the middle of a store, once."""
 
@@ -246,85 +235,3 @@ def test_a_write_whose_first_copy_cannot_be_ended_fails_instead_of_being_sent_ag
         batch.wait(PATIENCE_S)
     assert rails.memory.buffer[:100_000] == bytes(100_000)
     held.go_on.set()
-
-
-# The same with links that the kernel takes down.
-
-
-def ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def linked_namespace() -> Iterator[str]:
-    """A network namespace with two links to this one: 10.97.0.1–2 and 10.97.1.1–2."""
-    name = f"moonserve-test-{os.getpid()}"
-    if shutil.which("ip") is None:
-        pytest.skip("needs ip (.ci/system-packages)")
-    try:
-        ip(f"netns add {name}")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"needs root that may make network namespaces: {error.stderr.strip()}")
-    made: list[int] = []  # another run on this machine may have its own
-    try:
-        try:
-            for rail in range(2):
-                ip(f"link add mstest{rail} type veth peer name inner{rail} netns {name}")
-                made.append(rail)
-                ip(f"addr add 10.97.{rail}.1/24 dev mstest{rail}")
-                ip(f"link set mstest{rail} up")
-                ip(f"-n {name} addr add 10.97.{rail}.2/24 dev inner{rail}")
-                ip(f"-n {name} link set inner{rail} up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"needs a kernel with virtual links (veth): {error.stderr.strip()}")
-        yield name
-    finally:
-        ip(f"netns delete {name}")
-        for rail in made:  # connections that linger in the namespace would keep it, and them
-            with suppress(subprocess.CalledProcessError):
-                ip(f"link delete mstest{rail}")
-
-
-@pytest.fixture
-def far_host(linked_namespace: str) -> Iterator[PeerInProcess]:
-    peer = PeerInProcess("tcp", rails=("10.97.0.2", "10.97.1.2"), namespace=linked_namespace)
-    yield peer
-    peer.end()
-
-
-@pytest.mark.slow
-def test_a_link_that_goes_down_and_comes_up_again(far_host: PeerInProcess) -> None:
-    options = TransferOptions(
-        transports=("tcp",), rails=("10.97.0.1", "10.97.1.1"), slice_bytes=256 << 10
-    )
-    with TransferEngine(cluster_token=TOKEN, options=options) as near:
-        remote, _ = far_host.lend(NBYTES, 9)
-        local = near.allocate(NBYTES)
-        read = Transfer(Op.READ, local, 0, remote, 0, NBYTES)
-
-        def run() -> None:
-            local.buffer[:] = bytes(NBYTES)
-            near.submit([read], deadline_s=FAILOVER_S).wait(PATIENCE_S)
-            assert local.buffer == b"\x09" * NBYTES
-
-        def bytes_over(rail: str) -> int:
-            return sum(stats.read_bytes for stats in near.stats if stats.rail == rail)
-
-        run()
-        while not bytes_over("mstest0") or not bytes_over("mstest1"):  # one was slow to connect
-            run()
-        ip("link set mstest0 down")
-        for _ in range(10):
-            run()
-            if any(stats.incidents[Incident.REST] for stats in near.stats):
-                break
-        assert any(stats.incidents[Incident.FAILOVER] for stats in near.stats)
-        ip("link set mstest0 up")
-        before = bytes_over("mstest0")
-        for _ in range(100):
-            end_rests(near)
-            run()
-            if bytes_over("mstest0") > before:
-                break
-            threading.Event().wait(0.1)
-        assert bytes_over("mstest0") > before

@@ -1,11 +1,8 @@
-"""Peers in other processes, which die, stop and restart: every batch ends in time.
-
-The faults of tests/transfer/test_faults.py, which `docs/transfer-faults.md` lists, are not played again here."""
+"""Peers in other processes, which stop and are forgotten: every batch ends in time. test_faulty_links.py has more."""
 
 from __future__ import annotations
 
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -44,24 +41,6 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
     assert peer.content(to.remote)[:16384] == bytes(4096) + b"x" * 4096 + b"w" * 4096 + bytes(4096)
     run(to.engine, to.read)
     assert to.local.buffer[4096:8192] == b"x" * 4096
-
-
-def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
-    to = WritesTo(make_engine(), peer)
-    run(to.engine, to.transfer)
-    peer.stop()
-    begin = time.monotonic()
-    patient = to.engine.submit([to.transfer], deadline_s=NEVER_S)
-    batches = [to.engine.submit([to.transfer], deadline_s=each) for each in (0.6, 0.1)]
-    for batch, deadline_s in zip(reversed(batches), (0.1, 0.6), strict=True):
-        with pytest.raises(PeerLost):
-            batch.wait(PATIENCE_S)
-        assert time.monotonic() - begin >= deadline_s
-    assert not patient.done
-    peer.resume()
-    patient.wait(PATIENCE_S)
 
 
 def test_opening_a_silent_peer_has_all_its_time(
@@ -103,36 +82,6 @@ def test_what_ended_before_the_peer_fell_silent_stays_ended(
     with pytest.raises(PeerLost):
         batch.wait(PATIENCE_S)
     assert [type(error) for error in batch.errors] == [type(None), PeerLost]
-
-
-def test_a_read_that_timed_out_never_touches_memory_later(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
-    to = WritesTo(make_engine(), peer, 8 << 20)
-    peer.stop()
-    with pytest.raises(PeerLost):
-        run(to.engine, to.read, deadline_s=0.1)
-    after = bytes(to.local.buffer)
-    peer.resume()
-    assert peer.ask("address") == to.remote.address
-    assert to.local.buffer == after
-
-
-def test_closing_a_window_waits_for_no_silent_writer_who_cannot_write_afterwards(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
-    engine, size = make_engine(), 8 << 20
-    memory = engine.allocate(size)
-    window_id = engine.open_window(memory, [(0, size)])
-    peer.tell("write_until_refused", engine.address, memory.segment_id, window_id, size)
-    assert peer.answer() == "started"
-    peer.stop()
-    engine.close_window(window_id)  # the writer would be waited for until this test's end
-    frozen = bytes(memory.buffer)
-    peer.resume()
-    assert peer.answer() == "stale"
-    assert memory.buffer == frozen
-    engine.deregister(memory)
 
 
 @pytest.mark.parametrize("transport", ["tcp"])  # names of Unix sockets never return

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
 
 from protocol.errors import InvalidRequest
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import Pair
 from tests.transfer.fates import Fate, Fates
-from transfer import Op, TransferEngine, TransferOptions
+from transfer import TransferEngine
 from transfer.metrics import TransferCollector
-from transfer.stats import Incident, PathStats
 
 
 class Readings:
@@ -34,9 +30,6 @@ class Readings:
         ]
         assert found or not labels, f"{full} has no {labels}"
         return sum(found)
-
-    def text(self) -> str:
-        return generate_latest(self._registry).decode()
 
     def require_quiet(self) -> None:
         assert self.of("bytes_in_flight") == 0
@@ -89,37 +82,3 @@ def test_a_refusal_is_a_failure(pair: Pair) -> None:
         pair.run(pair.write(0, 0, 10, 999))
     assert readings.of("failures_total") == 1
     readings.require_quiet()
-
-
-def test_counting_is_exact_under_contention() -> None:
-    stats = PathStats("tcp", "lo", "peer")
-
-    def work() -> None:
-        for _ in range(2000):
-            stats.submitted(7)
-            stats.taken()
-            stats.count(Incident.RETRY)
-            stats.taken(-1)
-            stats.arrived(Op.WRITE, 7, 0.001)
-            stats.withdrawn(7)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert stats.written_bytes == 8 * 2000 * 7
-    assert sum(stats.latency_counts) == stats.incidents[Incident.RETRY] == 8 * 2000
-    assert stats.bytes_in_flight == stats.num_in_flight == 0
-
-
-def test_the_text_that_prometheus_reads_has_the_agreed_names() -> None:
-    options = TransferOptions(transports=("shm", "tcp"))
-    with TransferEngine(cluster_token="t", options=options) as engine:
-        text = Readings(engine).text()
-    for name in (
-        "bytes_total", "slices_total", "seconds", "retries_total", "failovers_total",
-        "failures_total", "integrity_failures_total", "connects_total", "breaks_total",
-        "rests_total", "slices_in_flight", "bytes_in_flight", "segments", "open_windows",
-    ):  # fmt: skip
-        assert f"# TYPE moonserve_transfer_{name} " in text

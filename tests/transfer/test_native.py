@@ -342,15 +342,6 @@ def test_any_other_failure_is_an_error_number() -> None:
     assert flow.error == errno.EBADF
 
 
-def test_an_idle_wait_costs_no_processor_time(pair: Sockets) -> None:
-    landed, flow = bytearray(1), Flow()
-    flow.receive(of(landed))
-    began = time.thread_time()
-    end = plane.pump(pair[0].fileno(), flow, timeout_ns=SECOND // 5, spin_ns=SECOND // 1000)
-    assert end is End.TIMEOUT
-    assert time.thread_time() - began < 0.05
-
-
 def test_a_spin_for_nothing_is_not_repeated_at_once(pair: Sockets) -> None:
     near, far = pair
     landed, flow = bytearray(2), Flow()

@@ -38,12 +38,6 @@ def test_merging_keeps_every_byte_in_order(steps: Runs) -> None:
         )
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 2**62)] * 3), max_size=20))
-def test_rows_survive_the_wire(made: Runs) -> None:
-    received = scatter.unpack(scatter.pack(scatter.rows(*made)))
-    assert [tuple(row) for row in received.tolist()] == made
-
-
 @given(runs, st.integers(1, 40), st.integers(1, 7))
 def test_groups_are_the_same_bytes_and_no_larger_than_allowed(
     made: Runs, limit_bytes: int, limit_rows: int

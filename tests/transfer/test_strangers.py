@@ -1,37 +1,208 @@
-"""Whatever is thrown at the listening sockets, peers are served as before."""
+"""Those who are not what they claim, or speak of what is no more, get nothing, end nothing and hang nobody."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import Incompatible, Unauthenticated
+from protocol.errors import (
+    Incompatible,
+    InvalidRequest,
+    MoonserveError,
+    PeerLost,
+    StaleLease,
+    Unauthenticated,
+)
+from tests.patience import NEVER_S
 from tests.thoroughness import examples
-from tests.transfer.conftest import TOKEN, Pair
-from tests.transfer.stage import dial, until_closed
+from tests.transfer.conftest import Pair
+from tests.transfer.stage import (
+    GUARD,
+    NBYTES,
+    Guarded,
+    Stage,
+    authenticated,
+    code_of_answer,
+    dial,
+    request_of,
+    until_closed,
+    while_running,
+)
+from transfer import Op
 from transfer.address import parse
 from transfer.base import Credentials
 from transfer.tcp import handshake
 from transfer.tcp.connection import Connection
-from transfer.tcp.frames import Header, Kind, encode
+from transfer.tcp.frames import Code, Header, Kind, encode
+
+only_tcp = pytest.mark.parametrize("transport", ["tcp"])
 
 
-@pytest.fixture(params=["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def stage(transport: str) -> Iterator[Stage]:
+    with Stage(transport) as stage:
+        yield stage
 
 
-def authenticated(address: str) -> Connection:
-    connection = dial(address)
-    credentials = Credentials(TOKEN.encode(), b"")
-    handshake.initiate(connection, credentials, parse(address).instance, checksums=True)
-    return connection
+# Targets.
+
+
+def test_another_cluster_token_is_refused(stage: Stage) -> None:
+    stage.near = stage.engine(token="another token")
+    stage.local = Guarded(stage.near, NBYTES)
+    stage.run(stage.transfer(Op.READ), error=Unauthenticated)
+    assert stage.local.buffer == bytes(NBYTES)
+
+
+PAGE = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" + bytes(100)
+NEWER = handshake._CHALLENGE.pack(b"MOONXFER", 0, 99, 0, bytes(32))
+
+
+@only_tcp
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(lambda _: NEWER, Incompatible), (lambda _: PAGE, PeerLost), (bytes, PeerLost)],
+    ids=["another version", "no engine", "an echo"],
+)
+def test_what_else_answers_on_the_targets_port_is_no_peer(
+    stage: Stage, answer: Callable[[bytes], bytes], error: type[MoonserveError]
+) -> None:
+    address = parse(stage.far.address)
+    (rail,) = address.rails["tcp"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(ConnectionError):
+                while data := sock.recv(1024):
+                    sock.sendall(answer(data))
+
+        there = replace(rail, endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
+        text = str(replace(address, rails={"tcp": (there,)}))
+        with while_running(serve):
+            stage.run(stage.transfer(Op.READ, text), error=error, deadline_s=NEVER_S)
+
+
+@only_tcp
+def test_a_target_that_does_not_know_the_token_is_not_believed(transport: str) -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Connection(theirs)) as impostor, closing(Connection(ours)) as initiator:
+        impostor.send(handshake._CHALLENGE.pack(b"MOONXFER", 0, 2, 0, bytes(32)))
+        impostor.send(handshake._WELCOME.pack(0, 7, bytes(32)))
+        with pytest.raises(Unauthenticated):
+            handshake.initiate(initiator, Credentials(b"token", b""), bytes(16), checksums=True)
+
+
+def test_an_earlier_incarnation_whose_port_was_taken_over_is_lost(stage: Stage) -> None:
+    then = str(replace(parse(stage.far.address), instance=bytes(16)))
+    stage.run(stage.transfer(Op.READ, then), error=PeerLost)
+
+
+def test_what_took_the_place_of_a_segment_or_a_window_is_not_reached(stage: Stage) -> None:
+    """Ids are never used again."""
+    write, read = stage.transfer(Op.WRITE), stage.transfer(Op.READ)
+    stage.run(read)
+    before = bytes(stage.memory.buffer)
+    stage.far.close_window(stage.window_id)
+    again = stage.far.open_window(stage.memory.segment, [(0, NBYTES)])
+    stage.run(write, error=StaleLease)
+    assert stage.memory.buffer == before
+    stage.far.close_window(again)
+    stage.far.deregister(stage.memory.segment)
+    other = Guarded(stage.far, NBYTES, readable=True)
+    other.buffer[:] = b"o" * NBYTES
+    stage.run(read, error=InvalidRequest)
+    stage.run(write, error=StaleLease)
+    assert other.buffer == b"o" * NBYTES
+
+
+# Initiators.
+
+
+def test_an_initiator_of_another_version_is_told_so(stage: Stage) -> None:
+    with closing(dial(stage.far.address)) as connection:
+        connection.send(handshake._HELLO.pack(b"MOONXFER", 99, 0, bytes(32)))
+        answer = handshake._CHALLENGE.unpack(connection.receive_bytes(handshake._CHALLENGE.size))
+        assert answer[1:3] == (Code.INCOMPATIBLE, handshake.PROTOCOL_VERSION)
+        until_closed(connection)
+    stage.require_served()
+
+
+def test_a_proof_cannot_be_reflected_or_replayed(stage: Stage) -> None:
+    """A stranger relays the target's own answers back to it and never gets in."""
+    connection = dial(stage.far.address)
+    nonce = secrets.token_bytes(32)
+    connection.send(handshake._HELLO.pack(b"MOONXFER", 2, 0, nonce))
+    connection.receive_bytes(handshake._CHALLENGE.size)
+    connection.send(handshake._PROOF.pack(nonce, parse(stage.far.address).instance))
+    status, _, answer = handshake._WELCOME.unpack(connection.receive_bytes(handshake._WELCOME.size))
+    assert (status, answer) == (4, bytes(32))
+    until_closed(connection)
+
+
+BIG = 1 << 62
+REFUSED = (
+    (Kind.READ, [(NBYTES, 0, 1)], 0),
+    (Kind.READ, [(-1, 0, 1)], 0),
+    (Kind.READ, [(0, 0, -1)], 0),
+    (Kind.READ, [(BIG, 0, BIG)], 0),
+    (Kind.READ, [(0, 0, NBYTES), (NBYTES - 1, 0, 2)], 0),
+    (Kind.WRITE, [(NBYTES - 1, 0, 2)], 2),
+    (Kind.WRITE, [(-GUARD, 0, GUARD)], GUARD),
+    (Kind.WRITE, [(0, 0, 10), (NBYTES, 0, 10)], 20),
+    (Kind.WRITE, [(BIG, 0, 10)], 10),
+)
+UNBELIEVABLE = (
+    (Kind.WRITE, [(0, 0, 10)], 20),
+    (Kind.WRITE, [(0, 0, -10), (0, 0, 20)], 10),
+    (Kind.WRITE, [(0, 0, 1 << 63 - 1), (0, 0, 1 << 63 - 1)], 10),
+)
+IMPOSSIBLE = (
+    Header(kind=Kind.READ, entries=4097, segment_id=1),
+    Header(kind=Kind.WRITE, entries=1, segment_id=1, nbytes=1 << 63),
+    Header(kind=Kind.REPLY, entries=1 << 20),
+)
+
+
+def test_lies_about_offsets_sizes_and_row_counts_reach_nothing_outside(stage: Stage) -> None:
+    before = bytes(stage.memory.buffer)
+    for kind, rows, nbytes in REFUSED:
+        connection = stage.stranger()
+        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
+        assert code_of_answer(connection) is Code.INVALID_REQUEST
+    for kind, rows, nbytes in UNBELIEVABLE:
+        connection = stage.stranger()
+        connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
+        until_closed(connection)
+    for header in IMPOSSIBLE:
+        connection = stage.stranger()
+        connection.send(encode(header))
+        until_closed(connection)
+    assert stage.memory.buffer == before
+    stage.require_served()
+
+
+def test_strangers_that_hang_up_or_stay_silent_keep_nobody_out(stage: Stage) -> None:
+    before = threading.active_count()
+    for _ in range(50):
+        sock = dial(stage.far.address)._sock
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        sock.close()
+    silent = [dial(stage.far.address) for _ in range(50)]
+    stage.require_served()
+    for stranger in silent:
+        stranger.close()
+    assert threading.active_count() <= before + 60
 
 
 nonsense = st.builds(
@@ -42,6 +213,7 @@ nonsense = st.builds(
 )
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)])
 @settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     is_peer=st.booleans(), said=st.binary(min_size=1, max_size=200) | nonsense, waits=st.booleans()
@@ -58,41 +230,3 @@ def test_what_is_no_handshake_or_no_request_ends_its_connection_only_and_stores_
             until_closed(connection)
     pair.run(pair.read(0, 0, 10))
     assert pair.memory.buffer == before
-
-
-@pytest.mark.parametrize(
-    ("version", "proof", "error"),
-    [(99, b"", Incompatible), (2, bytes(32), Unauthenticated)],
-    ids=["other version", "no token"],
-)
-def test_an_initiator_checks_the_target(version: int, proof: bytes, error: type[Exception]) -> None:
-    ours, theirs = socket.socketpair()
-    impostor, initiator = Connection(theirs), Connection(ours)
-    impostor.send(handshake._CHALLENGE.pack(b"MOONXFER", 0, version, 0, bytes(32)))
-    if proof:
-        impostor.send(handshake._WELCOME.pack(0, 7, proof))
-    with pytest.raises(error):
-        handshake.initiate(initiator, Credentials(b"token", b""), bytes(16), checksums=True)
-    impostor.close()
-    initiator.close()
-
-
-def test_a_proof_cannot_be_reflected_or_replayed(pair: Pair) -> None:
-    """A stranger relays the target's own answers back to it and never gets in."""
-    connection = dial(pair.far.address)
-    nonce = secrets.token_bytes(32)
-    connection.send(handshake._HELLO.pack(b"MOONXFER", 2, 0, nonce))
-    connection.receive_bytes(handshake._CHALLENGE.size)
-    connection.send(handshake._PROOF.pack(nonce, parse(pair.far.address).instance))
-    status, _, answer = handshake._WELCOME.unpack(connection.receive_bytes(handshake._WELCOME.size))
-    assert (status, answer) == (4, bytes(32))
-    until_closed(connection)
-
-
-def test_many_silent_strangers_do_not_keep_peers_out(pair: Pair) -> None:
-    before = threading.active_count()
-    strangers = [dial(pair.far.address) for _ in range(50)]
-    pair.run(pair.read(0, 0, 10))
-    for stranger in strangers:
-        stranger.close()
-    assert threading.active_count() <= before + 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,33 +153,21 @@ def test_a_byte_changed_on_the_way_never_reaches_memory(pair: Pair, proxy: Proxy
     assert pair.memory.buffer == before
 
 
-# Files that cannot work are refused when the engine starts.
-
-
-def refusal(files: Files) -> str:
-    with pytest.raises(ConfigError) as caught:
-        TransferEngine(cluster_token=TOKEN, options=files.transfer_options()).start()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["certificate", "key", "authority"])
-def test_a_file_that_is_missing_or_no_pem_is_named(files: Files, name: str, tmp_path: Path) -> None:
-    (nonsense := tmp_path / "nonsense.pem").write_text("nonsense")
-    assert str(nonsense) in refusal(replace(files, **{name: nonsense}))
-    missing = Path("/nowhere/missing.pem")
-    assert "/nowhere/missing.pem: No such file" in refusal(replace(files, **{name: missing}))
-
-
-def test_files_that_do_not_work_together_or_expired_are_told(
+def test_an_engine_does_not_start_with_files_that_cannot_work(
     files: Files, authority: Authority, tmp_path: Path
 ) -> None:
-    other = authority.sign("other")
-    message = refusal(replace(files, key=other.key))
-    assert "do not belong together" in message
-    assert str(other.key) in message
-    locked = tmp_path / "locked.key"
+    (nonsense := tmp_path / "nonsense.pem").write_text("nonsense")
+    locked, stranger = tmp_path / "locked.key", Authority(tmp_path, "other").certificate
     openssl(f"pkey -in {files.key} -aes256 -passout pass:secret -out {locked}")
-    assert "password" in refusal(replace(files, key=locked))  # nobody waits for one
-    assert "expired" in refusal(authority.sign("expired", days=-1))
-    stranger = Authority(tmp_path, "other")
-    assert str(stranger.certificate) in refusal(replace(files, authority=stranger.certificate))
+    names = ("certificate", "key", "authority")
+    wrong = [(replace(files, **{name: nonsense}), str(nonsense)) for name in names]
+    wrong += [
+        (replace(files, key=Path("/nowhere/missing.pem")), "/nowhere/missing.pem: No such file"),
+        (replace(files, key=authority.sign("other").key), "do not belong together"),
+        (replace(files, key=locked), "password"),  # nobody waits for one
+        (replace(files, authority=stranger), str(stranger)),
+        (authority.sign("expired", days=-1), "expired"),
+    ]
+    for each, words in wrong:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            TransferEngine(cluster_token=TOKEN, options=each.transfer_options()).start()

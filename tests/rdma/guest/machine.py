@@ -5,9 +5,7 @@ interpreter that runs this; what it leaves in /run/job (its results folder) is t
 """
 
 import fcntl
-import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -15,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rdma.guest import initramfs, kernel
@@ -24,9 +21,8 @@ from tests.rdma.guest.kernel import GuestUnavailable
 REPOSITORY = Path(__file__).resolve().parents[3]
 TIMED_OUT = 124  # as timeout(1) says it
 
-_PROBE_TIMEOUT_S = 15.0
 QEMU = "qemu-system-x86_64"
-ALIVE = "guest: alive"  # what init.sh says when it was asked to probe
+_KERNEL_LOG = "kernel.log"
 _HERE = Path(__file__).parent
 _PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 _NEEDED = {
@@ -52,80 +48,31 @@ class GuestFailed(Exception):
     """The guest ended without saying how the job went."""
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    name: str
-    arguments: tuple[str, ...]
-
-
-KVM = Accelerator("kvm", ("-accel", "kvm", "-cpu", "host"))
-EMULATION = Accelerator("tcg", ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"))
-
-
-def choose(cache: Path, probe_command: Callable[[Accelerator, Path], list[str]]) -> Accelerator:
-    """KVM if its probe has succeeded here; `probe_command(accelerator, kernel_log)` boots and resets.
-
-    /dev/kvm that opens proves nothing (nested virtualisation may accept a machine and never run it), so a
-    kernel is booted once, for a few seconds, and the answer is remembered for this host and this QEMU.
-    """
-    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        return EMULATION
-    remembered = cache / "kvm.json"
-    host = [platform.release(), subprocess.check_output([QEMU, "--version"], text=True)]
-    if not remembered.exists() or (known := json.loads(remembered.read_text()))["host"] != host:
-        known = {"host": host, "works": _works(cache / "probe.log", probe_command)}
-        remembered.write_text(json.dumps(known))
-    return KVM if known["works"] else EMULATION
-
-
-def _works(log: Path, probe_command: Callable[[Accelerator, Path], list[str]]) -> bool:
-    log.unlink(missing_ok=True)
-    try:
-        subprocess.run(
-            probe_command(KVM, log), timeout=_PROBE_TIMEOUT_S, capture_output=True, check=True
-        )
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        return False
-    return log.exists() and ALIVE in log.read_text(errors="replace")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a guest boots from."""
-
-    kernel_image: Path
-    initramfs: Path
-    accelerator: Accelerator
-    memory_mib: int = 4096
-
-    def command(self, kernel_log: Path, results: Path | None, words: str = "") -> list[str]:
-        shared = [*_share("root", Path("/"), ",readonly=on,multidevs=remap")]
-        if results:
-            kept = cache_folder() / "kept"
-            kept.mkdir(parents=True, exist_ok=True)
-            shared += [*_share("job", results), *_share("cache", kept)]
-        return [
-            # The guest ends with the process that started it, however that ends.
-            *(
-                "setpriv",
-                "--pdeathsig",
-                "KILL",
-                QEMU,
-                "-nodefaults",
-                "-no-user-config",
-                "-no-reboot",
-            ),
-            *("-display", "none", "-M", "q35", *self.accelerator.arguments),
-            *("-smp", "2", "-m", str(self.memory_mib)),
-            *("-kernel", str(self.kernel_image), "-initrd", str(self.initramfs)),
-            *("-append", f"{_KERNEL_WORDS} {words}", "-serial", f"file:{kernel_log}"),
-            *("-device", "virtio-serial-pci", "-chardev", "file,id=said,path=/dev/stdout"),
-            *("-device", "virtserialport,chardev=said,name=job"),
-            *shared,
-            *_nic(0),
-            *_nic(1),
-            *_drain(),
-        ]
+def _command(results: Path) -> list[str]:
+    """Builds the initramfs where it is not cached yet."""
+    if reason := why_unavailable():
+        raise GuestUnavailable(reason)
+    found = kernel.find(cache_folder())
+    archive = initramfs.build(kernel.in_load_order(found.modules), cache_folder())
+    kept = cache_folder() / "kept"
+    kept.mkdir(parents=True, exist_ok=True)
+    return [
+        # The guest ends with the process that started it, however that ends.
+        *("setpriv", "--pdeathsig", "KILL", QEMU),
+        *("-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-M", "q35"),
+        # Emulated everywhere: nested virtualisation may accept a machine and never run it.
+        *("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max", "-smp", "2", "-m", "4096"),
+        *("-kernel", str(found.image), "-initrd", str(archive)),
+        *("-append", _KERNEL_WORDS, "-serial", f"file:{results / _KERNEL_LOG}"),
+        *("-device", "virtio-serial-pci", "-chardev", "file,id=said,path=/dev/stdout"),
+        *("-device", "virtserialport,chardev=said,name=job"),
+        *_share("root", Path("/"), ",readonly=on,multidevs=remap"),
+        *_share("job", results),
+        *_share("cache", kept),
+        *_nic(0),
+        *_nic(1),
+        *_drain(),
+    ]
 
 
 def _share(tag: str, folder: Path, options: str = "") -> list[str]:
@@ -177,20 +124,6 @@ def _pyverbs_fits() -> bool:
     return any(_PYVERBS.glob(f"device.cpython-{sys.version_info[0]}{sys.version_info[1]}-*.so"))
 
 
-def prepare() -> Machine:
-    """The machine to boot; builds the initramfs and probes KVM when that is not cached yet."""
-    if reason := why_unavailable():
-        raise GuestUnavailable(reason)
-    cache = cache_folder()
-    found = kernel.find(cache)
-    archive = initramfs.build(kernel.in_load_order(found.modules), cache)
-
-    def probe(accelerator: Accelerator, log: Path) -> list[str]:
-        return Machine(found.image, archive, accelerator).command(log, None, "guest=probe")
-
-    return Machine(found.image, archive, choose(cache, probe))
-
-
 @contextmanager
 def alone(say: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock of this host's only guest; waits for another run to end."""
@@ -211,11 +144,9 @@ def run(job: str, results: Path, timeout_s: float, say: Callable[[str], None]) -
     """
     results.mkdir(parents=True, exist_ok=True)
     with alone(say):
-        machine = prepare()
+        command = _command(results)
         _lay_out(job, results)
-        timed_out = _boot(
-            machine.command(results / "kernel.log", results), results / "qemu.log", timeout_s, say
-        )
+        timed_out = _boot(command, results / "qemu.log", timeout_s, say)
     if timed_out:
         say(f"guest: killed after {timeout_s:.0f} s\n")
         return TIMED_OUT
@@ -281,7 +212,7 @@ def _exit_code(results: Path) -> int:
     try:
         return int((results / "exit_code").read_text())
     except FileNotFoundError as error:
-        log = results / "kernel.log"
+        log = results / _KERNEL_LOG
         last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
         raise GuestFailed(
             f"the guest ended without an exit code; the kernel's last words:\n{last}"

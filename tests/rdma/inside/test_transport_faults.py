@@ -7,8 +7,7 @@ import os
 import random
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,15 +18,8 @@ from transfer import Op, Transfer, TransferEngine, TransferOptions
 from transfer.rdma.rail import PairSet
 from transfer.rdma.verbs import VerbsQueuePair
 
-pytestmark = [
-    pytest.mark.skipif(
-        not os.environ.get("MOONSERVE_GUEST"), reason="needs the guest with Soft-RoCE"
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 LARGE = 1 << 20
-LARGE_S = float(os.environ.get("MOONSERVE_RDMA_LARGE_S", "3"))
-"""How long 1 MiB transfers are repeated."""
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +97,6 @@ def test_a_thousand_small_transfers_of_all_sizes(engine: TransferEngine, shared:
     there_and_back(engine, shared, places, 1)
 
 
-def test_as_many_large_transfers_as_time_allows(
-    engine: TransferEngine, shared: Remote, record_property: Callable[[str, object], None]
-) -> None:
-    ends_at, rounds = time.monotonic() + LARGE_S, 0
-    while not rounds or time.monotonic() < ends_at:
-        there_and_back(engine, shared, [(i * LARGE, LARGE) for i in range(8)], rounds)
-        rounds += 1
-    record_property("large_transfers", 16 * rounds)
-    print(f"{16 * rounds} transfers of 1 MiB")  # noqa: T201 - the figure asked for
-
-
 def large_reads(engine: TransferEngine, remote: Remote, rounds: int = 8) -> list[Transfer]:
     local = engine.allocate(8 * LARGE)
     return [
@@ -176,7 +157,7 @@ def test_nothing_is_left_after_cycles_of_connecting_and_closing(shared: Remote) 
     cycle(0)
     until(lambda: resources() == idle)  # the other process closes its end in its own time
     before = left()
-    for number in range(1, 6):
+    for number in range(1, 3):
         cycle(number)
     until(lambda: left() == before)
 

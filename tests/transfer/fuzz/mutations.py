@@ -1,21 +1,21 @@
-"""From a seed to bytes that are almost a session. Pure."""
+"""From a seed to bytes that are almost a session without checksums, so that no seal ends it early. Pure."""
 
 from __future__ import annotations
 
 import random
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
-import xxhash
-
+from transfer import scatter
+from transfer.scatter import Rows
 from transfer.tcp.frames import Header, Kind, encode
 
 INTERESTING = (
     *(0, 1, 2, 7, 8, 4095, 4096, 4097, 65535, 65536, 65537, 1 << 20, (1 << 20) + 1, 1 << 31),
     *(1 << 32, 1 << 40, (1 << 40) + 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
 )
-_FIELDS = ("segment_id", "window_id", "source_id", "nbytes", "checksum")
+_FIELDS = ("segment_id", "window_id", "source_id", "nbytes")
 
 
 class Passed(IntEnum):
@@ -27,20 +27,7 @@ class Passed(IntEnum):
     NO_MEMORY = 3
 
 
-@dataclass(frozen=True)
-class Frame:
-    header: Header
-    rows: tuple[tuple[int, ...], ...] = ()
-    payload: bytes = b""
-    passed: Passed = Passed.NONE
-
-    @property
-    def data(self) -> bytes:
-        """Sealed as it should be, whatever it says: lies that are well signed get further."""
-        frame = encode(self.header) + b"".join(struct.pack("<qqq", *row) for row in self.rows)
-        if self.header.kind in (Kind.READ, Kind.WRITE):
-            frame += xxhash.xxh3_64_digest(frame)
-        return frame + self.payload
+Said = list[tuple[bytes, Passed]]
 
 
 @dataclass(frozen=True)
@@ -57,84 +44,70 @@ class Ground:
     """Of memory of the initiator's that may be offered by address."""
 
 
-class Inventor:
-    """Invents one session."""
+def session(rng: random.Random, ground: Ground, *, near: bool) -> Said:
+    """`near`: over shared memory, where more can be said."""
+    kinds = [Kind.READ, Kind.WRITE, rng.choice(list(Kind))]
+    if near:
+        kinds += [Kind.OFFER, Kind.MAP, *[Kind.WRITE_FROM] * 3]
+    said = [_frame(rng, ground, rng.choice(kinds)) for _ in range(rng.randint(1, 6))]
+    if near and rng.random() < 0.7:
+        header = Header(kind=Kind.OFFER, source_id=1, nbytes=ground.nbytes)
+        said.insert(0, (encode(header), Passed.MEMORY))
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
+        at = rng.randrange(len(said))
+        said[at] = (mutated(rng, said[at][0]), said[at][1])
+        if rng.random() < 0.1:
+            said.insert(at, said[at])
+    return said
 
-    def __init__(self, seed: int, ground: Ground, *, near: bool) -> None:
-        self.rng = random.Random(seed)
-        self.ground = ground
-        self.near = near
-        """Over shared memory, where more can be said."""
 
-    def session(self) -> list[tuple[bytes, Passed]]:
-        kinds = [Kind.READ, Kind.WRITE, self.rng.choice(list(Kind))]
-        if self.near:
-            kinds += [Kind.OFFER, Kind.MAP, *[Kind.WRITE_FROM] * 3]
-        frames = [
-            self._bent(self._honest(self.rng.choice(kinds))) for _ in range(self.rng.randint(1, 6))
-        ]
-        if self.near and self.rng.random() < 0.7:
-            frames.insert(0, replace(self._honest(Kind.OFFER, 1), passed=Passed.MEMORY))
-        said = [(frame.data, frame.passed) for frame in frames]
-        for _ in range(self.rng.choice((0, 0, 1, 1, 2, 5))):
-            at = self.rng.randrange(len(said))
-            said[at] = (mutated(self.rng, said[at][0]), said[at][1])
-            if self.rng.random() < 0.1:
-                said.insert(at, said[at])
-        return said
-
-    def _honest(self, kind: Kind, source_id: int = 0) -> Frame:
-        ground, rng = self.ground, self.rng
-        source_id = source_id or rng.choice((1, 1, 1, 1, 2, 3, 4))
-        header = Header(kind=kind, segment_id=ground.segment_id, source_id=source_id)
-        match kind:
-            case Kind.READ | Kind.MAP:
-                segment_id = rng.choice((ground.segment_id, ground.hidden_id))
-                rows = self._rows(ground.nbytes, 0) if kind is Kind.READ else ()
-                return Frame(header._replace(segment_id=segment_id, entries=len(rows)), rows)
-            case Kind.WRITE | Kind.WRITE_FROM:
-                rows = self._rows(ground.window_nbytes, ground.window_start)
-                header = header._replace(window_id=ground.window_id, entries=len(rows))
-                if kind is Kind.WRITE_FROM:
-                    return Frame(header, rows)
-                nbytes = sum(length for _, _, length in rows)
+def _frame(rng: random.Random, ground: Ground, kind: Kind) -> tuple[bytes, Passed]:
+    """Honest, but for a number now and then."""
+    header = Header(kind=kind, segment_id=ground.segment_id, source_id=rng.choice((1, 1, 1, 2, 4)))
+    rows, payload, passed = scatter.rows(), b"", Passed.NONE
+    match kind:
+        case Kind.READ | Kind.MAP:
+            header = header._replace(segment_id=rng.choice((ground.segment_id, ground.hidden_id)))
+            rows = _rows(rng, ground.nbytes, 0) if kind is Kind.READ else rows
+        case Kind.WRITE | Kind.WRITE_FROM:
+            header = header._replace(window_id=ground.window_id)
+            rows = _rows(rng, ground.window_nbytes, ground.window_start)
+            if kind is Kind.WRITE:
+                nbytes = sum(row[2] for row in rows.tolist())
                 payload = rng.randbytes(min(max(nbytes, 0), 1 << 18))
-                checksum = xxhash.xxh3_64_intdigest(payload)
-                header = header._replace(nbytes=nbytes % (1 << 64), checksum=checksum)
-                return Frame(header, rows, payload)
-            case Kind.OFFER:
-                base = rng.choice((0, ground.base))
-                header = header._replace(window_id=base, nbytes=ground.nbytes)
-                return Frame(header, passed=rng.choice((Passed.MEMORY, Passed.MEMORY, *Passed)))
-        return Frame(header._replace(source_id=rng.getrandbits(63)))
-
-    def _rows(self, nbytes: int, start: int) -> tuple[tuple[int, ...], ...]:
-        rows = []
-        for _ in range(self.rng.choice((0, 1, 1, 1, 2, 5))):
-            length = self.rng.randint(0, min(nbytes, 8192))
-            row = [start + self.rng.randint(0, nbytes - length), self.rng.randint(0, 4096), length]
-            if self.rng.random() < 0.15:
-                row[self.rng.choice((0, 0, 1, 2))] = self._number(row[0])
-            rows.append(tuple(row))
-        return tuple(rows)
-
-    def _bent(self, frame: Frame) -> Frame:
-        """With a field that lies, now and then."""
-        header, rng = frame.header, self.rng
-        if rng.random() > 0.25:
-            return frame
-        if rng.random() < 0.2:
-            entries = rng.choice((0, 1, 2, 4096, 4097, 1 << 20))
-            return replace(frame, header=header._replace(entries=entries))
+                header = header._replace(nbytes=nbytes % (1 << 64))
+        case Kind.OFFER:
+            base = rng.choice((0, ground.base))
+            header = header._replace(window_id=base, nbytes=ground.nbytes)
+            passed = rng.choice((Passed.MEMORY, Passed.MEMORY, *Passed))
+        case _:
+            header = header._replace(source_id=rng.getrandbits(63))
+    header = header._replace(entries=len(rows))
+    if rng.random() < 0.05:
+        header = header._replace(entries=rng.choice((0, 1, 2, 4096, 4097, 1 << 20)))
+    elif rng.random() < 0.2:
         field = rng.choice(_FIELDS)
-        number = self._number(int(getattr(header, field))) % (1 << 64)
-        return replace(frame, header=header._replace(**{field: number}))
+        number = _number(rng, int(getattr(header, field))) % (1 << 64)
+        header = header._replace(**{field: number})
+    return encode(header) + scatter.pack(rows) + payload, passed
 
-    def _number(self, near: int) -> int:
-        """An int64 that is likely to be at some edge."""
-        number = self.rng.choice(INTERESTING)
-        number = self.rng.choice((number, -number, near + number, near - number, -1, -4096))
-        return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+def _rows(rng: random.Random, nbytes: int, start: int) -> Rows:
+    rows = []
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 5))):
+        length = rng.randint(0, min(nbytes, 8192))
+        row = [start + rng.randint(0, nbytes - length), rng.randint(0, 4096), length]
+        if rng.random() < 0.15:
+            row[rng.choice((0, 0, 1, 2))] = _number(rng, row[0])
+        rows.append((row[0], row[1], row[2]))
+    return scatter.rows(*rows)
+
+
+def _number(rng: random.Random, near: int) -> int:
+    """An int64 that is likely to be at some edge."""
+    number = rng.choice(INTERESTING)
+    number = rng.choice((number, -number, near + number, near - number, -1, -4096))
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import random
 import secrets
 import select
 import socket
@@ -11,14 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
 from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN
 from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
-from tests.transfer.fuzz.mutations import Ground, Inventor, Passed, mutated
+from tests.transfer.fuzz.mutations import Ground, Passed, Said, mutated, session
 from tests.transfer.stage import GUARD, dial
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
@@ -26,10 +27,8 @@ from transfer.base import Credentials
 from transfer.native import address_of
 from transfer.shm.memfd import OwnedMemory
 from transfer.tcp import handshake
-from transfer.tcp.connection import Connection
 
 NBYTES = 64 << 10
-Said = list[tuple[bytes, Passed]]
 _QUIET_S = 0.01
 WINDOW = (16 << 10, 16 << 10)
 SECRET = secrets.token_bytes(32)
@@ -40,7 +39,7 @@ class Quarry:
     """An engine with a readable segment, a hidden one, one window, and secrets all around them."""
 
     def __init__(self, transport: str) -> None:
-        options = TransferOptions(transports=(transport,))
+        options = TransferOptions(transports=(transport,), checksums=False)
         self.engine = TransferEngine(cluster_token=TOKEN, options=options)
         self.engine.start()
         self._all = bytearray(SECRET * ((2 * NBYTES + 3 * GUARD) // len(SECRET)))
@@ -56,6 +55,11 @@ class Quarry:
         self.unsealed = os.memfd_create("unsealed")
         os.ftruncate(self.unsealed, NBYTES)
         self.no_memory, self.other_end = os.pipe()
+        self.descriptors = {
+            Passed.MEMORY: self.own.fd,
+            Passed.UNSEALED: self.unsealed,
+            Passed.NO_MEMORY: self.no_memory,
+        }
         self.buffer = bytearray(NBYTES)
         self.ground = Ground(
             segment_id=self.segment.segment_id,
@@ -76,13 +80,6 @@ class Quarry:
         self.engine.close()
         for descriptor in (self.unsealed, self.no_memory, self.other_end):
             os.close(descriptor)
-
-    def descriptor(self, passed: Passed) -> int:
-        return {
-            Passed.MEMORY: self.own.fd,
-            Passed.UNSEALED: self.unsealed,
-            Passed.NO_MEMORY: self.no_memory,
-        }[passed]
 
     def require_untouched(self) -> None:
         start, end = GUARD + WINDOW[0], GUARD + sum(WINDOW)
@@ -120,28 +117,17 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 def attack(quarry: Quarry, seed: int) -> bytes:
     """One session; everything that came back."""
-    inventor = Inventor(seed, quarry.ground, near=quarry.near)
-    said = inventor.session()
-    connection = dial(quarry.engine.address)
-    try:
-        if inventor.rng.random() < 0.1:
-            _stray_handshake(connection, quarry, inventor)
+    rng, instance = random.Random(seed), parse(quarry.engine.address).instance
+    said = session(rng, quarry.ground, near=quarry.near)
+    with closing(dial(quarry.engine.address)) as connection:
+        if rng.random() < 0.1:
+            hello = handshake._HELLO.pack(b"MOONXFER", handshake.PROTOCOL_VERSION, 1, bytes(32))
+            stray = mutated(rng, hello + handshake._PROOF.pack(bytes(32), instance))
+            said.insert(0, (stray, Passed.NONE))
         else:
             credentials = Credentials(TOKEN.encode(), b"")
-            instance = parse(quarry.engine.address).instance
-            handshake.initiate(connection, credentials, instance, checksums=seed % 4 != 0)
+            handshake.initiate(connection, credentials, instance, checksums=False)
         return _exchange(connection._sock, quarry, said)
-    finally:
-        connection.close()
-
-
-def _stray_handshake(connection: Connection, quarry: Quarry, inventor: Inventor) -> None:
-    hello = handshake._HELLO.pack(b"MOONXFER", handshake.PROTOCOL_VERSION, 1, bytes(32))
-    proof = handshake._PROOF.pack(bytes(32), parse(quarry.engine.address).instance)
-    data = mutated(inventor.rng, hello + proof)
-    connection._sock.setblocking(True)
-    with suppress(OSError):
-        connection._sock.sendall(data)
 
 
 def _exchange(sock: socket.socket, quarry: Quarry, said: Said) -> bytes:
@@ -174,7 +160,7 @@ def _send_all(sock: socket.socket, quarry: Quarry, said: Said) -> None:
     with suppress(OSError):
         for data, passed in said:
             if passed and quarry.near and data:
-                descriptors = array.array("i", [quarry.descriptor(passed)])
+                descriptors = array.array("i", [quarry.descriptors[passed]])
                 passing = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
                 data = data[sock.sendmsg([data], passing) :]
             sock.sendall(data)

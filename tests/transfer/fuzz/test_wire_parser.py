@@ -53,16 +53,6 @@ def test_any_bytes_are_a_header_or_a_violation(data: bytes) -> None:
 
 
 @often
-@given(st.sampled_from(Kind), st.integers(0, 4096), u64, u64, u64, st.integers(0, 1 << 40), u64)
-def test_a_header_comes_back_as_it_was(
-    kind: Kind, entries: int, segment: int, window: int, source: int, nbytes: int, checksum: int
-) -> None:
-    header = Header(kind, entries=entries, segment_id=segment, window_id=window)
-    header = header._replace(source_id=source, nbytes=nbytes, checksum=checksum)
-    assert decode(encode(header)) == header
-
-
-@often
 @given(
     st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=5),
     st.integers(0, 10_000),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
-
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from transfer.paths.health import Condition, RailHealth, RestRule
-
-RULE = RestRule()
+from transfer.paths.health import Condition, RailHealth
 
 
-def test_the_numbers_are_those_of_the_publication() -> None:
-    """Three errors within ten seconds rest a rail for thirty; each failed trial doubles that, up to five minutes."""
+def rested(at: float = 0.0) -> RailHealth:
+    """ "a" rests from two seconds after `at` on."""
+    health = RailHealth()
+    assert [health.failed("a", at + n) for n in range(3)] == [False, False, True]
+    return health
+
+
+def test_three_errors_within_ten_seconds_rest_a_rail_for_thirty_and_no_other() -> None:
     health = RailHealth()
     assert [health.failed("a", at) for at in (0.0, 5.0, 10.1, 15.2)] == [False] * 4
     assert health.failed("a", 15.3)
@@ -23,87 +21,39 @@ def test_the_numbers_are_those_of_the_publication() -> None:
     assert not health.failed("a", 17.0)
     assert health.condition("a", 45.2) is Condition.RESTING
     assert health.condition("a", 45.3) is Condition.TRIAL
-    now, lengths = 15.3, []
+    health.validate()
+
+
+def test_each_failed_trial_doubles_the_rest_up_to_five_minutes() -> None:
+    health, now, lengths = rested(), 2.0, []
     for _ in range(6):
         ends_at = health.rest_ends_at("a")
         assert ends_at is not None
         lengths.append(round(ends_at - now))
         now = ends_at
         assert health.failed("a", now)
+        health.validate()
     assert lengths == [30, 60, 120, 240, 300, 300]
 
 
-class Model:
-    """The rule once more, from the whole history of one key."""
-
-    def __init__(self) -> None:
-        self.errors: list[float] = []
-        self.rest_ends_at: float | None = None
-        self.lengths = lengths()
-
-    def failed(self, now: float) -> bool:
-        if self.rest_ends_at is None:
-            if not self.errors or now - self.errors[-1] >= RULE.same_incident_s:
-                self.errors.append(now)
-            if len([at for at in self.errors if now - at <= RULE.within_s]) < RULE.errors:
-                return False
-        elif now < self.rest_ends_at:
-            return False
-        self.rest_ends_at = now + next(self.lengths)
-        return True
-
-    def succeeded(self, now: float) -> None:
-        if self.rest_ends_at is not None and now >= self.rest_ends_at:
-            self.__init__()  # type: ignore[misc]  # healed: as if it were new
-
-    def condition(self, now: float) -> Condition:
-        if self.rest_ends_at is None:
-            return Condition.HEALTHY
-        return Condition.RESTING if now < self.rest_ends_at else Condition.TRIAL
+def test_a_trial_that_succeeds_forgets_everything() -> None:
+    health = rested()
+    health.succeeded("a", 32.0)
+    assert health.all_healthy
+    assert [health.failed("a", at) for at in (33.0, 34.0, 35.0)] == [False, False, True]
+    assert health.rest_ends_at("a") == 65.0
 
 
-def lengths() -> Iterator[float]:
-    return (min(RULE.first_rest_s * 2**n, RULE.longest_rest_s) for n in count())
+def test_what_fails_at_once_is_one_incident() -> None:
+    health = RailHealth()
+    assert not any(health.failed("a", 0.01 * n) for n in range(5))
+    assert [health.failed("a", at) for at in (0.06, 0.12)] == [False, True]
 
 
-class HealthMachine(RuleBasedStateMachine):
-    """Random reports about three keys; the implementation always agrees with the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.health = RailHealth()
-        self.models = {key: Model() for key in range(3)}
-        self.now = 0.0
-
-    @rule(seconds=st.sampled_from([0.0, 0.01, 0.05, 1.0, 4.0, 10.0, 29.0, 31.0, 301.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(key=st.integers(0, 2), times=st.integers(1, 3))
-    def fail(self, key: int, times: int) -> None:
-        for _ in range(times):
-            self.now += 0.05
-            assert self.health.failed(key, self.now) == self.models[key].failed(self.now)
-
-    @rule(key=st.integers(0, 2))
-    def succeed(self, key: int) -> None:
-        self.health.succeeded(key, self.now)
-        self.models[key].succeeded(self.now)
-
-    @rule()
-    def forget_what_is_old(self) -> None:
-        """A key whose errors are old costs nothing again once it has succeeded."""
-        self.now += 301.0
-        for key in range(3):
-            self.succeed(key)
-        assert self.health.all_healthy
-
-    @invariant()
-    def agree(self) -> None:
-        self.health.validate()
-        for key, model in self.models.items():
-            assert self.health.condition(key, self.now) is model.condition(self.now)
-            assert self.health.rest_ends_at(key) == model.rest_ends_at
-
-
-TestHealthMachine = HealthMachine.TestCase
+def test_errors_that_are_old_are_forgotten_with_the_next_success() -> None:
+    health = RailHealth()
+    health.failed("a", 0.0)
+    health.succeeded("a", 10.0)
+    assert not health.all_healthy
+    health.succeeded("a", 10.1)
+    assert health.all_healthy

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from protocol.errors import ConfigError, InvalidRequest, PeerLost
-from transfer import scatter
-from transfer.native import address_of
-from transfer.scatter import LOCAL
 from transfer.shm import memfd
 from transfer.shm.memfd import OwnedMemory, PeerMemory
 
@@ -100,16 +97,6 @@ def test_memory_or_descriptors_that_have_run_out_are_told_apart(
     with pytest.raises(ConfigError, match=words):
         OwnedMemory(4096)
     assert open_descriptors() == before
-
-
-def test_rows_are_copied_to_their_places_and_verified() -> None:
-    owned = OwnedMemory(8192)
-    owned.view[:] = os.urandom(8192)
-    borrowed, into = PeerMemory(owned.fd, 8192), bytearray(8192)
-    rows = scatter.rows((4000, 0, 100), (10, 100, 3000))
-    assert borrowed.copy_verified(address_of(into), rows, to_column=LOCAL)
-    assert into[:100] == owned.view[4000:4100]
-    assert into[100:3100] == owned.view[10:3010]
 
 
 def test_elastic_memory_has_the_pages_that_were_written_and_gives_them_back_as_zeros() -> None:

@@ -12,7 +12,7 @@ import pytest
 from protocol.errors import InvalidRequest
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN
-from tests.transfer.test_strangers import authenticated, until_closed
+from tests.transfer.stage import authenticated, until_closed
 from transfer import Segment, TransferEngine, TransferOptions, scatter
 from transfer.native import address_of
 from transfer.scatter import Rows

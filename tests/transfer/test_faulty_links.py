@@ -1,0 +1,216 @@
+"""Links and peers that reset, fall silent, are slow or damage bytes: each batch ends right, or as lost at its deadline.
+
+docs/transfer-faults.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from protocol.errors import IntegrityError, PeerLost
+from tests.patience import NEVER_S
+from tests.transfer.proxy import Proxy, Towards, Trouble
+from tests.transfer.stage import NBYTES, Stage, code_of_answer, request_of
+from transfer import Op
+from transfer.stats import Incident
+from transfer.tcp import handshake
+from transfer.tcp.frames import HEADER_BYTES, Code, Kind
+
+HANDSHAKE_TO_TARGET = handshake._HELLO.size + handshake._PROOF.size
+HANDSHAKE_TO_INITIATOR = handshake._CHALLENGE.size + handshake._WELCOME.size
+READ_FRAME = HEADER_BYTES + 24 + 8
+CARRIED = {Op.WRITE: Towards.TARGET, Op.READ: Towards.INITIATOR}
+"""Which way the bytes of an operation travel."""
+
+both_ways = pytest.mark.parametrize("op", list(Op))
+near_and_far = pytest.mark.parametrize("transport", ["tcp", "shm"])
+
+
+@pytest.fixture
+def transport() -> str:
+    return "tcp"
+
+
+@pytest.fixture
+def stage(transport: str) -> Iterator[Stage]:
+    with Stage(transport) as stage:
+        yield stage
+
+
+# Connections that end.
+
+
+@both_ways
+def test_what_a_reset_has_cut_off_is_sent_again(stage: Stage, op: Op) -> None:
+    """A WRITE after its first connection was fenced."""
+    proxy, address = stage.proxy()
+    proxy.reset = Trouble(CARRIED[op], at=1 << 20)
+    stage.run(stage.transfer(op, address))
+    stage.require_arrived()
+    assert stage.count(Incident.RETRY) > 0
+
+
+def test_a_connection_that_is_always_reset_is_given_up_after_the_second(stage: Stage) -> None:
+    proxy, address = stage.proxy()
+    proxy.reset = Trouble(Towards.INITIATOR, at=300_000, times=1000)
+    stage.run(stage.transfer(Op.READ, address), error=PeerLost, deadline_s=NEVER_S)
+    assert proxy.num_connections == 2
+
+
+@near_and_far
+def test_a_killed_target_is_lost_at_once(stage: Stage) -> None:
+    peer, transfer = stage.write_to_process()
+    stage.run(transfer)
+    peer.stop()  # so that the batch is under way for certain
+    batch = stage.near.submit([transfer], deadline_s=NEVER_S)
+    peer.process.kill()
+    with pytest.raises(PeerLost):
+        batch.wait()
+    stage.run(transfer, error=PeerLost, deadline_s=NEVER_S)
+
+
+# Peers and links that fall silent.
+
+
+@near_and_far
+def test_a_stopped_target_is_lost_at_the_deadline_and_used_again_when_it_goes_on(
+    stage: Stage,
+) -> None:
+    peer, transfer = stage.write_to_process()
+    stage.run(transfer)
+    peer.stop()
+    stage.run_until_the_deadline(transfer)
+    peer.resume()
+    stage.run(transfer)
+
+
+def silence(proxy: Proxy) -> None:
+    proxy.silent = True
+
+
+def slow_down(proxy: Proxy) -> None:
+    proxy.bytes_s = 200e3
+
+
+@pytest.mark.parametrize("harm", [silence, slow_down])
+def test_nothing_of_a_read_arrives_after_its_deadline(
+    stage: Stage, harm: Callable[[Proxy], None]
+) -> None:
+    proxy, address = stage.proxy()
+    stage.run(stage.transfer(Op.READ, address))
+    harm(proxy)
+    read, other = stage.transfer(Op.READ, address), stage.near.allocate(NBYTES)
+    stage.run_until_the_deadline(read)
+    left = bytes(stage.local.buffer)
+    proxy.silent, proxy.bytes_s = False, None
+    stage.run(replace(read, local=other))
+    assert other.buffer == stage.content
+    assert stage.local.buffer == left
+
+
+def test_a_write_after_one_that_was_lost_in_silence_fences_its_connection(stage: Stage) -> None:
+    proxy, address = stage.proxy()
+    stage.run(stage.transfer(Op.WRITE, address))
+    proxy.hold = Trouble(Towards.TARGET, at=NBYTES + NBYTES // 2)
+    stage.run_until_the_deadline(stage.transfer(Op.WRITE, address))
+    proxy.hold = None  # whose place a slow sender has not reached
+    proxy.silent = False
+    stage.run(stage.transfer(Op.WRITE, address))
+    stage.require_arrived()
+
+
+def test_a_half_open_connection_ends_at_the_deadline(stage: Stage) -> None:
+    """The target's end is gone and nobody says so."""
+    proxy, address = stage.proxy()
+    stage.run(stage.transfer(Op.READ, address))
+    proxy.vanish()
+    while not stage.count(Incident.BREAK):  # its time may be over before it is sent
+        stage.run_until_the_deadline(stage.transfer(Op.READ, address))
+    proxy.silent = False
+    stage.run(stage.transfer(Op.READ, address))
+    stage.require_arrived()
+
+
+# Peers that are slow.
+
+
+def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(
+    stage: Stage,
+) -> None:
+    proxy, address = stage.proxy()
+    slow_down(proxy)
+    stage.run_until_the_deadline(stage.transfer(Op.WRITE, address))
+    stage.far.close_window(stage.window_id)
+    frozen = bytes(stage.memory.buffer)
+    assert frozen != stage.content
+    proxy.bytes_s = None
+    stage.run(stage.transfer(Op.READ, address))  # the slow link has had its time
+    assert stage.memory.buffer == frozen
+
+
+@near_and_far
+def test_an_initiator_that_takes_no_answer_holds_up_nobody(stage: Stage) -> None:
+    connection = stage.stranger()
+    connection.send(request_of(Kind.READ, stage, rows=[(0, 0, NBYTES)]))
+    stage.run(stage.transfer(Op.READ))
+    stage.require_arrived()
+    stage.far.close()  # it would wait for ever for the rest to be taken
+
+
+@near_and_far
+def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stale(
+    stage: Stage,
+) -> None:
+    connection = stage.stranger()
+    connection.send(request_of(Kind.WRITE, stage, rows=[(0, 0, NBYTES)], nbytes=NBYTES))
+    connection.send(bytes(100_000))
+    stage.run(stage.transfer(Op.READ))
+    stage.far.close_window(stage.window_id)  # it would wait for ever for the rest
+    frozen = bytes(stage.memory.buffer)
+    connection.send(bytes(NBYTES - 100_000))
+    assert code_of_answer(connection) is Code.STALE
+    assert stage.memory.buffer == frozen
+
+
+# Damage on the way.
+
+
+@both_ways
+def test_a_slice_with_a_flipped_byte_is_noticed_counted_and_sent_again(
+    stage: Stage, op: Op
+) -> None:
+    proxy, address = stage.proxy()
+    proxy.flip = Trouble(CARRIED[op], at=1 << 20)
+    stage.run(stage.transfer(op, address))
+    stage.require_arrived()
+    assert stage.count(Incident.CORRUPT) == stage.count(Incident.RETRY) == 1
+
+
+def test_a_request_with_a_flipped_byte_in_its_rows_ends_the_connection(stage: Stage) -> None:
+    proxy, address = stage.proxy()
+    stage.run(stage.transfer(Op.READ, address, 4096))  # the handshake and one request are behind us
+    at = HANDSHAKE_TO_TARGET + READ_FRAME + HEADER_BYTES
+    proxy.flip = Trouble(Towards.TARGET, at=at)
+    stage.run(stage.transfer(Op.READ, address, 65536))
+    stage.require_arrived()
+    assert stage.count(Incident.BREAK) == 1
+
+
+def test_a_reply_with_any_byte_of_its_header_flipped_is_noticed(stage: Stage) -> None:
+    for offset in range(HEADER_BYTES):
+        proxy, address = stage.proxy()
+        proxy.flip = Trouble(Towards.INITIATOR, at=HANDSHAKE_TO_INITIATOR + offset)
+        stage.run(stage.transfer(Op.READ, address, 65536))
+        stage.require_arrived()
+
+
+def test_a_link_that_damages_every_slice_is_given_up_after_three(stage: Stage) -> None:
+    proxy, address = stage.proxy()
+    stage.run(stage.transfer(Op.READ, address, 4096))
+    at = HANDSHAKE_TO_INITIATOR + 2 * HEADER_BYTES + 4096 + 100
+    proxy.flip = Trouble(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536)
+    stage.run(stage.transfer(Op.READ, address, 65536), error=IntegrityError)
+    assert stage.count(Incident.CORRUPT) == 3
