@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,8 @@ def transfers(files: TlsFiles, rounds: int) -> dict[str, list[float]]:
 
 
 def _options(side: Side, files: TlsFiles) -> TransferOptions:
-    plain = TransferOptions(transports=("tcp",), checksums=side.checksums)
-    if not side.tls:
-        return plain
-    return replace(
-        plain,
-        tls_certificate=files.certificate,
-        tls_key=files.key,
-        tls_authority=files.authority,
-    )
+    tls = files if side.tls else None
+    return TransferOptions(transports=("tcp",), checksums=side.checksums, tls=tls)
 
 
 def _write_rate(options: TransferOptions) -> float:

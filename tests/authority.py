@@ -27,14 +27,6 @@ class Files:
     authority: Path
 
     @property
-    def options(self) -> dict[str, Path]:
-        return {
-            "tls_certificate": self.certificate,
-            "tls_key": self.key,
-            "tls_authority": self.authority,
-        }
-
-    @property
     def tls(self) -> TlsFiles:
         """As processes are told."""
         return TlsFiles(self.certificate, self.key, self.authority)
@@ -50,7 +42,7 @@ class Files:
         return tuple(str(part) for pair in named.items() for part in pair)
 
     def transfer_options(self) -> TransferOptions:
-        return TransferOptions(transports=("tcp",), **self.options)
+        return TransferOptions(transports=("tcp",), tls=self.tls)
 
 
 class Authority:

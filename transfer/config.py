@@ -5,11 +5,10 @@ from __future__ import annotations
 import ipaddress
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from protocol.config import option
 from protocol.errors import ConfigError
-from protocol.tls import TlsConfig, TlsFiles, files_of
+from protocol.tls import TlsConfig, TlsFiles
 
 _SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
 """Within a host cutting gains nothing, still short enough to take turns; over rdma a write asks for a grant per
@@ -41,10 +40,8 @@ class TransferOptions:
     """Threads that share a large copy within the host; more than spare cores does harm."""
     max_endpoints: int = 512
     """Live connections that this engine has opened; of the idle ones the least recently used is closed first."""
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    tls_authority: Path | None = None
-    """All three or none: TLS on tcp, both ends verified against the authority."""
+    tls: TlsFiles | None = None
+    """Encrypts tcp, both ends verified against the authority."""
 
     def __post_init__(self) -> None:
         if not self.transports:
@@ -58,7 +55,7 @@ class TransferOptions:
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
-        if self.tls_files is not None and "rdma" in self.transports:
+        if self.tls is not None and "rdma" in self.transports:
             raise ConfigError(
                 "rdma cannot be encrypted: take it out of --transports, or give --no-transfer-tls where its network is "
                 "the cluster's own"
@@ -79,15 +76,6 @@ class TransferOptions:
     @property
     def rdma_rails(self) -> tuple[str, ...]:
         return tuple(rail for rail in self.rails if not _is_ip(rail))
-
-    @property
-    def tls_files(self) -> TlsFiles | None:
-        """Raises ConfigError when only some are given."""
-        return files_of(self.tls_certificate, self.tls_key, self.tls_authority)
-
-    @property
-    def tls(self) -> bool:
-        return self.tls_certificate is not None
 
 
 def _is_ip(rail: str) -> bool:
@@ -175,18 +163,9 @@ class TransferConfig(TlsConfig):
     transfer_tls: bool = option(
         True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)"
     )
-    transfer_tls_certificate: str | None = option(
-        None,
-        help="PEM file; with key and authority, KV over tcp is encrypted by it, not by --tls-certificate",
-    )
-    transfer_tls_key: str | None = option(None, help="PEM file of the certificate's key")
-    transfer_tls_authority: str | None = option(
-        None, help="PEM file of the authority that signed every peer's certificate"
-    )
 
     def transfer_options(self, host: str) -> TransferOptions:
         """`host` is the address that the process publishes. Raises ConfigError."""
-        files = self.transfer_tls_files()
         return TransferOptions(
             host=host,
             transports=self.transports,
@@ -195,19 +174,12 @@ class TransferConfig(TlsConfig):
             checksums=self.transfer_checksums,
             copy_threads=self.transfer_copy_threads,
             max_endpoints=self.transfer_max_endpoints,
-            tls_certificate=None if files is None else files.certificate,
-            tls_key=None if files is None else files.key,
-            tls_authority=None if files is None else files.authority,
+            tls=self.transfer_tls_files(),
         )
 
     def transfer_tls_files(self) -> TlsFiles | None:
         """What encrypts KV; None: nothing does. Raises ConfigError."""
-        own = files_of(
-            self.transfer_tls_certificate, self.transfer_tls_key, self.transfer_tls_authority
-        )
-        if own is not None and not self.transfer_tls:
-            raise ConfigError("--transfer-tls-certificate and --no-transfer-tls exclude each other")
-        return (own or self.tls_files()) if self.transfer_tls else None
+        return self.tls_files() if self.transfer_tls else None
 
 
 @dataclass(frozen=True, kw_only=True)

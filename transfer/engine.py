@@ -105,7 +105,7 @@ class TransferEngine:
         for rail in self._rails:
             rails.setdefault(rail.transport, []).append(rail)
         instance = self._hosted.credentials.instance
-        published = Address(instance, boot_id(), rails, self._name, self.options.tls)
+        published = Address(instance, boot_id(), rails, self._name, self.options.tls is not None)
         self.address = str(published)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 from kvstore.client.backstage import Backstage
@@ -66,15 +65,7 @@ def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
 
     Slices need no checksums of their own: objects are verified by whoever reads or commits them.
     """
-    plain = TransferOptions(host=_way_to(_split(url)[0]), checksums=False)
-    if tls is None:
-        return plain
-    return replace(
-        plain,
-        tls_certificate=tls.certificate,
-        tls_key=tls.key,
-        tls_authority=tls.authority,
-    )
+    return TransferOptions(host=_way_to(_split(url)[0]), checksums=False, tls=tls)
 
 
 def _means(token: str, options: TransferOptions, tls: Certificates | None) -> Means:

@@ -112,7 +112,7 @@ def make_engine(transport: str, request: pytest.FixtureRequest) -> Iterator[Make
         **options: Any,
     ) -> TransferEngine:
         options = {"transports": ("tcp" if transport == "tls" else transport,), **options}
-        chosen = TransferOptions(**options, **(files.options if files else {}))
+        chosen = TransferOptions(**options, tls=files and files.tls)
         engine = TransferEngine(cluster_token=token, faults=faults, options=chosen)
         engine.start()
         engines.append(engine)
@@ -149,8 +149,8 @@ def pair(make_pair: Callable[..., Pair]) -> Pair:
 
 @pytest.fixture
 def peer(transport: str, request: pytest.FixtureRequest) -> Iterator[PeerInProcess]:
-    tls = request.getfixturevalue("files").options if transport == "tls" else {}
-    process = PeerInProcess("tcp" if tls else transport, **tls)
+    tls = request.getfixturevalue("files").tls if transport == "tls" else None
+    process = PeerInProcess("tcp" if tls else transport, tls=tls)
     yield process
     process.end()
 

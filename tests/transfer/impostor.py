@@ -65,7 +65,7 @@ class Impostor:
             connection.close()
 
 
-def answering(answer: Callable[[Connection, Header], None]) -> Impostor:
+def answering(answer: Callable[[Connection, Header], None], transport: str = "tcp") -> Impostor:
     """Honest in the handshake, and without checksums."""
 
     def serve(connection: Connection, credentials: Credentials) -> None:
@@ -75,4 +75,4 @@ def answering(answer: Callable[[Connection, Header], None]) -> Impostor:
             connection.discard(header.entries * 24)
             answer(connection, header)
 
-    return Impostor(serve)
+    return Impostor(serve, transport)

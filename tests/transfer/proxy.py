@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -53,6 +53,8 @@ class Proxy:
         """The connection is cut with RST at both ends."""
         self.hold: Trouble | None = None
         """From there on it is silent."""
+        self.mangle: Callable[[bytearray], bytearray] | None = None
+        """What each piece on its way to the initiator becomes."""
         self.num_connections = 0
         self.num_bytes = 0
         """Taken in, from either end."""
@@ -123,6 +125,8 @@ class Proxy:
                 self.num_bytes += len(data)
                 if self.seen is not None and towards is Towards.TARGET:
                     self.seen += data
+                if self.mangle is not None and towards is Towards.INITIATOR:
+                    data = self.mangle(data)
                 self._harm(data, towards, done)
                 done += len(data)
                 self._send(to, data)

@@ -5,13 +5,17 @@ docs/transfer-faults.md lists them.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from protocol.errors import IntegrityError, PeerLost
-from tests.patience import NEVER_S
+from protocol.errors import IntegrityError, MoonserveError, PeerLost
+from tests.patience import NEVER_S, PATIENCE_S
+from tests.thoroughness import examples
+from tests.transfer.fuzz.mutations import mutated
 from tests.transfer.proxy import Proxy, Towards, Trouble
 from tests.transfer.stage import NBYTES, Stage, code_of_answer, request_of
 from transfer import Op
@@ -214,3 +218,27 @@ def test_a_link_that_damages_every_slice_is_given_up_after_three(stage: Stage) -
     proxy.flip = Trouble(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536)
     stage.run(stage.transfer(Op.READ, address, 65536), error=IntegrityError)
     assert stage.count(Incident.CORRUPT) == 3
+
+
+@pytest.mark.slow
+def test_whatever_a_link_makes_of_answers_nothing_wrong_counts_and_nothing_else_is_touched(
+    stage: Stage,
+) -> None:
+    proxy, address = stage.proxy()
+    rng, chance = random.Random(5), random.Random(6)
+
+    def mangle(data: bytearray) -> bytearray:
+        return bytearray(mutated(rng, data)) if rng.random() < 0.3 else data
+
+    proxy.mangle = mangle
+    for _ in range(examples(150)):
+        read = stage.transfer(Op.READ, address, chance.randrange(1, 65536))
+        batch = stage.near.submit([read], deadline_s=0.2)
+        with suppress(MoonserveError):
+            batch.wait(PATIENCE_S)
+        assert batch.done
+        if batch.errors == (None,):
+            assert stage.local.buffer[: read.length] == stage.content[: read.length]
+        if chance.random() < 0.1:
+            with suppress(MoonserveError):
+                stage.near.open(address, deadline_s=0.2)

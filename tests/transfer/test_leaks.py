@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
+from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.thoroughness import THOROUGH
 from tests.transfer.conftest import TOKEN, PeerInProcess
-from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from transfer import Batch, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from transfer.stats import EngineUsage
 
 NBYTES = 1 << 20
 CYCLES = int(os.environ.get("MOONSERVE_LEAK_CYCLES", "0")) or (10_000 if THOROUGH else 400)
@@ -57,84 +57,53 @@ class Cycles:
         self.local = self.near.allocate(NBYTES)
 
     def one(self) -> None:
-        kinds: list[Any] = [self.connect_and_close] * 5
-        kinds += [self.end_in_the_middle, self.end_ourselves, self.kill, self.stay_silent]
-        self.rng.choice(kinds)(self.rng.choice(("shm", "tcp")))
+        ends = ["well"] * 5 + ["target closes", "initiator closes", "killed", "stopped"]
+        end, transport = self.rng.choice(ends), self.rng.choice(("shm", "tcp"))
+        if end in ("killed", "stopped"):
+            self.process(PeerInProcess(transport), stops=end == "stopped")
+        else:
+            with closing(engine_of(transport)) as far:
+                self.engine(far, end)
 
-    def connect_and_close(self, transport: str) -> None:
-        with closing(engine_of(transport)) as far:
-            memory = far.allocate(4096, readable=True)
-            brought = far.register(bytearray(4096), readable=True)
-            window_id = far.open_window(memory, [(0, 4096)])
-            for segment in (memory, brought):
-                remote = RemoteSegment(far.address, segment.segment_id)
-                self.near.run([read_of(self.local, remote, 4096)], deadline_s=NEVER_S)
-            remote = RemoteSegment(far.address, memory.segment_id)
-            write = Transfer(Op.WRITE, self.local, 0, remote, 0, 4096, window_id)
-            self.near.submit([write], deadline_s=NEVER_S).wait(NEVER_S)
-            far.close_window(window_id)
-            far.deregister(brought)
-        self.leave(far.address)
-
-    def end_in_the_middle(self, transport: str) -> None:
-        """The target is closed while batches are under way."""
-        far = engine_of(transport)
-        memory = far.allocate(NBYTES, readable=True)
-        window_id = far.open_window(memory, [(0, NBYTES)])
-        remote = RemoteSegment(far.address, memory.segment_id)
-        batches = self.submit(self.near, self.local, remote, window_id)
-        far.close()
-        self.end(batches)
-        self.leave(far.address)
-
-    def end_ourselves(self, transport: str) -> None:
-        """An initiator is closed while batches are under way."""
-        with closing(engine_of(transport)) as far:
-            memory = far.allocate(NBYTES, readable=True)
-            window_id = far.open_window(memory, [(0, NBYTES)])
-            near = engine_of("shm", "tcp")
-            local = near.allocate(NBYTES)
-            remote = RemoteSegment(far.address, memory.segment_id)
-            batches = self.submit(near, local, remote, window_id)
-            near.close()
-            self.end(batches)
-
-    def kill(self, transport: str) -> None:
-        """A process is killed while batches are under way."""
-        peer = PeerInProcess(transport)
+    def process(self, peer: PeerInProcess, *, stops: bool) -> None:
+        """It is killed while batches are under way; or stopped before, and given up at the deadline or forgotten."""
         remote, window_id = peer.lend(NBYTES)
-        self.near.run([read_of(self.local, remote, 4096)], deadline_s=NEVER_S)
-        batches = self.submit(self.near, self.local, remote, window_id)
-        peer.end()
-        self.end(batches)
-        self.leave(remote.address)
-
-    def stay_silent(self, transport: str) -> None:
-        """A stopped process: given up at the deadline, or forgotten before."""
-        peer = PeerInProcess(transport)
-        remote, window_id = peer.lend(NBYTES)
-        peer.stop()
-        batches = self.submit(self.near, self.local, remote, window_id, deadline_s=0.02)
-        if self.rng.random() < 0.5:
+        if stops:
+            peer.stop()
+        else:
+            self.near.run([read_of(self.local, remote, 4096)], deadline_s=NEVER_S)
+        deadline_s = 0.02 if stops else NEVER_S
+        batches = submit(self.near, self.local, remote, window_id, deadline_s)
+        if not stops:
+            peer.end()
+        elif self.rng.random() < 0.5:
             self.near.forget(remote.address)
         self.end(batches)
         peer.end()
         self.leave(remote.address)
 
-    def submit(
-        self,
-        engine: TransferEngine,
-        local: Segment,
-        remote: RemoteSegment,
-        window_id: int,
-        deadline_s: float = NEVER_S,
-    ) -> list[Any]:
-        half = NBYTES // 2
-        read = Transfer(Op.READ, local, 0, remote, 0, half)
-        write = Transfer(Op.WRITE, local, half, remote, half, half, window_id)
-        return [engine.submit([each], deadline_s=deadline_s) for each in (read, write, read)]
+    def engine(self, far: TransferEngine, end: str) -> None:
+        """Its batches end well, or one of both ends is closed while they are under way."""
+        memory = far.allocate(NBYTES, readable=True)
+        window_id = far.open_window(memory, [(0, NBYTES)])
+        remote = RemoteSegment(far.address, memory.segment_id)
+        if end == "well":
+            brought = far.register(bytearray(4096), readable=True)
+            for each in (remote, RemoteSegment(far.address, brought.segment_id)):
+                self.near.run([read_of(self.local, each, 4096)], deadline_s=NEVER_S)
+            for batch in submit(self.near, self.local, remote, window_id, NEVER_S):
+                batch.wait(NEVER_S)
+            far.close_window(window_id)
+            far.deregister(brought)
+        else:
+            near = engine_of("shm", "tcp") if end == "initiator closes" else self.near
+            local = self.local if near is self.near else near.allocate(NBYTES)
+            batches = submit(near, local, remote, window_id, NEVER_S)
+            (far if near is self.near else near).close()
+            self.end(batches)
+        self.leave(far.address)
 
-    def end(self, batches: list[Any]) -> None:
+    def end(self, batches: list[Batch]) -> None:
         for batch in batches:
             # InvalidRequest: a READ of mapped memory found that its owner had deregistered it.
             with suppress(PeerLost, InvalidRequest), told_if_it_hangs():
@@ -162,20 +131,23 @@ def engine_of(*transports: str) -> TransferEngine:
     return engine
 
 
+def submit(
+    engine: TransferEngine, local: Segment, remote: RemoteSegment, window_id: int, deadline_s: float
+) -> list[Batch]:
+    half = NBYTES // 2
+    read = read_of(local, remote, half)
+    write = Transfer(Op.WRITE, local, half, remote, half, half, window_id)
+    return [engine.submit([each], deadline_s=deadline_s) for each in (read, write, read)]
+
+
 def read_of(local: Segment, remote: RemoteSegment, nbytes: int) -> Transfer:
     return Transfer(Op.READ, local, 0, remote, 0, nbytes)
 
 
-@pytest.fixture
-def cycles() -> Iterator[Cycles]:
-    made = Cycles()
-    yield made
-    made.near.close()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600 + CYCLES)
-def test_nothing_is_kept_of_peers_that_have_gone(cycles: Cycles) -> None:
+def test_nothing_is_kept_of_peers_that_have_gone() -> None:
+    cycles = Cycles()
     warm_up = min(CYCLES // 2, 6000)  # metrics name up to 4,096 peers, and remember them
     for _ in range(warm_up):
         cycles.one()
@@ -189,15 +161,10 @@ def test_nothing_is_kept_of_peers_that_have_gone(cycles: Cycles) -> None:
     # The allocator's arenas come and go; what leaks once per cycle shows.
     assert after.mappings <= before.mappings + 30
     assert after.resident_bytes <= before.resident_bytes + (6 << 20)
-    near = cycles.near
-    usage = near.usage()
-    assert (usage.num_segments, usage.num_windows, usage.num_served, usage.num_endpoints) == (
-        1,
-        0,
-        0,
-        0,
+    usage = cycles.near.usage()
+    assert usage == EngineUsage(
+        num_segments=1, segment_bytes=NBYTES, num_windows=0, num_served=0, num_endpoints=0
     )
-    assert not near._peers.met
-    with suppress(MoonserveError):
-        near.deregister(cycles.local)
-    assert cycles.local.num_users == 0
+    assert not cycles.near._peers.met
+    assert not cycles.local.num_users
+    cycles.near.close()

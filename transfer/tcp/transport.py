@@ -61,7 +61,7 @@ class TcpTransport:
 
     def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
         """Raises ConfigError when an address cannot be bound or is none that peers can dial, or for TLS files."""
-        files = hosted.options.tls_files
+        files = hosted.options.tls
         self._certificates = None if files is None else load(files)
         rails = local_tcp_rails(hosted.options.tcp_rails or (hosted.options.host,))
         acceptors: list[Acceptor] = []

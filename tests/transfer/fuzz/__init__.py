@@ -1,4 +1,4 @@
-"""What arrives is not what was agreed: mutated sessions against a live engine, and against the parser.
+"""What arrives is not what was agreed: mutated sessions against a live engine.
 
 `MOONSERVE_FUZZ_S` is the time for all of it together, 10 s unless told. `MOONSERVE_FUZZ_SEED` begins
 elsewhere; a failure names the seed of the one input that caused it.

@@ -110,7 +110,7 @@ def _number(rng: random.Random, near: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def mutated(rng: random.Random, data: bytes) -> bytes:
+def mutated(rng: random.Random, data: bytes | bytearray) -> bytes:
     """A byte or a number changed, a piece cut out, doubled, or put in."""
     changed = bytearray(data)
     at = rng.randrange(len(changed) + 1)

@@ -105,6 +105,8 @@ def test_a_resting_rail_is_left_alone_tried_once_and_taken_back_with_all_its_str
     assert paths.choose(MIB, now + 30) is good  # the trial is under way
     paths.done(bad, MIB, 0.01, now + 30.01)
     assert paths.choose(MIB, now + 30.01) is bad
+    paths.sent(bad, MIB)
+    assert paths.choose(MIB, now + 30.01) is other  # no trial any more
 
 
 def test_the_next_transport_is_taken_while_the_better_one_rests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -9,12 +10,15 @@ import pytest
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Make, Pair, PeerInProcess, run
+from tests.transfer.impostor import answering
 from transfer import Op, RemoteSegment, Transfer
 from transfer.native import address_of, data_plane
 from transfer.scatter import Rows
 from transfer.shm import session
-from transfer.shm.memfd import PeerMemory
+from transfer.shm.memfd import OwnedMemory, PeerMemory
 from transfer.shm.sources import OtherProcess
+from transfer.tcp.connection import Connection
+from transfer.tcp.frames import Header, Kind, encode
 from transfer.tcp.session import StreamSession
 
 MIB = 1 << 20
@@ -220,3 +224,32 @@ def test_a_peer_that_was_killed_is_noticed_though_its_memory_could_still_be_read
     peer.end()
     with pytest.raises(PeerLost):
         run(engine, read)
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes"),
+    [
+        (lambda: os.memfd_create("loose"), 4096),
+        (lambda: os.open(os.devnull, os.O_RDONLY), 4096),
+        (lambda: os.dup(OwnedMemory(4096).fd), 8192),
+        (lambda: os.dup(OwnedMemory(4096).fd), 1 << 62),
+        (lambda: None, 4096),
+    ],
+    ids=["unsealed", "no memory", "too small", "far too small", "nothing"],
+)
+def test_a_target_that_lies_about_its_memory_is_lost(
+    make_engine: Make, make: Callable[[], int | None], nbytes: int
+) -> None:
+    def lend(connection: Connection, header: Header) -> None:
+        lent = make()
+        connection.send(encode(Header(kind=Kind.REPLY, nbytes=nbytes)), lent)
+        if lent is not None:
+            os.close(lent)
+
+    engine = make_engine(checksums=False)
+    local = engine.allocate(64)
+    with answering(lend, "shm") as impostor:
+        read = Transfer(Op.READ, local, 0, RemoteSegment(impostor.address, 1), 0, 64)
+        with pytest.raises(PeerLost):
+            run(engine, read)
+    assert local.buffer == bytes(64)
