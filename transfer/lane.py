@@ -37,22 +37,16 @@ _FENCE_S = 6.0
 
 T = TypeVar("T")
 
-Connect = Callable[[Path, float, Callable[[], None]], StreamSession]
-"""(path, deadline, while_waiting) → session."""
-
 
 class Lane:
     """`put` never blocks. A `base.Feed` for its own session."""
 
-    def __init__(
-        self, path: Path, *, connect: Connect, reports: Peer, stats: PathStats, faults: FaultPlan
-    ) -> None:
+    def __init__(self, path: Path, *, peer: Peer, stats: PathStats, faults: FaultPlan) -> None:
         self.path = path
         self.stats = stats
         self.num_visitors = 0
         """Callers of `with_session`; the peer counts them, and the lane does not retire meanwhile."""
-        self._connect = connect
-        self._reports = reports
+        self._peer = peer
         self._faults = faults
         self._inbox = Inbox()
         self._arrived = Waiting()
@@ -163,7 +157,7 @@ class Lane:
     def _run(self) -> None:
         try:
             while self._serve_next():
-                self._reports.fell_idle()
+                self._peer.fell_idle()
         finally:
             with self._turn:
                 self._disconnect()
@@ -182,7 +176,7 @@ class Lane:
             self._turn.release()
         if self._forgotten.is_set():
             return False
-        return something_came or self._session is not None or not self._reports.may_retire(self)
+        return something_came or self._session is not None or not self._peer.may_retire(self)
 
     def _await_turn(self) -> None:
         """While a caller uses the session, deadlines are kept all the same."""
@@ -229,10 +223,10 @@ class Lane:
         if self._session is None:
             if time.monotonic() >= deadline_at:
                 raise PeerLost("the time was over before the peer was reached")
-            self._session = self._connect(self.path, deadline_at, self.look_up)
+            self._session = self._peer.connect(self.path, deadline_at, self.look_up)
             self._unwanted = False
             self.stats.count(Incident.CONNECT)
-            self._reports.opened(self)
+            self._peer.opened(self)
         if self._forgotten.is_set():  # `forget` may have come too early to see the session
             raise PeerLost("the peer was given up")
         return self._session
@@ -242,7 +236,7 @@ class Lane:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            self._reports.closed(self)
+            self._peer.closed(self)
 
     def _fence(self, session: StreamSession) -> None:
         """Ends at the target what the waiting parts were sent on before."""
@@ -252,7 +246,7 @@ class Lane:
         for connection_id, part in earlier.items():
             session.fence(connection_id, min(part.deadline_at, time.monotonic() + _FENCE_S))
         if earlier:
-            self._reports.fenced(earlier)
+            self._peer.fenced(earlier)
         if self._groups and self._groups[0] is group:  # else it has lost its patience meanwhile
             for part in parts:
                 part.fences.clear()
@@ -271,7 +265,7 @@ class Lane:
             lost += self._groups.popleft().parts
         self.stats.taken(-len(self._jobs))
         self._jobs.clear()
-        self._reports.lost(self, lost, error, connected=connected)
+        self._peer.lost(self, lost, error, connected=connected)
 
     def _give_up_waiting(self) -> None:
         self._drain()
@@ -282,11 +276,11 @@ class Lane:
     def _end_what_is_over(self, waiting: Waiting) -> None:
         for part in waiting.pop_ended(time.monotonic()):
             error = part.job.why_ended("the peer did not answer in time", self.stats.peer)
-            self._reports.ended(self, part, error)
+            self._peer.ended(self, part, error)
 
     def _end_all(self, group: Group, error: MoonserveError) -> None:
         while group.parts:
-            self._reports.ended(self, group.parts.popleft(), error)
+            self._peer.ended(self, group.parts.popleft(), error)
 
     def _translated(self, error: Exception) -> MoonserveError:
         if not isinstance(error, MoonserveError):
@@ -331,13 +325,13 @@ class Lane:
         del self._jobs[part]
         self.stats.taken(-1)
         if error is not None:
-            self._reports.refused(self, part, error)
+            self._peer.refused(self, part, error)
             return
         now = time.monotonic()
         # What it took by itself: until its predecessor had ended, it waited for that.
         seconds = now - max(part.taken_at, self._last_end_at)
         self._last_end_at = now
-        self._reports.arrived(self, part, seconds)
+        self._peer.arrived(self, part, seconds)
 
     def deadline_at(self) -> float:
         return min((part.give_up_at for part in self._jobs), default=math.inf)
@@ -355,4 +349,4 @@ class Lane:
         self._end_what_is_over(self._groups)
         if impatient := self._groups.pop_impatient(time.monotonic()):
             error = PeerLost("the peer did not answer in time", peer=self.stats.peer)
-            self._reports.lost(self, impatient, error, connected=self.connected)
+            self._peer.lost(self, impatient, error, connected=self.connected)

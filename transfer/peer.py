@@ -340,15 +340,14 @@ class Peer:
         try:
             return Lane(
                 path,
-                connect=self._connect,
-                reports=self,
+                peer=self,
                 stats=self._surroundings.stats.of(path.transport, path.local.name, self.label),
                 faults=self._surroundings.faults,
             )
         except RuntimeError as error:
             raise PeerLost(f"no thread for another connection: {error}", peer=self.label) from error
 
-    def _connect(
+    def connect(
         self, path: Path, deadline_at: float, while_waiting: Callable[[], None]
     ) -> StreamSession:
         try:

@@ -92,16 +92,6 @@ def test_closing_revokes_a_hold_that_hangs_and_grants_no_other() -> None:
         window.hold(revoked.set)
 
 
-def test_ids_are_never_used_again() -> None:
-    table, memory = WindowTable(), segment()
-    first = table.open(memory, [(0, 10)])
-    assert table.close(first) is memory
-    assert table.close(first) is None
-    assert table.open(memory, [(0, 10)]) != first
-    with pytest.raises(StaleLease):
-        table.find(first, memory.segment_id)
-
-
 @pytest.mark.parametrize("ranges", [[], [(0, 0)], [(-1, 2)], [(95, 6)], [(0, 10), (9, 2)]])
 def test_ranges_that_make_no_sense_are_refused(ranges: list[tuple[int, int]]) -> None:
     with pytest.raises(InvalidRequest):

@@ -7,10 +7,9 @@ import threading
 
 import pytest
 
-from protocol.errors import IntegrityError, InvalidRequest, StaleLease
+from protocol.errors import InvalidRequest, StaleLease
 from transfer import scatter
-from transfer.native import address_of, data_plane
-from transfer.scatter import LOCAL, REMOTE, Rows
+from transfer.scatter import LOCAL, REMOTE
 from transfer.segments import Segment, SegmentTable
 from transfer.shm.copying import STEP_BYTES, Copier
 from transfer.shm.memfd import PeerMemory
@@ -72,35 +71,6 @@ def test_all_bytes_arrive_in_their_places(
         source = segments.owned.buffer[remote : remote + length]
         assert segments.into.buffer[local : local + length] == source
     assert not [t for t in threading.enumerate() if t.name.startswith("transfer-copy")]
-
-
-class Torn:
-    """A source whose owner changes it while it is read."""
-
-    def __init__(self, source: PeerMemory, segments: Segments) -> None:
-        self.source = source
-        self.nbytes = source.nbytes
-        self.live = True
-        self._owner = segments.owned.buffer
-
-    def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
-        self.source.copy(to, rows, to_column=to_column)
-        self._owner[5] ^= 1
-
-    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
-        self.copy(to, rows, to_column=to_column)
-        place = address_of(self.source.view)
-        return data_plane().rows_equal(to, place, rows, column=to_column)
-
-    def require_live(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def test_bytes_that_change_while_they_are_copied_are_found(segments: Segments) -> None:
-    torn, rows = Torn(segments.source, segments), scatter.rows((0, 0, 100))
-    with pytest.raises(IntegrityError):
-        Copier(1).copy(torn, segments.into, rows, to_column=LOCAL, verified=True)
-    Copier(1).copy(torn, segments.into, rows, to_column=LOCAL, verified=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -122,10 +122,6 @@ def test_offers_under_way_while_both_ends_send_much_block_nobody(make_engine: Ma
         assert into.buffer[(2 * i + 1) * size :][:size] == bytes([i]) * size
 
 
-def test_a_large_copy_is_shared_by_the_threads_that_the_options_grant(make_pair: MakePair) -> None:
-    round_trip(make_pair(20 * MIB, copy_threads=3))
-
-
 def test_a_copy_gone_wrong_is_never_a_success(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
