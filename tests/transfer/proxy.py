@@ -56,6 +56,8 @@ class Proxy:
         self.mangle: Callable[[bytearray], bytearray] | None = None
         """What each piece on its way to the initiator becomes."""
         self.num_connections = 0
+        self.sources: set[str] = set()
+        """Addresses that initiators came from."""
         self.num_bytes = 0
         """Taken in, from either end."""
         self.seen: bytearray | None = None
@@ -101,13 +103,14 @@ class Proxy:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                initiator, _ = self._listener.accept()
+                initiator, (source, _) = self._listener.accept()
                 target = socket.create_connection(self._upstream, timeout=PATIENCE_S)
             except OSError:
                 continue
             for sock in (initiator, target):
                 sock.setblocking(False)
             self.num_connections += 1
+            self.sources.add(source)
             with self._lock:
                 self._pairs.append((initiator, target))
             for towards, source, to in (

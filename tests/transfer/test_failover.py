@@ -123,6 +123,11 @@ def in_the_middle_of(rails: TwoRails, op: Op, harm: Callable[[Proxy], None]) -> 
     assert rails.local.buffer[: 4 << 20] == rails.memory.buffer[: 4 << 20]
 
 
+def test_connections_leave_by_the_rails_that_were_chosen(rails: TwoRails) -> None:
+    rails.run(Op.WRITE)
+    assert set.union(*(proxy.sources for proxy in rails.proxies)) == set(RAILS)
+
+
 @pytest.mark.parametrize("op", list(Op))
 def test_the_other_rail_carries_what_a_cut_one_cannot(rails: TwoRails, op: Op) -> None:
     in_the_middle_of(rails, op, Proxy.cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -41,6 +42,24 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
     assert peer.content(to.remote)[:16384] == bytes(4096) + b"x" * 4096 + b"w" * 4096 + bytes(4096)
     run(to.engine, to.read)
     assert to.local.buffer[4096:8192] == b"x" * 4096
+
+
+def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
+    make_engine: Make, peer: PeerInProcess
+) -> None:
+    to = WritesTo(make_engine(), peer)
+    run(to.engine, to.transfer)
+    peer.stop()
+    begin = time.monotonic()
+    patient = to.engine.submit([to.transfer], deadline_s=NEVER_S)
+    batches = [to.engine.submit([to.transfer], deadline_s=each) for each in (0.6, 0.1)]
+    for batch, deadline_s in zip(reversed(batches), (0.1, 0.6), strict=True):
+        with pytest.raises(PeerLost):
+            batch.wait(PATIENCE_S)
+        assert time.monotonic() - begin >= deadline_s
+    assert not patient.done
+    peer.resume()
+    patient.wait(PATIENCE_S)
 
 
 def test_opening_a_silent_peer_has_all_its_time(

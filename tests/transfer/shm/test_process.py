@@ -65,6 +65,7 @@ def test_a_process_that_has_ended_is_not_mistaken_for_its_successor(borrow: Borr
         child.kill()
     borrowed, into = borrow(), np.zeros(8, np.uint8)
     borrowed._process = other
+    other.pid = os.getpid()  # which was given its number
     with pytest.raises(PeerLost):
         borrowed.copy(address_of(into), scatter.rows((0, 0, 8)), to_column=LOCAL)
     with pytest.raises(ProcessLookupError):
