@@ -6,14 +6,14 @@ listing of a fixed commit-ish.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import aiohttp
+from urllib.parse import quote
+from urllib.request import urlopen
 
 from protocol.config import option, run_command
 from protocol.errors import ConfigError
@@ -43,41 +43,30 @@ def run(config: FetchConfig) -> int:
     """Downloads the traces and returns the exit code. Raises ConfigError."""
     with writing(f"to --into {config.into}"):
         Path(config.into).mkdir(parents=True, exist_ok=True)
-    asyncio.run(fetch(config))
+    fetch(config)
     return 0
 
 
-async def fetch(config: FetchConfig) -> list[Path]:
+def fetch(config: FetchConfig) -> list[Path]:
     """Downloads what is missing into an existing folder. Raises ConfigError; leaves no partial file."""
-    folder = Path(config.into)
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=config.timeout, sock_read=config.timeout
-    )
     try:
-        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
-            async with session.get(config.listing, params={"ref": config.ref}) as response:
-                entries = await response.json()
-            with Progress() as progress:
-                return [
-                    await _fetch_one(session, entry, folder, progress)
-                    for entry in entries
-                    if entry["name"].endswith(".jsonl")
-                ]
-    except (aiohttp.ClientError, TimeoutError, KeyError, TypeError) as error:
+        with urlopen(f"{config.listing}?ref={quote(config.ref)}", timeout=config.timeout) as reply:
+            entries = [each for each in json.load(reply) if each["name"].endswith(".jsonl")]
+        with Progress() as progress:
+            return [_fetch_one(entry, config, progress) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"cannot download from {config.listing}: {type(error).__name__}: {error}"
         ) from error
 
 
-async def _fetch_one(
-    session: aiohttp.ClientSession, entry: dict[str, Any], folder: Path, progress: Progress
-) -> Path:
-    path = folder / Path(entry["name"]).name
+def _fetch_one(entry: dict[str, Any], config: FetchConfig, progress: Progress) -> Path:
+    path = Path(config.into) / Path(entry["name"]).name
     if path.exists() and git_object_id(path.read_bytes()) == entry["sha"]:
         return path
     content = bytearray()
-    async with session.get(entry["download_url"]) as response:
-        async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+    with urlopen(entry["download_url"], timeout=config.timeout) as reply:
+        while chunk := reply.read(CHUNK_BYTES):
             content += chunk
             text = f"{len(content) / 1e6:.1f} of {entry['size'] / 1e6:.1f} MB"
             progress.show(path.name, len(content), entry["size"], text)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from tests.simulation.loop import OUTSIDE, VirtualLoop
-from tests.simulation.network import Network
+from tests.simulation.loop import OUTSIDE
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 FIRST_S, LAST_S = 0.8, 7.0
 RESTART_S = (0.05, 3.0)  # of a crashed process
@@ -15,28 +17,10 @@ SHORT_S, LONG_S = (0.05, 8.0), (8.0, 28.0)
 """Of stops and cuts."""
 
 
-class Cluster(Protocol):
-    """What faults are done to."""
-
-    loop: VirtualLoop
-    network: Network
-    names: list[str]
-    is_pool: bool
-
-    def crash(self, name: str) -> None: ...
-    def start(self, name: str) -> None: ...
-    def stop(self, name: str) -> None: ...
-    def go_on(self, name: str) -> None: ...
-    def succeed(self, name: str) -> None: ...
-    def drain(self, name: str) -> None: ...
-    def lose_disk(self, name: str) -> None: ...
-    def note(self, what: str) -> None: ...
-
-
 class Faults:
     """Of one world; all of them are over when `calm` returns."""
 
-    def __init__(self, cluster: Cluster, rng: random.Random, *, is_long: bool) -> None:
+    def __init__(self, cluster: World, rng: random.Random, *, is_long: bool) -> None:
         """`is_long`: stops and cuts outlast everybody's patience."""
         self._lasting_s = LONG_S if is_long else SHORT_S
         self._cluster = cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from protocol.wire import endpoint_to_wire
 from tests.simulation.channels import SimulatedChannels
 from tests.simulation.loop import Life
 from tests.simulation.processes.pool import PoolNode
-from tests.simulation.processes.process import Surroundings
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import SMALLEST
 from transfer import Op, RemoteSegment, ScatterTransfer
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 NUM_CHAINS, DEPTH = 10, 6
 ROOM = 3 * ALIGNMENT  # of the largest value
@@ -40,15 +42,6 @@ _PINS = (
 )
 
 
-class Pool(Surroundings, Protocol):
-    """What clients need of their world."""
-
-    is_calm: bool
-
-    def note(self, what: str) -> None: ...
-    def pool_nodes(self) -> list[PoolNode]: ...
-
-
 def key_of(chain: int, depth: int) -> BlockKey:
     return BlockKey(bytes([chain + 1, depth]).ljust(16, b"\0"))
 
@@ -56,7 +49,7 @@ def key_of(chain: int, depth: int) -> BlockKey:
 class PoolClient:
     """One process that uses a pool, until all is calm."""
 
-    def __init__(self, world: Pool, name: str) -> None:
+    def __init__(self, world: World, name: str) -> None:
         self._world = world
         self._network, self._loop, self._rng = world.network, world.network.loop, world.network.rng
         self.outcomes: Counter[str] = Counter()

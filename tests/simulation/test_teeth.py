@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def first_problem(*, of_pools: bool = False) -> str:
+def first_problem(*, of_pools: bool) -> str:
     for seed in range(MOST_WORLDS):
         if Terms.draw(seed, random.Random(seed)).is_pool is not of_pools:
             continue
@@ -39,43 +40,40 @@ def first_problem(*, of_pools: bool = False) -> str:
     return ""
 
 
-def test_blocks_that_nobody_verifies_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockVerifier, "corrupt", lambda self, blocks: ())
-    assert "wrong KV" in first_problem()
+async def deaf(self: Remembering, heard: object) -> int:
+    return 0
 
 
-def test_a_gateway_that_takes_tokens_as_they_come_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrivals, "in_order", lambda self, tokens: list(tokens))
-    assert first_problem()
-
-
-def test_windows_that_stay_open_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedTransfer, "close_window", lambda self, window_id: None)
-    assert first_problem()
-
-
-def test_a_decode_worker_that_forgets_to_say_that_a_request_failed_is_found(
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "problem", "of_pools"),
+    [
+        (BlockVerifier, "corrupt", lambda self, blocks: (), "wrong KV", False),
+        (Arrivals, "in_order", lambda self, tokens: list(tokens), "", False),
+        (SimulatedTransfer, "close_window", lambda self, window_id: None, "", False),
+        (DecodeService, "_send_failure", lambda self, action: None, "", False),
+        (Landings, "corrupt", lambda self, landed: (), "has other bytes", True),
+        (Remembering, "learn", deaf, "", True),
+        (EventLog, "removed", lambda self, key: None, "the directory says", True),
+    ],
+    ids=[
+        "blocks that nobody verifies",
+        "a gateway that takes tokens as they come",
+        "windows that stay open",
+        "a decode worker that forgets to say that a request failed",
+        "a pool node that does not compare what it was sent",
+        "a pool node that hears of no removal",
+        "a pool node whose events say no removal",
+    ],
+)
+def test_what_is_broken_is_found(
+    owner: type,
+    name: str,
+    broken: Any,
+    problem: str,
+    of_pools: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DecodeService, "_send_failure", lambda self, action: None)
-    assert first_problem()
-
-
-def test_a_pool_node_that_does_not_compare_what_it_was_sent_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Landings, "corrupt", lambda self, landed: ())
-    assert "has other bytes" in first_problem(of_pools=True)
-
-
-def test_a_pool_node_that_hears_of_no_removal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def deaf(self: Remembering, heard: object) -> int:
-        return 0
-
-    monkeypatch.setattr(Remembering, "learn", deaf)
-    assert first_problem(of_pools=True)
-
-
-def test_a_pool_node_whose_events_say_no_removal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventLog, "removed", lambda self, key: None)
-    assert "the directory says" in first_problem(of_pools=True)
+    monkeypatch.setattr(owner, name, broken)
+    found = first_problem(of_pools=of_pools)
+    assert found
+    assert problem in found

@@ -27,19 +27,14 @@ from tests.simulation.faults import Faults
 from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
 from tests.simulation.network import Network
 from tests.simulation.pool_clients import PoolClient
-from tests.simulation.processes import (
-    CONDUCTOR,
-    DIRECTORY,
-    Conductor,
-    Decode,
-    Front,
-    PoolDirectory,
-    PoolNode,
-    Prefill,
-    Process,
-    Store,
-)
-from tests.simulation.processes.pool import DISK_UNITS
+from tests.simulation.processes.conductor import Conductor
+from tests.simulation.processes.decode import Decode
+from tests.simulation.processes.front import Front
+from tests.simulation.processes.member import CONDUCTOR
+from tests.simulation.processes.pool import DIRECTORY, DISK_UNITS, PoolDirectory, PoolNode
+from tests.simulation.processes.prefill import Prefill
+from tests.simulation.processes.process import Process
+from tests.simulation.processes.store import Store
 from tests.simulation.terms import Terms
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import Truth

@@ -16,9 +16,3 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_an_unknown_verb_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyse"]) == 2
     assert "did you mean analyze?" in capsys.readouterr().err
-
-
-def test_no_verb_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    told = capsys.readouterr().err
-    assert all(f"  {verb} " in told for verb in VERBS)

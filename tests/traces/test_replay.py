@@ -213,7 +213,7 @@ async def test_fetch_downloads_and_verifies_the_traces_only(serve: Serve, tmp_pa
     url = await serve(hosting(files))
     config = FetchConfig(into=str(tmp_path), listing=f"{url}/listing")
     for _ in range(2):  # the second time nothing is left to do
-        assert await fetch(config) == [tmp_path / "a.jsonl"]
+        assert await asyncio.to_thread(fetch, config) == [tmp_path / "a.jsonl"]
     assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl"}
     assert (tmp_path / "a.jsonl").read_bytes() == files["a.jsonl"]
 
@@ -223,7 +223,7 @@ async def test_a_damaged_download_is_refused_and_leaves_nothing(
 ) -> None:
     url = await serve(hosting({"a.jsonl": b"x"}, damaged=True))
     with pytest.raises(ConfigError, match="arrived damaged"):
-        await fetch(FetchConfig(into=str(tmp_path), listing=f"{url}/listing"))
+        await asyncio.to_thread(fetch, FetchConfig(into=str(tmp_path), listing=f"{url}/listing"))
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ Records are written one by one as JSON lines of the public format; a file is the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -17,7 +18,7 @@ from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from traces.format import TraceRecord, read_checked
 from traces.output import writing
-from traces.synthesis.likeness import Fit, Stretch, fit, records_like
+from traces.synthesis.likeness import fit, records_like
 from traces.synthesis.threads import requests_of
 from traces.synthesis.workload import PRESETS, PROCESSES, ArrivalSpec, WorkloadSpec, parse_draws
 
@@ -47,8 +48,6 @@ class SynthesizeConfig:
     )
     diurnal_period_s: float | None = option(None, help="seconds from one such moment to the next")
     seed: int = option(0, help="equal seeds and options give equal traces")
-    scale_lengths: float = option(1.0, help="factor on prompt lengths, with --like")
-    scale_outputs: float = option(1.0, help="factor on output lengths, with --like")
     input_tokens: str | None = option(
         None, help="distribution of a first prompt, without its system prompt or document"
     )
@@ -109,20 +108,12 @@ def _check(config: SynthesizeConfig) -> None:
         raise ConfigError("--requests must be at least 1")
     if config.duration is not None and not 0 < config.duration < float("inf"):
         raise ConfigError("--duration must be above 0 seconds")
-    foreign = ("preset", *_DRAWS, *_NUMBERS) if config.like else ("scale_lengths", "scale_outputs")
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for name in foreign:
-        if getattr(config, name) != defaults[name]:
+    for name in ("preset", *_DRAWS, *_NUMBERS) if config.like else ():
+        if getattr(config, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} {'and' if config.like else 'needs'} --like{_exclude(config)}"
-            )
+            raise ConfigError(f"{flag} and --like exclude each other: the given trace says that")
     if config.burstiness is not None and config.arrivals != "gamma":
         raise ConfigError("--burstiness is for --arrivals gamma")
-
-
-def _exclude(config: SynthesizeConfig) -> str:
-    return " exclude each other: the given trace says that" if config.like else " TRACE"
 
 
 def _described(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
@@ -140,22 +131,15 @@ def _described(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
 def _like(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
     """Records without end, and how many the given trace has."""
     fitted = fit(read_checked(Path(config.like or "")))
-    stretch = Stretch(
-        rate=_rate_factor(config, fitted),
-        lengths=config.scale_lengths,
-        outputs=config.scale_outputs,
-    )
-    stretch.check()
+    rate = 1.0 if config.rate is None else config.rate / fitted.rate
+    if not 0 < rate < math.inf:
+        raise ConfigError("--rate must be above 0")
     own = {name for name in _given(config, _ARRIVALS) if name != "rate"}
     arrivals = _arrivals(config, ArrivalSpec(rate=fitted.rate)) if own else None
     if arrivals is not None:
         arrivals.check()
-    records = records_like(fitted, Random(config.seed), stretch=stretch, arrivals=arrivals)
+    records = records_like(fitted, Random(config.seed), rate=rate, arrivals=arrivals)
     return records, len(fitted.donors)
-
-
-def _rate_factor(config: SynthesizeConfig, fitted: Fit) -> float:
-    return 1.0 if config.rate is None else config.rate / fitted.rate
 
 
 def _arrivals(config: SynthesizeConfig, usual: ArrivalSpec) -> ArrivalSpec:

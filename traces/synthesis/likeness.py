@@ -14,7 +14,6 @@ More requests per second mean more users, who think as long as before. Knows the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -206,36 +205,22 @@ class GapStream:
         return gap_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """How a likeness differs from what it is like."""
-
-    rate: float = 1.0  # factor on requests per second
-    lengths: float = 1.0  # factor on prompts, shared and new parts alike
-    outputs: float = 1.0  # factor on outputs
-
-    def check(self) -> None:
-        """Raises ConfigError that says what to change."""
-        if not all(0 < factor < math.inf for factor in (self.rate, self.lengths, self.outputs)):
-            raise ConfigError("--rate, --scale-lengths and --scale-outputs must be above 0")
-
-
 def records_like(
     fit: Fit,
     random: Random,
     *,
-    stretch: Stretch | None = None,
+    rate: float = 1.0,
     arrivals: ArrivalSpec | None = None,
     remembered: int = REMEMBERED,
 ) -> Iterator[TraceRecord]:
-    """Records in the order of time, without end. `arrivals`: instead of the gaps of the given trace."""
-    stretch = stretch or Stretch()
-    rate = stretch.rate if arrivals is None else arrivals.rate / fit.rate
+    """Records in the order of time, without end. `rate`: factor on requests per second. `arrivals`: instead of the
+    gaps of the given trace."""
+    if arrivals is not None:
+        rate = arrivals.rate / fit.rate
     donors = DonorStream(fit, random, rate)
     gaps = GapStream(fit, random, rate, donors)
     times = arrival_times(arrivals, random) if arrivals else _times(gaps)
-    longest = round(fit.longest_input * stretch.lengths)
-    likeness = _Likeness(stretch, longest, Past(remembered))
+    likeness = _Likeness(fit.longest_input, Past(remembered))
     for at_s in times:
         donor, round_number = donors.draw(at_s)
         yield likeness.request(donor, round_number, at_s)
@@ -249,10 +234,10 @@ def _times(gaps: GapStream) -> Iterator[float]:
 
 
 class _Likeness:
-    def __init__(self, stretch: Stretch, longest: int, past: Past) -> None:
-        self._stretch, self._longest, self._past = stretch, longest, past
+    def __init__(self, longest: int, past: Past) -> None:
+        self._longest, self._past = longest, past
         self._ids = BlockIds()
-        self._trunks = TrunkChains(self._ids, stretch.lengths)
+        self._trunks = TrunkChains(self._ids)
 
     def request(self, donor: Donor, round_number: int, at_s: float) -> TraceRecord:
         prompt = self._prompt(donor, round_number, at_s)
@@ -260,12 +245,12 @@ class _Likeness:
         return TraceRecord(
             arrived_s=at_s,
             input_length=prompt.input_length,
-            output_length=max(1, round(donor.output_length * self._stretch.outputs)),
+            output_length=max(1, donor.output_length),
             hash_ids=tuple(prompt.chain.ids()),
         )
 
     def _prompt(self, donor: Donor, round_number: int, at_s: float) -> Prompt:
-        length = max(1, round(donor.input_length * self._stretch.lengths))
+        length = donor.input_length
         trunk = self._trunks.chain(donor.trunk, length // TOKENS_PER_HASH, round_number)
         key = self._trunks.key(donor.trunk, round_number)
         wish = self._wish(donor, key, length, at_s)
@@ -284,12 +269,12 @@ class _Likeness:
         room = length // TOKENS_PER_HASH
         if reuse is None or not room:
             return None
-        blocks = min(room, max(1, round(reuse.blocks * self._stretch.lengths)))
+        blocks = min(room, reuse.blocks)
         return Wish(
             trunk=key,
             blocks=blocks,
             most=blocks + (self._longest - length) // TOKENS_PER_HASH,
-            left=round(reuse.left * self._stretch.lengths),
+            left=reuse.left,
             arrived_s=at_s - reuse.after_s,
             now_s=at_s,
             turn=donor.turn - 1,

@@ -122,11 +122,11 @@ TrunkKey = tuple[int, int] | None
 
 
 class TrunkChains:
-    """Gives trunks their ids when they are first used. `scale`: factor on their length."""
+    """Gives trunks their ids when they are first used."""
 
-    def __init__(self, ids: BlockIds, scale: float) -> None:
-        self._ids, self._scale = ids, scale
-        self._chains: dict[tuple[int, int, int], Chain] = {}  # block, position, round → up to it
+    def __init__(self, ids: BlockIds) -> None:
+        self._ids = ids
+        self._chains: dict[tuple[int, int], Chain] = {}  # block, round → up to it
         self._round = 0
 
     def key(self, trunk: Trunk, round_number: int) -> TrunkKey:
@@ -139,9 +139,8 @@ class TrunkChains:
         """At most `room` blocks. `round_number`: how often the given trace has come round; may fall back by one."""
         self._forget_before(round_number - 1)
         chain = Chain()
-        for position in range(min(room, round(len(trunk.path) * self._scale))):
-            place = min(int(position / self._scale), len(trunk.path) - 1)
-            key = (trunk.path[place], position, 0 if place < trunk.lasting else round_number)
+        for position, block in enumerate(trunk.path[:room]):
+            key = (block, 0 if position < trunk.lasting else round_number)
             if key not in self._chains:
                 self._chains[key] = self._ids.extend(chain, 1)
             chain = self._chains[key]
@@ -153,5 +152,5 @@ class TrunkChains:
             return
         self._round = round_number
         self._chains = {
-            key: chain for key, chain in self._chains.items() if not 0 < key[2] < round_number
+            key: chain for key, chain in self._chains.items() if not 0 < key[1] < round_number
         }

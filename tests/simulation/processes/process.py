@@ -6,35 +6,20 @@ import asyncio
 import itertools
 import traceback
 from collections.abc import Callable, Coroutine, Iterable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from protocol.errors import MoonserveError
 from protocol.ids import Role
 from protocol.request import Endpoint
 from tests.simulation.channels import SimulatedChannels
-from tests.simulation.disk import Medium
 from tests.simulation.loop import Life
-from tests.simulation.network import Network, Server
-from tests.simulation.terms import Terms
-from tests.simulation.transfer import SimulatedTransfer
-from tests.simulation.truth import Truth
+from tests.simulation.network import Server
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 SELDOM = 16
 DRAIN_S = 6.0
-
-
-class Surroundings(Protocol):
-    """What processes need of the world."""
-
-    network: Network
-    engines: dict[str, SimulatedTransfer]
-    terms: Terms
-    folder: Path  # of pool nodes' small files
-    media: dict[str, Medium]  # of their disks
-    truth: Truth
-
-    def problem(self, what: str) -> None: ...
 
 
 class Process:
@@ -42,7 +27,7 @@ class Process:
 
     role: Role | None = None
 
-    def __init__(self, world: Surroundings, life: Life, address: str) -> None:
+    def __init__(self, world: World, life: Life, address: str) -> None:
         self.world = world
         self.life = life
         self.address = address

@@ -47,9 +47,3 @@ def test_the_distance_counts_distinct_blocks_from_the_use_before() -> None:
     assert curve.ratio(None) == 3 * 512 / (9 * 512)
     assert curve.ratio(3 * 512) == pytest.approx(1 / 9)
     assert curve.distance_percentile(100) == 5 * 512
-
-
-def test_a_trace_without_reuse_has_no_distances() -> None:
-    curve = curve_of(records_of([[0], [1]]))
-    assert curve.ratio(None) == 0
-    assert curve.distance_percentile(50) is None

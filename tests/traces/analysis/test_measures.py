@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 
 from tests.traces.analysis.small import records_of, trees
-from traces.analysis.measures import describe_arrivals, describe_sessions, spread, turns_of
+from traces.analysis.measures import describe_arrivals, describe_sessions, turns_of
 from traces.analysis.prefixes import prefix_tree
-from traces.analysis.statistics import analyze, log_ranks
+from traces.analysis.statistics import analyze
 from traces.analysis.tables import format_statistics
 
 
@@ -25,20 +25,6 @@ def test_batches_are_bursty() -> None:
     arrivals = describe_arrivals([index // 10 * 10.0 for index in range(1000)], window_s=60)
     assert arrivals["gap_cv"] == pytest.approx(3, abs=0.1)
     assert arrivals["dispersion"]["1s"] == pytest.approx(9, abs=0.1)
-
-
-def test_one_request_is_a_trace() -> None:
-    statistics = analyze(records_of([[0, 0]]))
-    assert statistics["arrivals"]["mean_rate"] is None
-    assert statistics["arrivals"]["dispersion"] == {"1s": None, "10s": None, "60s": None}
-    assert "requests               1" in format_statistics(statistics, "one.jsonl")
-
-
-def test_ranks_begin_at_one_and_end_at_the_last() -> None:
-    assert log_ranks(0) == []
-    assert log_ranks(1) == [1]
-    assert log_ranks(1000)[0] == 1
-    assert log_ranks(1000)[-1] == 1000
 
 
 def test_turns_extend_a_prompt_and_users_of_one_system_prompt_are_strangers() -> None:
@@ -64,6 +50,8 @@ def test_every_request_belongs_to_one_session(paths: list[list[int]]) -> None:
     assert all(turn.gap_s > 0 for turn in turns)
 
 
-def test_spreads_of_nothing_are_nulls() -> None:
-    assert set(spread([]).values()) == {None}
-    assert spread([4.0, 8.0], [1, 3])["mean"] == 7
+def test_one_request_is_a_trace() -> None:
+    statistics = analyze(records_of([[0, 0]]))
+    assert statistics["arrivals"]["mean_rate"] is None
+    assert statistics["arrivals"]["dispersion"] == {"1s": None, "10s": None, "60s": None}
+    assert "requests               1" in format_statistics(statistics, "one.jsonl")

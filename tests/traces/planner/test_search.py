@@ -122,12 +122,6 @@ def test_it_keeps_its_bound_and_repeats_itself(
     assert landscapes[0].cost <= bound(question(num_machines))
 
 
-def test_a_better_policy_is_found() -> None:
-    answer = found(16, capacity(12.0, 4.0))
-    assert answer.best.cluster.policy == "good"
-    assert answer.best.cluster.division == "11P5D"
-
-
 def test_a_hundred_machines_are_searched_between_the_first_points() -> None:
     """The best division lies between two of those that are tried at first."""
     answer = found(100, capacity(90.0, 30.0))
@@ -149,27 +143,13 @@ def test_a_smaller_cache_is_taken_as_long_as_each_larger_one_is_enough() -> None
     assert answer.thrifty.cluster.dram_tokens == TOKENS // 2
 
 
-def test_a_cache_of_one_token_is_not_halved() -> None:
-    answer = plan(question(2, dram_tokens=1), Landscape(lambda _: 1.0))
-    assert answer.caches == ()
-    assert answer.thrifty == answer.best
-
-
-def test_without_enough_machines_there_is_no_smallest() -> None:
-    answer = found(4, capacity(10.0, 10.0))
-    assert answer.smallest is None
-    assert answer.too_small is None
-    assert answer.best.score.effective < 0.9
-
-
-def test_two_machines_are_the_fewest() -> None:
-    answer = found(8, capacity(0.1, 0.1))
-    assert answer.smallest is not None
-    assert answer.smallest.cluster.division == "1P1D"
-    assert answer.too_small is None
-
-
 @pytest.mark.parametrize("nan", [math.nan, math.inf])
 def test_among_equals_the_shorter_ttft_wins_and_none_at_all_loses(nan: float) -> None:
     assert score(0.9, 500.0).merit > score(0.9, 800.0).merit > score(0.9, nan).merit
     assert score(0.91, nan).merit > score(0.9, 1.0).merit
+
+
+def test_a_better_policy_is_found() -> None:
+    answer = found(16, capacity(12.0, 4.0))
+    assert answer.best.cluster.policy == "good"
+    assert answer.best.cluster.division == "11P5D"

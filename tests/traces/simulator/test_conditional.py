@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from conductor.roles.controller import RoleTerms
-from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE
 from tests.traces.simulator.small import MODEL, request, run_checked, spec
@@ -43,12 +39,6 @@ def test_a_short_prompt_behind_a_long_one_is_read_by_the_decode_machine() -> Non
     assert cluster.counters["undivided"] == 1
 
 
-def test_with_nobody_in_the_queue_a_long_prompt_goes_to_the_prefill_machine() -> None:
-    """Chunks beside decode steps take longer than the prompt alone."""
-    _, journeys = run_checked(conditional(), [request(0.0, 1_000, 5)])
-    assert undivided(journeys) == []
-
-
 def test_steps_with_chunks_keep_to_their_share_of_the_objective() -> None:
     """One decodes while the other's prompt is read beside it: each gap is a step, none longer than the budget."""
     records = [
@@ -79,8 +69,3 @@ def test_a_machine_that_dies_while_it_reads_loses_no_request() -> None:
     assert isinstance(cluster, ConditionalCluster)
     assert journeys[1].end is End.COMPLETED
     assert journeys[1].num_generated == 5
-
-
-def test_roles_do_not_change_where_decode_machines_prefill() -> None:
-    with pytest.raises(ConfigError):
-        conditional(roles=RoleTerms()).check()

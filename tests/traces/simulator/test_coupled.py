@@ -178,26 +178,6 @@ def test_with_little_memory_every_request_still_ends_once(
         assert journey.num_generated == journey.num_outputs == len(journey.gaps_s) + 1
 
 
-def test_decoding_stands_still_while_a_prompt_is_computed() -> None:
-    """By hand: 1 s of prompt, steps of 0.05 s; the second prompt of 2 s falls into them and is one long gap."""
-    records = [request(0.0, 100, 30), request(1.5, 200, 2, base=50)]
-    first, second = simulate(spec(), records).outcomes
-    assert first.ttft_s == pytest.approx(1.0)
-    assert first.tbt_s == pytest.approx((2.05 + 2 * 0.05) / 3)
-    assert second.ttft_s == pytest.approx(2.0, abs=0.06)
-
-
-def test_chunks_beside_decoding_spread_the_same_work() -> None:
-    """The same trace in chunks of 20 tokens: no gap is longer than a step and a chunk, and the prompt comes later."""
-    records = [request(0.0, 100, 30), request(1.5, 200, 2, base=50)]
-    chunked = spec(chunked_prefill=True, max_num_batched_tokens=100)
-    first, second = simulate(chunked, records).outcomes
-    assert first.tbt_s is not None
-    assert second.ttft_s is not None
-    assert first.tbt_s < 1.05 + 1e-9
-    assert second.ttft_s > 2.0
-
-
 def test_requests_go_to_the_machine_with_the_fewest() -> None:
     records = [request(0.0, 100, 5, base=100 * number) for number in range(4)]
     outcomes = simulate(spec(num_instances=2), records).outcomes

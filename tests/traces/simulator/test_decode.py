@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
 from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.timeline import Timeline
 from tests.thoroughness import examples
 from tests.traces.simulator.live_decode import LiveDecode, Prompt
 from traces.simulator.decode import DecodeMachine, Granted
@@ -133,20 +132,6 @@ def test_a_prompt_that_never_fits_is_refused() -> None:
     machine = DecodeMachine(model(2, 4, DecodeProfile(c0=1, c1=0, c2=0)), BLOCK, 16)
     with pytest.raises(InvalidRequest):
         machine.reserve("r", 2 * BLOCK, 0.0)
-
-
-def test_one_sequence_alone_steps_as_its_profile_says() -> None:
-    """Three tokens after a landing at 2 s, by hand: steps of 1 + 0.5·context seconds with 5, 6 and 7 tokens."""
-    profile = model(8, 4, DecodeProfile(c0=1.0, c1=0.0, c2=0.5))
-    machine = DecodeMachine(profile, BLOCK, 16)
-    assert machine.reserve("r", 4, 0.0) == [Granted("r")]
-    assert machine.land("r", 4, 3, 1.0, 2.0) == []
-    assert machine.wake_at == 2.0 + 3.5 + 4.0 + 4.5
-    (finished,) = machine.advance(machine.wake_at)
-    assert isinstance(finished, Finished)
-    assert finished.gaps_s == [1.0 + 3.5, 4.0, 4.5]
-    token_at = (1.0, 5.5, 9.5, 14.0)
-    assert Timeline(0.0, token_at).gaps_s == finished.gaps_s
 
 
 def test_blocks_of_a_cancelled_landing_are_for_the_preempted_one_from_the_next_step_on() -> None:

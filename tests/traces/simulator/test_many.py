@@ -100,32 +100,6 @@ def test_a_broken_result_is_named(trace: TraceFile, tmp_path: Path) -> None:
             archive.read(RUNS[0])
 
 
-def test_what_cannot_be_simulated_is_refused_before_anything_is(
-    trace: TraceFile, tmp_path: Path
-) -> None:
-    wrong = Run(spec=replace(SPEC, num_decode=0))
-    with pytest.raises(ConfigError, match="--decode"):
-        done(trace, tmp_path / "runs", [RUNS[0], wrong])
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_trace_or_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    absent = TraceFile(path=tmp_path / "absent.jsonl")
-    with pytest.raises(ConfigError, match="absent"):
-        Archive.of(tmp_path / "runs", absent)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file"):
-        Archive.of(tmp_path / "file" / "runs", absent)
-
-
-def test_a_run_changes_the_trace_as_it_says() -> None:
-    records: list[TraceRecord] = [request(float(n), 3 * BLOCK, 7) for n in range(4)]
-    changed = Run(spec=SPEC, speedup=2.0, num_outputs=1, num_requests=3).records(records)
-    assert [record.arrived_s for record in changed] == [0.0, 0.5, 1.0]
-    assert [record.output_length for record in changed] == [1, 1, 1]
-    assert Run(spec=SPEC).records(records) == records
-
-
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_result_that_cannot_be_written_is_told(
     num_processes: int, trace: TraceFile, tmp_path: Path
@@ -153,3 +127,20 @@ def test_a_change_of_what_simulations_run_on_is_another_result(
         paths.add(archive.path(RUNS[0]))
     many.source_digest.cache_clear()
     assert len(paths) == 3
+
+
+def test_what_cannot_be_simulated_is_refused_before_anything_is(
+    trace: TraceFile, tmp_path: Path
+) -> None:
+    wrong = Run(spec=replace(SPEC, num_decode=0))
+    with pytest.raises(ConfigError, match="--decode"):
+        done(trace, tmp_path / "runs", [RUNS[0], wrong])
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_changes_the_trace_as_it_says() -> None:
+    records: list[TraceRecord] = [request(float(n), 3 * BLOCK, 7) for n in range(4)]
+    changed = Run(spec=SPEC, speedup=2.0, num_outputs=1, num_requests=3).records(records)
+    assert [record.arrived_s for record in changed] == [0.0, 0.5, 1.0]
+    assert [record.output_length for record in changed] == [1, 1, 1]
+    assert Run(spec=SPEC).records(records) == records

@@ -119,25 +119,6 @@ def test_flows_end_when_the_reference_says_so(jobs: list[Job]) -> None:
         assert end >= job.at + job.earliest_s
 
 
-def test_two_flows_share_a_link_and_the_second_speeds_up_when_the_first_ends() -> None:
-    """By hand: 10 bytes/s; 20 and 40 bytes begin together. 5 each until 4 s, then 10 for the last 20 bytes."""
-    network = Network({"in": 10.0})
-    first, _ = network.start(["in"], 20, 0.0), network.start(["in"], 40, 0.0)
-    assert network.wake_at == 4.0
-    assert network.advance(4.0) == [first]
-    assert network.wake_at == 6.0
-
-
-def test_kv_that_is_being_computed_takes_no_more_of_the_link_than_it_needs() -> None:
-    """A flow that may not end before 10 s leaves the rest of the link to others, and ends exactly then."""
-    network = Network({"in": 10.0})
-    streamed = network.start(["in"], 20, 0.0, not_before=10.0)
-    other = network.start(["in"], 40, 0.0)
-    assert network.wake_at == 5.0
-    assert network.advance(5.0) == [other]
-    assert network.advance(10.0) == [streamed]
-
-
 def test_a_cancelled_flow_leaves_its_share_to_others() -> None:
     network = Network({"in": 10.0})
     first, second = network.start(["in"], 100, 0.0), network.start(["in"], 100, 0.0)

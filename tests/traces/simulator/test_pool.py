@@ -27,16 +27,6 @@ def apply(known: dict[BlockKey, BlockKey], seq: int, changes: BlockChanges | Non
     return changes.next_seq
 
 
-def test_the_end_of_the_coldest_chain_goes_first() -> None:
-    store = Store(4, 0, "lru")
-    store.put(chain(1, 2), 0)
-    store.put(chain(3, 4), 0)
-    store.let_go(store.hold(chain(1)))
-    store.put(chain(5), 0)
-    assert store.present(chain(1, 2, 3, 4, 5)) == [True, False, True, True, True]
-    assert (store.num_evicted, store.prefix(chain(1, 2))) == (1, 1)
-
-
 def test_what_is_being_read_stays_and_new_blocks_are_refused() -> None:
     store = Store(2, 0, "lru")
     store.put(chain(1, 2), 0)
@@ -63,18 +53,6 @@ def test_what_memory_has_no_room_for_lies_on_disk_until_it_is_read() -> None:
     assert again.num_on_disk < 2
     store.let_go(again)
     store.validate()
-
-
-def test_another_life_of_a_machine_finds_its_disk() -> None:
-    before = Store(2, 4, "lru")
-    before.put(chain(1, 2, 3, 4), 0)
-    kept = [stored.key for stored in before.on_disk()]
-    assert len(kept) == 2
-    after = Store(2, 4, "lru")
-    after.restore(before.on_disk())
-    assert after.present(kept) == [True, True]
-    assert len(after) == 2
-    after.validate()
 
 
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
@@ -121,3 +99,13 @@ def test_whoever_follows_the_changes_knows_what_is_here(
     for key, parent in known.items():
         number = int.from_bytes(key, "little") - 1
         assert parent == (NO_PARENT if number < 100 else key_of(number // 10))
+
+
+def test_the_end_of_the_coldest_chain_goes_first() -> None:
+    store = Store(4, 0, "lru")
+    store.put(chain(1, 2), 0)
+    store.put(chain(3, 4), 0)
+    store.let_go(store.hold(chain(1)))
+    store.put(chain(5), 0)
+    assert store.present(chain(1, 2, 3, 4, 5)) == [True, False, True, True, True]
+    assert (store.num_evicted, store.prefix(chain(1, 2))) == (1, 1)

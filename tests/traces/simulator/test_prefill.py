@@ -52,18 +52,6 @@ def test_a_prompt_is_computed_in_chunks_from_where_its_prefix_ends() -> None:
     machine.validate()
 
 
-def test_a_prefix_that_loads_while_others_compute_delays_nobody() -> None:
-    machine = PrefillMachine(PROFILE, chunk_tokens=100)
-    machine.submit(prompt("a", 10, 1), 0.0)
-    prepared(machine, "a", 0.0)
-    machine.submit(prompt("b", 10, 2, at=1.0), 1.0)
-    assert prepared(machine, "b", 6.0, cached=4) == []
-    outcomes = machine.advance(10.0)
-    begun = [outcome for outcome in outcomes if isinstance(outcome, ChunkBegun)]
-    assert [(chunk.first, chunk.ends_at) for chunk in begun] == [(4, 16.0)]
-    assert begun[0].prompt.load_s == 0.0
-
-
 def test_a_prefix_that_takes_longer_delays_its_prompt_by_the_rest() -> None:
     """`a` computes until 10 s; `b`'s prefix is there at 13 s: 3 s of load, nothing else is lost."""
     machine = PrefillMachine(PROFILE, chunk_tokens=100)
@@ -90,17 +78,10 @@ def test_a_later_prompt_that_is_ready_does_not_wait_for_an_earlier_one_that_load
     assert [type(outcome) for outcome in outcomes] == [Computed, ChunkBegun]
 
 
-def test_only_a_few_prompts_are_prepared_ahead() -> None:
+def test_a_few_prompts_are_prepared_ahead_and_one_that_overtakes_them_too() -> None:
     machine = PrefillMachine(PROFILE, chunk_tokens=100)
-    prepares = [machine.submit(prompt(f"p{i}", 10, i), 0.0) for i in range(PREPARED_AHEAD + 3)]
-    assert sum(map(len, prepares)) == PREPARED_AHEAD
-    machine.validate()
-
-
-def test_what_a_prompt_overtakes_does_not_keep_it_from_being_prepared() -> None:
-    machine = PrefillMachine(PROFILE, chunk_tokens=100)
-    for number in range(PREPARED_AHEAD + 1):
-        machine.submit(prompt(f"p{number}", 10, order=10 + number), 0.0)
+    waiting = (prompt(f"p{number}", 10, order=10 + number) for number in range(PREPARED_AHEAD + 3))
+    assert sum(len(machine.submit(each, 0.0)) for each in waiting) == PREPARED_AHEAD
     (prepare,) = machine.submit(prompt("short", 1, order=1), 0.0)
     assert isinstance(prepare, Prepare)
     assert prepare.prompt.request_id == "short"
@@ -121,24 +102,6 @@ def test_a_prompt_of_lower_rank_goes_between_the_chunks_of_one_that_runs() -> No
                 ends[outcome.prompt.request_id] = at
         machine.validate()
     assert ends == {"short": 7.0, "long": 12.0}
-
-
-def test_a_group_computes_a_prompt_as_a_pipeline() -> None:
-    """By hand: 4 machines, 4 chunks of 4 s: the first takes 4 × 1 s, each further one comes 1 s later: 7 s, not 16."""
-    machine = PrefillMachine(PROFILE, chunk_tokens=4, num_stages=4)
-    machine.submit(prompt("a", 16), 0.0)
-    (first,) = prepared(machine, "a", 0.0)
-    assert isinstance(first, ChunkBegun)
-    assert first.ends_at == 4.0
-    ends = []
-    while (now := machine.wake_at) is not None:
-        for outcome in machine.advance(now):
-            if isinstance(outcome, ChunkBegun):
-                ends.append(outcome.ends_at)
-            elif isinstance(outcome, Computed):
-                assert now == 7.0
-        machine.validate()
-    assert ends == [5.0, 6.0, 7.0]
 
 
 def test_a_cancelled_prompt_is_never_computed() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from conductor.roles.controller import RoleTerms
-from protocol.errors import ConfigError
 from tests.traces.simulator.small import request, run_checked, spec
 from traces.format import TraceRecord
 from traces.simulator.results import End
 from traces.simulator.run import simulate
-from traces.simulator.spec import Fault
 
 SOON = RoleTerms(hold_s=2.0, cool_down_s=10.0)
 
@@ -43,14 +39,3 @@ def test_prefill_machines_with_nothing_to_do_help_to_decode() -> None:
     result = simulate(spec(num_prefill=3, num_decode=1, roles=SOON), records)
     assert {outcome.end for outcome in result.outcomes} == {End.COMPLETED}
     assert result.counters["role_changes"] == 1
-
-
-def test_machines_keep_their_roles_where_nothing_is_to_be_gained() -> None:
-    cluster, _ = run_checked(spec(num_prefill=2, num_decode=2, roles=SOON), prompts(60, 0.5))
-    assert cluster.counters["role_changes"] == 0
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    for changes in ({"faults": (Fault(instance="prefill-0", at_s=1.0),)}, {"prefill_group": 2}):
-        with pytest.raises(ConfigError, match="role-switching"):
-            spec(roles=SOON, **changes).check()

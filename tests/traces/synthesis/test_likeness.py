@@ -18,7 +18,7 @@ from tests.traces.synthesis.laws import check_laws
 from tests.traces.synthesis.test_threads import specs
 from traces.analysis.statistics import analyze
 from traces.format import TraceRecord, read_checked
-from traces.synthesis.likeness import Fit, Stretch, fit, records_like
+from traces.synthesis.likeness import Fit, fit, records_like
 from traces.synthesis.threads import requests_of
 from traces.synthesis.workload import ArrivalSpec, WorkloadSpec
 
@@ -55,7 +55,7 @@ def assert_as_popular(given_trace: dict[str, Any], likeness: dict[str, Any]) -> 
         assert high <= max(low * factor, low + 1), point
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_statistics_of_a_small_trace_carry_over(small: list[TraceRecord], seed: int) -> None:
     records = list(islice(records_like(fit(small), Random(seed)), len(small)))
     check_laws(records)
@@ -64,11 +64,10 @@ def test_the_statistics_of_a_small_trace_carry_over(small: list[TraceRecord], se
 
 @needs_trace
 @pytest.mark.trace
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.slow
-def test_the_statistics_of_the_public_trace_carry_over(seed: int) -> None:
+def test_the_statistics_of_the_public_trace_carry_over() -> None:
     given_trace = read_checked(TRACE)
-    records = list(islice(records_like(fit(given_trace), Random(seed)), len(given_trace)))
+    records = list(islice(records_like(fit(given_trace), Random(0)), len(given_trace)))
     check_laws(records)
     mine, other = analyze(given_trace), analyze(records)
     assert_alike(mine, other)
@@ -92,7 +91,7 @@ def test_a_longer_trace_goes_on_like_the_second_half(small: list[TraceRecord]) -
 def test_more_users_think_as_long_as_before(small: list[TraceRecord]) -> None:
     """Four times the rate: sessions' gaps stay, the cache needs more room for the same hits."""
     model = fit(small)
-    records = until(model, model.duration_s, stretch=Stretch(rate=4))
+    records = until(model, model.duration_s, rate=4)
     check_laws(records)
     mine, other = analyze(small), analyze(records)
     assert other["arrivals"]["mean_rate"] == pytest.approx(4 * model.rate, rel=0.15)
@@ -100,21 +99,6 @@ def test_more_users_think_as_long_as_before(small: list[TraceRecord]) -> None:
     assert other["sessions"]["turn_gap_s"]["p50"] == pytest.approx(gap_s, rel=0.15)
     assert other["cache_ratio"] == pytest.approx(mine["cache_ratio"], abs=0.03)
     assert other["lru"]["curve"][0]["hit_ratio"] < mine["lru"]["curve"][0]["hit_ratio"] - 0.02
-
-
-def test_lengths_scale_with_what_is_shared(small: list[TraceRecord]) -> None:
-    """Three times as long: ratios of hits differ only by what rounding to blocks loses."""
-    stretch = Stretch(lengths=3, outputs=0.5)
-    records = list(islice(records_like(fit(small), Random(0), stretch=stretch), len(small)))
-    check_laws(records)
-    mine, other = analyze(small), analyze(records)
-    assert other["input_length"]["mean"] == pytest.approx(
-        3 * mine["input_length"]["mean"], rel=0.04
-    )
-    assert other["output_length"]["mean"] == pytest.approx(
-        mine["output_length"]["mean"] / 2, rel=0.02
-    )
-    assert other["cache_ratio"] == pytest.approx(mine["cache_ratio"], abs=0.05)
 
 
 def test_arrivals_can_be_replaced(small: list[TraceRecord]) -> None:
@@ -126,8 +110,8 @@ def test_arrivals_can_be_replaced(small: list[TraceRecord]) -> None:
     assert arrivals["mean_rate"] == pytest.approx(2)
 
 
-def until(model: Fit, duration_s: float, stretch: Stretch | None = None) -> list[TraceRecord]:
-    records = records_like(model, Random(0), stretch=stretch)
+def until(model: Fit, duration_s: float, rate: float = 1.0) -> list[TraceRecord]:
+    records = records_like(model, Random(0), rate=rate)
     return list(takewhile(lambda record: record.arrived_s < duration_s, records))
 
 
@@ -135,18 +119,16 @@ def until(model: Fit, duration_s: float, stretch: Stretch | None = None) -> list
 @given(
     specs(),
     st.integers(0, 3),
-    st.builds(
-        Stretch, rate=st.floats(0.1, 10), lengths=st.floats(0.05, 4), outputs=st.floats(0.1, 2)
-    ),
+    st.floats(0.1, 10),
     st.integers(1, 300),
 )
 def test_the_likeness_of_any_trace_obeys_the_format(
-    spec: WorkloadSpec, seed: int, stretch: Stretch, remembered: int
+    spec: WorkloadSpec, seed: int, rate: float, remembered: int
 ) -> None:
     model = fit(list(islice(requests_of(spec, Random(seed)), 120)))
 
     def made() -> list[TraceRecord]:
-        records = records_like(model, Random(seed), stretch=stretch, remembered=remembered)
+        records = records_like(model, Random(seed), rate=rate, remembered=remembered)
         return list(islice(records, 300))
 
     check_laws(made())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,11 +48,6 @@ def test_a_chain_is_the_head_of_another_and_new_ids(steps: list[tuple[int, int]]
         assert chains[-1].length == len(lists[-1])
 
 
-def test_a_head_longer_than_the_chain_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 ids has no head of 3"):
-        BlockIds().extend(Chain(), 2).head(3)
-
-
 @given(st.integers(0, 1_000), st.integers(1, 30))
 def test_only_the_latest_prompts_are_remembered(seed: int, limit: int) -> None:
     random, ids, past = Random(seed), BlockIds(), Past(limit)
@@ -72,15 +66,6 @@ def test_only_the_latest_prompts_are_remembered(seed: int, limit: int) -> None:
     assert found is None or found.arrived_s >= 100 - limit
 
 
-def test_of_equal_prompts_the_one_of_the_wished_age_is_found() -> None:
-    past, ids = Past(), BlockIds()
-    for at_s in range(0, 100, 10):
-        past.add(prompt(at_s, ids.extend(Chain(), 4)))
-    found = past.session(wish(4, age_s=31, turn=1))
-    assert found is not None
-    assert found.arrived_s == 70
-
-
 def test_a_prompt_that_another_has_extended_is_not_extended_again() -> None:
     past, ids = Past(), BlockIds()
     past.add(prompt(0, ids.extend(Chain(), 4)))
@@ -89,18 +74,3 @@ def test_a_prompt_that_another_has_extended_is_not_extended_again() -> None:
     first.taken = 4
     assert past.session(wish(4, age_s=100, turn=1)) is None
     assert past.private(wish(3, age_s=100, left=1)) is None
-
-
-def test_prompts_of_another_trunk_are_not_found() -> None:
-    past = Past()
-    past.add(prompt(0, BlockIds().extend(Chain(), 4), trunk=7))
-    assert past.session(wish(4, age_s=100, turn=1)) is None
-
-
-def test_a_popular_prefix_is_found_by_its_depth() -> None:
-    past, ids = Past(), BlockIds()
-    past.add(prompt(0, ids.extend(Chain(), 9), shared=3, uses=5))
-    past.add(prompt(1, ids.extend(Chain(), 9), shared=6, uses=5))
-    found = past.popular(wish(6, age_s=100))
-    assert found is not None
-    assert found.arrived_s == 1

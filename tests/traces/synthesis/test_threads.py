@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
 from tests.traces.synthesis.laws import check_laws
 from traces.analysis.statistics import analyze
 from traces.format import TraceRecord
 from traces.synthesis import threads
-from traces.synthesis.threads import geometric, requests_of
+from traces.synthesis.threads import requests_of
 from traces.synthesis.workload import PRESETS, ArrivalSpec, Constant, Draws, LogNormal, WorkloadSpec
 
 
@@ -127,14 +126,6 @@ def test_threads_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.validate()
 
 
-def test_geometric_numbers_have_the_mean() -> None:
-    random = Random(1)
-    assert sum(geometric(2.5, random) for _ in range(20_000)) / 20_000 == pytest.approx(
-        2.5, rel=0.03
-    )
-    assert {geometric(1.0, random) for _ in range(100)} == {1}
-
-
 # name → requests, mean input, mean output, cache ratio, as published
 TABLE_2 = {
     "conversation": (12_031, 12_035, 343, 0.40),
@@ -154,22 +145,3 @@ def test_presets_have_the_published_figures(name: str) -> None:
     assert statistics["output_length"]["mean"] == pytest.approx(mean_output, rel=0.04)
     assert statistics["cache_ratio"] == pytest.approx(cache_ratio, abs=0.04)
     assert statistics["arrivals"]["duration_s"] == pytest.approx(3600, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("spec", "complaint"),
-    [
-        (WorkloadSpec(session_share=0.7, document_share=0.4), "more than 1"),
-        (WorkloadSpec(system_share=1.5), "--system-share"),
-        (WorkloadSpec(turns=0.5), "--turns"),
-        (WorkloadSpec(num_requests=0), "--requests"),
-        (WorkloadSpec(system_zipf=-1), "--system-zipf"),
-        (WorkloadSpec(arrivals=ArrivalSpec(rate=0)), "--rate"),
-        (WorkloadSpec(arrivals=ArrivalSpec(rate=1, burstiness=0)), "--burstiness"),
-        (WorkloadSpec(arrivals=ArrivalSpec(rate=1, diurnal_amplitude=2)), "--diurnal-amplitude"),
-        (WorkloadSpec(arrivals=ArrivalSpec(rate=float("nan"))), "--rate"),
-    ],
-)
-def test_impossible_descriptions_are_refused(spec: WorkloadSpec, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        spec.check()
