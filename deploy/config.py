@@ -66,6 +66,16 @@ class ServeConfig(
         1,
         help="processes that prefill every prompt together, as one prefill worker, each with a share of the layers",
     )
+    tensor_parallel_size: int = option(
+        1,
+        help="processes that compute every step together, as one worker, each with a share of every layer",
+    )
+    prefill_tensor_parallel_size: int | None = option(
+        None, help="--tensor-parallel-size of prefill workers, where it is another one"
+    )
+    decode_tensor_parallel_size: int | None = option(
+        None, help="--tensor-parallel-size of decode workers, where it is another one"
+    )
     store_reads: str = _of(PrefillConfig, "store_reads")
     layered_loads: str = _of(PrefillConfig, "layered_loads")
     decode_workers: int = option(1, help="number of decode workers")
@@ -168,6 +178,7 @@ class ServeConfig(
             "gateways",
             "prefill_workers",
             "pipeline_parallel_size",
+            "tensor_parallel_size",
             "decode_workers",
             "block_size",
             "max_num_batched_tokens",
@@ -185,16 +196,21 @@ class ServeConfig(
                 raise ConfigError(message)
 
     def _out_of_range(self) -> Iterator[tuple[bool, str]]:
+        sizes = self.tensor_parallel_sizes
         yield not 0 <= self.port < 65536, f"--port {self.port} is not between 0 and 65535"
         nice = self.worker_nice
         yield not 0 <= nice <= 19, f"--worker-nice {nice} is not between 0 and 19"
         yield self.store_nodes < 0, "--store-nodes must not be negative"
+        yield min(sizes) < 1, "a tensor-parallel size is at least 1"
         yield (
             self.max_num_batched_tokens < self.max_num_seqs,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
             f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token",
         )
-        yield self.threads_per_worker < 1, "--num-threads must be at least 1"
+        yield (
+            self.num_threads is not None and self.num_threads < max(sizes),
+            f"--num-threads {self.num_threads} is below the {max(sizes)} ranks of a worker",
+        )
         budget = self.kv_memory_budget
         yield (
             budget is not None and self.memory_floor * self.num_workers > budget,
@@ -205,14 +221,19 @@ class ServeConfig(
     def _excluded(self) -> Iterator[tuple[bool, str]]:
         """Options that need others, or do not go with them."""
         switches, is_group = self.role_switching == "on", self.pipeline_parallel_size > 1
-        conditional = self.conditional_disaggregation == "on"
+        conditional, sizes = self.conditional_disaggregation == "on", self.tensor_parallel_sizes
         pipeline = "does not go with --pipeline-parallel-size above 1"
         yield (
             switches and conditional,
             "--role-switching and --conditional-disaggregation exclude each other",
         )
         yield switches and is_group, f"--role-switching {pipeline}"
+        yield sizes[0] > 1 and is_group, f"--tensor-parallel-size {pipeline}"
         yield self.is_elastic and is_group, f"elastic KV memory {pipeline}"
+        yield (
+            switches and sizes != (self.tensor_parallel_size,) * 2,
+            "with --role-switching all workers have the same --tensor-parallel-size",
+        )
         yield (
             bool(self.async_scheduling) and (self.is_elastic or conditional),
             "--async-scheduling does not go with elastic KV memory or --conditional-disaggregation",
@@ -252,6 +273,17 @@ class ServeConfig(
     def store_stop_grace_s(self) -> float:
         """How long a store node may take to stop."""
         return STOP_GRACE_S + (self.ssd_flush_s if self.ssd is not None else 0.0)
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, int]:
+        """Of a prefill and of a decode worker."""
+        prefill, decode = self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
+        both = self.tensor_parallel_size
+        return both if prefill is None else prefill, both if decode is None else decode
+
+    def threads_of(self, tensor_parallel_size: int) -> int:
+        """Compute threads of a worker of so many ranks, each of which has one at least."""
+        return max(self.threads_per_worker, tensor_parallel_size)
 
     @property
     def threads_per_worker(self) -> int:

@@ -145,12 +145,14 @@ def worker_spec(
     share: float | None = None,
 ) -> ProcessSpec:
     """`home`: the store node beside it; `share`: of its GPU's memory, where that is not what the configuration says."""
+    size = config.tensor_parallel_sizes[0 if role is Role.PREFILL else 1]
     values = {
         **site.listening,
         "conductor": site.conductor,
         "model": site.model_path,
         "drain_timeout_s": str(site.drain_s),
-        "num_threads": str(config.threads_per_worker),
+        "tensor_parallel_size": str(size),
+        "num_threads": str(config.threads_of(size)),
     }
     ledger = config.kv_memory_ledger or site.ledger
     if config.kv_memory_budget is not None and ledger is not None:

@@ -26,9 +26,11 @@ from engine.grammar_masks import GrammarMasks
 from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
+from engine.parts import Stage, split
 from engine.scoring import score_prompts
-from engine.stage import Stage, split
+from engine.step import Step
 from engine.step_builder import StepBuilder
+from engine.tensor_parallel.team import Leading, Team
 from engine.weights import Progress, load_weights
 from protocol.errors import ConfigError
 from protocol.ids import BlockId
@@ -49,6 +51,7 @@ class Engine:
         pool: KvPool,
         fingerprint: str,
         stage: Stage | None = None,
+        team: Team | None = None,
         outside: memoryview | None = None,
         grammars: GrammarMasks | None = None,
     ) -> None:
@@ -66,7 +69,9 @@ class Engine:
         self._model = model
         self._attention = attention
         self._pool = pool
+        self.team = team
         self.grammars = grammars
+        self._leading: Leading | None = None
         self._builder = StepBuilder(
             self.layout,
             self.stage,
@@ -89,6 +94,7 @@ class Engine:
         num_blocks: int,
         memory: memoryview | None = None,
         stage: Stage | None = None,
+        team: Team | None = None,
         dtype: str | None = None,
         device: str = "cpu",
         num_threads: int = 1,
@@ -108,13 +114,15 @@ class Engine:
         own, and what is in `memory` goes there and comes from there by way of `make_staging`.
 
         `stage`: only these layers are loaded and have KV in `memory`; `config` and `layout` are the whole model's, as
-        the fingerprint is, which is equal at all stages."""
+        the fingerprint is, which is equal at all stages. `team`: only this rank's share is loaded, and of `memory`,
+        which all ranks have, only its heads are written."""
         set_threads(num_threads)
         place = find_device(CPU if device == STAGED else device)
         is_staged = device == STAGED or (place.type == "cuda" and memory is not None)
         own = stage or split(config.num_layers, 1)[0]
         triton = place.type == "cuda" or "triton" in (kernels, attention)
-        _require_possible(layout, own, apart=device != CPU, triton=triton)
+        _require_possible(layout, own, team, apart=device != CPU, triton=triton)
+        shard = None if team is None else team.shard
         dtype = dtype or layout.dtype
         weights = load_weights(
             model_path,
@@ -124,30 +132,33 @@ class Engine:
             progress=progress,
             device=place,
             stage=own,
+            shard=shard,
         )
         config = config.of_layers(own.layers)
+        part, heads = (config, None) if shard is None else (shard.of(config), shard.kv_heads)
         own_layout = layout.of_layers(config.num_layers)
         inside = None if is_staged else memory
-        pool = KvPool(own_layout, num_blocks, inside, place, dtype)
+        pool = KvPool(own_layout, num_blocks, inside, place, heads, dtype)
         layers = make_kernels(
             kernels,
-            config,
+            part,
             weights,
             pool,
             num_threads=num_threads,
             cache_folder=cache_folder,
             compiling=partial(_tell_compiling, progress),
+            sums=None if team is None else team.ranks,
         )
-        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
+        geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder, crew_of(layers))
-        plain = Model(config, layers, backend, gives_logits=own.is_last)
+        plain = Model(part, layers, backend, gives_logits=own.is_last, share=team)
         model = with_graphs(plain, config, pool)
         identity = make_fingerprint(weights.digest, layout, dtype)
         outside = memory if is_staged else None
         grammars = GrammarMasks(
             model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
-        return cls(config, model, backend, pool, identity, own, outside, grammars)
+        return cls(config, model, backend, pool, identity, own, team, outside, grammars)
 
     @property
     def is_staged(self) -> bool:
@@ -158,6 +169,10 @@ class Engine:
         """A way of its own between the pool and the memory that `load` was given, for one caller."""
         assert self._outside is not None, "the pool is in that memory"
         return HostStaging(self._pool, self._outside)
+
+    def lead(self, leading: Leading) -> None:
+        """From now on the other ranks of the team are told each step."""
+        self._leading = leading
 
     def execute(
         self,
@@ -204,9 +219,10 @@ class Engine:
                 self._builder.find_dirty(ordered) if self._attention.reads_whole_blocks else None
             )
             with self._hooks(ordered, on_layer, before_attention) as hook:
-                if dirty is not None:
-                    self._pool.clear(dirty)
-                output = self._model.forward(step, hook)
+                if self._leading is None:
+                    output = self.run(step, dirty, hook)
+                else:
+                    output = self._leading.run(self.run, step, dirty, hook)
             if self.stage.is_last:
                 allowed = None if masks is None else masks.result()
                 output = score_prompts(output, ordered)
@@ -241,6 +257,19 @@ class Engine:
         blocks = (s.block_table[s.start // size : self.layout.blocks_for(s.end)] for s in slices)
         return list(dict.fromkeys(chain.from_iterable(blocks)))
 
+    def run(
+        self,
+        step: Step,
+        dirty: torch.Tensor | None,
+        on_layer: OnLayer | None = None,
+    ) -> torch.Tensor:
+        """A step that is checked and laid out: `execute` calls it, and a rank that does as another one says. `dirty`:
+        slots to be zeroed before. What `ForwardPass.forward` gives."""
+        with torch.inference_mode():
+            if dirty is not None:
+                self._pool.clear(dirty)
+            return self._model.forward(step, on_layer)
+
 
 def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
     if first is None or second is None:
@@ -253,10 +282,14 @@ def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
     return call
 
 
-def _require_possible(layout: KvLayout, stage: Stage, *, apart: bool, triton: bool) -> None:
+def _require_possible(
+    layout: KvLayout, stage: Stage, team: Team | None, *, apart: bool, triton: bool
+) -> None:
     """Raises ConfigError for what does not go together. `apart`: the KV is in memory of a device's own."""
     if stage.size > 1 and apart:
         raise ConfigError("a pipeline's stages compute on CPUs: --device cpu")
+    if team is not None and (stage.size > 1 or apart):
+        raise ConfigError("ranks share whole models, on CPUs: --device cpu")
     if layout.is_quantised and triton:
         raise ConfigError(f"KV in {layout.dtype} is for CPUs: the Triton kernels do not read it")
 

@@ -1,5 +1,5 @@
-"""The bytes of the KV pool as tensors: per layer a K and a V `[num_blocks, block_size, kv_heads, head_dim]`.
-Where K and V are quantised, heads are rows of bytes, `head_bytes` long.
+"""The bytes of the KV pool as tensors: per layer a K and a V `[num_blocks, block_size, kv_heads, head_dim]`, or a range
+of these heads. Where K and V are quantised, heads are rows of bytes, `head_bytes` long.
 
 The memory belongs to whoever registered it with the transfer engine; here are only views, at exactly the offsets that
 `protocol.layout` gives to everyone else. A pool on a GPU has the same layout there; `engine.staging` is the way between
@@ -60,7 +60,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KvPool:
-    """Views of one pool. `slot` = block · block_size + place in the block.
+    """Views of one pool, or of the KV heads in it that a rank has. `slot` = block · block_size + place in the block.
     `memory` is the host's; that of a pool on a GPU is empty."""
 
     def __init__(
@@ -69,9 +69,10 @@ class KvPool:
         num_blocks: int,
         memory: memoryview | None = None,
         device: torch.device | None = None,
+        heads: range | None = None,
         dtype: str | None = None,
     ) -> None:
-        """`dtype`: what K and V are computed in; None = the layout's own, which is
+        """`heads`: contiguous; all when None. `dtype`: what K and V are computed in; None = the layout's own, which is
         then not quantised."""
         needed = layout.pool_bytes(num_blocks)
         self.layout = layout
@@ -86,6 +87,7 @@ class KvPool:
                 f"the KV pool needs {needed} writable bytes, not {memory.nbytes}"
                 f"{' read-only ones' if memory.readonly else ''}"
             )
+        self._heads = heads or range(layout.num_kv_heads)
         self.dtype = dtype or layout.dtype
         self._code = CODES.get(layout.dtype)
         self._bytes = self._allocate(needed)
@@ -105,7 +107,8 @@ class KvPool:
         shape = (self.num_blocks, layout.block_size, layout.num_kv_heads, -1)
         offset = layout.pool_offset(self.num_blocks, piece, 0)
         own = self._bytes[offset : offset + self.num_blocks * layout.piece_bytes]
-        return own.view(TORCH_DTYPES.get(layout.dtype, torch.uint8)).view(shape)
+        heads = own.view(TORCH_DTYPES.get(layout.dtype, torch.uint8)).view(shape)
+        return heads[:, :, self._heads.start : self._heads.stop]
 
     @property
     def slot_stride(self) -> int:

@@ -16,6 +16,14 @@ from engine.kernels.base import Kernels
 from engine.step import Step
 
 
+class Share(Protocol):
+    """A rank's share of a model, and the others'."""
+
+    def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] from all ranks' parts of the vocabulary; at ranks but the first one nothing of use.
+        Raises PeerLost."""
+
+
 class ForwardPass(Protocol):
     """What an engine runs: `Model`, or one that replays it."""
 
@@ -23,7 +31,8 @@ class ForwardPass(Protocol):
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits `[rows, vocab]`, float32, until the next call; of a stage that is not the last one hidden states
-        `[tokens, hidden_size]`. `on_layer(l)` runs right after layer l's K and V are in the pool."""
+        `[tokens, hidden_size]`. `on_layer(l)` runs right after layer l's K and V are in the pool, all ranks' of them.
+        Raises PeerLost where another rank is lost."""
 
 
 class Model:
@@ -36,8 +45,10 @@ class Model:
         attention: Attention,
         *,
         gives_logits: bool = True,
+        share: Share | None = None,
     ) -> None:
-        """`gives_logits`: whether the last layer is among them; otherwise a pass gives hidden states."""
+        """`gives_logits`: whether the last layer is among them; otherwise a pass gives hidden states. `share`: of a
+        rank; None = the layers are whole."""
         self.kernels_name = kernels.name
         self.windows = frozenset(config.sliding_windows)  # that any layer has
         self._windows = config.sliding_windows
@@ -45,6 +56,7 @@ class Model:
         self._attention = attention
         self._last = config.num_layers - 1 if gives_logits else None
         self._vocab_size = config.vocab_size
+        self._share = share
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """As `ForwardPass.forward`."""
@@ -61,13 +73,28 @@ class Model:
         work = self._kernels.begin(step)
         for layer, window in enumerate(self._windows):
             queries, keys, values = self._kernels.project(layer, work)
-            if on_layer is not None:
+            if on_layer is not None and self._share is None:
                 on_layer(layer)
             wanted = step.rows if layer == self._last else None
-            if wanted is not None and not len(wanted):  # here only K and V are ever looked at
-                return queries.new_empty((0, self._vocab_size), dtype=torch.float32)
+            if wanted is not None and not len(wanted) and self._share is None:
+                return self._no_logits(queries)  # of the last layer only K and V are ever looked at
             seen = self._attention.attend(layer, plans[window], queries, keys, values)
             if wanted is not None:
-                seen = self._kernels.keep(work, wanted, seen)
+                seen = self._kernels.keep(work, self._finished(wanted), seen)
             self._kernels.finish(layer, work, seen)
-        return self._kernels.hidden(work) if self._last is None else self._kernels.logits(work)
+            if on_layer is not None and self._share is not None:
+                on_layer(layer)
+            if wanted is not None and not len(wanted):
+                return self._no_logits(queries)
+        if self._last is None:
+            return self._kernels.hidden(work)
+        logits = self._kernels.logits(work)
+        return logits if self._share is None else self._share.whole_logits(logits)
+
+    def _no_logits(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((0, self._vocab_size), dtype=torch.float32)
+
+    def _finished(self, wanted: torch.Tensor) -> torch.Tensor:
+        """Rows that go through the last layer: those whose logits are wanted. Ranks meet in its sums, and know by that
+        that all have written their K and V, so that they take one along where nobody wants any."""
+        return wanted if len(wanted) or self._share is None else wanted.new_zeros(1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from engine.config import ModelConfig
 from engine.elastic.pages import Paging
+from engine.parts import Stage, split
 from engine.replica_config import DEFAULT_KV_BYTES, ReplicaConfig
-from engine.stage import Stage, split
 from protocol.errors import ConfigError
 from protocol.layout import KvLayout
 

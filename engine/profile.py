@@ -104,7 +104,9 @@ def measure_cached(
     if kept is None:
         # All workers of a host start, and measure, at the same time: the time of others is not to be kept for good.
         # Beside a GPU, and where several threads work, processor time says nothing.
-        is_alone = torch.get_num_threads() == 1 and engine.device.type == "cpu"
+        is_alone = (
+            torch.get_num_threads() == 1 and engine.team is None and engine.device.type == "cpu"
+        )
         clock = time.process_time if is_alone else time.perf_counter
         kept = measure(engine, chunk_tokens=chunk_tokens, clock=clock)
         _write(path, kept)
@@ -247,6 +249,7 @@ def _identity(engine: Engine, chunk_tokens: int) -> str:
         processor(),
         torch.get_num_threads(),
         *(() if engine.device.type == "cpu" else (torch.cuda.get_device_name(engine.device),)),
+        *(() if engine.team is None else (engine.team.shard.size,)),
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

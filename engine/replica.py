@@ -31,6 +31,8 @@ from protocol.wire import endpoint_to_wire, to_message
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.runtime import EngineThread
+    from engine.tensor_parallel.processes import RankProcesses
+    from engine.tensor_parallel.team import Team
 
 Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
 
@@ -85,13 +87,20 @@ class Replica:
         )
 
 
+class FileMemory(ElasticMemory, Protocol):
+    """Memory with a descriptor that other ranks can map."""
+
+    @property
+    def fd(self) -> int: ...
+
+
 class Memory(Protocol):
     """Where a replica's KV lies: a segment of the transfer engine."""
 
     @property
     def buffer(self) -> memoryview: ...
     @property
-    def memory(self) -> ElasticMemory | None: ...
+    def memory(self) -> FileMemory | None: ...
 
 
 M = TypeVar("M", bound=Memory)
@@ -106,17 +115,32 @@ async def loaded_replica(
     rank: int = 0,
     num_stages: int = 1,
 ) -> AsyncIterator[tuple[Replica, M]]:
-    """As `load_replica`; its engine's thread ends with the block."""
-    replica, memory = await load_replica(
-        config, allocate, lifecycle, rank=rank, num_stages=num_stages
-    )
-    with contextlib.closing(replica.thread):
-        try:
-            yield replica, memory
-        finally:
-            replica.staging.close()
-            if replica.elasticity is not None:
-                replica.elasticity.close()
+    """As `load_replica`; its engine's thread and the ranks behind it end with the block. When a rank is lost,
+    `lifecycle` is told to stop, and PeerLost raised at the block's end."""
+    async with _other_ranks(config, lifecycle) as others:
+        replica, memory = await load_replica(
+            config, allocate, lifecycle, rank=rank, num_stages=num_stages, others=others
+        )
+        with contextlib.closing(replica.thread):
+            try:
+                yield replica, memory
+            finally:
+                replica.staging.close()
+                if replica.elasticity is not None:
+                    replica.elasticity.close()
+
+
+@contextlib.asynccontextmanager
+async def _other_ranks(
+    config: ReplicaConfig, lifecycle: Lifecycle
+) -> AsyncIterator[RankProcesses | None]:
+    if config.tensor_parallel_size == 1:
+        yield None
+        return
+    from engine.tensor_parallel.processes import other_ranks  # imports torch
+
+    async with other_ranks(config, lifecycle) as others:
+        yield others
 
 
 async def load_replica(
@@ -126,9 +150,11 @@ async def load_replica(
     *,
     rank: int = 0,
     num_stages: int = 1,
+    others: RankProcesses | None = None,
 ) -> tuple[Replica, M]:
     """The replica, or one stage of a pipeline of several, and the memory that it had `allocate` make for its KV. Of a
-    pipeline the first stage's speed is measured, which is the pace of all. Raises ConfigError."""
+    pipeline the first stage's speed is measured, which is the pace of all. `others`: the ranks behind this one, where
+    there are more. Raises ConfigError."""
     lifecycle.progress("reading configuration")
     path = await asyncio.to_thread(resolve_model, config.model)
     model = load_model_config(path)
@@ -136,10 +162,16 @@ async def load_replica(
     room = await asyncio.to_thread(_room, config, model, device)
     plan = plan_pool(config, model, rank=rank, num_stages=num_stages, room=room)
     lifecycle.progress("allocating memory")
-    memory = await asyncio.to_thread(_allocate, allocate, plan)
+    memory = await asyncio.to_thread(_allocate, allocate, plan, is_shared=others is not None)
+    team = None
+    if others is not None:
+        assert memory.memory is not None
+        team = await others.start(model, num_blocks=plan.num_blocks, pool_fd=memory.memory.fd)
     thread = await asyncio.to_thread(
-        _load, path, model, config, plan, device, memory.buffer, lifecycle.progress
+        _load, path, model, config, plan, device, memory.buffer, lifecycle.progress, team
     )
+    if others is not None:
+        await others.join(thread.engine)
     profiles = conductor_pb2.PrefillProfile(), conductor_pb2.DecodeProfile()
     if plan.stage.is_first:
         lifecycle.progress("measuring")
@@ -174,12 +206,16 @@ def _room(config: ReplicaConfig, model: ModelConfig, device: str) -> Room:
     return room_on_gpu(config, model)
 
 
-def _allocate(allocate: Callable[..., M], plan: PoolPlan) -> M:
+def _allocate(allocate: Callable[..., M], plan: PoolPlan, *, is_shared: bool) -> M:
+    """`is_shared`: other ranks map it, which sealed memory does not allow."""
     nbytes = plan.own_layout.pool_bytes(plan.num_blocks)
     try:
-        return (
-            allocate(nbytes) if plan.paging is None else allocate(nbytes, elastic=True, name="kv")
-        )
+        if plan.paging is None and not is_shared:
+            return allocate(nbytes)
+        memory = allocate(nbytes, elastic=True, name="kv")
+        if plan.paging is None and memory.memory is not None:
+            memory.memory.populate(0, nbytes)
+        return memory
     except (OSError, MemoryError) as error:
         raise ConfigError(f"{nbytes} bytes of KV: {error}; lower --kv-cache-memory") from error
 
@@ -192,6 +228,7 @@ def _load(
     device: str,
     memory: memoryview,
     progress: Callable[[str, float], None],
+    team: Team | None,
 ) -> EngineThread:
     # Here and below, so that a wrong option is told before torch is imported.
     from engine.engine import Engine
@@ -204,9 +241,10 @@ def _load(
         num_blocks=plan.num_blocks,
         memory=memory,
         stage=plan.stage,
+        team=team,
         dtype=plan.dtype,
         device=device,
-        num_threads=config.num_threads,
+        num_threads=config.threads_per_rank,
         kernels=config.kernels,
         attention=config.kernels,
         load_format=config.load_format,

@@ -87,6 +87,11 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         False, help="clear the memory of KV blocks before another request gets them"
     )
     num_threads: int = option(1, help="compute threads")
+    tensor_parallel_size: int = option(
+        1,
+        help="ranks that compute every step together: processes of this host, each with a share of the heads, the MLP "
+        "and --num-threads, over one KV memory",
+    )
     cache_dir: str | None = option(
         None,
         help="folder that keeps compiled kernels and measured speeds; ~/.cache/moonserve when not given",
@@ -97,7 +102,10 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def __post_init__(self) -> None:
-        require_at_least_1(self, "block_size", "max_num_seqs", "num_threads")
+        require_at_least_1(
+            self, "block_size", "max_num_seqs", "num_threads", "tensor_parallel_size"
+        )
+        self._require_threads()
         self.check_ledger()
         require_share(self.gpu_memory_utilization)
         if not 0.0 <= self.reserved_kv_share < 1.0:
@@ -114,6 +122,7 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         wrong = [
             flag
             for flag, is_given in (
+                ("--tensor-parallel-size above 1", self.tensor_parallel_size > 1),
                 ("--pipeline-parallel-size above 1", self.num_stages > 1),
                 ("elastic KV memory", self.is_elastic),
                 ("--zero-kv-blocks", self.zero_kv_blocks),
@@ -127,6 +136,17 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         ]
         if wrong:
             raise ConfigError(f"{' and '.join(wrong)} go with --device cpu only, not {device}")
+
+    def _require_threads(self) -> None:
+        if self.num_threads < self.tensor_parallel_size:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} needs as many --num-threads, not "
+                f"{self.num_threads}: each rank computes in threads of its own"
+            )
+
+    @property
+    def threads_per_rank(self) -> int:
+        return self.num_threads // self.tensor_parallel_size
 
     @property
     def num_stages(self) -> int:

@@ -16,8 +16,8 @@ from engine.batch import HiddenStates, Slice
 from engine.cuda.streams import to_device
 from engine.drawn import BegunStep, Fed
 from engine.kv_pool import TORCH_DTYPES
+from engine.parts import Stage
 from engine.scoring import num_scored
-from engine.stage import Stage
 from engine.step import Step
 from protocol.errors import InvalidRequest
 from protocol.ids import BlockId, RequestId

@@ -19,7 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig
-from engine.stage import Stage, split
+from engine.parts import Shard, Stage, shards, split
 from protocol.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -52,18 +52,29 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A model, or one stage's share of it. With tied embeddings a whole model's `lm_head` is `embedding`."""
+    """A model, or one stage's or rank's share of it. With tied embeddings a whole model's `lm_head` is `embedding`."""
 
     embedding: torch.Tensor  # [vocab, hidden]; no rows where the first stage is another one
     layers: Sequence[LayerWeights]  # the stage's
     norm: torch.Tensor
-    lm_head: torch.Tensor  # [vocab, hidden]; no rows where the last stage is another one
+    lm_head: torch.Tensor  # [vocab, hidden], a rank's rows; none where the last stage is another
     # Of all stored tensors, whatever the share: names, dtypes, shapes and bytes; and of `kv_identity`.
     digest: str
 
 
-_Places = dict[str, list[torch.Tensor]]
-"""Where each stored tensor goes, by its name."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a stored tensor of `shape` goes, or the part of it that is wanted."""
+
+    own: torch.Tensor
+    shape: list[int]
+    part: tuple[slice, ...] = ()
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.own.copy_(stored[self.part])
+
+
+_Places = dict[str, list[_Place]]
 
 
 def load_weights(
@@ -75,13 +86,14 @@ def load_weights(
     progress: Progress | None = None,
     device: torch.device | None = None,
     stage: Stage | None = None,
+    shard: Shard | None = None,
 ) -> Weights:
-    """The model's weights, or those of one stage, in `dtype` on `device`, the CPU when None. Raises ConfigError listing
-    what is missing, unexpected or misshapen."""
+    """The model's weights, or those of one stage or one rank's share of it, in `dtype` on `device`, the CPU when None.
+    Raises ConfigError listing what is missing, unexpected or misshapen."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     with device or torch.device("cpu"):
-        places, build = _allocate(config, dtype, stage or split(config.num_layers, 1)[0])
+        places, build = _allocate(config, dtype, stage, shard or shards(config, 1)[0])
     if load_format == "dummy":
         return build(_fill_randomly(config, places))
     return build(_fill_from_files(path, config, places, progress or (lambda _stage, _done: None)))
@@ -91,34 +103,42 @@ def load_weights(
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, stage: Stage
+    config: ModelConfig, dtype: torch.dtype, stage: Stage | None, shard: Shard
 ) -> tuple[_Places, Callable[[str], Weights]]:
     """Empty weights; the views of them that each stored tensor fills, by its name; and what completes them. What other
     stages have is read like the rest, for the digest, into tensors without memory."""
     places: _Places = {}
+    whole = stage or split(config.num_layers, 1)[0]
 
-    def vocabulary(name: str, is_own: bool) -> torch.Tensor:
+    def vocabulary(name: str, is_own: bool, tokens: range) -> torch.Tensor:
         with _elsewhere(not is_own):
-            tensor = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        places[name] = [tensor]
+            tensor = torch.empty(len(tokens), config.hidden_size, dtype=dtype)
+        stored = [config.vocab_size, config.hidden_size]
+        places[name] = [_Place(tensor, stored, (slice(tokens.start, tokens.stop),))]
         return tensor if is_own else torch.empty(0, config.hidden_size, dtype=dtype)
 
-    tied = config.tie_word_embeddings
-    embedding = vocabulary("model.embed_tokens.weight", stage.is_first or (tied and stage.is_last))
+    tied, tokens = config.tie_word_embeddings, range(config.vocab_size)
+    is_own = whole.is_first or (tied and whole.is_last)
+    embedding = vocabulary("model.embed_tokens.weight", is_own, tokens)
     layers = []
     for layer in range(config.num_layers):
-        with _elsewhere(layer not in stage.layers):
-            layers.append(_allocate_layer(config, dtype, layer, places))
+        with _elsewhere(layer not in whole.layers):
+            layers.append(_allocate_layer(config, dtype, layer, places, shard))
     norm = torch.empty(config.hidden_size, dtype=dtype)
-    places["model.norm.weight"] = [norm]
-    lm_head = embedding if tied else vocabulary("lm_head.weight", stage.is_last)
+    places["model.norm.weight"] = [_Place(norm, list(norm.shape))]
+    if not tied:
+        lm_head = vocabulary("lm_head.weight", whole.is_last, shard.vocabulary)
+    elif shard.size == 1:
+        lm_head = embedding
+    else:
+        lm_head = embedding[shard.vocabulary.start : shard.vocabulary.stop]
 
     def build(digest: str) -> Weights:
         return Weights(
-            embedding=embedding if stage.is_first else embedding[:0],
-            layers=layers[stage.layers.start : stage.layers.stop],
+            embedding=embedding if whole.is_first else embedding[:0],
+            layers=layers[whole.layers.start : whole.layers.stop],
             norm=norm,
-            lm_head=lm_head if stage.is_last else lm_head[:0],
+            lm_head=lm_head if whole.is_last else lm_head[:0],
             digest=digest,
         )
 
@@ -130,49 +150,79 @@ def _elsewhere(is_so: bool) -> AbstractContextManager[object]:
     return torch.device("meta") if is_so else nullcontext()
 
 
-def _allocate_layer(
-    config: ModelConfig, dtype: torch.dtype, layer: int, places: _Places
-) -> LayerWeights:
-    prefix = f"model.layers.{layer}"
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of a dimension of a stored tensor that is wanted."""
 
-    def plain(name: str, *shape: int) -> torch.Tensor:
+    size: int
+    own: range
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.own.start, self.own.stop)
+
+
+def _allocate_layer(
+    config: ModelConfig, dtype: torch.dtype, layer: int, places: _Places, shard: Shard
+) -> LayerWeights:
+    def plain(name: str, size: int, columns: _Part | None = None) -> torch.Tensor:
+        shape = [size] if columns is None else [size, len(columns.own)]
         tensor = torch.empty(shape, dtype=dtype)
-        places[f"{prefix}.{name}"] = [tensor]
+        place = _Place(tensor, [size])
+        if columns is not None:
+            place = _Place(tensor, [size, columns.size], (slice(None), columns.slice))
+        places[f"model.layers.{layer}.{name}"] = [place]
         return tensor
 
     def fused(
-        module: str, names: Sequence[str], kind: str, rows: list[int], *columns: int
+        module: str, names: Sequence[str], kind: str, rows: Sequence[_Part], *columns: int
     ) -> torch.Tensor:
-        tensor = torch.empty((sum(rows), *columns), dtype=dtype)
-        for name, view in zip(names, torch.split(tensor, rows), strict=True):
-            places[f"{prefix}.{module}.{name}.{kind}"] = [view]
+        sizes = [len(part.own) for part in rows]
+        tensor = torch.empty((sum(sizes), *columns), dtype=dtype)
+        for name, part, view in zip(names, rows, torch.split(tensor, sizes), strict=True):
+            place = _Place(view, [part.size, *columns], (part.slice,))
+            places[f"model.layers.{layer}.{module}.{name}.{kind}"] = [place]
         return tensor
 
-    def qk_norm() -> torch.Tensor:
-        tensor = torch.empty(config.num_heads + config.num_kv_heads, config.head_dim, dtype=dtype)
-        rows = list(tensor.unbind(0))
-        places[f"{prefix}.self_attn.q_norm.weight"] = rows[: config.num_heads]
-        places[f"{prefix}.self_attn.k_norm.weight"] = rows[config.num_heads :]
-        return tensor
+    def once(bias: torch.Tensor) -> torch.Tensor | None:
+        """Of a product that is summed over ranks."""
+        return bias if shard.is_first else None
 
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, _Part(config.intermediate_size, shard.inner)
+    q_rows = _of_heads(config, config.num_heads, shard.heads)
+    kv_rows = _of_heads(config, config.num_kv_heads, shard.kv_heads)
     qkv = ("self_attn", ("q_proj", "k_proj", "v_proj"))
-    qkv_rows = [q_rows, kv_rows, kv_rows]
+    qkv_rows = (q_rows, kv_rows, kv_rows)
     gate_up = ("mlp", ("gate_proj", "up_proj"))
     return LayerWeights(
         input_norm=plain("input_layernorm.weight", hidden),
         qkv=fused(*qkv, "weight", qkv_rows, hidden),
         qkv_bias=fused(*qkv, "bias", qkv_rows) if config.qkv_bias else None,
-        qk_norm=qk_norm() if config.qk_norm else None,
+        qk_norm=_allocate_qk_norm(config, dtype, layer, places, shard) if config.qk_norm else None,
         o=plain("self_attn.o_proj.weight", hidden, q_rows),
-        o_bias=plain("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        o_bias=once(plain("self_attn.o_proj.bias", hidden)) if config.o_bias else None,
         post_norm=plain("post_attention_layernorm.weight", hidden),
-        gate_up=fused(*gate_up, "weight", [inner, inner], hidden),
-        gate_up_bias=fused(*gate_up, "bias", [inner, inner]) if config.mlp_bias else None,
+        gate_up=fused(*gate_up, "weight", (inner, inner), hidden),
+        gate_up_bias=fused(*gate_up, "bias", (inner, inner)) if config.mlp_bias else None,
         down=plain("mlp.down_proj.weight", hidden, inner),
-        down_bias=plain("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+        down_bias=once(plain("mlp.down_proj.bias", hidden)) if config.mlp_bias else None,
     )
+
+
+def _of_heads(config: ModelConfig, count: int, own: range) -> _Part:
+    """Rows of a projection to so many heads."""
+    dim = config.head_dim
+    return _Part(count * dim, range(own.start * dim, own.stop * dim))
+
+
+def _allocate_qk_norm(
+    config: ModelConfig, dtype: torch.dtype, layer: int, places: _Places, shard: Shard
+) -> torch.Tensor:
+    tensor = torch.empty(len(shard.heads) + len(shard.kv_heads), config.head_dim, dtype=dtype)
+    rows = [_Place(row, [config.head_dim]) for row in tensor.unbind(0)]
+    places[f"model.layers.{layer}.self_attn.q_norm.weight"] = rows[: len(shard.heads)]
+    places[f"model.layers.{layer}.self_attn.k_norm.weight"] = rows[len(shard.heads) :]
+    return tensor
 
 
 # -- filling
@@ -189,7 +239,7 @@ def _fill_randomly(config: ModelConfig, places: _Places) -> str:
         elif len(shape) == 1:
             value = torch.ones(shape)
         for place in own:
-            place.copy_(value)
+            place.fill(value)
     return xxhash.xxh3_128_hexdigest(f"dummy|{_DUMMY_SEED}|{config}".encode())
 
 
@@ -202,7 +252,7 @@ def _fill_from_files(path: Path, config: ModelConfig, places: _Places, progress:
             tensor = file.get_tensor(name)
             _digest_tensor(digest, name, tensor)
             for place in places.get(name, ()):
-                place.copy_(tensor)
+                place.fill(tensor)
             progress("weights", (done + 1) / len(stored))
         return digest.hexdigest()
 
@@ -259,9 +309,9 @@ def _check(
         if name not in places and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
     ]
     misshapen = [
-        f"{name} {stored[name].get_shape()} instead of {list(own[0].shape)}"
+        f"{name} {stored[name].get_shape()} instead of {own[0].shape}"
         for name, own in places.items()
-        if name in stored and stored[name].get_shape() != list(own[0].shape)
+        if name in stored and stored[name].get_shape() != own[0].shape
     ]
     complaints = [
         f"{what} {_some(names)}"

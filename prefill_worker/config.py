@@ -90,6 +90,10 @@ class PrefillConfig(RoleConfig, PatienceConfig):
             raise ConfigError("--home-store does not go with --pipeline-parallel-size above 1")
         if self.can_switch_role:
             raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "--tensor-parallel-size does not go with --pipeline-parallel-size above 1"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -118,12 +122,16 @@ class PrefillConfig(RoleConfig, PatienceConfig):
             max_prefetch_blocks=self._prefetch_limit(plan),
             num_layers=plan.layout.num_layers,
             store_reads=self.store_reads,
-            # Of several processes only this one could wait for a layer's prefix.
-            layered_loads="never" if self.pipeline_parallel_size > 1 else self.layered_loads,
+            layered_loads="never" if self._computes_in_several else self.layered_loads,
             num_stages=self.pipeline_parallel_size,
             policy=self.scheduling_policy,
             store_writes=self.store_writes,
         )
+
+    @property
+    def _computes_in_several(self) -> bool:
+        """Processes, of which only this one could wait for a layer's prefix."""
+        return self.pipeline_parallel_size > 1 or self.tensor_parallel_size > 1
 
     def _prefetch_limit(self, plan: PoolPlan) -> int:
         # Half: a store serves several workers, and its memory is often not much larger than theirs.

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.block_pool import BlockPool
-from engine.stage import split
+from engine.parts import split
 from prefill_worker.config import PrefillConfig
 from prefill_worker.landing_client import LandingClient
 from prefill_worker.load_or_compute import PrefixLoads

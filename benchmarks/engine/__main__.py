@@ -23,7 +23,7 @@ from benchmarks.measure import table, write_json
 
 OTHERS = (
     *("attention", "kv_error", "block_pool", "prefix", "lookahead", "overlap"),
-    "pipeline",
+    *("pipeline", "tensor_parallel"),
 )
 PARTS = ("speed", *OTHERS)
 _VERDICTS = {None: "not measured", True: "met", False: "**missed**"}

@@ -1,7 +1,7 @@
 """Ray's side of a controller's actions: placement groups and actors made, asked and ended. No decisions.
 
 All methods block, and are called from threads. Every process has a placement group of its own, on the host that was
-chosen for it: its stages are processes of that host (PACK), and which host that is spreads them (SPREAD).
+chosen for it: its ranks and stages are processes of that host (PACK), and which host that is spreads them (SPREAD).
 """
 
 from __future__ import annotations

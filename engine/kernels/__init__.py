@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.base import Heads, Kernels, Pass
+from engine.kernels.base import Heads, Kernels, Pass, Sums
 from engine.kernels.library import Crew
 from engine.kernels.native_kernels import NativeKernels
 from engine.kernels.torch_kernels import TorchKernels
@@ -25,6 +25,7 @@ __all__ = [
     "Kernels",
     "MixedKernels",
     "NativeKernels",
+    "Sums",
     "TorchKernels",
     "crew_of",
     "make_kernels",
@@ -81,26 +82,27 @@ def make_kernels(
     num_threads: int,
     cache_folder: Path | None,
     compiling: Callable[[], None] | None = None,
+    sums: Sums | None = None,
 ) -> Kernels:
     """The implementation called `name`; auto is native, with torch for prompts where that is faster at them, and torch
     alone without a `cache_folder`. Native kernels work in `num_threads` threads of their own, torch's in the process's.
-    `compiling` is called before something is compiled, which takes seconds. Raises ConfigError for an unknown name and
-    for native where it cannot be had."""
+    `compiling` is called before something is compiled, which takes seconds. `sums`: for a rank, whose share of the
+    model these are. Raises ConfigError for an unknown name and for native where it cannot be had."""
     if name not in NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(NAMES)}")
     if name == "triton" or pool.device.type == "cuda":
         return _triton_kernels(name, config, weights, pool)
     if name == "torch" or (name == "auto" and cache_folder is None):
-        return TorchKernels(config, weights, pool)
+        return TorchKernels(config, weights, pool, sums)
     try:
-        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling)
+        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, sums)
     except CompilerError as error:
         raise ConfigError(
             f"the native kernels cannot be had: {error}; or --kernels torch"
         ) from error
     if name == "native" or native.suits_many_rows:
         return native
-    return MixedKernels(native, TorchKernels(config, weights, pool))
+    return MixedKernels(native, TorchKernels(config, weights, pool, sums))
 
 
 def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvPool) -> Kernels:

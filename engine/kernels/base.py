@@ -21,6 +21,13 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; heads of a token are contiguous."""
 
 
+class Sums(Protocol):
+    """Of what ranks of a worker have computed with their shares of a weight (`engine.tensor_parallel`)."""
+
+    def add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds all ranks' parts to `hidden`, all [tokens, hidden_size] and contiguous. Raises PeerLost."""
+
+
 class Kernels(Protocol):
     """A model's weights with its KV pool, ready to compute. One pass at a time."""
 
@@ -34,7 +41,8 @@ class Kernels(Protocol):
         The heads hold until the next call for this pass."""
 
     def finish(self, layer: int, work: Pass, seen: torch.Tensor) -> None:
-        """What attention saw, [tokens, heads · head_dim], projected and added to the hidden states, then the MLP."""
+        """What attention saw, [tokens, heads · head_dim], projected and added to the hidden states, then the MLP. Where
+        ranks share the layer, all have their K and V in the pool when it returns. Raises PeerLost then."""
 
     def hidden(self, work: Pass) -> torch.Tensor:
         """[tokens, hidden_size] after the layers so far, for the next stage; until the pass goes on."""

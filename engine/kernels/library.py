@@ -132,6 +132,8 @@ class Library:
         self.embed = self.function("embed", pointer, pointer, pointer)
         self.project = self.function("project", pointer, pointer, count)
         self.finish = self.function("finish", pointer, pointer, count, pointer)
+        self.output = self.function("output", pointer, pointer, count, pointer, pointer)
+        self.feed = self.function("feed", pointer, pointer, count, pointer)
         self.logits = self.function("logits", pointer, pointer, pointer)
         self.count_exponents = self._plain("count_exponents", pointer, count, pointer)
         self.make_compact = self._plain(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.base import Heads
+from engine.kernels.base import Heads, Sums
 from engine.kernels.library import CLayer, CModel, CStep, Library
 from engine.kernels.packing import LANES, Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from engine.kv_pool import KvPool
@@ -77,8 +77,11 @@ class NativeKernels:
         num_threads: int,
         cache_folder: Path | None,
         compiling: Callable[[], None] | None = None,
+        sums: Sums | None = None,
     ) -> None:
+        """`sums`: over the ranks that share the model, of which this is one's part; None = it is whole."""
         _check_limits(config, weights)
+        self._sums = sums
         self._library = Library(pool.dtype, cache_folder, compiling)
         self._config = config
         self._dtype = weights.embedding.dtype
@@ -156,7 +159,14 @@ class NativeKernels:
 
     def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
         seen = seen.contiguous()
-        self._library.finish(self._address, work.address, layer, seen.data_ptr())
+        if self._sums is None:
+            self._library.finish(self._address, work.address, layer, seen.data_ptr())
+            return
+        part = torch.empty_like(work.hidden)
+        self._library.output(self._address, work.address, layer, seen.data_ptr(), part.data_ptr())
+        self._sums.add(work.hidden, part)
+        self._library.feed(self._address, work.address, layer, part.data_ptr())
+        self._sums.add(work.hidden, part)
 
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.config import ModelConfig
-from engine.kernels.base import Heads
+from engine.kernels.base import Heads, Sums
 from engine.kv_pool import KvPool
 from engine.rope import RopeTable, apply_rope
 from engine.step import Step
@@ -100,7 +100,11 @@ class TorchKernels:
 
     name = "torch"
 
-    def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, pool: KvPool, sums: Sums | None = None
+    ) -> None:
+        """`sums`: over the ranks that share the model, of which this is one's part; None = it is whole."""
+        self._sums = sums
         self._embedding = weights.embedding
         self._final_norm = weights.norm
         self._lm_head = make_linear(weights.lm_head, None)
@@ -136,9 +140,15 @@ class TorchKernels:
 
     def finish(self, layer: int, work: _Pass, seen: torch.Tensor) -> None:
         own = self._layers[layer]
-        work.hidden += own.o(seen)
+        self._add(work.hidden, own.o(seen))
         gate, up = own.gate_up(self._norm(work.hidden, own.post_norm)).chunk(2, dim=-1)
-        work.hidden += own.down(F.silu(gate).mul_(up))
+        self._add(work.hidden, own.down(F.silu(gate).mul_(up)))
+
+    def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        if self._sums is None:
+            hidden += part
+        else:
+            self._sums.add(hidden, part)
 
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden

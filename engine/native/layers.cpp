@@ -115,6 +115,26 @@ template <typename T> static void finish(const Model *model, const Step *step, c
     }
 }
 
+/* What `finish` adds to the hidden states, in two parts for ranks that have a share of the layer each and sum theirs. */
+template <typename T> static void output(const Model *model, const Step *step, const Layer *layer, const T *seen, T *out) {
+    const int64_t size = model->hidden_size, seen_size = model->heads * model->head_dim;
+    for (int64_t first = 0; first < step->tokens; first += GROUP)
+        shared_product(model, layer->o, seen + first * seen_size, seen_size, least(GROUP, step->tokens - first),
+                       Store<T>{out + first * size, size, size});
+}
+
+template <typename T> static void feed(const Model *model, const Step *step, const Layer *layer, T *out) {
+    const int64_t size = model->hidden_size, inner_size = model->inner_size;
+    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        const T *hidden = (const T *)step->hidden + first * size;
+        shared_norm(model, hidden, layer->post_norm, rows);
+        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
+        shared_product(model, layer->down, inner, inner_size, rows, Store<T>{out + first * size, size, size});
+    }
+}
+
 template <typename T> static void logits(const Model *model, const Step *step, float *output) {
     const int64_t size = model->hidden_size, vocab = model->vocab_size;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
@@ -132,7 +152,8 @@ template <typename T> static void embed(const Model *model, const Step *step, co
 }
 
 /* embed: the tokens' hidden states. project: heads, rotated, with K and V in the pool. finish: `seen` [tokens, heads,
- * head_dim] and the MLP into the hidden states. logits: [tokens, vocab]. */
+ * head_dim] and the MLP into the hidden states; output and feed give what these two add. logits: [tokens,
+ * vocab]. */
 #define DEFINE(NAME, T)                                                                                                \
     extern "C" void embed_##NAME(const Model *model, const Step *step, const int64_t *token_ids) {                     \
         embed<T>(model, step, token_ids);                                                                              \
@@ -142,6 +163,12 @@ template <typename T> static void embed(const Model *model, const Step *step, co
     }                                                                                                                  \
     extern "C" void finish_##NAME(const Model *model, const Step *step, int64_t layer, const T *seen) {                \
         finish<T>(model, step, model->layers + layer, seen);                                                           \
+    }                                                                                                                  \
+    extern "C" void output_##NAME(const Model *model, const Step *step, int64_t layer, const T *seen, T *out) {        \
+        output<T>(model, step, model->layers + layer, seen, out);                                                      \
+    }                                                                                                                  \
+    extern "C" void feed_##NAME(const Model *model, const Step *step, int64_t layer, T *out) {                         \
+        feed<T>(model, step, model->layers + layer, out);                                                              \
     }                                                                                                                  \
     extern "C" void logits_##NAME(const Model *model, const Step *step, float *output) {                               \
         logits<T>(model, step, output);                                                                                \

@@ -83,6 +83,10 @@ ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
         {"prefill-0": {"pipeline_parallel_size": 2, "home_store": None}},
     ),
     (
+        {"tensor_parallel_size": 2, "role_switching": "on"},
+        {"worker-0": {"tensor_parallel_size": 2}},
+    ),
+    (
         {"kv_memory_budget": 800, "prefill_workers": 2, "decode_workers": 2},
         {
             name: {
@@ -124,6 +128,7 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
 
 def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> None:
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "gateways"}
+    launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size"}
     launchers |= {"log_dir", "worker_nice"}
     known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
@@ -177,6 +182,15 @@ def test_gpus_are_dealt_out_to_workers_who_share_their_memory() -> None:
         assert "CUDA_VISIBLE_DEVICES" not in on_processors.environment
 
 
+def test_workers_of_either_kind_can_have_ranks_of_their_own_number() -> None:
+    """Each rank has a thread at least, however few cores there are."""
+    specs = members(tensor_parallel_size=2, decode_tensor_parallel_size=64)
+    prefill, decode = parsed(specs["prefill-0"]), parsed(specs["decode-0"])
+    assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (2, 64)
+    assert prefill.num_threads >= 2
+    assert decode.threads_per_rank >= 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -193,7 +207,10 @@ def test_gpus_are_dealt_out_to_workers_who_share_their_memory() -> None:
         ({"gpu_memory_utilization": 1.5}, "--"),
         ({"async_scheduling": True, "elastic_kv_memory": True}, "--"),
         ({"async_scheduling": True, "conditional_disaggregation": "on"}, "--"),
-        ({"num_threads": 0}, "--num-threads"),
+        ({"tensor_parallel_size": 0}, "at least 1"),
+        ({"decode_tensor_parallel_size": 4, "num_threads": 2}, "below the 4 ranks"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"prefill_tensor_parallel_size": 2, "role_switching": "on"}, "--role-switching"),
         ({"pipeline_parallel_size": 2, "role_switching": "on"}, "--role-switching"),
         ({"conditional_disaggregation": "on", "role_switching": "on"}, "--role-switching"),
         ({"conductors": 2}, "--registry"),

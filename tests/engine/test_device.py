@@ -87,6 +87,7 @@ def test_gpus_that_were_chosen_are_the_visible_ones(monkeypatch: pytest.MonkeyPa
 
 
 SHARED: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_parallel_size": 2, "num_threads": 2}, "--tensor-parallel-size"),
     ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
     ({"elastic_kv_memory": True}, "elastic KV memory"),
 ]

@@ -51,6 +51,8 @@ def test_a_pool_plan_fits_the_memory_and_takes_what_the_model_takes(model: Model
         ({"block_size": 0}, "--block-size must be at least 1"),
         ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
         ({"num_threads": 0}, "--num-threads must be at least 1"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1"),
+        ({"num_threads": 1, "tensor_parallel_size": 2}, "needs as many --num-threads"),
         ({"reserved_kv_share": 1.0}, "--reserved-kv-share is a share from 0 to below 1"),
     ],
 )
@@ -68,6 +70,11 @@ async def test_memory_that_cannot_be_had_is_told_with_its_flag(model_path: Path)
     config = config_of(model=str(model_path))
     with pytest.raises(ConfigError, match="too much; lower --kv-cache-memory"):
         await load_replica(config, allocate, Lifecycle(None))  # type: ignore[type-var]
+
+
+def test_ranks_share_the_workers_threads() -> None:
+    """A worker takes the cores that it is given and never more."""
+    assert config_of(num_threads=4, tensor_parallel_size=2).threads_per_rank == 2
 
 
 def test_workers_read_their_options_without_torch() -> None:

@@ -15,7 +15,7 @@ from engine.batch import HiddenStates, Sampled, Slice
 from engine.config import load_model_config
 from engine.engine import Engine
 from engine.kv_pool import allocate
-from engine.stage import Stage, cut, split
+from engine.parts import Stage, cut, split
 from engine.weights import load_weights
 from protocol.errors import ConfigError
 from protocol.request import SamplingParams

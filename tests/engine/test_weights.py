@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import load_model_config
+from engine.parts import shards
 from engine.weights import load_weights
 from protocol.errors import ConfigError
+from tests.engine.conftest import Pair
 from tests.random_models import make_model
 
 
@@ -116,3 +118,22 @@ def test_an_absent_shard_is_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ConfigError, match=shard.name):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-biases-llama3", "qwen3-biases"])
+def test_ranks_parts_together_are_the_whole(variant: str, pairs: dict[str, Pair]) -> None:
+    """Every row and column at one rank, biases of summed products at the first; the digest is the whole model's."""
+    path = pairs[variant].path
+    config = load_model_config(path)
+    whole = load_weights(path, config, torch.float32)
+    parts = [load_weights(path, config, torch.float32, shard=shard) for shard in shards(config, 2)]
+    assert {part.digest for part in parts} == {whole.digest}
+    assert torch.equal(torch.cat([part.lm_head for part in parts]), whole.lm_head)
+    for one, first, last in zip(whole.layers, parts[0].layers, parts[1].layers, strict=True):
+        assert torch.equal(torch.cat([first.o, last.o], dim=1), one.o)
+        assert torch.equal(torch.cat([first.down, last.down], dim=1), one.down)
+        halves = [part.gate_up.chunk(2) for part in (first, last)]
+        ordered = [half[kind] for kind in (0, 1) for half in halves]
+        assert torch.equal(torch.cat(ordered), one.gate_up)
+        assert (last.o_bias, last.down_bias) == (None, None)
+        assert (first.o_bias is None) == (one.o_bias is None)

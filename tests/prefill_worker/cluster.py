@@ -131,6 +131,8 @@ async def cluster(
     profile: PrefillProfile = PROFILE,
     layered_loads: str = "auto",
     spare_wait_s: float = PATIENCE_S,
+    prefill_ranks: int = 1,
+    decode_ranks: int = 1,
     device: str = "cpu",
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order. Landings are renewed as often as those of
@@ -143,10 +145,12 @@ async def cluster(
         for each in (channels, store_channels, stores):
             stack.push_async_callback(each.close)
         decode, decoder = await stack.enter_async_context(
-            decoding(path, decode_blocks, device=device)
+            decoding(path, decode_blocks, ranks=decode_ranks, device=device)
         )
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = stack.enter_context(computing(path, num_blocks, segment.buffer, device=device))
+        thread = stack.enter_context(
+            computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, device=device)
+        )
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         engine, fingerprint = GatedEngine(thread), thread.engine.fingerprint
         landings = GatedLandings(channels, fingerprint=fingerprint, ttl_s=LANDING_TTL_S)

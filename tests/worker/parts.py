@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from protocol.request import Endpoint, Placement, PrefixSource, Request, Samplin
 from protocol.rpc import Channels, RpcServer
 from protocol.wire import submission_to_wire
 from tests.engine.kernels.calls import kernels_folder
+from tests.engine.tensor_parallel.teams import team
 from tests.patience import PATIENCE_S
 from transfer import TransferEngine
 from worker.memory import KvMemory
@@ -172,11 +173,16 @@ def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]
 
 @contextmanager
 def computing(
-    path: Path, num_blocks: int, memory: memoryview, **options: str
+    path: Path, num_blocks: int, memory: memoryview, *, ranks: int = 1, **options: str
 ) -> Iterator[EngineThread]:
-    """An engine over this memory."""
-    with closing(EngineThread(load_engine(path, num_blocks, memory, **options))) as thread:
-        yield thread
+    """An engine of one rank or several over this memory."""
+    with ExitStack() as stack:
+        if ranks == 1:
+            engine = load_engine(path, num_blocks, memory, **options)
+        else:
+            shared = team(path, ranks, block_size=BLOCK_SIZE, num_blocks=num_blocks, memory=memory)
+            engine = stack.enter_context(shared)
+        yield stack.enter_context(closing(EngineThread(engine)))
 
 
 @asynccontextmanager
@@ -184,6 +190,7 @@ async def decoding(
     path: Path,
     num_blocks: int = 48,
     *,
+    ranks: int = 1,
     kv_dtype: str = "auto",
     device: str = "cpu",
     keeping: KeepingCosts | None = None,
@@ -198,7 +205,9 @@ async def decoding(
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        pooled = computing(path, num_blocks, segment.buffer, kv_dtype=kv_dtype, device=device)
+        pooled = computing(
+            path, num_blocks, segment.buffer, ranks=ranks, kv_dtype=kv_dtype, device=device
+        )
         thread = stack.enter_context(pooled)
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         channels = Channels(TOKEN)

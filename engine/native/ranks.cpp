@@ -1,0 +1,136 @@
+/* Sums and gathers over the ranks of a worker, which are processes of one host, through memory that all of them map.
+ *
+ * A rank leaves its part in a slot of its own and says that it has arrived; when all have, everybody reads all slots, in
+ * the order of ranks, so that a sum is the same bits at every rank and every time. There are two sets of slots, which
+ * rounds take in turn: who arrives at a round has read all slots of the one before, so nobody writes under a reader.
+ * Who waits spins for some microseconds, then sleeps, and looks now and then whether another one has died: its end of a
+ * socket is closed then.
+ */
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "crew.h"
+#include "simd.h"
+
+constexpr int32_t MAX_RANKS = 16;
+constexpr int64_t NAP_NS = 10'000'000;
+
+enum Outcome : int32_t { ALL_CAME = 0, ONE_DIED = 1, TOO_LATE = 2 };
+
+struct alignas(64) Arrival {
+    std::atomic<uint32_t> rounds;
+    std::atomic<uint32_t> sleepers; /* who may wait for `rounds` to change */
+};
+
+/* The memory: an arrival for each rank, then slots [2][ranks][slot_bytes]. Fresh memory is zeros. */
+struct Ranks {
+    void *memory;
+    int64_t slot_bytes, patience_ns;
+    int32_t rank, size;
+    uint32_t rounds;            /* that this rank has taken part in */
+    int32_t num_sockets;
+    int32_t sockets[MAX_RANKS]; /* whose other ends others hold open as long as they live */
+};
+
+static Arrival *arrival(const Ranks *ranks, int32_t rank) { return (Arrival *)ranks->memory + rank; }
+
+static char *slot(const Ranks *ranks, int32_t rank) {
+    const int64_t place = (ranks->rounds & 1) * ranks->size + rank;
+    return (char *)ranks->memory + ranks->size * sizeof(Arrival) + place * ranks->slot_bytes;
+}
+
+static long futex(std::atomic<uint32_t> *word, int operation, uint32_t value, const timespec *timeout) {
+    return syscall(SYS_futex, (uint32_t *)word, operation, value, timeout, nullptr, 0); /* shared between processes */
+}
+
+static int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
+
+static bool one_died(const Ranks *ranks) {
+    pollfd waiting[MAX_RANKS];
+    for (int32_t n = 0; n < ranks->num_sockets; n++) waiting[n] = {ranks->sockets[n], POLLRDHUP, 0};
+    return poll(waiting, ranks->num_sockets, 0) > 0;
+}
+
+/* Until `other` has arrived at the present round. */
+static Outcome wait_for(const Ranks *ranks, Arrival *other) {
+    const auto has_come = [&](uint32_t rounds) { return (int32_t)(rounds - ranks->rounds) > 0; };
+    for (int32_t spin = 0; spin < SPINS; spin++) {
+        if (has_come(other->rounds.load(std::memory_order_acquire))) return ALL_CAME;
+        pause_briefly();
+    }
+    const int64_t end = now_ns() + ranks->patience_ns;
+    Outcome outcome = TOO_LATE;
+    other->sleepers.fetch_add(1);
+    for (;;) {
+        const uint32_t rounds = other->rounds.load();
+        if (has_come(rounds)) { outcome = ALL_CAME; break; }
+        if (one_died(ranks)) { outcome = ONE_DIED; break; }
+        if (now_ns() > end) break;
+        const timespec nap = {0, NAP_NS};
+        futex(&other->rounds, FUTEX_WAIT, rounds, &nap);
+    }
+    other->sleepers.fetch_sub(1);
+    return outcome;
+}
+
+/* Leaves a part, and returns when all others' parts are there, too. */
+static Outcome meet(Ranks *ranks, const void *part, int64_t nbytes) {
+    memcpy(slot(ranks, ranks->rank), part, nbytes);
+    Arrival *own = arrival(ranks, ranks->rank);
+    own->rounds.store(ranks->rounds + 1);
+    if (own->sleepers.load() > 0) futex(&own->rounds, FUTEX_WAKE, INT32_MAX, nullptr);
+    for (int32_t rank = 0; rank < ranks->size; rank++)
+        if (rank != ranks->rank)
+            if (const Outcome outcome = wait_for(ranks, arrival(ranks, rank)); outcome != ALL_CAME) return outcome;
+    return ALL_CAME;
+}
+
+/* hidden[i] += Σ over ranks of part[i], in float32, rounded once. */
+template <typename T> static int32_t add(Ranks *ranks, T *hidden, const T *part, int64_t count) {
+    const int64_t at_once = ranks->slot_bytes / (int64_t)sizeof(T);
+    for (int64_t first = 0; first < count; first += at_once) {
+        const int64_t some = least(at_once, count - first);
+        if (const Outcome outcome = meet(ranks, part + first, some * sizeof(T)); outcome != ALL_CAME) return outcome;
+        const T *parts[MAX_RANKS];
+        for (int32_t rank = 0; rank < ranks->size; rank++) parts[rank] = (const T *)slot(ranks, rank);
+        for (int64_t i = 0; i < some; i += LANES) {
+            Floats total = load_some(parts[0] + i, some - i);
+            for (int32_t rank = 1; rank < ranks->size; rank++) total = total + load_some(parts[rank] + i, some - i);
+            T *to = hidden + first + i;
+            store_some(to, load_some(to, some - i) + total, some - i);
+        }
+        ranks->rounds++;
+    }
+    return ALL_CAME;
+}
+
+extern "C" int32_t ranks_add_float32(Ranks *ranks, float *hidden, const float *part, int64_t count) {
+    return add(ranks, hidden, part, count);
+}
+
+extern "C" int32_t ranks_add_bfloat16(Ranks *ranks, Bfloat16 *hidden, const Bfloat16 *part, int64_t count) {
+    return add(ranks, hidden, part, count);
+}
+
+/* Rank 0 gets all parts, `nbytes` each, in `out`, which others give as null. */
+extern "C" int32_t ranks_gather(Ranks *ranks, const char *part, int64_t nbytes, char *out) {
+    for (int64_t first = 0; first < nbytes; first += ranks->slot_bytes) {
+        const int64_t some = least(ranks->slot_bytes, nbytes - first);
+        if (const Outcome outcome = meet(ranks, part + first, some); outcome != ALL_CAME) return outcome;
+        for (int32_t rank = 0; out != nullptr && rank < ranks->size; rank++)
+            memcpy(out + rank * nbytes + first, slot(ranks, rank), some);
+        ranks->rounds++;
+    }
+    return ALL_CAME;
+}
+
+extern "C" int64_t ranks_memory_bytes(int32_t size, int64_t slot_bytes) {
+    return size * (int64_t)sizeof(Arrival) + 2 * size * slot_bytes;
+}

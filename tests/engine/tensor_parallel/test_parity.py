@@ -1,0 +1,62 @@
+"""Ranks that share a model give the tokens of transformers, and the KV of one engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.generate import generate
+from protocol.request import SamplingParams
+from tests.engine.conftest import VARIANTS, Pair, tokens_of
+from tests.engine.steps import random_prompt
+from tests.engine.tensor_parallel.teams import team
+from tests.random_models import make_model
+
+TEN = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=5)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Four KV heads, so that four ranks can share it, and a vocabulary that three quarters do not divide."""
+    path = tmp_path_factory.mktemp("wide")
+    return Pair(path, make_model("llama", path, num_key_value_heads=4, vocab_size=259))
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [random_prompt(length, seed=length, vocab_size=254) for length in lengths]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_give_the_tokens_of_transformers(
+    name: str, kernels: str, pairs: dict[str, Pair]
+) -> None:
+    """Every family, biases and windows included, with either kernels."""
+    with team(pairs[name].path, 2, kernels=kernels) as engine:
+        pairs[name].check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_four_ranks_give_the_tokens_of_transformers(kernels: str, wide: Pair) -> None:
+    with team(wide.path, 4, kernels=kernels) as engine:
+        wide.check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_quantised_kv_is_shared_as_any_other(kernels: str, wide: Pair) -> None:
+    """A head's row is codes and a scale, and one rank's alone."""
+    alone = wide.engine(kv_dtype="int8", num_blocks=64, kernels=kernels, attention=kernels)
+    prompts = prompts_of(30, 100)
+    with team(wide.path, 2, kernels=kernels, kv_dtype="int8") as engine:
+        assert engine.fingerprint == alone.fingerprint
+        assert tokens_of(engine, prompts, 10) == tokens_of(alone, prompts, 10)
+
+
+def test_bits_do_not_depend_on_what_else_is_in_a_step(wide: Pair) -> None:
+    """Sums are taken in the order of ranks, wherever a row lies: a sequence decodes as it does alone."""
+    prompts = prompts_of(40, 41, 42)
+    with team(wide.path, 4) as engine:
+        alone = [generate(engine, [prompt], TEN)[0] for prompt in prompts]
+        together = generate(engine, prompts, TEN)
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
