@@ -27,7 +27,7 @@ from kvstore.native.base import (
 )
 from kvstore.native.metadata import KeyIndex
 from kvstore.records import NO_PLACE, Records
-from kvstore.room import Candidates, Followers, Room
+from kvstore.room import Followers, Room
 from kvstore.shares import Shares
 from kvstore.stored import Announcements, StoredObject, Usage, Watermarks, Wish
 from protocol.keys import BlockKey
@@ -59,8 +59,7 @@ class Catalog:
         self._shares = Shares(self.space.capacity, quotas or {}, policies)
         self._reserved: dict[BlockKey, StoredObject] = {}
         self._followers = Followers(self.rows, index)
-        self._candidates = Candidates(self.rows, index, self._shares)
-        self.room = Room(self, self._candidates, self._shares, watermarks)
+        self.room = Room(self, index, self._shares, watermarks)
         self._next_generation = first_generation
         if disk is not None:
             self.use_disk(disk)
@@ -116,11 +115,7 @@ class Catalog:
     def used(self, objects: Iterable[StoredObject]) -> None:
         """Counts as a use of each of the visible objects, the last one the most recent."""
         for stored in objects:
-            self._candidates.used(stored.record)
-
-    def used_all(self, records: RecordArray) -> None:
-        """As `used`, of the records of visible objects."""
-        self._candidates.used_all(records)
+            self.room.used(stored.record)
 
     # The life of an object
 
@@ -184,8 +179,8 @@ class Catalog:
         """Visible → gone, or hidden while it is held. Its place on disk is released."""
         record = stored.record
         self._index.remove(stored.key)
-        self._candidates.leave(record)
-        self._candidates.share(record).nbytes -= stored.space
+        self.room.leave(record)
+        self.room.share(record).nbytes -= stored.space
         self._announce.removed(stored.key)
         self.drop_place(record, stored.length)
         holds, in_memory = self.rows.holds[record], self.rows.in_memory(record)
@@ -206,7 +201,7 @@ class Catalog:
         if self.rows.holds[stored.record] == 1:
             self.books.num_leased += 1
             self.books.leased_bytes += stored.space if self.rows.in_memory(stored.record) else 0
-            self._candidates.withdraw(stored.record)
+            self.room.withdraw(stored.record)
 
     def let_go(self, stored: StoredObject) -> None:
         """One less; the last one of a hidden object frees its space."""
@@ -217,13 +212,13 @@ class Catalog:
         if not self.rows.holds[stored.record]:
             self.books.num_leased -= 1
             self.books.leased_bytes -= stored.space if self.rows.in_memory(stored.record) else 0
-            self._candidates.reconsider(stored.record)
+            self.room.reconsider(stored.record)
 
     def set_pin(self, stored: StoredObject, pin: Pin) -> None:
         """How much a visible object may be evicted from now on."""
-        self._candidates.withdraw(stored.record)
+        self.room.withdraw(stored.record)
         self.rows.set_pin(stored.record, pin)
-        self._candidates.reconsider(stored.record)
+        self.room.reconsider(stored.record)
 
     # Copies
 
@@ -265,12 +260,12 @@ class Catalog:
     def enter_memory(self, stored: StoredObject, offset: int) -> None:
         """A visible object that was only on disk has a copy in memory now."""
         record = stored.record
-        self._candidates.leave(record)
+        self.room.leave(record)
         self.rows.set_in_memory(record, True)
         self.books.num_on_disk -= 1
         self.books.leased_bytes += stored.space if self.rows.holds[record] else 0
         self._index.relocate(stored.key, offset)
-        self._followers.count(stored.parent, 0, 1, self._candidates.reconsider)
+        self._followers.count(stored.parent, 0, 1, self.room.reconsider)
         self._entered(stored)
 
     def set_leaving(self, stored: StoredObject, leaving: bool) -> None:
@@ -279,7 +274,7 @@ class Catalog:
         if self.rows.is_leaving(stored.record) is not leaving:
             self.rows.set_leaving(stored.record, leaving)
             change = -1 if leaving else 1
-            self._followers.count(stored.parent, 0, change, self._candidates.reconsider)
+            self._followers.count(stored.parent, 0, change, self.room.reconsider)
 
     def leave_memory(self, stored: StoredObject) -> None:
         """A visible object that nobody holds keeps only its copy on disk."""
@@ -287,18 +282,18 @@ class Catalog:
         assert stored.offset is not None
         assert self.rows.on_disk(record)
         assert not self.rows.holds[record]
-        self._candidates.leave(record)
+        self.room.leave(record)
         self.rows.set_in_memory(record, False)
         self.books.num_on_disk += 1
         self._index.relocate(stored.key, None)
         self.space.free(stored.offset, stored.length)
-        self._followers.count(stored.parent, 0, -1, self._candidates.reconsider)
+        self._followers.count(stored.parent, 0, -1, self.room.reconsider)
         self._entered(stored)
 
     def _entered(self, stored: StoredObject) -> None:
         """Its fastest copy is in another tier."""
-        self._candidates.join(stored.record, stored.key, stored.parent)
-        self._announce.moved(stored.key, self._candidates.tier(stored.record))
+        self.room.join(stored.record, stored.key, stored.parent)
+        self._announce.moved(stored.key, self.room.tier(stored.record))
 
     def use_disk(self, disk: DiskSpace) -> None:
         """There is a disk behind the memory from now on."""
@@ -348,14 +343,14 @@ class Catalog:
             stored.record, stored.generation, stored.checksum, stored.length, stored.offset
         )
         self._index.insert(stored.key, entry)
-        self._candidates.join(stored.record, stored.key, stored.parent)
-        self._announce.added(stored.key, stored.parent, self._candidates.tier(stored.record))
+        self.room.join(stored.record, stored.key, stored.parent)
+        self._announce.added(stored.key, stored.parent, self.room.tier(stored.record))
 
     def _follow(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
-        self._followers.count(parent, 1, int(in_memory), self._candidates.reconsider)
+        self._followers.count(parent, 1, int(in_memory), self.room.reconsider)
 
     def _unfollow(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
-        self._followers.count(parent, -1, -int(in_memory), self._candidates.reconsider)
+        self._followers.count(parent, -1, -int(in_memory), self.room.reconsider)
 
     def validate(
         self,

@@ -117,7 +117,7 @@ class Moves:
 
     def touched(self, records: RecordArray) -> None:
         """As `used`, of the records of visible objects: for many at a time."""
-        self._catalog.used_all(records[::-1])
+        self._catalog.room.used_all(records[::-1])
         # An object that was removed meanwhile has given its record back.
         demoting = [
             store

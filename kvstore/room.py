@@ -25,61 +25,6 @@ if TYPE_CHECKING:
     from kvstore.catalog import Catalog
 
 
-class Candidates:
-    """The visible objects of one node, as their tenants' policies see them."""
-
-    def __init__(self, rows: Records, index: KeyIndex, shares: Shares) -> None:
-        self._rows = rows
-        self._index = index
-        self._shares = shares
-
-    def tier(self, record: Record) -> Tier:
-        return Tier.MEMORY if self._rows.in_memory(record) else Tier.DISK
-
-    def share(self, record: Record) -> Share:
-        return self._shares.of(self._rows.tenants[record])
-
-    def join(self, record: Record, key: BlockKey, parent: BlockKey | None) -> None:
-        """It is new in the tier of its fastest copy."""
-        before = NO_RECORD if parent is None else self._index.record_of(parent)
-        if before != NO_RECORD and self.tier(before) is not self.tier(record):
-            before = NO_RECORD  # another instance of the policy knows it
-        self._offers(record).policy.added(record, key, before)
-        self.reconsider(record)
-
-    def leave(self, record: Record) -> None:
-        """It leaves the tier that its row still names."""
-        self._offers(record).forget(record)
-
-    def used(self, record: Record) -> None:
-        self._offers(record).policy.used(record)
-
-    def used_all(self, records: RecordArray) -> None:
-        """As `used` for each in order, as far as it matters: policies know nothing of each other."""
-        in_memory = self._rows.in_memory_all(records)
-        for share, is_its in self._shares.apart(self._rows.tenants_all(records)):
-            for tier, is_there in ((Tier.MEMORY, in_memory), (Tier.DISK, ~in_memory)):
-                used = records[is_its & is_there]
-                if len(used):
-                    share.offers[tier].policy.used_all(used)
-
-    def reconsider(self, record: Record) -> None:
-        """Offers it if nothing speaks against that, withdraws it otherwise."""
-        rows, pin = self._rows, self._rows.pin(record)
-        in_memory = rows.in_memory(record)
-        followers = rows.followers_in_memory[record] if in_memory else rows.followers[record]
-        if rows.holds[record] or followers or pin is Pin.HARD:
-            self.withdraw(record)
-        else:
-            self._offers(record).offer(record, pin)
-
-    def withdraw(self, record: Record) -> None:
-        self._offers(record).withdraw(record)
-
-    def _offers(self, record: Record) -> Offers:
-        return self.share(record).offers[self.tier(record)]
-
-
 class Followers:
     """How many resident blocks name each block as their parent, whether that one is resident or not.
 
@@ -149,15 +94,66 @@ MAX_PASSED_OVER = 64
 
 
 class Room:
-    """Decides for one catalog, which does it."""
+    """Decides for one catalog, which does it, and keeps its tenants' policies up to date."""
 
     def __init__(
-        self, catalog: Catalog, candidates: Candidates, shares: Shares, watermarks: Watermarks
+        self, catalog: Catalog, index: KeyIndex, shares: Shares, watermarks: Watermarks
     ) -> None:
         self.watermarks = watermarks
         self._catalog = catalog
-        self._candidates = candidates
+        self._rows = catalog.rows
+        self._index = index
         self._shares = shares
+
+    # What is on offer
+
+    def tier(self, record: Record) -> Tier:
+        return Tier.MEMORY if self._rows.in_memory(record) else Tier.DISK
+
+    def share(self, record: Record) -> Share:
+        return self._shares.of(self._rows.tenants[record])
+
+    def join(self, record: Record, key: BlockKey, parent: BlockKey | None) -> None:
+        """It is new in the tier of its fastest copy."""
+        before = NO_RECORD if parent is None else self._index.record_of(parent)
+        if before != NO_RECORD and self.tier(before) is not self.tier(record):
+            before = NO_RECORD  # another instance of the policy knows it
+        self._offers(record).policy.added(record, key, before)
+        self.reconsider(record)
+
+    def leave(self, record: Record) -> None:
+        """It leaves the tier that its row still names."""
+        self._offers(record).forget(record)
+
+    def used(self, record: Record) -> None:
+        self._offers(record).policy.used(record)
+
+    def used_all(self, records: RecordArray) -> None:
+        """As `used` for each in order, as far as it matters: policies know nothing of each other."""
+        in_memory = self._rows.in_memory_all(records)
+        for share, is_its in self._shares.apart(self._rows.tenants_all(records)):
+            for tier, is_there in ((Tier.MEMORY, in_memory), (Tier.DISK, ~in_memory)):
+                used = records[is_its & is_there]
+                if len(used):
+                    share.offers[tier].policy.used_all(used)
+
+    def reconsider(self, record: Record) -> None:
+        """Offers it if nothing speaks against that, withdraws it otherwise."""
+        rows, pin = self._rows, self._rows.pin(record)
+        in_memory = rows.in_memory(record)
+        followers = rows.followers_in_memory[record] if in_memory else rows.followers[record]
+        if rows.holds[record] or followers or pin is Pin.HARD:
+            self.withdraw(record)
+        else:
+            self._offers(record).offer(record, pin)
+
+    def withdraw(self, record: Record) -> None:
+        self._offers(record).withdraw(record)
+
+    def _offers(self, record: Record) -> Offers:
+        return self.share(record).offers[self.tier(record)]
+
+    # What goes
 
     def for_new(self, length: int, tenant: str) -> int | None:
         """Memory for a new object of a tenant, within its quota."""
@@ -227,7 +223,7 @@ class Room:
 
     def _may_leave_memory(self, record: Record) -> bool:
         """False = the blocks that follow it are on disk, and it is not yet: it can go once it has been written."""
-        return self._catalog.rows.on_disk(record) or self._is_leaf(record)
+        return self._rows.on_disk(record) or self._is_leaf(record)
 
     def _disk_takes(self, record: Record) -> bool:
         stored = self._object(record)
@@ -236,7 +232,7 @@ class Room:
         return stored.place is not None or (disk is not None and disk.takes(stored.length))
 
     def _is_leaf(self, record: Record) -> bool:
-        return not self._catalog.rows.followers[record]
+        return not self._rows.followers[record]
 
     def _first(
         self, victim: Callable[[], Record], suits: Callable[[Record], bool]
@@ -248,11 +244,11 @@ class Room:
                 if suits(record):
                     return self._object(record)
                 passed_over.append(record)
-                self._candidates.withdraw(record)
+                self.withdraw(record)
             return None
         finally:
             for record in passed_over:
-                self._candidates.reconsider(record)
+                self.reconsider(record)
 
     def _evict(self, stored: StoredObject | None) -> bool:
         counters = self._catalog.counters
@@ -266,4 +262,4 @@ class Room:
     def _object(self, record: Record) -> StoredObject | None:
         if record == NO_RECORD:
             return None
-        return self._catalog.find(self._catalog.rows.key(record))
+        return self._catalog.find(self._rows.key(record))
