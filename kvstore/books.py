@@ -73,17 +73,17 @@ class Books:
 
     def usage(self, num_objects: int, disk: DiskSpace | None, tenants: Mapping[str, int]) -> Usage:
         return Usage(
-            capacity=self.space.capacity,
-            free=self.space.free_bytes,
-            held=self.space.used - self.leased_bytes - self.reserved_bytes,
-            leased=self.leased_bytes,
-            reserved=self.reserved_bytes,
-            disk_limit=disk.live_limit if disk else 0,
-            disk_live=self.disk_live,
+            capacity_bytes=self.space.capacity,
+            free_bytes=self.space.free_bytes,
+            held_bytes=self.space.used - self.leased_bytes - self.reserved_bytes,
+            leased_bytes=self.leased_bytes,
+            reserved_bytes=self.reserved_bytes,
+            disk_limit_bytes=disk.live_limit if disk else 0,
+            disk_live_bytes=self.disk_live,
             num_objects=num_objects,
             num_leased=self.num_leased,
             num_on_disk=self.num_on_disk,
-            tenants=tenants,
+            tenant_bytes=tenants,
         )
 
     def validate(

@@ -367,7 +367,10 @@ class Catalog:
         waiting = list(self._reserved.values())
         assert {o.generation for o in reserved} == {o.generation for o in waiting}
         usage = self.usage()
-        assert usage.free + usage.held + usage.leased + usage.reserved == usage.capacity
+        assert (
+            usage.free_bytes + usage.held_bytes + usage.leased_bytes + usage.reserved_bytes
+            == usage.capacity_bytes
+        )
         self.books.validate(
             visible,
             self.rows,

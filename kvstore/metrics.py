@@ -55,16 +55,17 @@ class StoreCollector(Collector):
     def _of_memory(self, usage: Usage) -> Iterator[Metric]:
         figures = (
             ("master_key_count", "Visible objects.", usage.num_objects),
-            ("master_allocated_bytes", "Bytes in use.", usage.capacity - usage.free),
-            ("master_total_capacity_bytes", "Bytes in all.", usage.capacity),
+            ("master_allocated_bytes", "Bytes in use.", usage.capacity_bytes - usage.free_bytes),
+            ("master_total_capacity_bytes", "Bytes in all.", usage.capacity_bytes),
             ("moonserve_store_objects_on_disk", "Objects only there.", usage.num_on_disk),
         )
         for name, help_text, value in figures:
             yield GaugeMetricFamily(name, help_text, value=value)
-        states = {state: getattr(usage, state) for state in ("free", "held", "leased", "reserved")}
+        parts = ("free", "held", "leased", "reserved")
+        states = {part: getattr(usage, f"{part}_bytes") for part in parts}
         yield _parts("moonserve_store_memory_bytes", "Bytes of memory by what they are.", states)
         help_text = "Bytes of tenants with a quota."
-        yield _parts("moonserve_store_tenant_bytes", help_text, usage.tenants, "tenant")
+        yield _parts("moonserve_store_tenant_bytes", help_text, usage.tenant_bytes, "tenant")
 
 
 def _parts(

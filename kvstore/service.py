@@ -39,7 +39,7 @@ from protocol.pb import conductor_pb2, kvstore_pb2
 from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.timer import Timer, set_within
-from protocol.wire import endpoint_to_wire
+from protocol.wire import endpoint_to_wire, to_message
 from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
@@ -122,13 +122,13 @@ class StoreService(LastingCalls):
         """In blocks of the mean size of what is stored now, since a store knows no layout."""
         usage = self._state.catalog.usage()
         in_memory = usage.num_objects - usage.num_on_disk
-        mean = (usage.held + usage.leased) // in_memory if in_memory else 0
+        mean = (usage.held_bytes + usage.leased_bytes) // in_memory if in_memory else 0
         return conductor_pb2.Load(
-            free_blocks=usage.free // mean if mean else 0,
+            free_blocks=usage.free_bytes // mean if mean else 0,
             held_blocks=usage.num_objects - usage.num_leased,
             leased_blocks=usage.num_leased,
-            free_bytes=usage.free,
-            capacity_bytes=usage.capacity,
+            free_bytes=usage.free_bytes,
+            capacity_bytes=usage.capacity_bytes,
         )
 
     async def Reserve(
@@ -223,14 +223,16 @@ class StoreService(LastingCalls):
     async def Stats(
         self, request: kvstore_pb2.StoreStatsRequest, context: Context
     ) -> kvstore_pb2.StoreStatsReply:
-        reply = wire.usage_to_wire(
-            self._state.catalog.usage(), self._state.counters, self._endpoint
+        return to_message(
+            kvstore_pb2.StoreStatsReply,
+            self._state.catalog.usage(),
+            counters=self._state.counters,
+            endpoint=endpoint_to_wire(self._endpoint),
+            metadata_bytes=self._state.catalog.metadata_bytes,
+            draining=self.draining,
+            recovered=self.mover.recovered,
+            disk_health=self.mover.health if self.mover.disk else "none",
         )
-        reply.metadata_bytes = self._state.catalog.metadata_bytes
-        reply.draining = self.draining
-        reply.recovered = self.mover.recovered
-        reply.disk_health = self.mover.health if self.mover.disk else "none"
-        return reply
 
     async def Describe(
         self, request: kvstore_pb2.StoreDescribeRequest, context: Context

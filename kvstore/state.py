@@ -36,7 +36,7 @@ class StoreState:
     def short_of(self, nbytes: int) -> bool:
         """Whether so much memory is not free now, but will be once what is being written to disk has left."""
         usage = self.catalog.usage()
-        return usage.free < nbytes and self.moves.leaving_bytes > 0
+        return usage.free_bytes < nbytes and self.moves.leaving_bytes > 0
 
     def remove(
         self, keys: Sequence[BlockKey], *, corrupt: bool, keep_pinned: bool = False

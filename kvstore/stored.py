@@ -96,16 +96,18 @@ class Watermarks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Bytes of memory: free + held + leased + reserved = capacity. And of disk."""
+    """Of memory: free + held + leased + reserved = capacity. And of disk."""
 
-    capacity: int
-    free: int
-    held: int  # visible, without a lease
-    leased: int  # with one, removed objects under a reader included; and those being copied to disk
-    reserved: int  # being written, or read from disk
-    disk_limit: int  # live bytes that the disk may hold; 0 = there is no disk
-    disk_live: int  # of visible objects, headers and padding included
+    capacity_bytes: int
+    free_bytes: int
+    held_bytes: int  # visible, without a lease
+    leased_bytes: (
+        int  # with one, removed objects under a reader included; and those being copied to disk
+    )
+    reserved_bytes: int  # being written, or read from disk
+    disk_limit_bytes: int  # live bytes that the disk may hold; 0 = there is no disk
+    disk_live_bytes: int  # of visible objects, headers and padding included
     num_objects: int  # visible
     num_leased: int  # of them
     num_on_disk: int  # of them, only on disk
-    tenants: Mapping[str, int]  # bytes of the objects of each tenant that has a quota
+    tenant_bytes: Mapping[str, int]  # bytes of the objects of each tenant that has a quota

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kvstore.disk.base import Pin
 from kvstore.native.base import NO_RECORD, Entry
 from kvstore.promises import Lease, Reservation
 from kvstore.state import StoreState
-from kvstore.stored import StoredObject, Usage, Wish
+from kvstore.stored import StoredObject, Wish
 from protocol.errors import InvalidRequest
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 from protocol.pb import kvstore_pb2
-from protocol.request import Endpoint
-from protocol.wire import endpoint_to_wire
 
 _WireSlot = kvstore_pb2.StoreReserveReply.Slot
 _PINS = {
@@ -107,25 +105,6 @@ def entries_from_wire(reply: kvstore_pb2.StoreFindReply) -> list[Entry | None]:
         else None
         for generation, checksum, length, offset in zip(*columns, strict=True)
     ]
-
-
-def usage_to_wire(
-    usage: Usage, counters: Mapping[str, int], endpoint: Endpoint
-) -> kvstore_pb2.StoreStatsReply:
-    return kvstore_pb2.StoreStatsReply(
-        capacity_bytes=usage.capacity,
-        free_bytes=usage.free,
-        held_bytes=usage.held,
-        leased_bytes=usage.leased,
-        reserved_bytes=usage.reserved,
-        num_objects=usage.num_objects,
-        disk_limit_bytes=usage.disk_limit,
-        disk_live_bytes=usage.disk_live,
-        num_on_disk=usage.num_on_disk,
-        tenant_bytes=dict(usage.tenants),
-        counters=dict(counters),
-        endpoint=endpoint_to_wire(endpoint),
-    )
 
 
 def listing_to_wire(

@@ -117,33 +117,25 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
         assert await again.get(7) == value(7)
 
 
-async def test_what_is_empty_is_on_disk_at_the_end_like_all_else(tmp_path: Path) -> None:
-    async with node_on(tmp_path) as node:
-        node.put(1, b"")
-        assert await node.mover.flush(10.0) == 0
-        [stored] = node.state.catalog.objects()
-        assert stored.place is not None
+def full(folder: Folder, nbytes: int) -> SegmentFile:
+    raise OSError(errno.ENOSPC, "full")
 
 
-async def test_what_the_disk_does_not_take_is_missing_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["nothing", "is empty", "disk is full", "disk is not read yet"])
+async def test_a_stop_says_how_many_objects_are_missing_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    def full(folder: Folder, nbytes: int) -> SegmentFile:
-        raise OSError(errno.ENOSPC, "full")
-
+    """Nothing is written to a disk before it was read."""
     async with node_on(tmp_path) as node:
-        node.put(1)
-        monkeypatch.setattr(Folder, "create", full)
-        assert await node.mover.flush(10.0) == 1
-
-
-async def test_what_came_before_the_disk_was_read_is_missing_at_the_end(tmp_path: Path) -> None:
-    """Nothing is written before."""
-    async with node_on(tmp_path) as node:
-        assert node.mover.disk is not None
-        node.mover.expect(node.mover.disk)
-        node.put(1)
-        assert await node.mover.flush(10.0) == 1
+        if why == "disk is not read yet":
+            assert node.mover.disk is not None
+            node.mover.expect(node.mover.disk)
+        node.put(1, b"" if why == "is empty" else None)
+        if why == "disk is full":
+            monkeypatch.setattr(Folder, "create", full)
+        assert await node.mover.flush(10.0) == why.startswith("disk")
+        [stored] = node.state.catalog.objects()
+        assert (stored.place is None) == why.startswith("disk")
 
 
 async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_again(

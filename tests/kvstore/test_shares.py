@@ -23,7 +23,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_coldest_only() -> None:
     for number in (2, 3, 4):
         assert node.put(chain(number, tenant="alice")) == [GRANTED]
     assert node.in_memory() == [1, 3, 4]
-    assert node.state.catalog.usage().tenants == {"alice": 2 * ALIGNMENT}
+    assert node.state.catalog.usage().tenant_bytes == {"alice": 2 * ALIGNMENT}
 
 
 def test_what_is_being_written_counts_and_counts_no_more_when_it_was_given_up() -> None:
@@ -113,7 +113,7 @@ def test_recovered_objects_count_towards_their_tenants_quota() -> None:
     again = Tiered.make(quotas={"alice": 1})
     assert again.state.restore(header, place)
     again.disk.places[place] = stored.key
-    assert again.state.catalog.usage().tenants == {"alice": ALIGNMENT}
+    assert again.state.catalog.usage().tenant_bytes == {"alice": ALIGNMENT}
     assert again.put(chain(2, tenant="alice")) == [GRANTED]
     assert again.in_memory() == [2]
     assert again.on_disk_only() == []

@@ -33,7 +33,7 @@ def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     assert [stored.checksum for stored in lease.objects] == [11, 22]
     assert state.readers.lease("l", keys(1), TTL_S, 1.5) is lease
     usage = state.catalog.usage()
-    assert (usage.leased, usage.reserved) == (2 * ALIGNMENT, 0)
+    assert (usage.leased_bytes, usage.reserved_bytes) == (2 * ALIGNMENT, 0)
     state.validate()
 
 
@@ -105,9 +105,9 @@ def test_an_expired_lease_is_refused_and_never_revived() -> None:
     assert node.state.next_deadline() == 19.0
     with pytest.raises(StaleLease):
         readers.renew("l", 10.0, 19.0)
-    assert node.state.catalog.usage().leased == ALIGNMENT
+    assert node.state.catalog.usage().leased_bytes == ALIGNMENT
     node.state.expire(19.0)
-    assert node.state.catalog.usage().leased == 0
+    assert node.state.catalog.usage().leased_bytes == 0
     for attempt in (lambda: readers.renew("l", 1.0, 20.0), lambda: readers.lease("l", [], 1, 20)):
         with pytest.raises(StaleLease):
             attempt()

@@ -62,11 +62,11 @@ class TwoTiers(TwoTiersInTruth):
             )
             for depth in range(first, DEPTH)
         ]
-        before = self.state.catalog.usage().tenants["limited"]
+        before = self.state.catalog.usage().tenant_bytes["limited"]
         expires = not at_once and self.count % 2 == 0
         ttl_s = TTL_S if expires else None
         reservation = self.state.writers.reserve(name, wishes, ttl_s, self.now)
-        after = self.state.catalog.usage().tenants["limited"]
+        after = self.state.catalog.usage().tenant_bytes["limited"]
         assert after <= max(before, QUOTA_UNITS * ALIGNMENT)
         for wish, slot in zip(wishes, reservation.slots, strict=True):
             assert (slot.outcome is Outcome.PRESENT) <= (wish.key in self.truth)
@@ -354,7 +354,7 @@ class TwoTiers(TwoTiersInTruth):
     def fits(self, found: DiskObject) -> bool:
         usage = self.state.catalog.usage()
         arriving = sum(store.disk_bytes for store in self.stores)
-        room = usage.disk_limit - usage.disk_live - arriving
+        room = usage.disk_limit_bytes - usage.disk_live_bytes - arriving
         return not self.disk_is_lost and self.disk.space(found.length) <= room
 
     def is_being_written(self, block: BlockKey) -> bool:

@@ -22,7 +22,7 @@ def test_above_the_high_watermark_the_coldest_are_demoted_down_to_the_low_one() 
     assert len(node.in_memory()) == 91, "they can be read in memory while they are being written"
     node.written(stores)
     assert node.on_disk_only() == [1, 2, 3, 4, 5, 6]
-    assert node.state.catalog.usage().free == 15 * ALIGNMENT
+    assert node.state.catalog.usage().free_bytes == 15 * ALIGNMENT
 
 
 def test_demotion_goes_on_to_the_low_watermark_and_rests_until_the_high_one() -> None:
@@ -53,7 +53,7 @@ def test_a_demoted_object_is_read_after_it_was_brought_to_memory() -> None:
     node.sink(1, 2)
     lease_id, loads = node.lease(1, 2)
     assert [load.object.key for load in loads] == keys(1, 2)
-    assert node.state.catalog.usage().reserved == 2 * ALIGNMENT
+    assert node.state.catalog.usage().reserved_bytes == 2 * ALIGNMENT
     for load in loads:
         node.state.loaded(load, True)
     lease = node.state.readers.settle(lease_id)

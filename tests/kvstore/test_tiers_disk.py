@@ -40,7 +40,7 @@ def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() ->
     assert node.in_memory() == [1, 2, 3, 4, 7, 8, 9]
     assert node.on_disk_only() == [5, 6]
     assert node.state.counters["copies_dropped"] == 2
-    assert node.state.catalog.usage().disk_live == node.state.catalog.usage().disk_limit
+    assert node.state.catalog.usage().disk_live_bytes == node.state.catalog.usage().disk_limit_bytes
 
 
 def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> None:

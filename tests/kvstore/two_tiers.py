@@ -99,7 +99,9 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         usage = self.state.catalog.usage()
         assert usage.num_objects == len(self.law.tiers)
         arriving = sum(store.disk_bytes for store in self.stores)
-        assert usage.disk_live == 0 or usage.disk_live + arriving <= usage.disk_limit
+        assert (
+            usage.disk_live_bytes == 0 or usage.disk_live_bytes + arriving <= usage.disk_limit_bytes
+        )
 
     @invariant()
     def readers_of_the_index_see_what_was_committed_or_nothing(self) -> None:

@@ -208,7 +208,7 @@ class PoolNode(Process):
         places = {o.place for o in self.state.catalog.objects() if o.place is not None}
         held: dict[str, Any] = {
             "leased": usage.num_leased,
-            "reserved": usage.reserved,
+            "reserved": usage.reserved_bytes,
             "windows": sorted(self.transfer.windows),
             "stores": moves.num_stores,
             "places that nobody has": sorted(self.disk.medium.live - places),
