@@ -135,10 +135,14 @@ async def follow(
                 async for message in _inventory(log, state, epoch, follower):
                     yield message
                 continue  # it may have taken so long that the log has gone on without it
-            events = changes(log, epoch, follower)
-            yield events
-            if follower.next_seq == log.next_seq:
-                await _wait(woken)
+            first_seq = follower.next_seq
+            events = log.take(follower, EVENTS_PER_MESSAGE)
+            message = message_of(epoch, first_seq, events, snapshot=False, more=False)
+            message.next_seq = follower.next_seq
+            message.read_keys = log.take_reads(follower)
+            yield message
+            if follower.next_seq == log.next_seq and await set_within(woken, IDLE_S):
+                await asyncio.sleep(GATHER_S)
     finally:
         log.leave(follower)
 
@@ -159,15 +163,6 @@ async def _inventory(
     yield message_of(epoch, follower.next_seq, found, snapshot=first, more=False)
 
 
-def changes(log: EventLog, epoch: int, follower: Follower) -> kvstore_pb2.StoreEvents:
-    first_seq = follower.next_seq
-    events = log.take(follower, EVENTS_PER_MESSAGE)
-    message = message_of(epoch, first_seq, events, snapshot=False, more=False)
-    message.next_seq = follower.next_seq
-    message.read_keys = log.take_reads(follower)
-    return message
-
-
 def message_of(
     epoch: int, first_seq: int, events: Sequence[Event], *, snapshot: bool, more: bool
 ) -> kvstore_pb2.StoreEvents:
@@ -184,8 +179,3 @@ def message_of(
         added_parents=pack_keys([event.parent or NO_PARENT for event in present]),
         removed_keys=pack_keys([event.key for event in latest.values() if event.left]),
     )
-
-
-async def _wait(woken: asyncio.Event) -> None:
-    if await set_within(woken, IDLE_S):
-        await asyncio.sleep(GATHER_S)

@@ -126,10 +126,6 @@ class Mover:
                 disk.release(place)
         return unwanted
 
-    def relocated(self, moved: DiskObject, source: Place, to: Place) -> bool:
-        """`kvstore.disk.base.Moved`."""
-        return self._state.moves.relocated(moved.key, moved.generation, source, to)
-
     def health_changed(self, health: Health, reason: str) -> None:
         """`kvstore.disk.base.HealthChanged`: a disk that is not good counts as gone, until the next start."""
         if health is Health.GOOD:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.catalog import Catalog
-from kvstore.disk.base import Place
+from kvstore.disk.base import DiskObject, Place
 from kvstore.native.base import RecordArray
 from kvstore.stored import StoredObject
-from protocol.keys import BlockKey
 
 
 @dataclass(slots=True, eq=False)
@@ -178,14 +177,14 @@ class Moves:
         self._checks.remove(stored)
         self._catalog.let_go(stored)
 
-    def relocated(self, key: BlockKey, generation: int, source: Place, to: Place) -> bool:
-        """The disk has moved an object; False = nobody wants it any more, and the disk forbids it.
+    def relocated(self, moved: DiskObject, source: Place, to: Place) -> bool:
+        """`kvstore.disk.base.Moved`: False = nobody wants it any more, and the disk forbids it.
 
         It may not forbid one that is visible and has only lost its copy at `source` meanwhile: with the new one it
         would forbid all that are made later, since they have the same generation.
         """
-        stored = self._catalog.find(key)
-        if stored is None or stored.generation != generation:
+        stored = self._catalog.find(moved.key)
+        if stored is None or stored.generation != moved.generation:
             return False
         if stored.place == source:
             self._catalog.set_place(stored, to)

@@ -185,7 +185,7 @@ class StoreNode:
                 sync_interval_s=self._config.ssd_sync_interval_s,
                 memory=self._segment.buffer,
             ),
-            moved=mover.relocated,
+            moved=self._state.moves.relocated,
             health_changed=mover.health_changed,
         )
         mover.expect(disk)

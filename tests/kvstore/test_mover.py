@@ -86,9 +86,9 @@ def ignore(*_: object) -> None:
 async def with_disk(folder: Path, options: DiskOptions | None = None) -> tuple[Node, SsdTier]:
     """What is on it is not known yet."""
     node = Node()
-    mover = node.mover
+    mover, moved = node.mover, node.state.moves.relocated
     options = options or DiskOptions()
-    disk = await SsdTier.open(folder, DISK, options, mover.relocated, mover.health_changed)
+    disk = await SsdTier.open(folder, DISK, options, moved, mover.health_changed)
     mover.expect(disk)
     node.state.catalog.use_disk(disk)
     return node, disk

@@ -263,7 +263,7 @@ class TwoTiers(TwoTiersInTruth):
         if old in unknown or old not in self.disk.kept:
             return
         moved, new = self.disk.kept[old], self.disk.move(old)
-        wanted = self.state.moves.relocated(moved.key, moved.generation, old, new)
+        wanted = self.state.moves.relocated(moved, old, new)
         assert wanted == (self.truth.get(moved.key, (0, 0))[0] == moved.generation)
         self.disk.moved(old, new, wanted=wanted)
 

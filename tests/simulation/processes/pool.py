@@ -114,7 +114,7 @@ class PoolNode(Process):
         self.disk = SimulatedDisk(
             self.world.media[name],
             rng,
-            self.service.mover.relocated,
+            self.state.moves.relocated,
             self.service.mover.health_changed,
         )
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, self.server)
