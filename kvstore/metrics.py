@@ -36,7 +36,7 @@ class StoreCollector(Collector):
     def __init__(
         self,
         usage: Callable[[], Usage],
-        counters: Callable[[], Mapping[str, int]],
+        counters: Mapping[str, int],
         disk: Callable[[], tuple[Health, DiskUsage, Mapping[str, int]] | None],
     ) -> None:
         self._usage = usage
@@ -45,7 +45,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_memory(self._usage())
-        counters = self._counters()
+        counters = dict(self._counters)
         for counter, name, help_text in _COUNTERS:
             yield CounterMetricFamily(name, help_text, value=counters.get(counter, 0))
         disk = self._disk()

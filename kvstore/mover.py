@@ -308,7 +308,7 @@ class Mover:
             ]
         )
         for load, arrived in zip(loads, good, strict=True):
-            self._state.loaded(load, arrived)
+            self._state.moves.loaded(load, arrived)
             _settle(self._loading.pop(load.object.generation))
         self._ended()
 

@@ -41,13 +41,9 @@ class Moves:
         self._stores: dict[int, Store] = {}  # by generation
         self._loads: dict[int, Load] = {}
         self._checks: list[StoredObject] = []
-        self._leaving_bytes = 0  # of memory, of stores that demote
+        self.leaving_bytes = 0
+        """Memory that will be free once the writes under way that demote have ended."""
         self._draining = False  # above the high watermark, and not yet below the low one
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Memory that will be free once the writes under way have ended."""
-        return self._leaving_bytes
 
     @property
     def num_stores(self) -> int:
@@ -131,7 +127,7 @@ class Moves:
     def _keep(self, store: Store) -> None:
         """It will not leave memory after all."""
         store.demote = False
-        self._leaving_bytes -= store.object.space
+        self.leaving_bytes -= store.object.space
         if not self._catalog.is_hidden(store.object):
             self._catalog.set_leaving(store.object, False)
 
@@ -156,6 +152,7 @@ class Moves:
     def loaded(self, load: Load, good: bool) -> None:
         """A read has ended. What could not be read is lost here: the object is removed."""
         stored, catalog = load.object, self._catalog
+        catalog.counters["disk_reads_failed"] += not good
         del self._loads[stored.generation]
         catalog.books.reserved_bytes -= stored.space
         if good and not catalog.is_hidden(stored):
@@ -201,7 +198,7 @@ class Moves:
     def validate(self) -> None:
         """Raises AssertionError unless the bytes on their way are counted right."""
         stores = self._stores.values()
-        assert self._leaving_bytes == sum(s.object.space for s in stores if s.demote)
+        assert self.leaving_bytes == sum(s.object.space for s in stores if s.demote)
         assert self._catalog.books.arriving_bytes == sum(s.disk_bytes for s in stores)
 
     def extents(self) -> list[tuple[int, int]]:
@@ -213,7 +210,7 @@ class Moves:
 
     def _too_full(self) -> bool:
         space, marks = self._catalog.space, self._catalog.room.watermarks
-        used = space.used - self._leaving_bytes
+        used = space.used - self.leaving_bytes
         low = (marks.evict_above - marks.evict_share) * space.capacity
         self._draining = used > (low if self._draining else marks.evict_above * space.capacity)
         return self._draining
@@ -229,7 +226,7 @@ class Moves:
         self._stores[stored.generation] = Store(stored, demote, nbytes)
         self._catalog.books.arriving_bytes += nbytes
         if demote:
-            self._leaving_bytes += stored.space
+            self.leaving_bytes += stored.space
             self._catalog.set_leaving(stored, True)
         return True
 

@@ -115,10 +115,8 @@ class StoreNode:
         self._service = StoreService(
             config, transfer, segment, self._endpoint, self._state, segments, events
         )
-        service = self._service
-        registry.register(
-            StoreCollector(service.usage, lambda: service.counters, service.mover.disk_state)
-        )
+        disk_state = self._service.mover.disk_state
+        registry.register(StoreCollector(catalog.usage, catalog.counters, disk_state))
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""

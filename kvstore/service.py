@@ -30,7 +30,7 @@ from kvstore.promises import Reservation
 from kvstore.remembering import Remembering
 from kvstore.removals import Removals
 from kvstore.state import StoreState
-from kvstore.stored import StoredObject, Usage
+from kvstore.stored import StoredObject
 from kvstore.verification import Landings, Verifier, batched
 from protocol.errors import Overloaded
 from protocol.held_tasks import HeldTasks
@@ -110,13 +110,6 @@ class StoreService(LastingCalls):
             changed=self._changed,
             ended=self._end_of_writer,
         )
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return dict(self._state.counters)
-
-    def usage(self) -> Usage:
-        return self._state.catalog.usage()
 
     def load(self) -> conductor_pb2.Load:
         """In blocks of the mean size of what is stored now, since a store knows no layout."""

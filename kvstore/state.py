@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvstore.allocator import padded
 from kvstore.catalog import Catalog
 from kvstore.disk.base import DiskObject, Pin, Place
-from kvstore.moves import Load, Moves
+from kvstore.moves import Moves
 from kvstore.promises import Reservation
 from kvstore.reading import ReadRights
 from kvstore.stored import StoredObject, Wish
@@ -93,11 +93,6 @@ class StoreState:
         return [stored for key in wanted if (stored := self.catalog.find(key)) is not None]
 
     # The disk
-
-    def loaded(self, load: Load, good: bool) -> None:
-        """A read from disk has ended. What could not be read is lost here."""
-        self.counters["disk_reads_failed"] += not good
-        self.moves.loaded(load, good)
 
     def restore(self, found: DiskObject, place: Place) -> bool:
         """An object was found on disk; False = it is not wanted."""

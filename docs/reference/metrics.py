@@ -8,6 +8,7 @@ what this gives, and another one a live cluster's metrics with the page.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,12 +160,10 @@ def _worker(registry: CollectorRegistry) -> None:
 
 
 def _store(registry: CollectorRegistry) -> None:
-    usage = Usage(
-        capacity=0, free=0, held=0, leased=0, reserved=0, disk_limit=0, disk_live=0,
-        num_objects=0, num_leased=0, num_on_disk=0, tenants={},
-    )  # fmt: skip
+    names = {field.name for field in dataclasses.fields(Usage)} - {"tenant_bytes"}
+    usage = Usage(**dict.fromkeys(names, 0), tenant_bytes={})
     disk = Health.GOOD, DiskUsage(capacity=0, live=0, dead=0, free=0), dict[str, int]()
-    registry.register(StoreCollector(lambda: usage, dict, lambda: disk))
+    registry.register(StoreCollector(lambda: usage, {}, lambda: disk))
     registry.register(_transfers())
 
 

@@ -250,7 +250,7 @@ class TwoTiers(TwoTiersInTruth):
         if wanted and not read:
             del self.truth[load.object.key]
         self.law.no_eviction = True
-        self.state.loaded(load, read)
+        self.state.moves.loaded(load, read)
         self.law.no_eviction = False
         for name in list(self.waiting):
             self.settle_if_ready(name)

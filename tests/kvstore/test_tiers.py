@@ -55,7 +55,7 @@ def test_a_demoted_object_is_read_after_it_was_brought_to_memory() -> None:
     assert [load.object.key for load in loads] == keys(1, 2)
     assert node.state.catalog.usage().reserved_bytes == 2 * ALIGNMENT
     for load in loads:
-        node.state.loaded(load, True)
+        node.state.moves.loaded(load, True)
     lease = node.state.readers.settle(lease_id)
     assert [stored.offset for stored in lease.objects] == [load.offset for load in loads]
     assert [stored.checksum for stored in lease.objects] == [1, 2]
@@ -182,7 +182,7 @@ def test_what_cannot_be_read_is_lost_and_the_lease_keeps_what_comes_before() -> 
     node.sink(1, 2, 3)
     lease_id, loads = node.lease(1, 2, 3)
     for load, good in zip(loads, (True, False, True), strict=True):
-        node.state.loaded(load, good)
+        node.state.moves.loaded(load, good)
     assert [stored.key for stored in node.state.readers.settle(lease_id).objects] == keys(1)
     assert node.in_memory() == [1, 3]
     assert node.state.counters["disk_reads_failed"] == 1
@@ -194,7 +194,7 @@ def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
     node.sink(1)
     lease_id, [load] = node.lease(1)
     assert node.state.readers.lease(lease_id, keys(1), 30.0, 0.0).loads == ()
-    node.state.loaded(load, True)
+    node.state.moves.loaded(load, True)
     again = node.state.readers.lease(lease_id, keys(1), 30.0, 0.0)
     assert (again.loads, [stored.offset for stored in again.objects]) == ((), [load.offset])
 
@@ -220,5 +220,5 @@ def test_prefetch_loads_the_leading_run_as_far_as_there_is_room() -> None:
     assert [load.object.key for load in loads] == keys(1, 2)
     assert node.state.readers.prefetch(keys(1, 2)) == [], "they are on their way"
     for load in loads:
-        node.state.loaded(load, True)
+        node.state.moves.loaded(load, True)
     assert node.in_memory() == [1, 2]
