@@ -53,5 +53,5 @@ def test_what_is_granted_becomes_visible_or_is_given_back_and_never_runs_out() -
     writes.end(first, {key(1): 7, key(2): 7}, [key(2)])
     state.validate()
     assert state.catalog.present([key(n) for n in (1, 2, 3)]) == [True, False, False]
-    assert state.catalog.usage().free_bytes == free - state.catalog.usage().held
+    assert state.catalog.usage().free_bytes == free - state.catalog.usage().held_bytes
     assert calls == ["changed"] * 3 + ["ended"] * 2
