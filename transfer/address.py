@@ -1,8 +1,8 @@
 """What an engine publishes so that peers can reach it; opaque to everyone but this package.
 
-`ms3;id=<instance>;host=<boot id>;name=decode-0;shm=shm@<socket>;tcp=eth0@10.0.0.1:4000,eth1@10.0.1.1:4000`:
+`ms2;id=<instance>;host=<boot id>;name=decode-0;shm=shm@<socket>;tcp=eth0@10.0.0.1:4000#0,eth1@10.0.1.1:4000`:
 printable, versioned, and bound to one incarnation of one process. Each transport lists its rails as
-name@endpoint. `tls=1` says that its tcp is encrypted.
+name@endpoint, with #<NUMA node> where that is known. `tls=1` says that its tcp is encrypted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from protocol.errors import Incompatible, InvalidRequest
 
-_VERSION = "ms3"
-_RAIL = re.compile(r"([^,;@]+)@([^,;@]+)")
+_VERSION = "ms2"
+_RAIL = re.compile(r"(?P<name>[^,;@#]+)@(?P<endpoint>[^,;@#]+)(#(?P<numa>\d{1,4}))?")
 _MAX_CHARS = 16_384
 
 
@@ -29,7 +29,8 @@ class Rail:
     name: str
     """"eth0", "mlx5_0:1", "shm"; unique within its transport and host."""
     endpoint: str
-    """What peers dial; opaque outside the transport. Without ',', ';' and '@'."""
+    """What peers dial; opaque outside the transport. Without ',', ';', '@' and '#'."""
+    numa_node: int | None = None
     bandwidth_bytes_s: float | None = None
     """Nominal; None when the system does not tell."""
 
@@ -54,7 +55,7 @@ class Address:
         if self.tls:
             pairs["tls"] = "1"
         for transport, rails in self.rails.items():
-            pairs[transport] = ",".join(f"{rail.name}@{rail.endpoint}" for rail in rails)
+            pairs[transport] = ",".join(_rail_text(rail) for rail in rails)
         return ";".join([_VERSION, *(f"{name}={value}" for name, value in pairs.items())])
 
 
@@ -75,10 +76,22 @@ def parse(text: str) -> Address:
     return Address(instance, host, rails, name, tls)
 
 
+def _rail_text(rail: Rail) -> str:
+    numa = "" if rail.numa_node is None else f"#{rail.numa_node}"
+    return f"{rail.name}@{rail.endpoint}{numa}"
+
+
 def _parse_rails(transport: str, text: str) -> tuple[Rail, ...]:
-    rails = []
-    for part in text.split(","):
-        if (match := _RAIL.fullmatch(part)) is None:
-            raise ValueError(f"malformed rails {text[:200]!r}")
-        rails.append(Rail(transport, match[1], match[2]))
-    return tuple(rails)
+    matches = [_RAIL.fullmatch(part) for part in text.split(",")]
+    if None in matches:
+        raise ValueError(f"malformed rails {text[:200]!r}")
+    return tuple(
+        Rail(
+            transport,
+            match["name"],
+            match["endpoint"],
+            int(match["numa"]) if match["numa"] else None,
+        )
+        for match in matches
+        if match is not None
+    )

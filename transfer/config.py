@@ -39,7 +39,7 @@ class TransferOptions:
     copy_threads: int = 1
     """Threads that share a large copy within the host; more than spare cores does harm."""
     max_endpoints: int = 512
-    """Live connections that this engine has opened; of the idle ones the least recently used is closed first."""
+    """Live connections that this engine has opened; the idle ones are closed first (SIEVE)."""
     tls: TlsFiles | None = None
     """Encrypts tcp, both ends verified against the authority."""
 

@@ -24,6 +24,7 @@ from transfer.base import (
 from transfer.batch import Batch, Job
 from transfer.config import FaultPlan, TransferOptions
 from transfer.paths.chooser import Path
+from transfer.paths.discovery import read_topology
 from transfer.paths.endpoints import Endpoints, Unfenced
 from transfer.peer import Peer, Surroundings
 from transfer.plan import AnyTransfer
@@ -92,6 +93,7 @@ class TransferEngine:
             self._rails = [listener.rail for listener in self._listeners]
             self._surroundings = Surroundings(
                 connect=self._connect,
+                topology=read_topology(self._rails),
                 stats=self.stats,
                 faults=self._faults,
                 streams=self.options.streams,
@@ -118,7 +120,13 @@ class TransferEngine:
             self._tell_removed(segment)
 
     def allocate(
-        self, nbytes: int, *, readable: bool = False, name: str = "", elastic: bool = False
+        self,
+        nbytes: int,
+        location: str | None = None,
+        *,
+        readable: bool = False,
+        name: str = "",
+        elastic: bool = False,
     ) -> Segment:
         """New zeroed memory that peers on this host can map; all its pages are present, or with `elastic` those that
         were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory over rdma."""
@@ -128,15 +136,26 @@ class TransferEngine:
                 "--transports, or leave the memory fixed"
             )
         allocate = self._hosted.segments.allocate
-        return self._added(allocate(nbytes, readable=readable, name=name, elastic=elastic))
+        return self._added(
+            allocate(nbytes, location, readable=readable, name=name, elastic=elastic)
+        )
 
-    def register(self, buffer: Registrable, *, readable: bool = False, name: str = "") -> Segment:
+    def register(
+        self,
+        buffer: Registrable,
+        location: str | None = None,
+        *,
+        readable: bool = False,
+        name: str = "",
+    ) -> Segment:
         """The caller's memory: a torch tensor, numpy array, memoryview, mmap …, writable and contiguous.
+
+        `location` ("cpu:<NUMA node>"), whose near rails are preferred, is looked up unless it is named.
 
         Raises InvalidRequest for anything else. `allocate` is faster between processes of one host.
         """
         register = self._hosted.segments.register
-        return self._added(register(buffer, readable=readable, name=name))
+        return self._added(register(buffer, location, readable=readable, name=name))
 
     def _added(self, segment: Segment) -> Segment:
         try:

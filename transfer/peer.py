@@ -31,6 +31,7 @@ from transfer.lane import Lane
 from transfer.paths.chooser import Path, PathChooser, paths_between
 from transfer.paths.endpoints import Endpoints, Unfenced
 from transfer.paths.health import RailHealth
+from transfer.paths.topology import Topology
 from transfer.plan import Part, Planned
 from transfer.stats import Incident, TransferStats
 from transfer.tcp.session import StreamSession
@@ -52,6 +53,7 @@ class Surroundings:
     """What the peers of one engine share."""
 
     connect: Callable[[Address, Path, float, Callable[[], None]], StreamSession]
+    topology: Topology
     stats: TransferStats
     faults: FaultPlan
     streams: int
@@ -76,7 +78,7 @@ class Peer:
             raise PeerLost("no transport in common", peer=self.label)
         self.transports = tuple(dict.fromkeys(path.transport for path in paths))
         self._num_paths = len(paths)
-        self._chooser = PathChooser(paths, RailHealth())
+        self._chooser = PathChooser(paths, surroundings.topology, RailHealth())
         self._lanes: dict[Path, Lane] = {}
         self._near: Lane | None = None
         """The one whose session may read this host's memory."""
@@ -130,7 +132,7 @@ class Peer:
         while True:
             now = time.monotonic()
             with self._lock:
-                path = self._chooser.choose(0, now, tried)
+                path = self._chooser.choose("", 0, now, tried)
                 if path is None or self._forgotten:
                     raise lost
                 lane = self._lane(path)
@@ -317,7 +319,7 @@ class Peer:
         """Accounts for it as sent. The lock is held."""
         if self._forgotten:
             return None
-        path = self._chooser.choose(part.nbytes, now, part.tried)
+        path = self._chooser.choose(part.local.location, part.nbytes, now, part.tried)
         if path is not None:
             self._chooser.sent(path, part.nbytes)
             part.has_alternative = self._num_paths - len(part.tried) > 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from protocol.errors import InvalidRequest
 from transfer.native import address_of
+from transfer.paths.discovery import location_of
 from transfer.shm.memfd import OwnedMemory
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class SegmentInfo:
 
     segment_id: int
     nbytes: int
+    location: str
     readable: bool
     name: str = ""
 
@@ -83,6 +85,8 @@ class Segment:
     segment_id: int
     buffer: memoryview
     """Its writable memory, format 'B'."""
+    location: str
+    """"cpu:<NUMA node>": where in this machine it lies; empty where that is not known."""
     readable: bool
     """Peers may READ it."""
     name: str
@@ -98,7 +102,7 @@ class Segment:
         self.base, self.nbytes = address_of(self.buffer), self.buffer.nbytes
 
     def __repr__(self) -> str:
-        return f"Segment({self.segment_id}, {self.nbytes} bytes)"
+        return f"Segment({self.segment_id}, {self.nbytes} bytes at {self.location})"
 
 
 class SegmentTable:
@@ -113,21 +117,43 @@ class SegmentTable:
         return len(self._segments)
 
     def allocate(
-        self, nbytes: int, *, readable: bool, name: str = "", elastic: bool = False
+        self,
+        nbytes: int,
+        location: str | None = None,
+        *,
+        readable: bool,
+        name: str = "",
+        elastic: bool = False,
     ) -> Segment:
         if nbytes <= 0:
             raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
         memory = OwnedMemory(nbytes, name, elastic=elastic)
-        return self._add(memory.view, readable, name, memory)
+        if elastic and location is None:
+            location = ""  # its pages are still to come
+        return self._add(memory.view, location, readable, name, memory)
 
-    def register(self, buffer: Registrable, *, readable: bool, name: str = "") -> Segment:
-        return self._add(writable(buffer), readable, name, None)
+    def register(
+        self,
+        buffer: Registrable,
+        location: str | None = None,
+        *,
+        readable: bool,
+        name: str = "",
+    ) -> Segment:
+        return self._add(writable(buffer), location, readable, name, None)
 
     def _add(
-        self, view: memoryview, readable: bool, name: str, memory: OwnedMemory | None
+        self,
+        view: memoryview,
+        location: str | None,
+        readable: bool,
+        name: str,
+        memory: OwnedMemory | None,
     ) -> Segment:
+        if location is None:
+            location = location_of(address_of(view))
         with self._lock:
-            segment = Segment(self._next_id, view, readable, name, memory)
+            segment = Segment(self._next_id, view, location, readable, name, memory)
             self._next_id += 1
             self._segments[segment.segment_id] = segment
         return segment
@@ -153,7 +179,8 @@ class SegmentTable:
         with self._lock:
             segments = list(self._segments.values())
         return [
-            SegmentInfo(each.segment_id, each.nbytes, each.readable, each.name) for each in segments
+            SegmentInfo(each.segment_id, each.nbytes, each.location, each.readable, each.name)
+            for each in segments
         ]
 
     def is_registered(self, segment: Segment) -> bool:

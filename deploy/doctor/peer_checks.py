@@ -42,7 +42,7 @@ _SAME_VERSION = "run the same version of moonserve at both ends"
 
 
 def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Iterator[Finding]:
-    """`text` is what an engine publishes ("ms3;…"), or just host:port."""
+    """`text` is what an engine publishes ("ms2;…"), or just host:port."""
     if _HOST_AND_PORT.fullmatch(text):
         yield _dial_tcp("tcp", Rail("tcp", text, text))
         return

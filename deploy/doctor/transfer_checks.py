@@ -22,6 +22,7 @@ from transfer.paths.discovery import (
     local_tcp_rails,
     reachable_addresses,
     read_addresses,
+    read_topology,
 )
 from transfer.rdma.device import Port, discover
 
@@ -59,14 +60,20 @@ def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Fin
 
 
 def check_rails(options: TransferOptions) -> list[Finding]:
-    """The rails that an engine with these options has, and others that it could have."""
+    """The rails that an engine with these options has, others that it could have, and which are near which memory."""
     try:
         rails = _rails(options)
     except ConfigError as error:
         remedy = "see --transfer-rails and --host"
         return [Finding("rails", "rails", error.message, remedy, fails=True)]
     findings = [_rail(rail, used=True) for rail in rails]
-    return findings + [_rail(rail, used=False) for rail in _unused(rails)]
+    findings += [_rail(rail, used=False) for rail in _unused(rails)]
+    for location, preference in read_topology(rails).matrix.items():
+        text = f"prefers {', '.join(preference.preferred) or 'nothing'}"
+        if preference.secondary:
+            text += f"; then {', '.join(preference.secondary)}"
+        findings.append(Finding("topology", location, text))
+    return findings
 
 
 def try_transport(transport: str, options: TransferOptions, *, measure: bool) -> Trial:
@@ -176,7 +183,7 @@ def _unused(rails: Sequence[Rail]) -> list[Rail]:
 
 
 def _rdma_rail(port: Port) -> Rail:
-    return Rail("rdma", port.name, "", port.bandwidth_bytes_s)
+    return Rail("rdma", port.name, "", port.numa_node, port.bandwidth_bytes_s)
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -189,6 +196,8 @@ def _rail(rail: Rail, *, used: bool) -> Finding:
     parts = [rail.endpoint or "RDMA port"]
     if rail.bandwidth_bytes_s:
         parts.append(f"{rail.bandwidth_bytes_s * 8e-9:g} Gbit/s")
+    if rail.numa_node is not None:
+        parts.append(f"NUMA node {rail.numa_node}")
     if not used:
         parts.append("not used with these options")
     return Finding("rails", rail.name, ", ".join(parts))

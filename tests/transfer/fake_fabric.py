@@ -252,6 +252,7 @@ class FakeFabric:
                 is_ethernet=True,
                 gid=gid,
                 bandwidth_bytes_s=None,
+                numa_node=None,
             )
         ]
 

@@ -203,7 +203,7 @@ def test_opening_a_peer_lists_what_it_lets_others_read_until_it_is_gone(pair: Pa
     assert set(infos) == {pair.memory.segment_id, named.segment_id}
     info = infos[named.segment_id]
     assert info is not None
-    assert (info.name, info.nbytes) == ("kv", 4096)
+    assert (info.name, info.nbytes, info.location) == ("kv", 4096, named.location)
     assert pair.remote in opened
     pair.far.close()
     with pytest.raises(PeerLost):

@@ -156,8 +156,8 @@ def test_an_address_that_leads_nowhere_is_refused(pair: Pair, transport: str) ->
     other = TransferOptions(transports=("tcp" if transport == "shm" else "shm",))
     with TransferEngine(cluster_token="t", options=other) as stranger:
         for address, error in (
-            (pair.far.address.replace("ms3", "ms4", 1), Incompatible),
-            ("ms3;id=zz;host=x", InvalidRequest),
+            (pair.far.address.replace("ms2", "ms3", 1), Incompatible),
+            ("ms2;id=zz;host=x", InvalidRequest),
             ("nonsense", InvalidRequest),
             (stranger.address, PeerLost),
         ):

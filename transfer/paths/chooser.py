@@ -4,7 +4,8 @@ Owns, for each path, the bytes in flight and the measured bandwidth. Its rules:
 
 1. Only paths of one transport compete; the next transport is used when all paths of the better ones
    rest or were tried.
-2. Among them the least (bytes in flight + bytes of the slice) ÷ bandwidth wins; ties go to the first.
+2. Among them the least (bytes in flight + bytes of the slice) ÷ bandwidth wins, times a penalty when
+   the local rail is not near the memory; ties go to the first.
 3. A path on trial after a rest carries one slice at a time until that one ends.
 4. When everything rests, the path whose rest ends first is used rather than none.
 
@@ -20,6 +21,11 @@ from dataclasses import dataclass
 
 from transfer.address import Address, Rail
 from transfer.paths.health import Condition, RailHealth
+from transfer.paths.topology import Topology
+
+NUMA_PENALTY = 1.5
+"""Crossing sockets costs a third of the bandwidth or so; a near rail is preferred until it has half as
+much again in flight."""
 
 DEFAULT_BANDWIDTH = 1e9
 """Bytes per second, when nothing at all is known of a transport's paths. Only ratios matter."""
@@ -59,10 +65,11 @@ class _Track:
 class PathChooser:
     """The paths between one engine and one peer."""
 
-    def __init__(self, paths: Sequence[Path], health: RailHealth) -> None:
+    def __init__(self, paths: Sequence[Path], topology: Topology, health: RailHealth) -> None:
         """`paths` in order of preference of their transports; at least one."""
         assert paths
         assert len(set(paths)) == len(paths)
+        self._topology = topology
         self._health = health
         self._tracks = {
             path: _Track(path, path.rails, Speed(nominal_bandwidth(path))) for path in paths
@@ -74,12 +81,14 @@ class PathChooser:
         }
         self._only = paths[0] if len(paths) == 1 else None
 
-    def choose(self, nbytes: int, now: float, tried: Collection[Path] = ()) -> Path | None:
-        """The path for a slice of `nbytes`; None: all are tried."""
+    def choose(
+        self, location: str, nbytes: int, now: float, tried: Collection[Path] = ()
+    ) -> Path | None:
+        """The path for a slice of `nbytes` from or to local memory at `location`; None: all are tried."""
         if self._only is not None:
             return None if self._only in tried else self._only
         for tracks in self._by_transport.values():
-            track = self._least_cost(tracks, nbytes, now, tried)
+            track = self._least_cost(tracks, location, nbytes, now, tried)
             if track is not None:
                 return track.path
         return self._first_to_recover(now, tried)
@@ -115,7 +124,12 @@ class PathChooser:
         self._health.validate()
 
     def _least_cost(
-        self, tracks: Sequence[_Track], nbytes: int, now: float, tried: Collection[Path]
+        self,
+        tracks: Sequence[_Track],
+        location: str,
+        nbytes: int,
+        now: float,
+        tried: Collection[Path],
     ) -> _Track | None:
         candidates = tracks
         if tried or not self._health.all_healthy:
@@ -129,7 +143,9 @@ class PathChooser:
         assumed = max(filter(None, known), default=DEFAULT_BANDWIDTH)
 
         def cost(track: _Track) -> float:
-            return (track.in_flight_bytes + nbytes) / (track.speed.bandwidth(now) or assumed)
+            is_near = self._topology.prefers(location, track.path.local)
+            queued = (track.in_flight_bytes + nbytes) * (1.0 if is_near else NUMA_PENALTY)
+            return queued / (track.speed.bandwidth(now) or assumed)
 
         return min(candidates, key=cost)
 

@@ -1,4 +1,4 @@
-"""Reads the machine: network addresses (rtnetlink, RFC 3549), and what sysfs tells of their interfaces.
+"""Reads the machine: sysfs, network addresses (rtnetlink, RFC 3549), and where memory lies.
 
 A file of sysfs that is absent, unreadable or nonsense means "not known", never an error, since virtual
 machines, containers and old kernels each leave out others. An address that is published must be one of
@@ -8,6 +8,7 @@ further address on the same interface. Opens no connection.
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,136 @@ from typing import NamedTuple
 
 from protocol.errors import ConfigError
 from transfer.address import Rail
+from transfer.paths.topology import Device, Machine, Topology, decide
 
 SYSFS = Path("/sys")
 
+_BITS_PER_BYTE = 8
+_PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+_PAGES = re.compile(r" N(\d+)=(\d+)")
+_NVIDIA = "0x10de"
+_GPU_CLASSES = ("0x0300", "0x0302")
+"""VGA controller and 3D controller (PCI code and ID assignment)."""
 
-def bandwidth_of(interface: str, sysfs: Path = SYSFS) -> float | None:
-    """Bytes per second; −1 on virtual links, EINVAL where there is no carrier: then it is not known."""
+
+def read_topology(rails: Sequence[Rail], sysfs: Path = SYSFS) -> Topology:
+    """The matrix of an engine's local rails."""
+    return decide(read_machine(sysfs), rails)
+
+
+def location_of(address: int, proc: Path = Path("/proc/self"), sysfs: Path = SYSFS) -> str:
+    """The NUMA node that has most pages of the mapping that holds the address; empty where that is not known."""
+    if len(_numa_distances(sysfs)) == 1:
+        return "cpu:0"
+    mappings = (read_text(proc / "numa_maps") or "").splitlines()  # in the order of their addresses
+    below = [line for line in mappings if int(line.split(" ", 1)[0], 16) <= address]
+    counts = {int(node): int(count) for node, count in _PAGES.findall("".join(below[-1:]))}
+    return f"cpu:{max(counts, key=counts.__getitem__)}" if counts else ""
+
+
+def read_machine(sysfs: Path = SYSFS) -> Machine:
+    """NUMA nodes, network interfaces, RDMA ports and GPUs of this machine."""
+    devices = [*_interfaces(sysfs), *_rdma_ports(sysfs)]
+    return Machine(
+        numa_distances=_numa_distances(sysfs),
+        devices={device.name: device for device in devices},
+        gpus=tuple(_gpus(sysfs)),
+    )
+
+
+def _numa_distances(sysfs: Path) -> dict[int, dict[int, int]]:
+    nodes = sorted(
+        int(path.name.removeprefix("node"))
+        for path in (sysfs / "devices/system/node").glob("node[0-9]*")
+    )
+    distances: dict[int, dict[int, int]] = {}
+    for node in nodes:
+        text = read_text(sysfs / f"devices/system/node/node{node}/distance") or ""
+        values = [int(word) for word in text.split() if word.isdigit()]
+        if len(values) != len(nodes):  # 10 and 20 are what ACPI prescribes when nothing is measured
+            values = [10 if other == node else 20 for other in nodes]
+        distances[node] = dict(zip(nodes, values, strict=True))
+    return distances or {0: {0: 10}}
+
+
+def _interfaces(sysfs: Path) -> Iterator[Device]:
+    for path in _entries(sysfs / "class/net"):
+        megabits = _number(path / "speed")  # −1 on virtual links, EINVAL when there is no carrier
+        bandwidth = megabits * 1e6 / _BITS_PER_BYTE if megabits and megabits > 0 else None
+        yield _device(sysfs, path.name, _hardware_of(path), bandwidth)
+
+
+def _rdma_ports(sysfs: Path) -> Iterator[Device]:
+    for path in _entries(sysfs / "class/infiniband"):
+        hardware = path
+        parent = read_text(path / "parent")  # Soft-RoCE names the interface that it runs on
+        if not (path / "device").exists() and parent:
+            hardware = sysfs / "class/net" / parent
+        for port in _entries(path / "ports"):
+            yield _device(sysfs, f"{path.name}:{port.name}", hardware, _rate(port / "rate"))
+
+
+def _gpus(sysfs: Path) -> Iterator[Device]:
+    """In PCI order, which CUDA follows with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    for path in _entries(sysfs / "bus/pci/devices"):
+        kind = read_text(path / "class") or ""
+        if read_text(path / "vendor") == _NVIDIA and kind.startswith(_GPU_CLASSES):
+            place = path.resolve()
+            yield Device(path.name, _numa_node(sysfs, place), _pci_path(sysfs, place))
+
+
+def _hardware_of(interface: Path) -> Path:
+    """Itself, or for a VLAN, bridge or bond the first interface below it that is hardware."""
+    if not (interface / "device").exists():
+        for lower in sorted(interface.glob("lower_*")):
+            if (lower / "device").exists():
+                return lower
+    return interface
+
+
+def _device(sysfs: Path, name: str, entry: Path, bandwidth: float | None) -> Device:
+    """`entry` is the class folder, whose `device` link leads to the hardware."""
+    if not (entry / "device").exists():
+        return Device(name, bandwidth_bytes_s=bandwidth)
+    place = (entry / "device").resolve()
+    return Device(name, _numa_node(sysfs, place), _pci_path(sysfs, place), bandwidth)
+
+
+def _numa_node(sysfs: Path, place: Path) -> int | None:
+    """The nearest ancestor that knows: a virtio NIC's own folder has no `numa_node`, its PCI slot's has."""
+    root = sysfs.resolve()
+    for folder in (place, *place.parents):
+        if folder == root or root not in folder.parents:
+            return None
+        node = _number(folder / "numa_node")
+        if node is not None:
+            return int(node) if node >= 0 else None
+    return None
+
+
+def _pci_path(sysfs: Path, place: Path) -> tuple[str, ...]:
+    parts = place.parts[len(sysfs.resolve().parts) :]
+    return tuple(part for part in parts if _PCI.fullmatch(part))
+
+
+def _rate(path: Path) -> float | None:
+    """Of an RDMA port: "100 Gb/sec (4X EDR)"."""
+    match = re.match(r"([0-9.]+) Gb/sec", read_text(path) or "")
+    return float(match[1]) * 1e9 / _BITS_PER_BYTE if match else None
+
+
+def _entries(folder: Path) -> list[Path]:
     try:
-        megabits = float(read_text(sysfs / "class/net" / interface / "speed") or "")
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> float | None:
+    try:
+        return float(read_text(path) or "")
     except ValueError:
         return None
-    return megabits * 1e6 / 8 if megabits > 0 else None
 
 
 def read_text(path: Path) -> str | None:
@@ -63,13 +183,13 @@ class InterfaceAddress(NamedTuple):
 
 def local_tcp_rails(hosts: Sequence[str]) -> list[Rail]:
     """One rail per host name or address of this machine, in that order. Raises ConfigError."""
-    return tcp_rails([_resolved(host) for host in hosts], read_addresses())
+    return tcp_rails([_resolved(host) for host in hosts], read_addresses(), read_machine())
 
 
 def tcp_rails(
-    addresses: Sequence[str], own: Sequence[InterfaceAddress], sysfs: Path = SYSFS
+    addresses: Sequence[str], own: Sequence[InterfaceAddress], machine: Machine
 ) -> list[Rail]:
-    """Each rail's endpoint is its address. `own`: of this machine. Raises ConfigError."""
+    """Pure part of `local_tcp_rails`; each rail's endpoint is its address. Raises ConfigError."""
     rails: list[Rail] = []
     for address in addresses:
         if ip_address(address).is_unspecified:
@@ -85,7 +205,11 @@ def tcp_rails(
             name = f"{name}/{address}"
         if any(rail.name == name for rail in rails):
             raise ConfigError(f"the address {address} is given twice")
-        rails.append(Rail("tcp", name, address, bandwidth_of(interface or name, sysfs)))
+        device = machine.devices.get(interface or "")
+        numa_node, bandwidth = (
+            (device.numa_node, device.bandwidth_bytes_s) if device else (None, None)
+        )
+        rails.append(Rail("tcp", name, address, numa_node, bandwidth))
     return rails
 
 

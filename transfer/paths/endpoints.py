@@ -1,4 +1,7 @@
-"""The live connections of one engine, at most a cap of them, and the broken ones that still need a fence."""
+"""The live connections of one engine, at most a cap of them, and the broken ones that still need a fence.
+
+Which connection is closed for a new one is decided by SIEVE (Zhang et al., NSDI '24).
+"""
 
 from __future__ import annotations
 
@@ -22,39 +25,42 @@ class Endpoint(Protocol):
 class Endpoints:
     """Endpoints that are connected. Thread-safe; blocks nobody.
 
-    The one that was used least recently goes first. Busy endpoints stay, and may exceed the cap until
-    one of them falls idle.
+    A use sets a bit and moves nothing. A hand moves from old to new, clears the bits that it passes and
+    evicts the first idle endpoint without one: an endpoint that was used once goes soon, one that is used
+    again and again stays. Busy endpoints stay, and may exceed the cap until one of them falls idle.
     """
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
         self._lock = threading.Lock()
-        self._open: dict[Endpoint, None] = {}
-        """Least recently used first."""
+        self._used: dict[Endpoint, bool] = {}
+        """The bit of each endpoint, oldest first."""
+        self._hand: Endpoint | None = None
+        """The next candidate; None means the oldest."""
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._used)
 
     def opened(self, endpoint: Endpoint) -> None:
         with self._lock:
-            evicted = self._evict() if len(self._open) >= self._cap else None
-            self._open[endpoint] = None
+            evicted = self._evict() if len(self._used) >= self._cap else None
+            self._used[endpoint] = False
         if evicted is not None:
             evicted.disconnect_when_idle()
 
     def used(self, endpoint: Endpoint) -> None:
         with self._lock:
-            if endpoint in self._open:
-                del self._open[endpoint]
-                self._open[endpoint] = None
+            if endpoint in self._used:
+                self._used[endpoint] = True
 
     def closed(self, endpoint: Endpoint) -> None:
         with self._lock:
-            self._open.pop(endpoint, None)
+            if endpoint in self._used:
+                self._remove(endpoint)
 
     def trim(self) -> None:
         """An endpoint fell idle: what exceeds the cap can go now."""
-        while len(self._open) > self._cap:
+        while len(self._used) > self._cap:
             with self._lock:
                 evicted = self._evict()
             if evicted is None:
@@ -62,10 +68,25 @@ class Endpoints:
             evicted.disconnect_when_idle()
 
     def _evict(self) -> Endpoint | None:
-        evicted = next((endpoint for endpoint in self._open if endpoint.idle), None)
-        if evicted is not None:
-            del self._open[evicted]
-        return evicted
+        """Two rounds are enough: the first clears every bit that could save an idle endpoint."""
+        order = list(self._used)
+        first = 0 if self._hand is None else order.index(self._hand)
+        for endpoint in 2 * (order[first:] + order[:first]):
+            if not endpoint.idle:
+                continue
+            if not self._used[endpoint]:
+                self._hand = endpoint
+                self._remove(endpoint)
+                return endpoint
+            self._used[endpoint] = False
+        return None
+
+    def _remove(self, endpoint: Endpoint) -> None:
+        if endpoint is self._hand:
+            order = list(self._used)
+            newer = order[order.index(endpoint) + 1 :]
+            self._hand = newer[0] if newer else None
+        del self._used[endpoint]
 
 
 class Unfenced:

@@ -8,13 +8,13 @@ Knows no verbs, so `moonserve doctor` can tell what is there without them.
 from __future__ import annotations
 
 import ipaddress
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ConfigError
-from transfer.paths.discovery import SYSFS, read_text
+from transfer.paths.discovery import SYSFS, read_machine, read_text
+from transfer.paths.topology import Device
 
 _ROCE_V2 = "RoCE v2"
 _MAX_HOLE = 64
@@ -56,6 +56,7 @@ class Port:
     is_ethernet: bool
     gid: Gid | None
     bandwidth_bytes_s: float | None
+    numa_node: int | None
 
     @property
     def name(self) -> str:
@@ -68,13 +69,17 @@ class Port:
     def __str__(self) -> str:
         link = "Ethernet" if self.is_ethernet else "InfiniBand"
         speed = f", {self.bandwidth_bytes_s * 8e-9:g} Gb/s" if self.bandwidth_bytes_s else ""
-        return f"{self.name} {self.state.lower()} {link}{speed}, {self.gid or 'no usable GID'}"
+        numa = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
+        return (
+            f"{self.name} {self.state.lower()} {link}{speed}{numa}, {self.gid or 'no usable GID'}"
+        )
 
 
 def discover(sysfs: Path = SYSFS) -> list[Port]:
     """All ports of all devices, usable or not, in the order of their names."""
+    known = read_machine(sysfs).devices
     found = (sysfs / "class/infiniband").glob("*/ports/*")
-    ports = [_port(path) for path in found if path.name.isdigit()]
+    ports = [_port(path, known) for path in found if path.name.isdigit()]
     return sorted(ports, key=lambda port: (port.device, port.number))
 
 
@@ -112,16 +117,18 @@ def best_gid(gids: Sequence[Gid], *, is_ethernet: bool) -> Gid | None:
     return next(iter(mapped or rest), None)
 
 
-def _port(path: Path) -> Port:
+def _port(path: Path, known: Mapping[str, Device]) -> Port:
     is_ethernet = read_text(path / "link_layer") == "Ethernet"
-    rate = re.match(r"([0-9.]+) Gb/sec", read_text(path / "rate") or "")  # "100 Gb/sec (4X EDR)"
+    device = path.parents[1].name
+    place = known[f"{device}:{path.name}"]
     return Port(
-        device=path.parents[1].name,
+        device=device,
         number=int(path.name),
         state=(read_text(path / "state") or "").partition(": ")[2],
         is_ethernet=is_ethernet,
         gid=best_gid(_gids(path), is_ethernet=is_ethernet),
-        bandwidth_bytes_s=float(rate[1]) * 1e9 / 8 if rate else None,
+        bandwidth_bytes_s=place.bandwidth_bytes_s,
+        numa_node=place.numa_node,
     )
 
 

@@ -58,7 +58,7 @@ class RdmaTransport:
             rail.stop_listening()
             raise
         self._rails[port.name] = rail
-        published = Rail(self.name, port.name, endpoint, port.bandwidth_bytes_s)
+        published = Rail(self.name, port.name, endpoint, port.numa_node, port.bandwidth_bytes_s)
         make = partial(_target, hosted, rail)
         return Acceptor(listener, published, hosted, make, rail.stop_listening)
 

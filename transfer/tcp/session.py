@@ -241,10 +241,10 @@ def without_frames(error: MoonserveError) -> MoonserveError:
 
 
 def _segment_info(
-    *, segment_id: object, nbytes: object, readable: object, name: object
+    *, segment_id: object, nbytes: object, location: object, readable: object, name: object
 ) -> SegmentInfo:
     """Raises TypeError or ValueError for what cannot be one."""
-    match segment_id, nbytes, readable, name:
-        case int(), int(), bool(), str() if segment_id >= 0 and nbytes >= 0:
-            return SegmentInfo(segment_id, nbytes, readable, name)
+    match segment_id, nbytes, location, readable, name:
+        case int(), int(), str(), bool(), str() if segment_id >= 0 and nbytes >= 0:
+            return SegmentInfo(segment_id, nbytes, location, readable, name)
     raise ValueError("not a segment")

@@ -60,6 +60,7 @@ def test_all_that_a_cluster_stands_on_is_examined_measured_and_well(
     assert "not used" not in finding(report, "rails", "lo")["text"]
     assert "reads" in finding(report, "surroundings", "disk")["text"]
     assert not list(tmp_path.iterdir()), "the file that was read is gone"
+    assert "lo" in finding(report, "topology", "cpu:0")["text"]
 
 
 @pytest.mark.skipif(bool(discover()), reason="this machine has RDMA devices")
@@ -128,7 +129,7 @@ def test_a_bare_host_and_port_is_dialled(doctor: Doctor) -> None:
     [
         ("ms9;id=00;host=x", "same version"),
         ("nonsense", "whole address"),
-        ("ms3;id=zz;host=x", "whole address"),
+        ("ms2;id=zz;host=x", "whole address"),
         ("127.0.0.1:99999", "port below 65536"),
     ],
 )

@@ -112,6 +112,7 @@ def test_an_rdma_port_is_judged_by_state_gid_and_route(
         is_ethernet=port.get("is_ethernet", True),
         gid=None if netdev is None else gid,
         bandwidth_bytes_s=25e9,
+        numa_node=0,
     )
     found = device_checks.about_port(made, ROUTES)
     assert found.state is state

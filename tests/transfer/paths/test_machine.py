@@ -1,7 +1,8 @@
-"""What is read from sysfs and the kernel, on machines built from files: RDMA ports and TCP rails."""
+"""What is read from sysfs and the kernel, on machines built from files: devices, RDMA ports and TCP rails."""
 
 from __future__ import annotations
 
+import os
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -11,38 +12,189 @@ from protocol.errors import ConfigError
 from transfer.address import Rail
 from transfer.paths.discovery import (
     InterfaceAddress,
-    bandwidth_of,
     local_tcp_rails,
+    location_of,
     owner_of,
     reachable_addresses,
     read_addresses,
+    read_machine,
+    read_topology,
     tcp_rails,
 )
+from transfer.paths.topology import Device, Machine, Preference
 from transfer.rdma.device import best_gid, choose, discover
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe12:3456"
 MAPPED = "0000:0000:0000:0000:0000:ffff:0a4d:0001"
 GLOBAL = "2001:0db8:0000:0000:0000:0000:0000:0001"
 UNUSED = "0000:0000:0000:0000:0000:0000:0000:0000"
+SLOT = ("pci0000:00", "0000:00:03.0")
 Gids = list[tuple[str, str]]
 
 
-def write(folder: Path, **files: object) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_text(f"{content}\n")
+class FakeMachine:
+    """A machine below `root`, which takes the place of /sys, with links where the kernel has links."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def numa_node(self, node: int, distances: str = "") -> None:
+        self._write(f"devices/system/node/node{node}", distance=distances)
+
+    def pci(self, *slots: str, **files: object) -> str:
+        """A device below the bridges named before it; returns its place."""
+        place = "/".join(["devices", *slots])
+        self._write(place, **files)
+        self._link(f"bus/pci/devices/{slots[-1]}", place)
+        return place
+
+    def interface(self, name: str, place: str | None, *lower: str, **files: object) -> None:
+        """`place`: of its hardware; None: a virtual one, perhaps over other interfaces."""
+        entry = f"{place or 'devices/virtual'}/net/{name}"
+        self._write(entry, **files)
+        if place is not None:
+            self._link(f"{entry}/device", place)
+        for below in lower:
+            self._link(f"{entry}/lower_{below}", f"class/net/{below}")
+        self._link(f"class/net/{name}", entry)
+
+    def rdma(
+        self,
+        name: str,
+        place: str | None = None,
+        gids: Gids | None = None,
+        *,
+        state: str = "4: ACTIVE",
+        link_layer: str = "Ethernet",
+        **files: object,
+    ) -> None:
+        """`place` None: Soft-RoCE, whose file `parent` names the interface that it runs on."""
+        entry = f"{place or 'devices/virtual'}/infiniband/{name}"
+        port = f"{entry}/ports/1"
+        self._write(entry, **files)
+        self._write(port, state=state, link_layer=link_layer, rate="100 Gb/sec (4X EDR)")
+        for index, (gid, kind) in enumerate(gids or []):
+            self._write(f"{port}/gids", **{str(index): gid})
+            if gid != UNUSED:
+                self._write(f"{port}/gid_attrs/types", **{str(index): kind})
+                self._write(f"{port}/gid_attrs/ndevs", **{str(index): "eth0"})
+        if place is not None:
+            self._link(f"{entry}/device", place)
+        self._link(f"class/infiniband/{name}", entry)
+
+    def _write(self, folder: str, **files: object) -> None:
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (self.root / folder / name).write_text(f"{content}\n")
+
+    def _link(self, path: str, target: str) -> None:
+        link = self.root / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(self.root / target, link.parent))
 
 
-def add_rdma(
-    sysfs: Path, name: str, gids: Gids, state: str = "4: ACTIVE", link_layer: str = "Ethernet"
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path / "sys")
+
+
+@pytest.fixture
+def two_sockets(fake: FakeMachine) -> Path:
+    """Two NUMA nodes; on each a switch with a GPU and an RDMA NIC; Ethernet on node 0."""
+    for node, distances in enumerate(("10 21", "21 10")):
+        fake.numa_node(node, distances)
+        bridges, gpu = (f"pci000{node}:00", f"000{node}:00:01.0"), {"class": "0x030200"}
+        fake.pci(*bridges, f"000{node}:02:00.0", numa_node=node, vendor="0x10de", **gpu)
+        fake.rdma(f"mlx5_{node}", fake.pci(*bridges, f"000{node}:03:00.0", numa_node=node))
+    fake.interface("eth0", fake.pci("pci0000:00", "0000:00:07.0", numa_node=0), speed="25000")
+    fake.interface("lo", None)
+    return fake.root
+
+
+def test_a_machine_of_two_sockets_gives_the_matrix_one_expects(two_sockets: Path) -> None:
+    rails = [Rail("rdma", "mlx5_0:1", ""), Rail("rdma", "mlx5_1:1", ""), Rail("tcp", "eth0", "")]
+    matrix = {
+        "cpu:0": Preference(("mlx5_0:1", "eth0"), ("mlx5_1:1",)),
+        "cpu:1": Preference(("mlx5_1:1",), ("mlx5_0:1", "eth0")),
+        "cuda:0": Preference(("mlx5_0:1",), ("eth0", "mlx5_1:1")),
+        "cuda:1": Preference(("mlx5_1:1",), ("mlx5_0:1", "eth0")),
+    }
+    assert read_topology(rails, sysfs=two_sockets).matrix == matrix
+
+
+@pytest.mark.parametrize(
+    ("address", "location"),
+    [(0x7F0000001000, "cpu:1"), (0x7F0000000000, "cpu:1"), (0x5000, "cpu:0"), (0x8F0000000000, "")],
+)
+def test_memory_is_where_most_pages_of_its_mapping_are(
+    two_sockets: Path, tmp_path: Path, address: int, location: str
 ) -> None:
-    port = sysfs / "class/infiniband" / name / "ports/1"
-    write(port, state=state, link_layer=link_layer, rate="100 Gb/sec (4X EDR)")
-    for index, (gid, kind) in enumerate(gids):
-        write(port / "gids", **{str(index): gid})
-        if gid != UNUSED:
-            write(port / "gid_attrs/types", **{str(index): kind})
-            write(port / "gid_attrs/ndevs", **{str(index): "eth0"})
+    (tmp_path / "numa_maps").write_text(
+        "5000 default heap anon=4 N0=4 kernelpagesize_kB=4\n"
+        "7f0000000000 default file=/memfd:moonserve N0=10 N1=200 kernelpagesize_kB=4\n"
+        "8f0000000000 default file=/memfd:moonserve\n"
+    )
+    assert location_of(address, tmp_path, two_sockets) == location
+    assert location_of(address, tmp_path / "absent", two_sockets) == ""
+    assert location_of(address, tmp_path, tmp_path) == "cpu:0"  # a single node
+
+
+def test_devices_know_their_place_and_bandwidth(two_sockets: Path) -> None:
+    devices = read_machine(two_sockets).devices
+    assert devices["eth0"].bandwidth_bytes_s == 25e9 / 8
+    assert devices["mlx5_1:1"].bandwidth_bytes_s == 100e9 / 8
+    assert devices["mlx5_1:1"].numa_node == 1
+    assert devices["lo"].bandwidth_bytes_s is None
+
+
+@pytest.mark.parametrize("speed", ["-1", "0", "", "unknown"])
+def test_nonsense_means_not_known(fake: FakeMachine, speed: str) -> None:
+    fake.interface("eth0", fake.pci(*SLOT, numa_node=-1), speed=speed)
+    fake.numa_node(0)
+    fake.numa_node(2, "nonsense")
+    machine = read_machine(fake.root)
+    assert machine.devices["eth0"].bandwidth_bytes_s is None
+    assert machine.devices["eth0"].numa_node is None
+    assert machine.numa_distances == {0: {0: 10, 2: 20}, 2: {0: 20, 2: 10}}
+
+
+def test_virtual_devices_sit_where_what_they_run_on_sits(fake: FakeMachine) -> None:
+    slot = fake.pci(*SLOT, numa_node=1)
+    fake.interface("eth0", f"{slot}/virtio2")
+    fake.interface("bond0", None, "eth0", speed="20000")
+    fake.rdma("rxe0", parent="eth0")
+    devices = read_machine(fake.root).devices
+    assert {(device.numa_node, device.pci_path) for device in devices.values()} == {(1, SLOT)}
+    assert devices["bond0"].bandwidth_bytes_s == 20e9 / 8
+
+
+def test_only_graphics_devices_of_the_vendor_are_gpus(fake: FakeMachine) -> None:
+    for slot, (vendor, kind) in enumerate(
+        [("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x1234", "0x030000")]
+    ):
+        fake.pci("pci0000:00", f"0000:00:0{slot}.0", vendor=vendor, **{"class": kind})
+    assert [gpu.name for gpu in read_machine(fake.root).gpus] == ["0000:00:00.0"]
+
+
+def test_a_machine_without_sysfs_is_one_node_without_devices(tmp_path: Path) -> None:
+    found = read_topology([Rail("tcp", "eth0", "")], sysfs=tmp_path / "absent")
+    assert found.matrix == {"cpu:0": Preference(("eth0",))}
+    assert discover(tmp_path / "absent") == []
+    with pytest.raises(ConfigError, match="driver"):
+        choose([], ())
+
+
+def test_this_machine_can_be_read() -> None:
+    machine = read_machine()
+    assert machine.numa_distances
+    assert all(machine.devices)
+    assert owner_of("127.0.0.1", read_addresses()) == "lo"
+    assert [rail.name for rail in local_tcp_rails(["127.0.0.1"])] == ["lo"]
+    with pytest.raises(ConfigError, match=r"no\.\.host"):
+        local_tcp_rails(["no..host"])
+
+
+# RDMA ports.
 
 
 @pytest.mark.parametrize(
@@ -62,21 +214,22 @@ def add_rdma(
         ),
         ([(LINK_LOCAL, "RoCE v2"), (GLOBAL, "RoCE v2")], {}, "2001:db8::1"),
         ([(LINK_LOCAL, "RoCE v2"), (MAPPED, "IB/RoCE v1")], {}, None),
-        ([(LINK_LOCAL, "IB/RoCE v1")], {"link_layer": "InfiniBand"}, "fe80::5054:ff:fe12:3456"),
+        (
+            [(LINK_LOCAL, "IB/RoCE v1")],
+            {"link_layer": "InfiniBand"},
+            "fe80::5054:ff:fe12:3456",
+        ),
     ],
     ids=["mapped RoCE v2 first", "else a routable one", "no way to peers", "InfiniBand's first"],
 )
 def test_the_gid_is_one_that_peers_can_route_to(
-    tmp_path: Path, gids: Gids, options: dict[str, str], ip: str | None
+    fake: FakeMachine, gids: Gids, options: dict[str, str], ip: str | None
 ) -> None:
-    add_rdma(tmp_path, "mlx5_0", gids, **options)
-    (port,) = discover(tmp_path)
+    fake.rdma("mlx5_0", fake.pci(*SLOT, numa_node=1), gids, **options)
+    (port,) = discover(fake.root)
     assert (port.gid and port.gid.ip) == ip
-    assert (port.name, port.bandwidth_bytes_s, port.is_ethernet) == (
-        "mlx5_0:1",
-        12.5e9,
-        not options,
-    )
+    assert (port.name, port.numa_node, port.bandwidth_bytes_s) == ("mlx5_0:1", 1, 12.5e9)
+    assert port.is_ethernet == (not options)
     if port.usable:
         assert f"GID {len(gids) - 1} {gids[-1][1]} {ip} on eth0" in str(port)
     else:
@@ -84,25 +237,24 @@ def test_the_gid_is_one_that_peers_can_route_to(
             choose([port], ())
 
 
-def test_all_active_ports_are_rails_unless_some_are_named(tmp_path: Path) -> None:
+def test_all_active_ports_are_rails_unless_some_are_named(fake: FakeMachine) -> None:
     for device, state in (("mlx5_1", "4: ACTIVE"), ("mlx5_0", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
-        add_rdma(tmp_path, device, [(MAPPED, "RoCE v2")], state)
-    ports = discover(tmp_path)
+        fake.rdma(device, gids=[(MAPPED, "RoCE v2")], state=state)
+    ports = discover(fake.root)
     for wanted, names in (
         ((), ["mlx5_0:1", "mlx5_1:1"]),
         (("mlx5_1:1",), ["mlx5_1:1"]),
         (("mlx5_1",), ["mlx5_1:1"]),
     ):
         assert [port.name for port in choose(ports, wanted)] == names
-    for of, wanted_name, words in (
-        (ports, "mlx5_2:1", "cannot be used"),
-        (ports, "mlx4_0:1", "not one of the device ports"),
-        (discover(tmp_path / "absent"), None, "driver"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            choose(of, [wanted_name] if wanted_name else [])
+    with pytest.raises(ConfigError, match="cannot be used"):
+        choose(ports, ["mlx5_2:1"])
+    with pytest.raises(ConfigError, match="not one of the device ports"):
+        choose(ports, ["mlx4_0:1"])
     assert best_gid([], is_ethernet=False) is None
 
+
+# TCP rails.
 
 OWN = [
     InterfaceAddress(interface, ip_address(address))
@@ -114,6 +266,7 @@ OWN = [
         ("eth1", "fd00::2"),
     ]
 ]
+MACHINE = Machine(devices={"eth0": Device("eth0", 1, (), 3e9)})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +275,7 @@ OWN = [
         (
             ["10.0.0.1", "fd00::2"],
             OWN,
-            [Rail("tcp", "eth0", "10.0.0.1", 3e9), Rail("tcp", "eth1", "fd00::2")],
+            [Rail("tcp", "eth0", "10.0.0.1", 1, 3e9), Rail("tcp", "eth1", "fd00::2")],
         ),
         (
             ["127.0.0.1", "127.0.0.2", "::1"],
@@ -136,13 +289,10 @@ OWN = [
         (["10.0.0.1"], [], [Rail("tcp", "10.0.0.1", "10.0.0.1")]),  # the kernel does not tell
     ],
 )
-def test_a_rail_is_named_after_its_interface_and_knows_its_speed(
-    tmp_path: Path, addresses: list[str], own: list[InterfaceAddress], rails: list[Rail]
+def test_a_rail_is_named_after_its_interface_and_knows_its_place_and_speed(
+    addresses: list[str], own: list[InterfaceAddress], rails: list[Rail]
 ) -> None:
-    for interface, speed in (("eth0", "24000"), ("eth1", "-1"), ("lo", "nonsense")):
-        write(tmp_path / "class/net" / interface, speed=speed)
-    assert tcp_rails(addresses, own, tmp_path) == rails
-    assert bandwidth_of("absent", tmp_path) is None
+    assert tcp_rails(addresses, own, MACHINE) == rails
 
 
 @pytest.mark.parametrize(
@@ -158,15 +308,8 @@ def test_an_address_that_peers_cannot_reach_or_that_is_given_twice_is_refused(
     addresses: list[str], own: list[InterfaceAddress], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        tcp_rails(addresses, own)
+        tcp_rails(addresses, own, MACHINE)
 
 
 def test_other_machines_reach_neither_loopback_nor_link_local_addresses() -> None:
     assert reachable_addresses(OWN) == ["10.0.0.1", "fd00::2"]
-
-
-def test_this_machine_can_be_read() -> None:
-    assert owner_of("127.0.0.1", read_addresses()) == "lo"
-    assert [rail.name for rail in local_tcp_rails(["127.0.0.1"])] == ["lo"]
-    with pytest.raises(ConfigError, match=r"no\.\.host"):
-        local_tcp_rails(["no..host"])

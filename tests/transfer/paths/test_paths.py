@@ -9,8 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transfer.address import Rail
 from transfer.paths.chooser import Path, PathChooser
 from transfer.paths.health import Condition, RailHealth
+from transfer.paths.topology import Preference, Topology
 
 MIB = 1 << 20
+HERE = "cpu:0"
 
 
 def path(
@@ -30,8 +32,8 @@ def path(
     )
 
 
-def chooser(*paths: Path) -> PathChooser:
-    return PathChooser(paths, RailHealth())
+def chooser(*paths: Path, topology: Topology | None = None) -> PathChooser:
+    return PathChooser(paths, topology or Topology(), RailHealth())
 
 
 def break_down(paths: PathChooser, broken: Path, now: float) -> float:
@@ -60,7 +62,7 @@ def test_slices_spread_over_rails_as_their_bandwidths_are() -> None:
     paths = chooser(slow, fast)
     counts = {slow: 0, fast: 0}
     for _ in range(80):
-        way = paths.choose(MIB, 0.0)
+        way = paths.choose(HERE, MIB, 0.0)
         assert way is not None
         paths.sent(way, MIB)
         counts[way] += 1
@@ -70,12 +72,12 @@ def test_slices_spread_over_rails_as_their_bandwidths_are() -> None:
 def test_measurement_replaces_what_the_system_says_until_it_is_old() -> None:
     boasting, modest = path(rail="eth0", bandwidth=10e9), path(rail="eth1", bandwidth=1e9)
     paths = chooser(boasting, modest)
-    assert paths.choose(MIB, 0.0) is boasting
+    assert paths.choose(HERE, MIB, 0.0) is boasting
     now = carry(paths, boasting, 0.0, seconds=0.1, times=3)
-    assert paths.choose(MIB, now) is modest
+    assert paths.choose(HERE, MIB, now) is modest
     assert bandwidth_of(paths, boasting, now) == pytest.approx(MIB / 0.1)
     assert bandwidth_of(paths, modest, now) == 1e9
-    assert paths.choose(MIB, now + 11) is boasting
+    assert paths.choose(HERE, MIB, now + 11) is boasting
     now = carry(paths, boasting, now + 11, seconds=0.01)
     assert bandwidth_of(paths, boasting, now) == pytest.approx(MIB / 0.01)
 
@@ -98,24 +100,24 @@ def test_a_resting_rail_is_left_alone_tried_once_and_taken_back_with_all_its_str
     paths = chooser(bad, other, good)
     now = break_down(paths, bad, 0.0)
     for _ in range(5):
-        assert paths.choose(MIB, now) is good
+        assert paths.choose(HERE, MIB, now) is good
         paths.sent(good, MIB)
-    assert paths.choose(MIB, now + 30) is bad
+    assert paths.choose(HERE, MIB, now + 30) is bad
     paths.sent(bad, MIB)
-    assert paths.choose(MIB, now + 30) is good  # the trial is under way
+    assert paths.choose(HERE, MIB, now + 30) is good  # the trial is under way
     paths.done(bad, MIB, 0.01, now + 30.01)
-    assert paths.choose(MIB, now + 30.01) is bad
+    assert paths.choose(HERE, MIB, now + 30.01) is bad
     paths.sent(bad, MIB)
-    assert paths.choose(MIB, now + 30.01) is other  # no trial any more
+    assert paths.choose(HERE, MIB, now + 30.01) is other  # no trial any more
 
 
 def test_the_next_transport_is_taken_while_the_better_one_rests() -> None:
     rdma, tcp = path("rdma", "mlx5_0:1"), path("tcp")
     paths = chooser(rdma, tcp)
-    assert paths.choose(MIB, 0.0) is rdma
+    assert paths.choose(HERE, MIB, 0.0) is rdma
     now = break_down(paths, rdma, 0.0)
-    assert paths.choose(MIB, now) is tcp
-    assert paths.choose(MIB, now + 30) is rdma
+    assert paths.choose(HERE, MIB, now) is tcp
+    assert paths.choose(HERE, MIB, now + 30) is rdma
 
 
 def test_when_everything_rests_the_first_to_recover_is_used() -> None:
@@ -123,12 +125,23 @@ def test_when_everything_rests_the_first_to_recover_is_used() -> None:
     paths = chooser(first, second)
     break_down(paths, second, 0.0)
     now = break_down(paths, first, 5.0)
-    assert paths.choose(MIB, now) is second
-    assert paths.choose(MIB, now, tried=[second]) is first
-    assert paths.choose(MIB, now, tried=[first, second]) is None
+    assert paths.choose(HERE, MIB, now) is second
+    assert paths.choose(HERE, MIB, now, tried=[second]) is first
+    assert paths.choose(HERE, MIB, now, tried=[first, second]) is None
     only = chooser(first)
     break_down(only, first, 0.0)
-    assert only.choose(MIB, 2.0) is first
+    assert only.choose(HERE, MIB, 2.0) is first
+
+
+def test_a_far_rail_helps_only_when_the_near_one_has_half_as_much_again_in_flight() -> None:
+    far, near = path(rail="eth0", bandwidth=1e9), path(rail="eth1", bandwidth=1e9)
+    paths = chooser(far, near, topology=Topology({HERE: Preference(("eth1",), ("eth0",))}))
+    assert paths.choose(HERE, 4 * MIB, 0.0) is near
+    paths.sent(near, MIB)
+    assert paths.choose(HERE, 4 * MIB, 0.0) is near
+    paths.sent(near, 2 * MIB)
+    assert paths.choose(HERE, 4 * MIB, 0.0) is far
+    assert paths.choose("cpu:1", MIB, 0.0) is far  # nothing is known of that memory
 
 
 class ChooserMachine(RuleBasedStateMachine):
@@ -156,7 +169,7 @@ class ChooserMachine(RuleBasedStateMachine):
     )
     def send(self, nbytes: int, tried: set[int]) -> None:
         avoided = [self.ways[n] for n in tried]
-        way = self.paths.choose(nbytes, self.now, avoided)
+        way = self.paths.choose(HERE, nbytes, self.now, avoided)
         assert (way is None) == (len(tried) == len(self.ways))
         if way is None:
             return

@@ -1,0 +1,122 @@
+"""Which rails are near which memory: the topology matrix, decided from what the machine is made of.
+
+Owns the matrix (memory location → preferred and secondary rails) and its rule of nearness. Nearer
+means: more PCIe bridges in common (GPUs only), then a shorter NUMA distance; what the system does not
+tell counts as near, so that an unknown rail is never avoided for that reason. Pure; `discovery` reads
+the machine. Knows no peers and no speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transfer.address import Rail
+
+Distance = tuple[int, int]
+"""Fewer is nearer: minus the PCIe bridges in common, then the NUMA distance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A NIC, RDMA port or GPU, and where it sits in the machine."""
+
+    name: str
+    numa_node: int | None = None
+    pci_path: tuple[str, ...] = ()
+    """PCI addresses from the root complex down to the device; empty for virtual devices."""
+    bandwidth_bytes_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What nearness is decided from."""
+
+    numa_distances: Mapping[int, Mapping[int, int]] = field(default_factory=lambda: {0: {0: 10}})
+    """As the firmware reports them: 10 to itself, about 20 to the other socket."""
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    """Interfaces ("eth0") and RDMA ports ("mlx5_0:1") by name."""
+    gpus: tuple[Device, ...] = ()
+    """GPU i is memory location "cuda:i"; in the order of their PCI addresses unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Rail names for one memory location; no name is in both."""
+
+    preferred: tuple[str, ...]
+    secondary: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The matrix of one engine's local rails. An empty one prefers everything."""
+
+    matrix: Mapping[str, Preference] = field(default_factory=dict)
+
+    def prefers(self, location: str, rail: Rail) -> bool:
+        """False only where the matrix has the rail as secondary for this memory."""
+        preference = self.matrix.get(location)
+        return preference is None or rail.name not in preference.secondary
+
+
+def decide(machine: Machine, rails: Sequence[Rail]) -> Topology:
+    """The matrix of `rails` for every NUMA node and GPU of the machine."""
+    names = list(dict.fromkeys(rail.name for rail in rails))
+    devices = [_device_of(machine, name, rails) for name in names]
+    matrix: dict[str, Preference] = {}
+    for node in sorted(machine.numa_distances):
+        matrix[f"cpu:{node}"] = _split(
+            {device.name: _numa_distance(machine, node, device) for device in devices}
+        )
+    for index, gpu in enumerate(machine.gpus):
+        matrix[f"cuda:{index}"] = _split(
+            {device.name: _gpu_distance(machine, gpu, device) for device in devices}
+        )
+    return Topology(matrix)
+
+
+def _device_of(machine: Machine, name: str, rails: Sequence[Rail]) -> Device:
+    """A rail beyond the first on an interface is named "eth0/10.0.0.2" (`interfaces.tcp_rails`)."""
+    device = machine.devices.get(name.partition("/")[0])
+    if device is not None:
+        return Device(name, device.numa_node, device.pci_path)
+    return Device(name, next(rail.numa_node for rail in rails if rail.name == name))
+
+
+def _split(distances: Mapping[str, Distance | None]) -> Preference:
+    """The nearest rails are preferred, and those of which nothing is known; the others follow."""
+    known = {name: distance for name, distance in distances.items() if distance is not None}
+    least = min(known.values(), default=None)
+    farther = sorted((name for name in known if known[name] != least), key=known.__getitem__)
+    return Preference(tuple(name for name in distances if name not in farther), tuple(farther))
+
+
+def _numa_distance(machine: Machine, node: int, device: Device) -> Distance | None:
+    distance = _between(machine, node, device.numa_node)
+    return None if distance is None else (0, distance)
+
+
+def _between(machine: Machine, node: int | None, other: int | None) -> int | None:
+    if node is None or other is None:
+        return None
+    return machine.numa_distances.get(node, {}).get(other)
+
+
+def _gpu_distance(machine: Machine, gpu: Device, device: Device) -> Distance | None:
+    """Through one PCIe switch is nearer than through the root complex, and that nearer than a socket."""
+    common = _num_common(gpu.pci_path, device.pci_path)
+    distance = _between(machine, gpu.numa_node, device.numa_node)
+    if not common and distance is None:
+        return None
+    return (-common, distance or 0)
+
+
+def _num_common(first: Sequence[str], second: Sequence[str]) -> int:
+    """Bridges that both hang below, root complex included."""
+    common = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        common += 1
+    return common
