@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from kvstore import eviction
-from kvstore.allocator import ALIGNMENT, padded
 from kvstore.catalog import Catalog
-from kvstore.disk.base import Place
 from kvstore.native.metadata import KeyIndex
 from kvstore.state import StoreState
 from kvstore.stored import Announcements, Tier, Watermarks
 from protocol.keys import BlockKey
+from tests.kvstore.hardware import Disk
 
 NO_TRIM = Watermarks(evict_above=1.0)
 
@@ -37,30 +34,6 @@ class Heard:
         del self.tiers[key]
 
 
-@dataclass
-class CountedDisk:
-    """Space on a disk that never fails; remembers what lies where."""
-
-    live_limit: int
-    places: dict[Place, BlockKey] = field(default_factory=dict)
-    num_given: int = 0
-
-    def space(self, length: int) -> int:
-        return padded(length) + ALIGNMENT
-
-    def takes(self, length: int) -> bool:
-        return self.space(length) <= self.live_limit
-
-    def put(self, key: BlockKey) -> Place:
-        self.num_given += 1
-        place = Place(self.num_given)
-        self.places[place] = key
-        return place
-
-    def release(self, place: Place) -> None:
-        del self.places[place]
-
-
 def make_state(
     nbytes: int,
     announce: Announcements,
@@ -68,7 +41,7 @@ def make_state(
     policy: str = "lru",
     watermarks: Watermarks = NO_TRIM,
     quotas: dict[str, int] | None = None,
-    disk: CountedDisk | None = None,
+    disk: Disk | None = None,
 ) -> StoreState:
     catalog = Catalog(
         nbytes,

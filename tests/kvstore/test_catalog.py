@@ -16,7 +16,8 @@ from kvstore.room import MAX_PASSED_OVER
 from kvstore.stored import StoredObject, Tier
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
-from tests.kvstore.states import NO_TRIM, CountedDisk, Heard
+from tests.kvstore.hardware import Disk
+from tests.kvstore.states import NO_TRIM, Heard
 from tests.kvstore.tiered import Tiered, chain, key, keys
 
 
@@ -50,7 +51,7 @@ def make(units: int = 4) -> tuple[Catalog, Witness]:
         policies=lambda: eviction.make("lru"),
         announce=heard,
         watermarks=NO_TRIM,
-        disk=CountedDisk(2**20),
+        disk=Disk(2**20),
     )
     return catalog, heard
 

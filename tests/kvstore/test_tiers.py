@@ -80,7 +80,7 @@ def test_an_object_that_is_used_while_it_is_written_stays_in_memory(
     used(node)
     node.written(stores)
     assert node.on_disk_only() == [2, 3, 4, 5, 6]
-    assert len(node.disk.places) == 6
+    assert len(node.disk.live) == 6
 
 
 def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> None:

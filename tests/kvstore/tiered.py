@@ -12,9 +12,10 @@ from kvstore.promises import Outcome
 from kvstore.state import StoreState
 from kvstore.stored import Tier, Watermarks, Wish
 from protocol.keys import BlockKey, pack_keys
-from tests.kvstore.states import NO_TRIM, CountedDisk, Heard, make_state
+from tests.kvstore.hardware import Disk
+from tests.kvstore.states import NO_TRIM, Heard, make_state
 
-UNIT = CountedDisk(0).space(ALIGNMENT)
+UNIT = Disk(0).space(ALIGNMENT)
 """Disk that an object of one unit of memory takes."""
 TTL_S = 30.0
 MARKS = Watermarks()
@@ -45,7 +46,7 @@ class Tiered:
 
     state: StoreState
     heard: Heard
-    disk: CountedDisk
+    disk: Disk
     num_rights: int = 0
 
     @classmethod
@@ -59,7 +60,7 @@ class Tiered:
         policy: str = "lru",
     ) -> Tiered:
         """Sizes and quotas in units, each the space of one object. `disk` None: there is none."""
-        heard, counted = Heard(), CountedDisk((disk or 0) * UNIT)
+        heard, counted = Heard(), Disk((disk or 0) * UNIT)
         in_bytes = {name: units * ALIGNMENT for name, units in (quotas or {}).items()}
         state = make_state(
             memory * ALIGNMENT,
@@ -70,6 +71,10 @@ class Tiered:
             policy=policy,
         )
         return cls(state, heard, counted)
+
+    def kept(self) -> list[BlockKey]:
+        """What of the disk is taken."""
+        return sorted(self.disk.kept[place].key for place in self.disk.live)
 
     def new_id(self) -> str:
         self.num_rights += 1
@@ -93,7 +98,7 @@ class Tiered:
 
     def written(self, stores: Iterable[Store]) -> None:
         for store in stores:
-            self.state.moves.stored(store, self.disk.put(store.object.key))
+            self.state.moves.stored(store, self.disk.write(store.object.header()))
 
     def copy(self, *numbers: int) -> None:
         """To disk, and they stay in memory."""
@@ -124,7 +129,7 @@ class Tiered:
             generation=generation,
             pin=pin,
         )
-        place = self.disk.put(found.key)
+        place = self.disk.write(found)
         kept = self.state.restore(found, place)
         if not kept:
             self.disk.release(place)
