@@ -28,7 +28,7 @@ class Law:
     def moved(self, block: BlockKey, tier: Tier) -> None:
         assert self.tiers[block] is not tier
         self.tiers[block] = tier
-        if tier is Tier.DISK:
+        if tier is Tier.DISK and not self.no_eviction:
             assert block not in self.leased, "left memory under a lease"
             in_memory = {b for b in self._followers(block) if self.tiers[b] is Tier.MEMORY}
             assert all(map(self.is_leaving, in_memory)), "left memory before its follower"

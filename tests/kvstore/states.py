@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvstore import eviction
 from kvstore.catalog import Catalog
 from kvstore.native.metadata import KeyIndex
 from kvstore.state import StoreState
-from kvstore.stored import Announcements, Tier, Watermarks
-from protocol.keys import BlockKey
+from kvstore.stored import Announcements, Watermarks
+from tests.kvstore.eviction_law import Law
 from tests.kvstore.hardware import Disk
 
 NO_TRIM = Watermarks(evict_above=1.0)
 
 
-class Heard:
-    """Collects what a state announces."""
+@dataclass
+class Heard(Law):
+    """Collects what a state announces, whoever wished for it."""
 
-    def __init__(self) -> None:
-        self.present: dict[BlockKey, BlockKey | None] = {}
-        self.tiers: dict[BlockKey, Tier] = {}
-
-    def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
-        assert key not in self.present
-        self.present[key] = parent
-        self.tiers[key] = tier
-
-    def moved(self, key: BlockKey, tier: Tier) -> None:
-        assert self.tiers[key] is not tier
-        self.tiers[key] = tier
-
-    def removed(self, key: BlockKey) -> None:
-        del self.present[key]
-        del self.tiers[key]
+    no_eviction: bool = True
 
 
 def make_state(

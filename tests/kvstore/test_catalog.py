@@ -2,72 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from kvstore import eviction
-from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Catalog
 from kvstore.native.base import Entry
-from kvstore.native.metadata import KeyIndex
 from kvstore.promises import Outcome
 from kvstore.room import MAX_PASSED_OVER
-from kvstore.stored import StoredObject, Tier
+from kvstore.stored import Tier
 from protocol.errors import InvalidRequest
-from protocol.keys import BlockKey
-from tests.kvstore.hardware import Disk
-from tests.kvstore.states import NO_TRIM, Heard
 from tests.kvstore.tiered import Tiered, chain, key, keys
-
-
-class Witness(Heard):
-    """Says what the index held when a change was announced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.catalog: Catalog | None = None
-        self.seen: list[tuple[BlockKey, int | None]] = []
-
-    def removed(self, key: BlockKey) -> None:
-        super().removed(key)
-        self._note(key)
-
-    def moved(self, key: BlockKey, tier: Tier) -> None:
-        super().moved(key, tier)
-        self._note(key)
-
-    def _note(self, key: BlockKey) -> None:
-        assert self.catalog is not None
-        found = self.catalog.find(key)
-        self.seen.append((key, None if found is None else found.offset))
-
-
-def make(units: int = 4) -> tuple[Catalog, Witness]:
-    heard = Witness()
-    catalog = heard.catalog = Catalog(
-        units * ALIGNMENT,
-        index=KeyIndex(),
-        policies=lambda: eviction.make("lru"),
-        announce=heard,
-        watermarks=NO_TRIM,
-        disk=Disk(2**20),
-    )
-    return catalog, heard
-
-
-def put(catalog: Catalog, number: int, parent: int | None = None) -> StoredObject:
-    [wish] = chain(number)
-    stored = catalog.reserve(replace(wish, parent=None if parent is None else key(parent)))
-    assert stored is not None
-    catalog.publish(stored, number)
-    return stored
 
 
 def test_the_index_changes_before_space_is_given_to_others() -> None:
     """A reader that copied in between finds another entry than before, and discards what it copied."""
-    catalog, _ = make(units=1)
-    put(catalog, 1)
+    node = Tiered.make(1, None)
+    node.put(chain(1))
+    catalog = node.state.catalog
     asked: list[Entry | None] = []
     allocate = catalog.space.allocate
 
@@ -78,7 +27,7 @@ def test_the_index_changes_before_space_is_given_to_others() -> None:
         return offset
 
     catalog.space.allocate = watched  # type: ignore[method-assign]
-    put(catalog, 2)
+    node.put(chain(2))
     assert asked == [None, None], "whenever space was given, its old object was no longer found"
 
 

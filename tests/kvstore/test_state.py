@@ -28,7 +28,7 @@ def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     assert state.catalog.present(keys(1)) == [False]
     assert [item.checksum for item in writers.landed("r")[1]] == [11, 22]
     writers.verified("r", [], 1.0)
-    assert node.heard.present == {key(1): None, key(2): key(1)}
+    assert node.heard.parents == {key(1): None, key(2): key(1)}
     lease = state.readers.lease("l", keys(1, 2, 3), TTL_S, 1.0)
     assert [stored.checksum for stored in lease.objects] == [11, 22]
     assert state.readers.lease("l", keys(1), TTL_S, 1.5) is lease

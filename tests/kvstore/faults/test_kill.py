@@ -18,9 +18,10 @@ from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
 from tests.patience import PATIENCE_S, until
+from tests.thoroughness import THOROUGH
 
 LARGE = 6 * 2**20
-ROUNDS = 2
+ROUNDS = 2 if THOROUGH else 1
 NUM_SEGMENTS = 8
 """Of a small disk (`kvstore.disk.tier`)."""
 
