@@ -19,7 +19,7 @@ from kvstore.disk.format import Tombstone
 from kvstore.disk.log import Segment
 from protocol.keys import BlockKey
 from tests.kvstore.disk.faulty import FaultyCalls, faulty, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import SMALL, Stand, opened, written
+from tests.kvstore.disk.tiers import SMALL, Stand, found_in, opened, written
 
 KEY = BlockKey(bytes(16))
 
@@ -38,11 +38,6 @@ async def filled(stand: Stand) -> list[DiskObject]:
     while (await stand.put([written(number, generation=number)]))[0]:
         number += 1
     return list(stand.owner.places)
-
-
-async def found_in(folder: Path) -> set[DiskObject]:
-    async with opened(folder) as stand:
-        return set(stand.owner.places)
 
 
 class Photographer(FaultyCalls):

@@ -13,7 +13,7 @@ import pytest
 from kvstore.disk import health
 from kvstore.disk.base import DiskRead, Health
 from tests.kvstore.disk.faulty import faulty, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import SMALL, opened, written
+from tests.kvstore.disk.tiers import SMALL, found_in, opened, written
 
 
 async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
@@ -44,8 +44,7 @@ async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, wh
         calls.errors.clear()
         await stand.tier.check()
         assert await stand.put([written(1)]) == [True]
-    async with opened(tmp_path, options) as stand:
-        assert set(stand.owner.places) == {written(1).object}
+    assert await found_in(tmp_path, options) == {written(1).object}
 
 
 async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) -> None:
@@ -56,8 +55,7 @@ async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) ->
         await stand.forget(written(1).object)
         calls.errors.clear()
         await stand.tier.check()
-    async with opened(tmp_path) as stand:
-        assert set(stand.owner.places) == {written(2).object}
+    assert await found_in(tmp_path) == {written(2).object}
 
 
 async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore.disk.base import Health
 from kvstore.disk.tier import DiskOptions
 from tests.kvstore.disk.faulty import FaultyCalls, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import SEGMENT, SMALL, opened, written
+from tests.kvstore.disk.tiers import SEGMENT, SMALL, found_in, opened, written
 
 INTERVAL_S = 7.0
 LARGE = 16 * SEGMENT
@@ -72,8 +72,10 @@ async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals
             assert await stand.get(written(3).object) == bytes(written(3).memory)
             assert not removal.done()
         await removal
-    async with opened(tmp_path, AGAIN, capacity=8 * LARGE) as stand:
-        assert set(stand.owner.places) == {written(2).object, written(3).object}
+    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {
+        written(2).object,
+        written(3).object,
+    }
 
 
 async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
@@ -94,8 +96,7 @@ async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
                 await stand.put([written(100 + number, 100)])
         await asyncio.gather(first, *others)
         assert calls.num_flushes - before <= 3  # the second may begin before all have landed
-    async with opened(tmp_path, AGAIN, capacity=8 * LARGE) as stand:
-        assert len(stand.owner.places) == 3
+    assert len(await found_in(tmp_path, AGAIN, capacity=8 * LARGE)) == 3
 
 
 async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(
@@ -121,8 +122,10 @@ async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(
         assert await stand.put([written(4)]) == [True]
         assert stand.tier._log.active is not active
         del stand.owner.places[written(1).object]
-    async with opened(tmp_path, AGAIN, capacity=8 * LARGE) as stand:
-        assert set(stand.owner.places) == {written(2).object, written(4).object}
+    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {
+        written(2).object,
+        written(4).object,
+    }
 
 
 async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:

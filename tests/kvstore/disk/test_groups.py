@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.disk.base import Health
 from tests.kvstore.disk.faulty import faulty, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import Stand, opened, written
+from tests.kvstore.disk.tiers import Stand, found_in, opened, written
 
 
 async def until_landed(stand: Stand, num_objects: int) -> None:
@@ -34,8 +34,7 @@ async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Pat
         assert await asyncio.gather(first, second, third) == [[True]] * 3
         for number in range(4):
             assert await stand.get(written(number).object) == bytes(written(number).memory)
-    async with opened(tmp_path) as stand:
-        assert len(stand.owner.places) == 4
+    assert len(await found_in(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -62,5 +61,4 @@ async def test_what_follows_a_failed_flush_fails_with_it_and_neither_comes_back(
         assert stand.tier.health is Health.READ_ONLY
         await stand.tier.check()
         assert await stand.put([written(3)]) == [True]
-    async with opened(tmp_path) as stand:
-        assert set(stand.owner.places) == {written(0).object, written(3).object}
+    assert await found_in(tmp_path) == {written(0).object, written(3).object}

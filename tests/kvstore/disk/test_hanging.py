@@ -14,7 +14,7 @@ from kvstore.disk.files import FileCalls
 from kvstore.disk.tier import DiskOptions
 from tests.kvstore.disk.faulty import Clock, FaultyCalls, stuck, until_it_hangs
 from tests.kvstore.disk.mounts import frozen, mounted_ext4
-from tests.kvstore.disk.tiers import CAPACITY, NO_RING, SMALL, Stand, opened, written
+from tests.kvstore.disk.tiers import CAPACITY, NO_RING, SMALL, Stand, found_in, opened, written
 
 LIMIT_S = SMALL.time_limit_s
 
@@ -61,8 +61,7 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
         assert await stand.put([written(5)]) == [True]
-    async with opened(tmp_path) as stand:
-        assert set(stand.owner.places) == {written(1).object, written(5).object}
+    assert await found_in(tmp_path) == {written(1).object, written(5).object}
 
 
 async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(
@@ -149,5 +148,7 @@ async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_pa
             assert stand.tier.health is Health.GOOD
             assert await stand.get(written(1).object) == bytes(written(1).memory)
             assert await stand.put([written(3)]) == [True]
-        async with opened(disk, SMALL, capacity=CAPACITY) as stand:
-            assert set(stand.owner.places) == {written(1).object, written(3).object}
+        assert await found_in(disk, SMALL, capacity=CAPACITY) == {
+            written(1).object,
+            written(3).object,
+        }

@@ -7,8 +7,6 @@ from kvstore.disk.log import Log, Segment
 
 SEGMENT_PAGES = 64
 NUM_SEGMENTS = 12
-RECORD = 90
-"""Bytes, about."""
 
 
 def a_log() -> Log:

@@ -16,7 +16,7 @@ from kvstore.disk.folder import Folder
 from kvstore.disk.ring import Ring
 from kvstore.disk.tier import DiskOptions, SsdTier
 from protocol.errors import ConfigError
-from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, opened, written
+from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, found_in, opened, written
 
 
 @pytest.fixture(autouse=True, params=["ring", "threads"])
@@ -53,8 +53,9 @@ async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_pa
         assert all(await stand.put(writes))
         for write in writes:
             assert await stand.get(write.object) == bytes(write.memory)
-    async with opened(tmp_path, options, capacity=8 * 256 * PAGE) as stand:
-        assert set(stand.owner.places) == {write.object for write in writes}
+    assert await found_in(tmp_path, options, capacity=8 * 256 * PAGE) == {
+        write.object for write in writes
+    }
 
 
 async def test_what_fits_into_no_segment_or_header_is_refused(tmp_path: Path) -> None:
@@ -89,8 +90,7 @@ async def test_a_cancelled_write_is_not_found_later(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert stand.tier.usage().live == 0
-    async with opened(tmp_path) as stand:
-        assert not stand.owner.places
+    assert not await found_in(tmp_path)
 
 
 async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Path) -> None:
@@ -205,8 +205,7 @@ async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
     await anext(recovery)
     await recovery.aclose()  # type: ignore[attr-defined]
     await tier.close()
-    async with opened(tmp_path) as stand:
-        assert len(stand.owner.places) == 20
+    assert len(await found_in(tmp_path)) == 20
 
 
 async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file_if_it_never_is(
@@ -230,8 +229,7 @@ async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file
             number += 1
     assert len(list(tmp_path.glob("segment-*"))) == 2
     assert len(list(tmp_path.glob("free-*"))) == 1
-    async with opened(tmp_path) as stand:
-        assert len(stand.owner.places) == number
+    assert len(await found_in(tmp_path)) == number
 
 
 async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_needed(

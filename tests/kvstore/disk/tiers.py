@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -127,3 +128,9 @@ async def opened(
         stand.validate()
     finally:
         await tier.close()
+
+
+async def found_in(folder: Path, *how: Any, **options: Any) -> set[DiskObject]:
+    """By a restart; `opened` says how."""
+    async with opened(folder, *how, **options) as stand:
+        return set(stand.owner.places)
