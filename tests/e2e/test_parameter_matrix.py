@@ -98,7 +98,6 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "n": 2,
         "prompt_logprobs": 0,
     },
-    "best_of": {**DRAWN, "best_of": 4, "n": 2},
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
