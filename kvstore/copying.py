@@ -17,6 +17,7 @@ from kvstore.client.objects import LeasedObject, ReadLease
 from kvstore.client.spots import Spots
 from kvstore.promises import Outcome, Reservation
 from kvstore.remembering import Remembering
+from kvstore.removals import Heard
 from kvstore.state import StoreState
 from kvstore.stored import Wish
 from kvstore.wire import keys_from_wire
@@ -82,7 +83,10 @@ class Copier:
 
         It is asked before the lease: then what it gives cannot be older than its answer.
         """
-        theirs = await self._client.last_removals(source, keys)
+        request = kvstore_pb2.StoreRemovalsRequest(keys=keys)
+        reply = await self._client.ask(source, "Removals", request)
+        told = zip(keys, reply.ids, reply.ages_s, strict=True)
+        theirs = [Heard(*each) if each[1] else None for each in told]
         # Looked up now, as `copy` does: what was removed during the call, the source may not have heard of.
         ours = [self._removals.last(key) for key in keys]
         await self._remembering.learn(heard for heard in theirs if heard is not None)

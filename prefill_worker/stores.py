@@ -15,6 +15,7 @@ from prefill_worker import events as ev
 from prefill_worker.actions import LoadPrefix, PrefetchPrefix, PrefixPart, PutBlocks
 from protocol.errors import MoonserveError
 from protocol.logs import of
+from protocol.pb import kvstore_pb2
 from transfer.config import Patience
 from worker.memory import KvMemory
 
@@ -94,11 +95,12 @@ async def prefetch(client: BlockStores, action: PrefetchPrefix) -> None:
     for part in action.parts:
         store, whose = part.store, of(action.request_id)
         try:
-            num_loading = await client.prefetch(store, part.keys)
+            request = kvstore_pb2.StorePrefetchRequest(keys=part.keys)
+            reply = await client.ask(store, "Prefetch", request)
         except MoonserveError as error:
             log.info("no prefetch from %s: %s", store.instance_id, error, extra=whose)
             continue
-        log.debug("%s fetches %d blocks", store.instance_id, num_loading, extra=whose)
+        log.debug("%s fetches %d blocks", store.instance_id, reply.num_loading, extra=whose)
 
 
 async def put_blocks(

@@ -28,6 +28,7 @@ from prefill_worker.state import PrefillState
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import block_keys, root_key
 from protocol.machine import host_identity
+from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from protocol.rpc import Channels
 from protocol.status import until_ready
@@ -138,7 +139,8 @@ class Worker:
         async with self.way("never", writes=True) as way:
             way.service.home_found(store)
             await self.prefill(way)
-            while not all(await self.stores.exists(store, self._keys)):  # noqa: ASYNC110 - elsewhere
+            asked = kvstore_pb2.StoreExistsRequest(keys=self._keys)
+            while not all((await self.stores.ask(store, "Exists", asked)).present):  # noqa: ASYNC110 - elsewhere
                 await asyncio.sleep(0.05)
         return store
 

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from kvstore.client.deadline import PATIENCE, right_s
@@ -30,7 +31,6 @@ from kvstore.client.rights import (
 )
 from kvstore.client.spots import Spots
 from kvstore.promises import Outcome
-from kvstore.removals import Heard
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
 from protocol.ids import new_id
 from protocol.keys import BlockKey
@@ -67,8 +67,6 @@ class BlockStores:
         if self._made is not None:
             await self._made.close()
 
-    # Questions and orders of one short call each
-
     async def locate(self, rpc_address: str, *, timeout_s: float = 2.0) -> Endpoint:
         """The endpoint of the node that listens at `host:port`, for use without a conductor."""
         request = kvstore_pb2.StoreStatsRequest()
@@ -76,52 +74,11 @@ class BlockStores:
         reply = await self._channels.call(stub.Stats, request, timeout_s=timeout_s)
         return dataclasses.replace(endpoint_from_wire(reply.endpoint), rpc_address=rpc_address)
 
-    async def exists(
-        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
-    ) -> list[bool]:
-        """Whether each of the keys can be read now."""
-        request = kvstore_pb2.StoreExistsRequest(keys=keys)
-        reply = await self._call(store, lambda stub: stub.Exists, request, timeout_s)
-        return list(reply.present)
-
-    async def prefetch(
-        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
-    ) -> int:
-        """Has the node bring the leading run of these keys from disk to memory; gives how many are on their way."""
-        request = kvstore_pb2.StorePrefetchRequest(keys=keys)
-        reply = await self._call(store, lambda stub: stub.Prefetch, request, timeout_s)
-        return int(reply.num_loading)
-
-    async def remove(
-        self,
-        store: Endpoint,
-        keys: Sequence[BlockKey],
-        *,
-        corrupt: bool = False,
-        timeout_s: float = 2.0,
-    ) -> int:
-        """Removes objects, under a reader too, who may finish; gives how many were there."""
-        request = kvstore_pb2.StoreRemoveRequest(keys=keys, corrupt=corrupt)
-        reply = await self._call(store, lambda stub: stub.Remove, request, timeout_s)
-        return int(reply.removed)
-
-    async def last_removals(
-        self, store: Endpoint, keys: Sequence[BlockKey], *, timeout_s: float = 2.0
-    ) -> list[Heard | None]:
-        """The last removal of each key that the node knows of; None = of none."""
-        request = kvstore_pb2.StoreRemovalsRequest(keys=keys)
-        reply = await self._call(store, lambda stub: stub.Removals, request, timeout_s)
-        told = zip(keys, reply.ids, reply.ages_s, strict=True)
-        return [Heard(*each) if each[1] else None for each in told]
-
-    async def stats(
-        self, store: Endpoint, *, timeout_s: float = 2.0
-    ) -> kvstore_pb2.StoreStatsReply:
-        """What the node holds, and what it has counted since its start."""
-        request = kvstore_pb2.StoreStatsRequest()
-        reply = await self._call(store, lambda stub: stub.Stats, request, timeout_s)
-        assert isinstance(reply, kvstore_pb2.StoreStatsReply)
-        return reply
+    async def ask(
+        self, store: Endpoint, method: str, request: Any, *, timeout_s: float = 2.0
+    ) -> Any:
+        """The node's reply to a short call, as "Exists". Raises what the node raises, PeerLost, DeadlineExceeded."""
+        return await self._call(store, attrgetter(method), request, timeout_s)
 
     # Reading
 
@@ -316,7 +273,8 @@ class BlockStores:
     async def _remove_corrupt(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
         log.error("%d objects from %s are corrupt", len(keys), store.instance_id)
         try:
-            await self.remove(store, keys, corrupt=True)
+            request = kvstore_pb2.StoreRemoveRequest(keys=keys, corrupt=True)
+            await self.ask(store, "Remove", request)
         except MoonserveError as error:  # the caller knows not to use them, which matters more
             log.warning("corrupt objects could not be removed: %s", error)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -90,14 +90,31 @@ async def connected(
             await channels.close()
 
 
+async def stats_of(client: BlockStores, store: Endpoint) -> kvstore_pb2.StoreStatsReply:
+    reply: kvstore_pb2.StoreStatsReply = await client.ask(
+        store, "Stats", kvstore_pb2.StoreStatsRequest()
+    )
+    return reply
+
+
+async def exists(client: BlockStores, store: Endpoint, keys: Sequence[BlockKey]) -> list[bool]:
+    """Whether each of the keys can be read now."""
+    reply = await client.ask(store, "Exists", kvstore_pb2.StoreExistsRequest(keys=keys))
+    return list(reply.present)
+
+
+async def remove(client: BlockStores, store: Endpoint, keys: Sequence[BlockKey]) -> None:
+    await client.ask(store, "Remove", kvstore_pb2.StoreRemoveRequest(keys=keys))
+
+
 async def until_stats(
     client: BlockStores, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
 ) -> kvstore_pb2.StoreStatsReply:
     """The first statistics for which `holds`."""
 
     async def ask() -> kvstore_pb2.StoreStatsReply | None:
-        stats = await client.stats(store)
-        return stats if holds(stats) else None
+        told = await stats_of(client, store)
+        return told if holds(told) else None
 
     return await answered(ask)
 

@@ -99,7 +99,7 @@ async def test_what_is_removed_before_it_is_known_whether_the_source_knows_is_no
     """The source has not heard of it, so what it has may be what was removed."""
     async with target_beside(source) as target:
         remembering = target.service.remembering
-        after(monkeypatch, target, "last_removals", lambda: remembering.remove([key(0)], 7))
+        after(monkeypatch, target, "ask", lambda: remembering.remove([key(0)], 7))
         reply = await target.copy()
         assert (reply.copied, reply.missing) == (0, 1)
         assert target.state.catalog.present([key(0)]) == [False]

@@ -10,7 +10,7 @@ from protocol.ids import InstanceId
 from protocol.keys import pack_keys, unpack_keys
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import RpcServer
-from tests.kvstore.nodes import TOKEN, chain_of, connected, key, running_node, within
+from tests.kvstore.nodes import TOKEN, chain_of, connected, key, remove, running_node, within
 from tests.patience import PATIENCE_S
 
 BLOCK = 64 * 1024
@@ -79,7 +79,7 @@ async def test_a_node_announces_its_blocks_and_its_next_life_announces_none() ->
                 local = transfer.allocate(4 * BLOCK)
                 await client.put(store, *chain_of(local, range(4), BLOCK))
                 await conductor.until(lambda: num_held() == 4)
-                await client.remove(store, [keys[2]])
+                await remove(client, store, [keys[2]])
                 await conductor.until(lambda: num_held() == 2)
                 await conductor.until(lambda: conductor.loads[-1].held_blocks == 3)
             node.kill()

@@ -12,7 +12,17 @@ from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, PeerLost, StaleLease
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
-from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node, until_stats
+from tests.kvstore.nodes import (
+    TOKEN,
+    Node,
+    chain_of,
+    connected,
+    exists,
+    key,
+    running_node,
+    stats_of,
+    until_stats,
+)
 from tests.patience import PATIENCE_S
 from tests.stopping import stopped
 from transfer import FaultPlan, Op, RemoteSegment, Transfer
@@ -35,13 +45,13 @@ async def test_a_byte_that_rots_under_a_lease_is_found_dropped_and_counted(
     async with connected(shared_node.rpc_address) as (client, transfer, store):
         objects, spots = chain_of(transfer.allocate(4 * BLOCK), range(4), BLOCK)
         await client.put(store, objects, spots)
-        before = (await client.stats(store)).counters["integrity_failures"]
+        before = (await stats_of(client, store)).counters["integrity_failures"]
         lease = await client.lease(store, [wish.key for wish in objects])
         shared_node.flip_byte(lease.objects[2].offset + 17, DRAM)
         assert await client.read_leased(lease, spots, deadline_s=PATIENCE_S) == 2
         await client.release(lease)
-        assert await client.exists(store, [w.key for w in objects]) == [True, True, False, True]
-        after = (await client.stats(store)).counters["integrity_failures"]
+        assert await exists(client, store, [w.key for w in objects]) == [True, True, False, True]
+        after = (await stats_of(client, store)).counters["integrity_failures"]
         assert after == before + 1
 
 
@@ -52,7 +62,7 @@ async def test_a_byte_that_flips_on_the_way_in_is_never_visible(shared_node: Nod
         objects, spots = chain_of(local, range(300, 302), BLOCK)
         result = await client.put(store, objects, spots)
         assert (result.stored, len(result.corrupt)) == (1, 1)
-        present = await client.exists(store, [wish.key for wish in objects])
+        present = await exists(client, store, [wish.key for wish in objects])
         assert present == [wish.key not in result.corrupt for wish in objects]
         assert (await client.put(store, objects, spots)).stored == 1
 
@@ -67,7 +77,7 @@ async def test_a_lost_lease_is_not_mistaken_for_corruption(shared_node: Node) ->
         shared_node.flip_byte(lease.objects[0].offset, DRAM)
         with pytest.raises(StaleLease):
             await client.read_leased(lease, spots, deadline_s=PATIENCE_S)
-        assert await client.exists(store, [wish.key]) == [True]
+        assert await exists(client, store, [wish.key]) == [True]
 
 
 class Raw:
@@ -133,7 +143,7 @@ async def test_a_commit_is_idempotent_and_closes_the_window(shared_node: Node) -
         assert await asyncio.gather(*commits) == [[], [], []]
         with pytest.raises(StaleLease):
             await transfer.submit([write], deadline_s=PATIENCE_S)
-        assert await client.exists(store, [key(400)]) == [True]
+        assert await exists(client, store, [key(400)]) == [True]
 
 
 @both_transports

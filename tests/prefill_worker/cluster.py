@@ -23,6 +23,7 @@ from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource, Request
 from protocol.rpc import Channels, RpcServer
 from tests.channels import PatientChannels
+from tests.kvstore.nodes import exists
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.prefill_worker.gates import GatedEngine, GatedLandings, GatedStores, ShiftedClock
@@ -105,7 +106,7 @@ class Cluster:
         """All of these blocks can be read there."""
 
         async def stored() -> bool:
-            return all(await self.stores.exists(store, keys))
+            return all(await exists(self.stores, store, keys))
 
         await answered(stored)
 

@@ -12,6 +12,7 @@ import pytest
 
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
+from tests.kvstore.nodes import remove
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
 from tests.prefill_worker.processes import process_of
@@ -193,7 +194,7 @@ async def test_a_cancelled_request_and_a_worker_that_stops_leave_nothing_behind(
 async def test_a_store_that_has_lost_blocks_gives_the_others(model_path: Path) -> None:
     async with stored_prompt(model_path) as store, reading(model_path) as c:
         keys = c.request("r", PROMPT).block_keys
-        await c.stores.remove(store, keys[3:4])
+        await remove(c.stores, store, keys[3:4])
         await held_in_an_early_step(c, source_of(store))
         c.stores.turns.open()
         counters = await assert_right(c)

@@ -13,6 +13,7 @@ from protocol.errors import InvalidRequest
 from protocol.pb import worker_pb2_grpc
 from protocol.request import Endpoint
 from protocol.wire import submission_to_wire
+from tests.kvstore.nodes import stats_of
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_placement
 from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
@@ -207,7 +208,7 @@ async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
 
             async def until_on_disk_only(count: int) -> None:
                 async def on_disk() -> bool:
-                    stats = await reader.stores.stats(store)
+                    stats = await stats_of(reader.stores, store)
                     return stats.recovered == 1 and stats.num_on_disk == count
 
                 await answered(on_disk)

@@ -14,7 +14,17 @@ from kvstore.client.direct_nodes import INLINE_BYTES
 from kvstore.client.spots import Spots
 from protocol.errors import InvalidRequest, PeerLost
 from protocol.request import Endpoint
-from tests.kvstore.nodes import Node, chain_of, connected, key, running_node, until_stats
+from tests.kvstore.nodes import (
+    Node,
+    chain_of,
+    connected,
+    exists,
+    key,
+    remove,
+    running_node,
+    stats_of,
+    until_stats,
+)
 from tests.patience import PATIENCE_S, answered
 from transfer import FaultPlan, Segment, TransferEngine
 
@@ -60,10 +70,10 @@ async def test_the_leading_run_comes_back_into_its_pieces(
             checksums = await read(client, store, numbers, spots)
             assert checksums == [each.checksum for each in objects]
             assert local.buffer == before
-        await client.remove(store, [key(numbers[1])])
+        await remove(client, store, [key(numbers[1])])
         assert await read(client, store, numbers, spots) == checksums[:1]
         await until_stats(client, store, lambda s: s.leased_bytes == s.reserved_bytes == 0)
-        await client.remove(store, [each.key for each in objects])
+        await remove(client, store, [each.key for each in objects])
 
 
 @ways
@@ -73,14 +83,14 @@ async def test_a_block_that_rots_ends_the_run_and_is_removed(node: Node, way: st
         objects, spots = chain_of(filled(transfer, 4 * BLOCK), numbers, BLOCK, pieces=PIECES)
         await client.put(store, objects, spots)
         await read(client, store, numbers, spots)
-        before = (await client.stats(store)).counters["integrity_failures"]
+        before = (await stats_of(client, store)).counters["integrity_failures"]
         lease = await client.lease(store, [each.key for each in objects])
         node.flip_byte(lease.objects[2].offset + 17, DRAM)
         await client.release(lease)
         assert len(await read(client, store, numbers, spots)) == 2
-        there = await client.exists(store, [each.key for each in objects])
+        there = await exists(client, store, [each.key for each in objects])
         assert there == [True, True, False, True]
-        assert (await client.stats(store)).counters["integrity_failures"] == before + 1
+        assert (await stats_of(client, store)).counters["integrity_failures"] == before + 1
 
 
 @ways
