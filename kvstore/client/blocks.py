@@ -183,13 +183,8 @@ class BlockStores:
         await self._call(lease.store, *renew(lease.lease_id, ttl_s), UNDO_TIMEOUT_S)
         return dataclasses.replace(lease, expires_at=expires_at)
 
-    async def release(self, lease: ReadLease) -> None:
-        """Gives a lease back, also when the caller is cancelled; no-op when it has ended or the node is gone."""
-        if lease.objects:
-            await asyncio.shield(self.release_soon(lease))
-
     def release_soon(self, lease: ReadLease) -> asyncio.Task[None]:
-        """Gives a lease back without waiting for the node's answer."""
+        """Gives a lease back; the node's answer may be waited for. No-op when it has ended or the node is gone."""
         return self._undo(lease.store, release(lease.lease_id))
 
     # Writing

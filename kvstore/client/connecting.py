@@ -5,14 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from kvstore.client.backstage import Backstage
 from kvstore.client.cluster import Cluster
 from kvstore.client.deadline import Deadline
-from kvstore.client.node import Means, may_go_express
-from kvstore.client.scratch import Scratch
+from kvstore.client.node import Means
 from kvstore.client.store import KvStore
 from protocol.errors import ConfigError, PeerLost
 from protocol.registry.base import Registry
@@ -71,22 +69,14 @@ def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
 def _means(token: str, options: TransferOptions, tls: Certificates | None) -> Means:
     engine = TransferEngine(cluster_token=token, options=options, name=f"client-{os.getpid()}")
     engine.start()
-    return Means(
-        engine=engine,
-        scratch=Scratch(engine),
-        backstage=Backstage(),
-        channels=Channels(token, tls),
-        cluster_token=token,
-        tls=tls,
-        maps="shm" in options.transports,
-        express=tls is None and may_go_express(options),
-        threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore nodes"),
-    )
+    return Means.over(engine, Backstage(), Channels(token, tls), _NUM_THREADS)
 
 
 def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:
     async def make() -> Registry:
-        return connect_registry(url, cluster_token=means.cluster_token, tls=means.tls)
+        return connect_registry(
+            url, cluster_token=means.channels.cluster_token, tls=means.channels.tls
+        )
 
     following = means.backstage.begin(cluster.follow(means.backstage.ask(make(), timeout_s)))
     following.add_done_callback(lambda _: cluster.known.set())

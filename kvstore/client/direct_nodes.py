@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -17,11 +16,10 @@ from kvstore.client.backstage import Backstage, to_the_end
 from kvstore.client.deadline import Deadline
 from kvstore.client.express import PUT_BYTES
 from kvstore.client.far import Far
-from kvstore.client.node import Means, StoreNode, may_go_express
+from kvstore.client.node import Means, StoreNode
 from kvstore.client.objects import Fate, PutObject
 from kvstore.client.reports import LAST_REPORTS_S, Counters, Touches
 from kvstore.client.rights import Terms
-from kvstore.client.scratch import Scratch
 from kvstore.client.spots import Spots
 from kvstore.native.layout import Retired
 from kvstore.promises import Outcome
@@ -43,18 +41,8 @@ class DirectNodes:
     """Nodes by id. Belongs to the event loop that runs when it is made."""
 
     def __init__(self, channels: Channels, engine: TransferEngine) -> None:
-        options, tls = engine.options, channels.tls
-        self._means = Means(
-            engine=engine,
-            scratch=Scratch(engine),
-            backstage=Backstage(asyncio.get_running_loop()),
-            channels=channels,
-            cluster_token=channels.cluster_token,
-            tls=tls,
-            maps="shm" in options.transports,
-            express=tls is None and may_go_express(options),
-            threads=ThreadPoolExecutor(_NUM_THREADS, "kvstore blocks"),
-        )
+        backstage = Backstage(asyncio.get_running_loop())
+        self._means = Means.over(engine, backstage, channels, _NUM_THREADS)
         counters = Counters()
         self._touches = Touches(self._means.backstage, counters)
         self._at_node = AtNode(self._means, self._touches, counters)

@@ -46,9 +46,8 @@ from protocol.machine import host_identity
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.request import Endpoint
 from protocol.rpc import Channels
-from protocol.tls import Certificates
 from protocol.wire import endpoint_from_wire
-from transfer import RemoteSegment, TransferEngine, TransferOptions
+from transfer import RemoteSegment, TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +72,28 @@ class Means:
     backstage: Backstage
     channels: Channels
     """Backstage only."""
-    cluster_token: str
-    tls: Certificates | None
     maps: bool
     """The engine can map memory of this host."""
     express: bool
     """KV may go over connections beside the engine's: nobody asked for TLS, rails or rdma."""
     threads: concurrent.futures.ThreadPoolExecutor
     """For calls to several nodes at once."""
+
+    @classmethod
+    def over(
+        cls, engine: TransferEngine, backstage: Backstage, channels: Channels, num_threads: int
+    ) -> Means:
+        options = engine.options
+        others = channels.tls or "rdma" in options.transports or options.tls or options.rails
+        return cls(
+            engine=engine,
+            scratch=Scratch(engine),
+            backstage=backstage,
+            channels=channels,
+            maps="shm" in options.transports,
+            express="tcp" in options.transports and not others,
+            threads=concurrent.futures.ThreadPoolExecutor(num_threads, "kvstore client"),
+        )
 
     def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """What all of them give: the first in this thread, the others beside it.
@@ -267,7 +280,9 @@ class StoreNode:
         endpoint = replace(endpoint_from_wire(described.endpoint), rpc_address=self.address)
         here = endpoint.host == host_identity()
         lean_address = described.lean_unix_address if here else described.lean_address
-        channel = SyncChannel(lean_address, self._means.cluster_token, self._means.tls)
+        channel = SyncChannel(
+            lean_address, self._means.channels.cluster_token, self._means.channels.tls
+        )
         return self._open(
             Attachment(
                 endpoint=endpoint,
@@ -307,7 +322,9 @@ class StoreNode:
         """Over TCP also within a host: what may not be mapped is not to be had another way."""
         if not self._means.express:
             return None
-        channel = SyncChannel(lean_address, self._means.cluster_token, self._means.tls)
+        channel = SyncChannel(
+            lean_address, self._means.channels.cluster_token, self._means.channels.tls
+        )
         return Express(lambda left_s: channel.hand_over(METHOD, timeout_s=left_s))
 
     def _attach_again(self, seen: Attachment, deadline: Deadline) -> Attachment:
@@ -374,11 +391,6 @@ class StoreNode:
 
     def _lost_error(self, why: str) -> PeerLost:
         return PeerLost(f"store node {self.node_id} {why}", peer=self.node_id)
-
-
-def may_go_express(options: TransferOptions) -> bool:
-    others = "rdma" in options.transports or options.tls or options.rails
-    return "tcp" in options.transports and not others
 
 
 def _find(stub: Stub, keys: Sequence[BlockKey], deadline: Deadline) -> Sequence[Entry | None]:

@@ -8,11 +8,9 @@ from enum import Enum, auto
 from kvstore.client.keys import Block
 from kvstore.client.spots import Spots
 from kvstore.disk.base import Pin
-from kvstore.wire import pin_from_wire
 from protocol.checksum import checksum
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from transfer import RemoteSegment
 
@@ -25,7 +23,6 @@ class LeasedObject:
     offset: int
     length: int
     checksum: int
-    generation: int
     parent: BlockKey | None = None
     tenant: str = ""
     pin: Pin = Pin.NONE
@@ -99,20 +96,6 @@ def require_lengths(lease: ReadLease, spots: Spots) -> None:
     for stored, length in zip(lease.objects, spots.lengths.tolist(), strict=True):
         if stored.length != length:
             raise wrong_length(length)
-
-
-def leased_from_wire(key: BlockKey, stored: kvstore_pb2.StoreLeaseReply.Object) -> LeasedObject:
-    """An object of a node's reply to Lease."""
-    return LeasedObject(
-        key=key,
-        offset=stored.offset,
-        length=stored.length,
-        checksum=stored.checksum,
-        generation=stored.generation,
-        parent=BlockKey(stored.parent) if stored.parent else None,
-        tenant=stored.tenant,
-        pin=pin_from_wire(stored.pin),
-    )
 
 
 class Fate(Enum):

@@ -12,11 +12,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.client.deadline import right_s
-from kvstore.client.objects import ReadLease, ToPut, leased_from_wire
+from kvstore.client.objects import LeasedObject, ReadLease, ToPut
 from kvstore.client.spots import Spots
 from kvstore.disk.base import Pin
 from kvstore.promises import Outcome
-from kvstore.wire import pin_to_wire
+from kvstore.wire import pin_from_wire, pin_to_wire
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
@@ -57,7 +57,18 @@ def leased(
         lease_id=lease_id,
         store=store,
         segment=RemoteSegment(store.transfer_address, reply.segment_id),
-        objects=tuple(map(leased_from_wire, keys, reply.objects)),
+        objects=tuple(
+            LeasedObject(
+                key=key,
+                offset=stored.offset,
+                length=stored.length,
+                checksum=stored.checksum,
+                parent=BlockKey(stored.parent) if stored.parent else None,
+                tenant=stored.tenant,
+                pin=pin_from_wire(stored.pin),
+            )
+            for key, stored in zip(keys, reply.objects, strict=False)
+        ),
         expires_at=now + ttl_s,
     )
 

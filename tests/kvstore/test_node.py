@@ -49,7 +49,7 @@ async def test_a_byte_that_rots_under_a_lease_is_found_dropped_and_counted(
         lease = await client.lease(store, [wish.key for wish in objects])
         shared_node.flip_byte(lease.objects[2].offset + 17, DRAM)
         assert await client.read_leased(lease, spots, deadline_s=PATIENCE_S) == 2
-        await client.release(lease)
+        await client.release_soon(lease)
         assert await exists(client, store, [w.key for w in objects]) == [True, True, False, True]
         after = (await stats_of(client, store)).counters["integrity_failures"]
         assert after == before + 1
@@ -73,7 +73,7 @@ async def test_a_lost_lease_is_not_mistaken_for_corruption(shared_node: Node) ->
         [wish], spots = chain_of(local, range(600, 601), BLOCK)
         await client.put(store, [wish], spots)
         lease = await client.lease(store, [wish.key])
-        await client.release(lease)
+        await client.release_soon(lease)
         shared_node.flip_byte(lease.objects[0].offset, DRAM)
         with pytest.raises(StaleLease):
             await client.read_leased(lease, spots, deadline_s=PATIENCE_S)

@@ -199,7 +199,7 @@ class PoolClient:
             else:
                 self.outcomes["read too late"] += 1
         if self._rng.random() < 0.95 or self._world.is_calm:
-            await self._stores.release(lease)
+            await asyncio.shield(self._stores.release_soon(lease))
 
     def _believe(self, key: BlockKey, value: bytes, how: str) -> None:
         if wrong := self._world.truth.wrong(key, value):

@@ -86,7 +86,7 @@ async def test_a_block_that_rots_ends_the_run_and_is_removed(node: Node, way: st
         before = (await stats_of(client, store)).counters["integrity_failures"]
         lease = await client.lease(store, [each.key for each in objects])
         node.flip_byte(lease.objects[2].offset + 17, DRAM)
-        await client.release(lease)
+        await client.release_soon(lease)
         assert len(await read(client, store, numbers, spots)) == 2
         there = await exists(client, store, [each.key for each in objects])
         assert there == [True, True, False, True]
