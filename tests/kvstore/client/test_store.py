@@ -95,9 +95,16 @@ async def test_a_value_of_any_size_comes_back(store: Either, length: int) -> Non
     assert not await store.exists(name)
 
 
-async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(store: Either) -> None:
-    pairs = [(fresh(), os.urandom(size)) for size in (10, 0, BLOCK, 1)]
-    await store.batch_put(pairs)
+@pytest.mark.parametrize("chained", [False, True])
+async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(
+    store: Either, chained: bool
+) -> None:
+    first = int.from_bytes(os.urandom(8), "little")
+    keys = chain([key(first + n) for n in range(4)]) if chained else [fresh() for _ in range(4)]
+    pairs = [(key, os.urandom(size)) for key, size in zip(keys, (10, 0, BLOCK, 1), strict=True)]
+    await store.batch_put(pairs, pin=Pin.HARD)
+    assert await store.pin([keys[0], fresh()], "none") == 1
+    assert await store.pin([fresh()], "hard") == 0
     names = [name for name, _ in pairs]
     asked = [names[0], fresh(), *names[1:]]
     assert await store.batch_get(asked) == [pairs[0][1], None, *(value for _, value in pairs[1:])]
@@ -161,15 +168,6 @@ async def test_values_are_read_in_place_under_a_lease(store: Either, node: Node)
     assert (await store.stats()).total.leased_bytes == 0
 
 
-async def test_blocks_of_a_chain_are_stored_after_each_other(store: Either) -> None:
-    first = int.from_bytes(os.urandom(8), "little")
-    blocks = chain([key(first + number) for number in range(4)])
-    values = [os.urandom(BLOCK) for _ in blocks]
-    await store.batch_put(zip(blocks, values, strict=True))
-    assert await store.batch_get(blocks) == values
-    assert await store.batch_remove(blocks) == 4
-
-
 async def test_another_value_under_a_key_is_refused_until_the_first_is_removed(
     store: Either,
 ) -> None:
@@ -223,20 +221,10 @@ async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Eithe
         with pytest.raises(InvalidRequest, match="ttl_s"):
             async with store.lease([fresh()], ttl_s=ttl_s):
                 pass
-    await store.put(bytes(65536), b"the longest key")
-    assert await store.get(bytes(65536)) == b"the longest key"
-
-
-async def test_pins_are_set_on_what_is_there(store: Either) -> None:
-    name = fresh()
-    await store.put(name, b"value", pin=Pin.HARD)
-    assert await store.pin([name, fresh()], "none") == 1
-    assert await store.pin([fresh()], "hard") == 0
-
-
-async def test_without_a_directory_replicas_cannot_be_changed(store: Either) -> None:
     with pytest.raises(NoWorker, match="no directory"):
         await store.change_replica([fresh()], 2)
+    await store.put(bytes(65536), b"the longest key")
+    assert await store.get(bytes(65536)) == b"the longest key"
 
 
 def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_node: Node) -> None:

@@ -123,69 +123,39 @@ Step = tuple[int, int] | kvstore_pb2.StoreEvents | set[int] | None
 FIRST = events([1], seqs=(3, 3), snapshot=True)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param(
-            [
-                EVERYTHING,
-                FIRST,
-                events([2], seqs=(5, 6)),
-                EVERYTHING,
-                {1},
-                events([7], seqs=(8, 8), snapshot=True),
-                {7},
-            ],
-            id="a gap makes it ask for everything again",
-        ),
-        pytest.param(
-            [EVERYTHING, FIRST, {1}, None, (5, 3), events([2], seqs=(3, 4)), {1, 2}],
-            id="after a broken connection it goes on where it was",
-        ),
-        pytest.param(
-            [
-                EVERYTHING,
-                events([1], seqs=(3, 3), snapshot=True, more=True),
-                {1},
-                None,
-                EVERYTHING,
-            ],
-            id="a connection that broke within an inventory makes it ask for everything",
-        ),
-        *(
-            pytest.param(
-                [
-                    EVERYTHING,
-                    events([1, 2], seqs=(30, 30), snapshot=True),
-                    {1, 2},
-                    None,
-                    (5, 30),
-                    events([2, 3], seqs=(1, 1), snapshot=True, epoch=epoch),
-                    {2, 3},
-                ],
-                id=f"incarnation {epoch} replaces 5, also with a clock set back",
-            )
-            for epoch in (6, 4)
-        ),
-        pytest.param(
-            [EVERYTHING, FIRST, {1}, events([2], seqs=(3, 4), epoch=6), EVERYTHING, {1}],
-            id="events of another incarnation without an inventory are a gap",
-        ),
-        pytest.param(
-            [
-                EVERYTHING,
-                events([1], seqs=(1, 1), snapshot=True),
-                events([], seqs=(1, 2), removed=[1]),
-                set(),
-                BROKEN,
-                EVERYTHING,
-                events([4], seqs=(3, 3), snapshot=True),
-                {4},
-            ],
-            id="a message that contradicts itself is not taken in",
-        ),
+RENEWED = events([7], seqs=(8, 8), snapshot=True)
+BEGUN = events([1], seqs=(3, 3), snapshot=True, more=True)
+FAR = events([1, 2], seqs=(30, 30), snapshot=True)
+SCENES: dict[str, list[Step]] = {
+    "a gap makes it ask for everything again": [
+        *(EVERYTHING, FIRST, events([2], seqs=(5, 6)), EVERYTHING, {1}, RENEWED, {7}),
     ],
-)
+    "after a broken connection it goes on where it was": [
+        *(EVERYTHING, FIRST, {1}, None, (5, 3), events([2], seqs=(3, 4)), {1, 2}),
+    ],
+    "a connection that broke within an inventory makes it ask for everything": [
+        *(EVERYTHING, BEGUN, {1}, None, EVERYTHING),
+    ],
+    "a later incarnation replaces this one": [
+        *(EVERYTHING, FAR, {1, 2}, None, (5, 30)),
+        *(events([2, 3], seqs=(1, 1), snapshot=True, epoch=6), {2, 3}),
+    ],
+    "so does one whose clock was set back": [
+        *(EVERYTHING, FAR, {1, 2}, None, (5, 30)),
+        *(events([2, 3], seqs=(1, 1), snapshot=True, epoch=4), {2, 3}),
+    ],
+    "events of another incarnation without an inventory are a gap": [
+        *(EVERYTHING, FIRST, {1}, events([2], seqs=(3, 4), epoch=6), EVERYTHING, {1}),
+    ],
+    "a message that contradicts itself is not taken in": [
+        *(EVERYTHING, events([1], seqs=(1, 1), snapshot=True)),
+        *(events([], seqs=(1, 2), removed=[1]), set(), BROKEN, EVERYTHING),
+        *(events([4], seqs=(3, 3), snapshot=True), {4}),
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", SCENES.values(), ids=SCENES)
 async def test_what_a_node_says_is_followed(scene: Scene, steps: list[Step]) -> None:
     messages: asyncio.Queue[Any] = asyncio.Queue()
     for step in steps:
