@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "kvctl": ("deploy.kvctl.main", "main", "look into a running KV store, and operate it; limits"),
     "keys": ("deploy.keys", "main", "API keys: keys add | list | revoke | hash"),
     "explain": ("deploy.remote.explain", "main", "why a request went where it went: explain ID"),
+    "top": ("deploy.remote.top", "main", "the cluster live: queues, latencies, caches, transfers"),
     "doctor": ("deploy.doctor.command", "main", "examine this machine, its transports and a peer"),
     "profile": ("deploy.profile.command", "main", "measure a model here: profile [MODEL]"),
     "replay": ("traces.replay", "main", "send a trace to an endpoint on its own clock"),

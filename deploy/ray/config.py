@@ -205,8 +205,12 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def parse_cluster(document: object) -> ClusterConfig:
-    """From the YAML's own types. Raises ConfigError, which names the key."""
+    """From the YAML's own types, also as Ray's `serve deploy` takes them. Raises ConfigError, which names the key."""
     values = _underscored(document, "the file")
+    if (applications := values.get("applications")) is not None:
+        is_one = isinstance(applications, list) and len(applications) == 1
+        _require(is_one, "applications must be a list of one, whose args describe the cluster")
+        values = _underscored(_underscored(applications[0], "applications").get("args"), "args")
     serve = _underscored(values.pop("serve", {}), "serve")
     if "model" in values:
         serve = {"model": values.pop("model"), **serve}

@@ -22,6 +22,7 @@ from models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
 from tests.e2e.sse import read_choice
 from tests.patience import PATIENCE_S
+from tests.terminal import terminal
 
 pytestmark = pytest.mark.e2e
 
@@ -200,6 +201,23 @@ def test_bandwidths_and_steps_that_workers_saw_are_on_the_gateways_page(cluster:
 
 
 # Commands
+
+
+def test_top_shows_the_cluster_live_until_it_is_interrupted(cluster: Cluster) -> None:
+    prompt = "the same beginning of every prompt, again and again " * 8
+    for _ in range(2):
+        cluster.complete(prompt, max_tokens=8, ignore_eos=True)
+    with terminal((*COMMAND, "top", "--url", cluster.url, "--interval", "0.2")) as top:
+        top.wait_for("ready")
+        for shown in ("TTFT", "p95", "TBT", "prefix hits"):
+            top.wait_for(shown)
+        # A screen may come in pieces; the next one has it all again.
+        for shown in ("decode-0", "prefill-0", "store-0", "prefilling 0", "hot prefix"):
+            top.wait_for(shown)
+        top.wait_for(r"throughput +\d")  # a second look
+        top.type("\x03")
+        assert top.ended() == 0
+    assert "Traceback" not in top.text
 
 
 def test_a_trace_is_replayed_and_reported(cluster: Cluster, tmp_path: Path) -> None:

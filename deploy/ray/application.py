@@ -1,0 +1,67 @@
+"""A cluster as an application of Ray Serve, for `serve deploy` and KubeRay's RayService.
+
+Serve starts one replica, which deploys the cluster and says whether it is whole; clients talk to the cluster's own
+gateways, never through Serve. Needs ray[serve].
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.ray import driver
+from deploy.ray.config import ClusterConfig, parse_cluster
+from protocol.config import ENV_PREFIX
+from protocol.errors import ConfigError, MoonserveError
+
+# A start with a large model, or a machine lost; Serve would replace a replica that is unhealthy, which helps neither.
+PATIENCE_S = 600.0
+
+
+class Incomplete(MoonserveError):
+    """The cluster has not been whole for long."""
+
+
+class Keeper:
+    """The replica. It may start anew: the cluster is its actors', and is found again."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
+        try:
+            self._deployment = driver.deploy(config, token)
+        except ConfigError:  # there is one of that name
+            self._deployment = driver.find(config.name)
+        self._whole_at = time.monotonic()
+
+    def check_health(self) -> None:
+        """What Serve asks every few seconds. Raises Incomplete."""
+        status = self._deployment.status()
+        now = time.monotonic()
+        if status["is_whole"]:
+            self._whole_at = now
+        elif now - self._whole_at > PATIENCE_S:
+            raise Incomplete(f"missing for {PATIENCE_S:.0f} s: {', '.join(status['missing'])}")
+
+    def __call__(self) -> dict[str, Any]:
+        """`Controller.status`, over Serve's own HTTP."""
+        return self._deployment.status()
+
+
+def build(arguments: Mapping[str, Any]) -> Any:
+    """What `import_path: deploy.ray.application:build` means. `arguments`: those of a cluster's YAML file. Raises
+    ConfigError."""
+    from ray import serve
+
+    config = parse_cluster(arguments)
+    # One that starts may have to wait for its predecessor's last answer.
+    deployment = serve.deployment(
+        name="moonserve",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=5,
+        health_check_timeout_s=driver.CALL_WITHIN_S,
+    )(Keeper)
+    return deployment.bind(config)
