@@ -19,7 +19,7 @@ from engine.batch import HiddenStates, Sampled, Slice
 from engine.config import ModelConfig
 from engine.cuda.graphs import with_graphs
 from engine.cuda.requirements import find_device
-from engine.cuda.staging import HostStaging, StepStores
+from engine.cuda.staging import HostStaging
 from engine.device import CPU, STAGED
 from engine.drawn import BegunStep, draw, with_history
 from engine.grammar_masks import GrammarMasks
@@ -27,7 +27,7 @@ from engine.kernels import crew_of, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.model import ForwardPass, Model
 from engine.parts import Stage, split
-from engine.scoring import score_prompts
+from engine.sampler import score_prompts
 from engine.step import Step
 from engine.step_builder import StepBuilder
 from engine.tensor_parallel.team import Leading, Team
@@ -245,11 +245,17 @@ class Engine:
         if on_layer is None or self._staging is None:
             yield _both(on_layer, before_attention)
             return
-        stores = StepStores(self._staging, self._touched(slices), on_layer)
+        staging, blocks = self._staging, self._touched(slices)
+
+        def computed(layer: int) -> None:
+            """It is in the pool, or will be when the GPU has done what it was given."""
+            staging.store(layer, blocks, partial(on_layer, layer))
+            staging.settle(wait=False)
+
         try:
-            yield _both(stores.computed, before_attention)
+            yield _both(computed, before_attention)
         finally:
-            stores.finish()
+            staging.settle(wait=True)
 
     def _touched(self, slices: Sequence[Slice]) -> list[BlockId]:
         """The blocks that a step writes to, each once."""

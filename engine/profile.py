@@ -87,12 +87,14 @@ def measure(
     first points do."""
     deadline = clock() + budget_s
     grid = replace(START_GRID, chunk_tokens=chunk_tokens)
-    prefill = _fit_prefill(prefill_points(engine, grid, clock, deadline - budget_s / 2))
-    decode = _fit_decode(decode_points(engine, START_GRID, clock, deadline))
-    return (
-        PrefillProfile(c0=prefill[0], c1=prefill[1], c2=prefill[2]),
-        DecodeProfile(c0=decode[0], c1=decode[1], c2=decode[2]),
+    prompts = prefill_points(engine, grid, clock, deadline - budget_s / 2)
+    steps = decode_points(engine, START_GRID, clock, deadline)
+    prefill = _fit(
+        [(p.num_tokens - p.num_cached, p.num_tokens**2 - p.num_cached**2) for p in prompts],
+        [p.seconds for p in prompts],
     )
+    decode = _fit([(p.num_seqs, p.context_tokens) for p in steps], [p.seconds for p in steps])
+    return PrefillProfile(**prefill), DecodeProfile(**decode)
 
 
 def measure_cached(
@@ -214,25 +216,12 @@ def _execute(engine: Engine, steps: _Steps) -> None:
 
 # -- fitting
 
-Coefficients = tuple[float, float, float]
 
-
-def _fit_prefill(points: Sequence[PrefillPoint]) -> Coefficients:
-    return _fit(
-        [(p.num_tokens - p.num_cached, p.num_tokens**2 - p.num_cached**2) for p in points],
-        [p.seconds for p in points],
-    )
-
-
-def _fit_decode(points: Sequence[DecodePoint]) -> Coefficients:
-    return _fit([(p.num_seqs, p.context_tokens) for p in points], [p.seconds for p in points])
-
-
-def _fit(variables: Sequence[tuple[int, int]], seconds: Sequence[float]) -> Coefficients:
+def _fit(variables: Sequence[tuple[int, int]], seconds: Sequence[float]) -> dict[str, float]:
     """seconds = c0 + c1·x1 + c2·x2."""
     columns = np.array([(1.0, x1, x2) for x1, x2 in variables])
-    c0, c1, c2 = fit_relative(columns, np.array(seconds))
-    return float(c0), float(c1), float(c2)
+    found = fit_relative(columns, np.array(seconds))
+    return {f"c{number}": float(value) for number, value in enumerate(found)}
 
 
 # -- keeping

@@ -17,7 +17,7 @@ from engine.cuda.streams import to_device
 from engine.drawn import BegunStep, Fed
 from engine.kv_pool import TORCH_DTYPES
 from engine.parts import Stage
-from engine.scoring import num_scored
+from engine.sampler import num_scored
 from engine.step import Step
 from protocol.errors import InvalidRequest
 from protocol.ids import BlockId, RequestId

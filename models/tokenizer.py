@@ -1,18 +1,15 @@
-"""The demo model's byte-level BPE tokenizer: trained, and written in the Transformers layout.
+"""The demo model's byte-level BPE tokenizer; its chat template is in `demo/tokenizer_config.json`.
 
 `decode(encode(text)) == text` for any text, because the base alphabet is all 256 bytes.
 """
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 VOCABULARY_SIZE = 4096
-MAX_POSITION_EMBEDDINGS = 8192
 
 BOS = "<|bos|>"
 EOS = "<|eos|>"
@@ -31,17 +28,6 @@ SPLIT_PATTERN = (
     r"| ?[^\s\p{L}\p{N}_]+"  # operators and brackets, with the space before them
     r"|[ \t]+(?=\S)"
     r"|\s+"
-)
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('Unknown role: ' + message['role']) }}"
-    "{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -68,20 +54,3 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         special_tokens=[(BOS, SPECIAL_IDS[BOS])],
     )
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes `tokenizer.json`, and beside it what `transformers.AutoTokenizer` reads."""
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "additional_special_tokens": [IM_START, IM_END],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITION_EMBEDDINGS,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    text = json.dumps(config, indent=2) + "\n"
-    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ import argparse
 import csv
 import json
 import math
+import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -20,18 +21,8 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import data
-from models.tokenizer import (
-    BOS,
-    EOS,
-    IM_END,
-    MAX_POSITION_EMBEDDINGS,
-    PAD,
-    SPECIAL_IDS,
-    VOCABULARY_SIZE,
-    save_tokenizer,
-    train_tokenizer,
-)
+from models import data, demo_model_path
+from models.tokenizer import train_tokenizer
 
 SEED = 20240229
 NUM_THREADS = 2
@@ -48,45 +39,9 @@ STEPS_PER_ROW = 20  # of the loss curve
 # rotations over longer texts (NTK-aware scaling). Of 1e4, 2e4, 4e4, 8e4 and 16e4 this one is best at 2,048 tokens: 3.20
 # nats against 3.63, for 0.06 nats at 512 tokens.
 TRAINING_ROPE_THETA = 10000.0
-SHIPPED_ROPE_THETA = 80000.0
 
-ARCHITECTURE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": SHIPPED_ROPE_THETA,
-    "rope_scaling": None,
-    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": SPECIAL_IDS[BOS],
-    "eos_token_id": SPECIAL_IDS[EOS],
-    "pad_token_id": SPECIAL_IDS[PAD],
-}
-"""`config.json`: about 5.2 million parameters."""
-
-GENERATION_CONFIG = {
-    "bos_token_id": SPECIAL_IDS[BOS],
-    "eos_token_id": [SPECIAL_IDS[EOS], SPECIAL_IDS[IM_END]],
-    "pad_token_id": SPECIAL_IDS[PAD],
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_p": 0.95,
-}
-"""A text ends at eos, a chat answer at im_end."""
+FORM = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files of the shipped model that a run starts from: about 5.2 million parameters."""
 
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
@@ -105,14 +60,19 @@ def sequence_length(progress: float) -> int:
     return LONG if progress >= 1.0 - LONG_SHARE else SHORT
 
 
+def make_model(**changes: object) -> LlamaForCausalLM:
+    """Of the shipped architecture."""
+    shipped = json.loads((demo_model_path() / "config.json").read_text(encoding="utf-8"))
+    return LlamaForCausalLM(LlamaConfig.from_dict(shipped | changes))
+
+
 class Trainer:
     """One run within its budget of time."""
 
     def __init__(self, source: data.TokenSource, minutes: float, loss: Loss) -> None:
         torch.manual_seed(SEED)
         # fp32, as bf16 has too few digits to be updated.
-        training = {"rope_theta": TRAINING_ROPE_THETA, "torch_dtype": "float32"}
-        self.model = LlamaForCausalLM(LlamaConfig.from_dict(ARCHITECTURE | training))
+        self.model = make_model(rope_theta=TRAINING_ROPE_THETA, torch_dtype="float32")
         self.rows: list[dict[str, float]] = []  # of the loss curve
         self.num_steps = 0
         self.elapsed_s = 0.0
@@ -214,11 +174,12 @@ def validation_loss(model: torch.nn.Module, stream: np.ndarray, length: int) -> 
 
 
 def export(trainer: Trainer, record: dict[str, object], output: Path) -> None:
-    """Writes the weights in bf16, their configuration, and the record of their making."""
+    """Writes the weights in bf16 beside the files of their form, and the record of their making."""
     folder = output / "training"
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(output / "config.json", ARCHITECTURE)
-    _write_json(output / "generation_config.json", GENERATION_CONFIG)
+    for name in FORM:
+        if output.resolve() != demo_model_path():
+            shutil.copy(demo_model_path() / name, output)
     _write_json(folder / "training.json", record)
     with (folder / "loss.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(trainer.rows[0]))
@@ -241,7 +202,7 @@ def _write_json(path: Path, content: object) -> None:
 def describe_run(trainer: Trainer, stream: np.ndarray, num_bytes: int) -> dict[str, object]:
     """What was trained for how long, and the losses over the held-out `stream` of `num_bytes` bytes, of the shipped
     form: bf16, its own rope_theta."""
-    model = LlamaForCausalLM(LlamaConfig.from_dict(ARCHITECTURE))
+    model = make_model()
     model.load_state_dict({k: v.bfloat16() for k, v in trainer.model.state_dict().items()})
     losses = {length: validation_loss(model, stream, length) for length in (SHORT, LONG)}
     return {
@@ -279,7 +240,7 @@ def main() -> None:
     held_out = data.TokenSource(tokenizer, validation, SEED).files_only()
     num_bytes = sum(len(text.encode()) for text in validation.values())
     export(trainer, describe_run(trainer, held_out, num_bytes), arguments.output)
-    save_tokenizer(tokenizer, arguments.output)
+    tokenizer.save(str(arguments.output / "tokenizer.json"))
     _write_json(arguments.output / "corpus.json", data.describe(training, validation))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.batch import Slice
-from engine.scoring import num_scored
+from engine.sampler import num_scored
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 
 

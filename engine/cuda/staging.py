@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -174,27 +173,6 @@ class HostStaging:
 
 def _is_reached(event: Event | None) -> bool:
     return event is None or event.query()
-
-
-class StepStores:
-    """What one step computes, on its way to the host. `on_layer(l)` is called when layer l's K and V of `blocks` are
-    there, in the order of layers, by `computed` or `finish`."""
-
-    def __init__(
-        self, staging: HostStaging, blocks: Sequence[int], on_layer: Callable[[int], None]
-    ) -> None:
-        self._staging = staging
-        self._blocks = blocks
-        self._on_layer = on_layer
-
-    def computed(self, layer: int) -> None:
-        """The layer's K and V are in the pool, or will be when the GPU has done what it was given."""
-        self._staging.store(layer, self._blocks, partial(self._on_layer, layer))
-        self._staging.settle(wait=False)
-
-    def finish(self) -> None:
-        """All layers that were computed are at the host."""
-        self._staging.settle(wait=True)
 
 
 def _nobody() -> None:
