@@ -93,13 +93,18 @@ def test_blocks_that_are_being_put_are_nobodys_and_come_free_together() -> None:
 
 
 def test_blocks_that_are_being_read_are_not_given_away_when_their_sequence_ends() -> None:
+    """Nor is a worker idle meanwhile."""
     driver = crowded()
     load = load_of(driver)
     driver.cancel("new")
+    driver.cancel("old")
+    while driver.step is not None:
+        driver.compute()
     assert all(driver.pool.references_of(block) == 1 for block in load.blocks)
+    assert not driver.state.is_idle
     driver.move()
     assert not any(driver.pool.references_of(block) for block in load.blocks)
-    driver.drain()
+    assert driver.state.is_idle
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -181,18 +186,6 @@ def test_a_prompt_without_a_full_block_is_not_kept() -> None:
     driver.drain()
     assert driver.state.counters.num_preemptions > 0
     assert not driver.all_of(actions.KeepBlocks)
-
-
-def test_a_worker_is_not_idle_while_blocks_move() -> None:
-    driver = crowded()
-    driver.cancel("old")
-    driver.cancel("new")
-    while driver.step is not None:
-        driver.compute()
-    assert driver.moving
-    assert not driver.state.is_idle
-    driver.move()
-    assert driver.state.is_idle
 
 
 # -- answers

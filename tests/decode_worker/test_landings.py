@@ -212,25 +212,29 @@ def test_a_cancelled_landing_ends_wherever_it_is(moment: str) -> None:
     assert not driver.tokens
 
 
-def test_a_cancellation_of_an_unknown_request_is_forgotten_after_a_minute() -> None:
+def test_a_cancellation_counts_for_a_minute_and_not_for_an_attempt_that_comes_after_an_end() -> (
+    None
+):
     driver = Driver()
     driver.cancel("r")
     driver.wait(60.0)
-    assert grants(driver.reserve(PROMPT))
-
-
-def test_a_late_cancellation_does_not_hit_the_next_attempt_at_a_request() -> None:
-    driver = Driver()
     driver.start(PROMPT, max_tokens=2)
     driver.compute()
     driver.cancel("r")
     assert grants(driver.reserve(PROMPT, lease_id="again"))
 
 
-def test_a_lost_gateway_ends_its_committed_landings() -> None:
+@pytest.mark.parametrize(
+    ("event", "is_told"),
+    [(events.GatewayLost(gateway_id=GatewayId("g")), False), (events.Stopped(), True)],
+)
+def test_a_committed_landing_ends_with_its_gateway_and_with_its_worker(
+    event: events.Event, is_told: bool
+) -> None:
     driver = Driver()
     landed(driver)
-    driver.handle(events.GatewayLost(gateway_id=GatewayId("g")))
+    driver.handle(event)
+    assert [fail.error.retryable for fail in driver.failures.get("r", ())] == [True] * is_told
     driver.close()
     assert driver.step is None
     assert driver.pool.num_free == 16
@@ -244,11 +248,3 @@ def test_a_draining_worker_refuses_who_waits_but_finishes_landings() -> None:
     driver.commit(request_of(PROMPT, "a", max_tokens=3))
     driver.drain()
     assert [token.index for token in driver.tokens["a"]] == [1, 2]
-
-
-def test_a_stopping_worker_fails_what_it_accepted() -> None:
-    driver = Driver()
-    landed(driver)
-    driver.handle(events.Stopped())
-    assert driver.failures["r"][0].error.retryable
-    driver.drain()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from decode_worker import actions, events
 from engine.batch import Sampled
-from protocol.errors import DeadlineExceeded, InvalidRequest, PeerError
+from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerError
 from protocol.ids import GatewayId, RequestId
 from protocol.request import FinishReason
 from tests.decode_worker.driver import BLOCK_SIZE, Driver, next_token, only, request_of
@@ -71,33 +73,33 @@ def test_a_cancelled_sequence_frees_its_blocks_when_its_steps_end(num_steps: int
     assert "r" not in driver.tokens
 
 
-def test_a_lost_gateways_sequences_end_without_a_word() -> None:
-    driver = Driver()
-    driver.start([1], "a", gateway_id="gone")
-    driver.start([1], "b", gateway_id="here")
+def lose_gateway(driver: Driver) -> None:
     driver.handle(events.GatewayLost(gateway_id=GatewayId("gone")))
     driver.compute()
-    assert names(driver) == ["b"]
-    assert not driver.failures
 
 
-def test_a_request_that_takes_too_long_fails_with_its_deadline() -> None:
-    driver = Driver()
-    driver.start([1], timeout_s=3.0)
+def run_out_of_time(driver: Driver) -> None:
     driver.now = 3.0
     driver.compute()
-    (failure,) = driver.failures["r"]
-    assert isinstance(failure.error, DeadlineExceeded)
-    driver.drain()
 
 
-def test_a_failed_step_fails_its_sequences_and_the_others_go_on() -> None:
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lose_gateway, {}),
+        (run_out_of_time, {"a": DeadlineExceeded}),
+        (lambda driver: driver.fail_step(PeerError("no memory")), {"a": PeerError}),
+    ],
+)
+def test_one_ends_and_the_other_goes_on(
+    end: Callable[[Driver], object], told: dict[str, type[MoonserveError]]
+) -> None:
     driver = Driver()
-    driver.start([1], "a")
-    driver.start([2], "b")
-    driver.fail_step(PeerError("no memory"))
-    assert list(driver.failures) == ["a"]
+    driver.start([1], "a", gateway_id="gone", timeout_s=3.0)
+    driver.start([1], "b", gateway_id="here")
+    end(driver)
     assert names(driver) == ["b"]
+    assert {name: type(fails[0].error) for name, fails in driver.failures.items()} == told
 
 
 def test_a_second_attempt_at_a_request_replaces_the_first() -> None:

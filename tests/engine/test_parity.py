@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.generate import generate
 from engine.engine import Engine
 from protocol.request import SamplingParams
 from tests.engine.conftest import VARIANTS, Pair, tokens_of
@@ -32,29 +31,6 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     """Alone, in chunks that divide nothing, and in one batch of very different lengths."""
     prompts = [random_prompt(length, seed=length) for length in (1, 2, 15, 16, 17, 100, 600)]
     pairs[name].check(engines[name], prompts, num_top=5, chunk_size=37)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 16, 33, 64, 1000])
-def test_the_chunk_size_does_not_change_tokens(
-    chunk_size: int, llama: Pair, engines: dict[str, Engine]
-) -> None:
-    prompt = random_prompt(130 if chunk_size > 1 else 40, seed=5)
-    llama.check(engines["llama"], [prompt], chunk_size=chunk_size)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-yarn"])
-def test_a_reused_prefix_gives_the_tokens_of_a_computed_one(
-    name: str, pairs: dict[str, Pair], engines: dict[str, Engine]
-) -> None:
-    shared = random_prompt(100, seed=1)
-    prompts = [shared + random_prompt(20, seed=seed) for seed in (2, 3, 4)] + [shared[:96]]
-    results = generate(
-        engines[name], prompts, TEN, chunk_size=64, max_num_seqs=1, enable_prefix_caching=True
-    )
-    assert [result.cached_tokens for result in results] == [0, 96, 96, 80]
-    assert [result.token_ids for result in results] == [
-        pairs[name].generate(prompt, 10) for prompt in prompts
-    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3-biases"])

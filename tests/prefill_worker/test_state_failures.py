@@ -8,7 +8,7 @@ import pytest
 
 from prefill_worker import actions as act
 from prefill_worker import events as ev
-from protocol.errors import Cancelled, Incompatible, MoonserveError, PeerLost, StaleLease
+from protocol.errors import Cancelled, Incompatible, PeerLost, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
 from tests.prefill_worker.builders import HOME
 from tests.prefill_worker.walks import Walk, kinds, only, spans
@@ -19,14 +19,20 @@ LOST = PeerLost("gone")
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(Incompatible("other weights"), "peer"), (LOST, "peer_lost")]
+    ("reach", "event", "code"),
+    [
+        (Walk.submit, ev.LandingRefused(request_id=R, error=Incompatible("weights")), "peer"),
+        (Walk.submit, ev.LandingRefused(request_id=R, error=LOST), "peer_lost"),
+        (Walk.commit, ev.HandoffFailed(request_id=R, error=StaleLease("expired")), "stale"),
+        (Walk.commit, ev.HandoffFailed(request_id=R, error=LOST), "peer_lost"),
+    ],
 )
-def test_a_refused_landing_fails_the_request_for_another_placement(
-    error: MoonserveError, code: str
+def test_what_a_decode_worker_refuses_fails_the_request_for_another_placement(
+    reach: Callable[[Walk], object], event: Event, code: str
 ) -> None:
-    walk = Walk()
-    walk.submit()
-    actions = walk.handle(ev.LandingRefused(request_id=R, error=error))
+    walk = Walk(home=None)
+    reach(walk)
+    actions = walk.handle(event)
     failed = only(actions, act.Fail).error
     assert (failed.code, failed.retryable) == (code, True)
     assert only(actions, act.ReleaseLanding).lease_id == "lease-1"
@@ -102,14 +108,6 @@ def test_three_corrupt_handoffs_fail_the_request() -> None:
     actions = walk.corrupt(0)
     assert only(actions, act.Fail).error.code == "integrity"
     assert kinds(actions) == [act.Fail, act.ReleaseLanding]
-    walk.assert_drained()
-
-
-def test_a_failed_commit_fails_the_request_for_another_placement() -> None:
-    walk = Walk(home=None)
-    walk.commit()
-    failed = ev.HandoffFailed(request_id=R, error=StaleLease("expired"))
-    assert only(walk.handle(failed), act.Fail).error.retryable
     walk.assert_drained()
 
 
