@@ -48,29 +48,6 @@ def test_the_leading_parts_are_read_that_make_the_prompt_ready_soonest(
     assert (choice.num_parts, choice.num_skipped) == (num_parts, len(part_s) - num_parts)
 
 
-@given(
-    c1=st.floats(1e-6, 1e-2),
-    c2=st.floats(0, 1e-5),
-    latency_s=st.floats(0, 1),
-    block_s=st.floats(1e-6, 1),
-    num_blocks=st.integers(1, 60),
-    num_cached=st.integers(0, 10),
-)
-def test_reading_a_part_of_a_part_is_never_better_than_all_or_nothing(
-    c1: float, c2: float, latency_s: float, block_s: float, num_blocks: int, num_cached: int
-) -> None:
-    """The derivation in the module's docstring."""
-    profile = PrefillProfile(c0=0.01, c1=c1, c2=c2)
-    num_tokens = 16 * (num_cached + num_blocks) + 5
-
-    def total(count: int) -> float:
-        read_s = latency_s + count * block_s if count else 0.0
-        return read_s + profile.seconds(num_tokens, 16 * (num_cached + count))
-
-    best = min(total(count) for count in range(num_blocks + 1))
-    assert min(total(0), total(num_blocks)) <= best * (1 + 1e-9)
-
-
 def loads_of(layers: Layers, reads: str = "auto") -> PrefixLoads:
     return PrefixLoads(
         PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
