@@ -6,9 +6,12 @@ ids' streams. A stream begins with the id itself, written in token ids, so that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from traces.analysis.prefixes import prefix_tree
 from traces.format import TraceRecord
 
 # The first few ids of a vocabulary are the special tokens of most tokenizers.
@@ -57,26 +60,15 @@ class PromptBuilder:
         return digits
 
 
-def ideal_cached_tokens(records: list[TraceRecord], block_size: int) -> list[int]:
+def ideal_cached_tokens(records: Sequence[TraceRecord], block_size: int) -> list[int]:
     """For each request, the prompt tokens that an unlimited cache of full blocks of `block_size` could supply.
 
     Requests count as cached from the moment they arrive. The last token of a prompt is always computed.
     """
-    prefixes: dict[tuple[int, int], int] = {}  # (number of the prefix before, hash id) → number
-    cached: list[int] = []
-    for record in records:
-        shared = _insert(record.hash_ids, prefixes) * record.tokens_per_hash
-        shared = min(shared, record.input_length - 1)
-        cached.append(shared // block_size * block_size)
-    return cached
-
-
-def _insert(hash_ids: tuple[int, ...], prefixes: dict[tuple[int, int], int]) -> int:
-    """Adds a chain of ids; returns how many of its leading ids were there already."""
-    known = 0
-    prefix = 0
-    for hash_id in hash_ids:
-        step = (prefix, hash_id)
-        known += step in prefixes
-        prefix = prefixes.setdefault(step, len(prefixes) + 1)
-    return known
+    visits = prefix_tree(records).visits
+    return [
+        min(visit.num_seen * record.tokens_per_hash, record.input_length - 1)
+        // block_size
+        * block_size
+        for visit, record in zip(visits, records, strict=True)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -85,14 +86,20 @@ async def send(config: ReplayConfig) -> Replayed:
         builder = PromptBuilder(facts.vocab_size or 0, config.seed)
         ideal = ideal_cached_tokens(records, facts.block_size or records[0].tokens_per_hash)
         tasks: list[asyncio.Task[Sent]] = []
+        ends = itertools.count(1)
         with Progress() as progress:
-            tell = _Ends(progress, len(records))
+
+            def one_more(_: object) -> None:
+                num_ended = next(ends)
+                text = f"{num_ended:,} of {len(records):,} requests"
+                progress.show("replaying", num_ended, len(records), text)
+
             began_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 async for index, prompt in _paced(records, builder, began_at):
                     sending = _Sending(records[index], prompt, ideal[index], began_at)
                     tasks.append(group.create_task(_send(client, facts.name, sending)))
-                    tasks[-1].add_done_callback(tell.one_more)
+                    tasks[-1].add_done_callback(one_more)
             duration_s = time.monotonic() - began_at
     return Replayed(sent=[task.result() for task in tasks], duration_s=duration_s)
 
@@ -165,17 +172,3 @@ def _check_fit(records: Sequence[TraceRecord], facts: ModelFacts) -> None:
             f"the longest request has {longest} tokens and the model takes {facts.max_model_len}; "
             "make them shorter with --scale-lengths and --scale-outputs, or fewer with --limit"
         )
-
-
-class _Ends:
-    """Counts requests that have ended."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._num_ended = 0
-
-    def one_more(self, _task: object = None) -> None:
-        self._num_ended += 1
-        text = f"{self._num_ended:,} of {self._total:,} requests"
-        self._progress.show("replaying", self._num_ended, self._total, text)

@@ -6,6 +6,7 @@ the latencies they bought.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,12 +71,8 @@ def _completed(outcome: Outcome, *, ttft_slo_s: float, tbt_slo_s: float) -> Comp
 
 def _errors(sent: Sequence[Sent]) -> dict[str, int]:
     """How often each error was met, rejections included."""
-    counts: dict[str, int] = {}
-    for entry in sent:
-        if entry.outcome.error is not None:
-            key = f"{entry.outcome.status}: {entry.outcome.error[:200]}"
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+    outcomes = (entry.outcome for entry in sent)
+    return Counter(f"{o.status}: {o.error[:200]}" for o in outcomes if o.error is not None)
 
 
 def format_report(report: dict[str, Any]) -> str:

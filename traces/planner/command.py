@@ -7,7 +7,7 @@ is described by the options of `moonserve simulate`, so that a plan and a comman
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,11 +177,10 @@ class Trial:
                 progress.show("simulations", done.num_done, done.num_all, text)
 
             with progress.busy(f"{len(clusters)} clusters on {part}"):
-                self._do(runs, tell)
+                do_missing(
+                    runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell
+                )
         return [score_of(self.archive.read(run)) for run in runs]
-
-    def _do(self, runs: Iterable[Run], tell: Callable[[Done], None]) -> None:
-        do_missing(runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell)
 
     def _run(self, cluster: Cluster, share: float) -> Run:
         options = options_of(cluster, self.common)

@@ -246,7 +246,7 @@ class _Likeness:
             arrived_s=at_s,
             input_length=prompt.input_length,
             output_length=max(1, donor.output_length),
-            hash_ids=tuple(prompt.chain.ids()),
+            hash_ids=prompt.chain,
         )
 
     def _prompt(self, donor: Donor, round_number: int, at_s: float) -> Prompt:
@@ -254,7 +254,7 @@ class _Likeness:
         trunk = self._trunks.chain(donor.trunk, length // TOKENS_PER_HASH, round_number)
         key = self._trunks.key(donor.trunk, round_number)
         wish = self._wish(donor, key, length, at_s)
-        if wish is not None and wish.blocks > trunk.length:
+        if wish is not None and wish.blocks > len(trunk):
             extended = self._past.session(wish) if wish.turn and not wish.left else None
             joined = self._past.popular(wish) if not extended and wish.uses > 1 else None
             earlier = extended or joined or self._past.private(wish)
@@ -292,19 +292,19 @@ class _Likeness:
         earlier.taken = max(earlier.taken, depth)
         # Longer or shorter by what the earlier prompt is, so that the new part keeps its length.
         length += (depth - wish.blocks) * TOKENS_PER_HASH
-        return self._made(earlier.chain.head(depth), wish.trunk, length, wish.now_s, uses, turn)
+        return self._made(earlier.chain[:depth], wish.trunk, length, wish.now_s, uses, turn)
 
     def _made(
         self, base: Chain, trunk: TrunkKey, length: int, at_s: float, uses: int = 1, turn: int = 1
     ) -> Prompt:
         """A prompt of `length` tokens that begins with `base` and is new behind it."""
-        num_new = -(-length // TOKENS_PER_HASH) - base.length
+        num_new = -(-length // TOKENS_PER_HASH) - len(base)
         return Prompt(
             arrived_s=at_s,
             chain=self._ids.extend(base, num_new),
             input_length=length,
             whole=length // TOKENS_PER_HASH,
-            shared=base.length,
+            shared=len(base),
             uses=uses,
             trunk=trunk,
             turn=turn,

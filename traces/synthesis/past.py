@@ -42,9 +42,9 @@ class Prompt:
 
     def validate(self) -> None:
         """Raises AssertionError unless the depths lie within each other."""
-        assert 0 <= self.shared <= self.chain.length
-        assert self.whole <= self.chain.length <= self.whole + 1
-        assert 0 <= self.taken <= self.chain.length
+        assert 0 <= self.shared <= len(self.chain)
+        assert self.whole <= len(self.chain) <= self.whole + 1
+        assert 0 <= self.taken <= len(self.chain)
         assert self.uses >= 1
         assert self.turn >= 1
 

@@ -34,7 +34,7 @@ class Thread:
     def validate(self) -> None:
         """Raises AssertionError unless the base is whole blocks of the next prompt."""
         assert self.left >= 0
-        assert self.base.length * TOKENS_PER_HASH <= self.base_tokens
+        assert len(self.base) * TOKENS_PER_HASH <= self.base_tokens
 
 
 def requests_of(spec: WorkloadSpec, random: Random) -> Iterator[TraceRecord]:
@@ -56,13 +56,13 @@ class _SystemPrompts:
     def pick(self) -> tuple[Chain, int]:
         """Whole blocks, all tokens. Nothing for threads without a system prompt."""
         if self._random.random() >= self._spec.system_share:
-            return Chain(), 0
+            return (), 0
         [rank] = self._random.choices(range(len(self._cumulated)), cum_weights=self._cumulated)
         if rank not in self._made:
             tokens = draw_tokens(self._spec.system_tokens, self._random)
             # One token is left for the rest of the prompt.
             tokens = min(tokens, self._spec.max_input_tokens - 1)
-            self._made[rank] = self._ids.extend(Chain(), tokens // TOKENS_PER_HASH), tokens
+            self._made[rank] = self._ids.extend((), tokens // TOKENS_PER_HASH), tokens
         return self._made[rank]
 
 
@@ -103,7 +103,7 @@ class _Threads:
         spec, random = self._spec, self._random
         tokens = system_tokens + draw_tokens(spec.document_tokens, random)
         tokens = min(tokens, spec.max_input_tokens - 1)
-        base = self._ids.extend(system, tokens // TOKENS_PER_HASH - system.length)
+        base = self._ids.extend(system, tokens // TOKENS_PER_HASH - len(system))
         later = geometric(spec.questions, random) - 1
         thread = Thread(base, tokens, False, later, spec.question_tokens)
         tokens += draw_tokens(spec.question_tokens, random)
@@ -112,9 +112,9 @@ class _Threads:
     def _emit(self, thread: Thread, tokens: int, at_s: float) -> TraceRecord:
         output = draw_tokens(self._spec.output_tokens, self._random)
         blocks = -(-tokens // TOKENS_PER_HASH)
-        chain = self._ids.extend(thread.base, blocks - thread.base.length)
+        chain = self._ids.extend(thread.base, blocks - len(thread.base))
         if thread.grows:
-            thread.base = chain.head(tokens // TOKENS_PER_HASH)
+            thread.base = chain[: tokens // TOKENS_PER_HASH]
             thread.base_tokens = tokens + output
         if thread.left and len(self._waiting) < MAX_WAITING:
             due_s = at_s + self._spec.think_s.draw(self._random)
@@ -124,7 +124,7 @@ class _Threads:
             arrived_s=at_s,
             input_length=tokens,
             output_length=output,
-            hash_ids=tuple(chain.ids()),
+            hash_ids=chain,
         )
 
 

@@ -1,8 +1,8 @@
 """The hash ids of a growing trace: chains of them, who hands out new ones, and prefixes that many sessions share.
 
-A chain is runs of neighbouring numbers: ids are handed out as they are first written, so they are dense and a new
-block's neighbours are its chain. Rule of the format: an id is only ever behind the same id, so a chain is made from the
-head of another one and from new ids, never otherwise.
+Ids are handed out as they are first written, so they are dense and a new block's neighbours are its chain. Rule of the
+format: an id is only ever behind the same id, so a chain is made from the head of another one and from new ids, never
+otherwise.
 
 A *trunk* is the leading part of a prompt, such as a system prompt, that at least so many sessions begin with. Which
 trunk a request begins with is kept, so that each keeps its length and popularity, and what shares one shares it again.
@@ -12,37 +12,13 @@ is another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from traces.analysis.prefixes import PrefixTree
 from traces.format import TraceRecord
 
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """`runs`: (first id, number of ids); `length`: all ids."""
-
-    runs: tuple[tuple[int, int], ...] = ()
-    length: int = 0
-
-    def head(self, length: int) -> Chain:
-        """The leading `length` ids. Raises ValueError when there are fewer."""
-        if length > self.length:
-            raise ValueError(f"a chain of {self.length} ids has no head of {length}")
-        runs: list[tuple[int, int]] = []
-        missing = length
-        for first, count in self.runs:
-            if not missing:
-                break
-            runs.append((first, min(count, missing)))
-            missing -= runs[-1][1]
-        return Chain(tuple(runs), length)
-
-    def ids(self) -> Iterator[int]:
-        """All ids, from the head on."""
-        for first, count in self.runs:
-            yield from range(first, first + count)
+Chain = tuple[int, ...]  # the ids of a prompt, from the head on
 
 
 class BlockIds:
@@ -53,15 +29,8 @@ class BlockIds:
 
     def extend(self, chain: Chain, count: int) -> Chain:
         """The chain with `count` new ids behind it."""
-        if not count:
-            return chain
-        first, self._next = self._next, self._next + count
-        runs = chain.runs
-        if runs and sum(runs[-1]) == first:
-            runs, first, count_of_run = runs[:-1], runs[-1][0], runs[-1][1] + count
-        else:
-            count_of_run = count
-        return Chain((*runs, (first, count_of_run)), chain.length + count)
+        self._next += count
+        return (*chain, *range(self._next - count, self._next))
 
 
 _MIN_SESSIONS = 10
@@ -138,7 +107,7 @@ class TrunkChains:
     def chain(self, trunk: Trunk, room: int, round_number: int) -> Chain:
         """At most `room` blocks. `round_number`: how often the given trace has come round; may fall back by one."""
         self._forget_before(round_number - 1)
-        chain = Chain()
+        chain: Chain = ()
         for position, block in enumerate(trunk.path[:room]):
             key = (block, 0 if position < trunk.lasting else round_number)
             if key not in self._chains:
