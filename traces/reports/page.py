@@ -59,13 +59,14 @@ def write_page(results: Sequence[SimulationResult], folder: Path | str) -> Path:
 
 
 def page(results: Sequence[SimulationResult]) -> str:
-    """The whole document."""
+    """The whole document, of one trace under one pair of objectives."""
+    runs = "" if len(results) == 1 else f", {len(results)} results"
     subjects = subjects_of(results)
     has_plots = drawing.is_available()
     return templates().get_template("simulation.html").render(
-        what=_what(results),
-        ttft=", ".join(tick(each) for each in sorted({r.ttft_slo_s for r in results})),
-        tbt=", ".join(f"{each * 1000:.6g}" for each in sorted({r.tbt_slo_s for r in results})),
+        what=f"{len(results[0].outcomes):,} requests" + runs,
+        ttft=tick(results[0].ttft_slo_s),
+        tbt=f"{results[0].tbt_slo_s * 1000:.6g}",
         notice="" if has_plots else f"{NO_PLOTS[0].upper()}{NO_PLOTS[1:]}",
         summary=Table(
             ("requests", "rejected", "failed", "per s", "goodput per s", "effective", "hits",
@@ -77,13 +78,6 @@ def page(results: Sequence[SimulationResult]) -> str:
         parts=_parts(subjects),
         counters=_counters(subjects),
     )  # fmt: skip
-
-
-def _what(results: Sequence[SimulationResult]) -> str:
-    sizes = sorted({len(each.outcomes) for each in results})
-    count = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    runs = "" if len(results) == 1 else f", {len(results)} results"
-    return f"{count} requests{runs}"
 
 
 def _summary_cells(figures: Mapping[str, Any]) -> list[str]:

@@ -22,8 +22,6 @@ Floats = npt.NDArray[np.float64]
 MAX_POINTS = 250  # of a curve: more are not seen
 MAX_DECADES = 5  # of latencies; smaller ones lie on the left edge
 MAX_BINS = 60  # of time
-MAX_REASONS = 7  # that have a colour of their own; the rest is "other"
-OTHER = "other reasons"
 NEAR = 0.25  # of the actual TTFT: what the caption counts
 RANKS = (1, 3, 10, 30, 100)
 
@@ -141,15 +139,13 @@ def rejections(subjects: Sequence[Subject]) -> Section:
         ]
         for each in subjects
     }
-    reasons = _reasons([reason for errors in found.values() for _, reason in errors])
+    counts = Counter(reason for errors in found.values() for _, reason in errors)
+    reasons = [reason for reason, _ in counts.most_common()]
     end_s = max((each.result.duration_s for each in subjects), default=0.0) or 1.0
 
     def drawn(subject: Subject) -> Image:
         errors = found[subject.number]
-        columns = [
-            [at for at, r in errors if (r if r in reasons else OTHER) == reason]
-            for reason in reasons
-        ]
+        columns = [[at for at, each in errors if each == reason] for reason in reasons]
 
         def draw(figure: Any) -> None:
             panel = figure.add_subplot(xlabel="time, s", ylabel="requests", xlim=(0, end_s))
@@ -165,13 +161,6 @@ def rejections(subjects: Sequence[Subject]) -> Section:
         images=tuple(drawn(each) for each in subjects if found[each.number]),
         is_narrow=True,
     )
-
-
-def _reasons(found: Sequence[str]) -> list[str]:
-    """The most frequent first."""
-    ordered = sorted(Counter(found).items(), key=lambda item: (-item[1], item[0]))
-    names = [name for name, _ in ordered]
-    return names if len(names) <= MAX_REASONS + 1 else [*names[:MAX_REASONS], OTHER]
 
 
 def predictions(subjects: Sequence[Subject]) -> Section:

@@ -89,11 +89,6 @@ class Finding:
 Results = Mapping[str, SimulationResult]
 
 
-def no_runs(subject: Subject) -> Mapping[str, Work]:
-    """Of a figure that comes from the trace alone."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One of the published ones."""
@@ -104,7 +99,7 @@ class Figure:
     finding: Callable[[Subject, Results], Finding]
     # The one trace that the published numbers are of; None: not bound to one.
     published_for: str | None = None
-    runs: Callable[[Subject], Mapping[str, Work]] = no_runs
+    runs: Callable[[Subject], Mapping[str, Work]] = lambda _: {}  # of the trace alone
 
     def missing(self, subject: Subject) -> str:
         """A sentence when there is nothing to compare this trace's numbers with; else empty."""

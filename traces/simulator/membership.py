@@ -12,11 +12,11 @@ store node registers, so that nobody else can read them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from conductor.events import BlockChanges, Event, Heartbeat, HeartbeatSeen, Load, Refused, Register
 from conductor.state import ConductorState
 from protocol.ids import InstanceId, Role
-from protocol.profile import PrefillProfile
 from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
 from traces.simulator.pool import Store
 from traces.simulator.spec import ClusterSpec
@@ -34,12 +34,10 @@ class Membership:
 
     def register(self, node: Node, now: float) -> None:
         """The machine is new, or the conductor has lost it."""
+        assert isinstance(node, PrefillNode | DecodeNode)
+        self._tell(_registrations(node, self._spec), now)
         if isinstance(node, PrefillNode):
-            self._tell(_prefill_registrations(node, self._spec), now)
-            snapshot = node.store.snapshot()
-            self._tell(_prefill_heartbeats(node, self._spec, snapshot), now)
-        elif isinstance(node, DecodeNode):
-            self._tell([_decode_registration(node, self._spec)], now)
+            self._tell(_prefill_heartbeats(node, self._spec, node.store.snapshot()), now)
         node.beat_at = now + self._spec.heartbeat_interval_s
 
     def beat(self, node: Node, now: float) -> None:
@@ -78,48 +76,31 @@ class Membership:
         return seen
 
 
-def _prefill_registrations(node: PrefillNode, spec: ClusterSpec) -> Iterator[Register]:
-    """The store comes first, so that its worker's home is known."""
-    model, is_shared = spec.model, spec.pool == "global"
-    rate = model.nic_bytes_per_s * spec.prefill_group
-    store_id = InstanceId(node.store_id)
-    if is_shared:
-        yield Register(endpoint=node.endpoint(store_id), role=Role.STORE, bytes_per_s=rate)
+def _registrations(node: PrefillNode | DecodeNode, spec: ClusterSpec) -> Iterator[Register]:
+    """A store comes first, so that its worker's home is known."""
+    model, group, home = spec.model, 1, None
+    if isinstance(node, PrefillNode):
+        group, home = spec.prefill_group, InstanceId(node.store_id)
+    rate = model.nic_bytes_per_s * group
+    if home is not None and spec.pool == "global":
+        yield Register(endpoint=node.endpoint(home), role=Role.STORE, bytes_per_s=rate)
     yield Register(
         endpoint=node.endpoint(node.name),
-        role=Role.PREFILL,
+        role=Role.DECODE if home is None else Role.PREFILL,
         layout=layout_of(spec),
         fingerprint=model.name,
-        num_blocks=model.device_tokens * spec.prefill_group // spec.block_size,
-        prefill_profile=_of_group(model.prefill, spec.prefill_group),
+        num_blocks=model.device_tokens * group // spec.block_size,
+        # What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time.
+        prefill_profile=replace(
+            model.prefill, c1=model.prefill.c1 / group, c2=model.prefill.c2 / group
+        ),
         decode_profile=model.decode,
-        home_store=store_id if is_shared else None,
+        home_store=home if spec.pool == "global" else None,
+        max_num_seqs=model.max_num_seqs if home is None else 0,
         max_model_len=model.max_model_len,
         bytes_per_s=rate,
         can_switch_role=spec.roles is not None,
-    )
-
-
-def _of_group(profile: PrefillProfile, num_machines: int) -> PrefillProfile:
-    """What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time."""
-    return PrefillProfile(c0=profile.c0, c1=profile.c1 / num_machines, c2=profile.c2 / num_machines)
-
-
-def _decode_registration(node: DecodeNode, spec: ClusterSpec) -> Register:
-    model = spec.model
-    return Register(
-        endpoint=node.endpoint(node.name),
-        role=Role.DECODE,
-        layout=layout_of(spec),
-        fingerprint=model.name,
-        num_blocks=node.machine.num_blocks,
-        prefill_profile=model.prefill,
-        decode_profile=model.decode,
-        max_num_seqs=model.max_num_seqs,
-        max_model_len=model.max_model_len,
-        bytes_per_s=model.nic_bytes_per_s,
-        can_switch_role=spec.roles is not None,
-        reads_prompts=spec.conditional,
+        reads_prompts=home is None and spec.conditional,
     )
 
 

@@ -125,15 +125,6 @@ def test_predictions_count_where_both_are_known() -> None:
     assert plots.near_share(pairs) == 0.5
 
 
-def test_the_rarest_of_many_reasons_are_one() -> None:
-    """Twelve reasons, the first the most frequent."""
-    many = result("many", *(rejected(i, f"r{i % 12:02}", arrived_s=i / 10) for i in range(90)))
-    drawing = Document(page([many])).drawings[-1]
-    assert "rejected: r06" in drawing
-    assert "rejected: r07" not in drawing
-    assert plots.OTHER in drawing
-
-
 @pytest.mark.parametrize(
     ("write", "numbers", "texts"),
     [

@@ -58,3 +58,12 @@ def test_a_prompt_that_another_has_extended_is_not_extended_again() -> None:
     first.taken = 4
     assert past.session(wish(4, age_s=100, turn=1)) is None
     assert past.private(wish(3, age_s=100, left=1)) is None
+
+
+def test_a_popular_prefix_is_found_by_its_depth() -> None:
+    past, ids = Past(), BlockIds()
+    past.add(prompt(0, ids.extend((), 9), shared=3, uses=5))
+    past.add(prompt(1, ids.extend((), 9), shared=6, uses=5))
+    found = past.popular(wish(6, age_s=100))
+    assert found is not None
+    assert found.arrived_s == 1
