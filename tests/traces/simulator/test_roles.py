@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from conductor.roles.controller import RoleTerms
 from tests.traces.simulator.small import request, run_checked, spec
 from traces.format import TraceRecord
@@ -18,10 +20,12 @@ def prompts(until: int, per_second: float) -> list[TraceRecord]:
 
 
 def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
-    """1.8 machines' worth of prompts for one prefill machine of four: one or two more are enough."""
+    """1.8 machines' worth of prompts for one prefill machine of four: one or two more are enough. What is under way
+    when a machine gets no time to finish is placed again."""
     shape = spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0, roles=SOON)
     records = prompts(60, 1.8)
-    cluster, journeys = run_checked(shape, records)
+    cluster, journeys = run_checked(replace(shape, role_drain_s=0.0), records)
+    assert any(journey.attempt == 2 for journey in journeys)
     assert {journey.end for journey in journeys} == {End.COMPLETED}
     assert 1 <= cluster.counters["role_changes"] <= 2
     fixed = simulate(spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0), records)
