@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import store_hit_ratio
-from benchmarks.store import growth_blocks, growth_nodes, replay, restart, seats, servers
-from benchmarks.store.bars import metadata_bars, speed_bars
-from benchmarks.store.contestants import CONTESTANTS
-from benchmarks.store.figures import figures
+from benchmarks.store import growth_blocks, growth_nodes, replay, restart
+from benchmarks.store.bars import metadata_bars
 from benchmarks.store.report import blocks_report, nodes_report, restart_report
-from benchmarks.store.workload import EXISTS, Load
 from benchmarks.store_directory import LOOKUP_LENGTHS
 from benchmarks.store_directory import measure as measure_directory
-from benchmarks.transfer.pair import Placement
 from kvstore import eviction
-from tests.patience import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -49,24 +44,6 @@ def test_a_cluster_is_measured_with_all_its_nodes(monkeypatch: pytest.MonkeyPatc
     [point] = growth_nodes.measure([2])
     assert min(point["put_s"], point["get_s"], point["exists_s"], point["connect_ms"]) > 0
     assert "| 2 |" in nodes_report([point])
-
-
-def test_this_projects_store_gives_back_what_was_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client and a node with 256 MiB and more each, all of it compared."""
-    monkeypatch.setattr(servers, "SEGMENT_BYTES", 512 * MIB)
-    monkeypatch.setattr(seats, "ANSWER_S", PATIENCE_S)
-    [one] = [each for each in CONTESTANTS if each.name == "moonserve tcp"]
-    loads = (Load("put", MIB, 16), Load("get", MIB, 16), EXISTS)
-    with seats.seated([one], tmp_path, Placement.APART) as seated:
-        seats.verify(seated, loads)
-        seats.measure(seated, loads, rounds=1, min_s=0.001)
-    assert not seated[0].result.errors
-    assert {load for load, _ in seated[0].result.samples} == set(loads)
-    found = figures(seated[0].result, ["16×1 MiB"])
-    assert found["cells"]["16×1 MiB"]["get"]["values_s"] > 0
-    assert speed_bars({"moonserve tcp": found}, [])[0]["measured"] > 0
 
 
 def test_a_small_directory_is_measured_in_full() -> None:
