@@ -18,10 +18,8 @@ import numpy as np
 from conductor.columns import DecodeTable, Floats, Ints
 from conductor.native.kernels import (
     NUM_SUMS,
-    Decodes,
-    Question,
+    SEQUENCES,
     SequenceKernel,
-    Sequences,
     Steps,
 )
 
@@ -167,29 +165,12 @@ class Outlook:
         needed_blocks: int,
         block_size: int,
     ) -> Steps:
-        """Decode steps of these instances, now, when a newcomer lands and in the middle of its answer (`Question`)."""
+        """Decode steps of these instances with a newcomer, at three instants: now, when it lands, in the middle of its
+        answer. `own_tokens`: its context then; `num_overtaking`: sequences more, but for now."""
         drawn_at = float(self._instants[0])
-        now, landing, later = (_between(instant - drawn_at) for instant in instants)
-        question = Question(
-            (now[0], landing[0], later[0]),
-            (now[1], landing[1], later[1]),
-            own_tokens,
-            num_overtaking,
-            expected_output,
-            needed_blocks,
-            block_size,
-        )
-        columns = Decodes(
-            decodes.number,
-            decodes.slots,
-            decodes.c0,
-            decodes.c1,
-            decodes.c2,
-            decodes.other_seqs,
-            decodes.other_tokens,
-            decodes.free_blocks,
-        )
-        return self._kernel.weigh(columns, question)
+        after, weight = zip(*(_between(instant - drawn_at) for instant in instants), strict=True)
+        others = (num_overtaking, expected_output, needed_blocks, block_size)
+        return self._kernel.weigh(decodes, (*after, *weight, *own_tokens, *others))
 
     def drain(self, number: int, now: float) -> Drain:
         """What should have ended ends with the next step."""
@@ -207,21 +188,7 @@ class Outlook:
 
     def _bind(self) -> None:
         """The kernel works on the columns themselves."""
-        self._kernel.bind(
-            Sequences(
-                owner=self._owner,
-                tokens=self._tokens,
-                most=self._most,
-                begins_at=self._begins_at,
-                as_of=self._as_of,
-                generated=self._generated,
-                step_s=self._step_s,
-                end_rate=self._end_rate,
-                shapes=self._shapes,
-                sums=self._sums,
-                instants=self._instants,
-            )
-        )
+        self._kernel.bind([getattr(self, f"_{name}") for name in SEQUENCES])
 
     def _draw(self, now: float) -> None:
         np.add(INSTANTS, now, out=self._instants)

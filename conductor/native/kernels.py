@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.columns import Flags, Floats, Ints, Words
+from conductor.columns import DecodeTable, Flags, Floats, Ints, Words
 from protocol.native import C_FLAGS, load_library, shared_cache
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -220,45 +220,14 @@ NUM_SUMS = 3  # sequences that run, tokens of their contexts, tokens that are he
 _QUESTION = struct.Struct("13d")  # `Question` of sequences.c
 
 
-class Sequences(NamedTuple):
-    """By slot, but for the last two."""
-
-    owner: Ints  # number of the instance
-    tokens: Floats
-    most: Floats
-    begins_at: Floats
-    as_of: Floats
-    generated: Floats
-    step_s: Floats
-    end_rate: Floats
-    shapes: Floats  # [slots, NUM_SUMS, instants]: what each adds to the sums
-    sums: Floats  # [numbers, NUM_SUMS, instants]
-    instants: Floats
-
-
-class Decodes(NamedTuple):
-    """Columns of the table of decode instances."""
-
-    number: Ints
-    slots: Floats
-    c0: Floats
-    c1: Floats
-    c2: Floats
-    other_seqs: Floats
-    other_tokens: Floats
-    free_blocks: Ints
-
-
-class Question(NamedTuple):
-    """Three looks at all instances with a newcomer: now, when it lands, in the middle of its answer."""
-
-    after: tuple[int, int, int]  # of each look, the instant at or after it, not the first one
-    weight: tuple[float, float, float]  # and how near to it: 0 = at the one before
-    own_tokens: tuple[float, float, float]  # the newcomer's
-    num_overtaking: float  # sequences more, but for now
-    expected_output: float
-    needed_blocks: int
-    block_size: int
+# By slot, but for the last two. `shapes`: what each adds to the sums, [slots, NUM_SUMS, instants]; `sums`: of each
+# instance, [numbers, NUM_SUMS, instants].
+SEQUENCES = (
+    *("owner", "tokens", "most", "begins_at", "as_of", "generated", "step_s", "end_rate"),
+    *("shapes", "sums", "instants"),
+)
+# Columns of the table of decode instances.
+DECODES = ("number", "slots", "c0", "c1", "c2", "other_seqs", "other_tokens", "free_blocks")
 
 
 class Steps(NamedTuple):
@@ -275,8 +244,9 @@ class Steps(NamedTuple):
     has_slot: Flags
 
 
-_Sequences = _pointers("_Sequences", Sequences._fields)
-_Decodes = _pointers("_Decodes", Decodes._fields)
+_Sequences = _pointers("_Sequences", SEQUENCES)
+_Decodes = _pointers("_Decodes", DECODES)
+_columns_of = operator.attrgetter(*DECODES)
 
 
 class SequenceKernel:
@@ -294,19 +264,18 @@ class SequenceKernel:
             "sequences_weigh",
             *(_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER),
         )
-        self._columns: Sequences  # whose addresses are known
+        self._sums: Floats
         self._known = _Sequences()
         self._at = ctypes.addressof(self._known)
         self._num_instants = 0
         self._question = ctypes.create_string_buffer(_QUESTION.size)
-        self._decodes: Decodes | None = None  # the last ones, whose addresses are known
+        self._decodes: tuple[Any, ...] | None = None  # the last ones, whose addresses are known
         self._known_decodes = _Decodes()
 
-    def bind(self, columns: Sequences) -> None:
-        """From now on these. Again whenever one of them is replaced."""
-        self._columns = columns
-        self._num_instants = len(columns.instants)
-        for name, column in zip(Sequences._fields, columns, strict=True):
+    def bind(self, columns: Sequence[npt.NDArray[Any]]) -> None:
+        """From now on these, in the order of SEQUENCES. Again whenever one of them is replaced."""
+        self._sums, self._num_instants = columns[-2], len(columns[-1])
+        for name, column in zip(SEQUENCES, columns, strict=True):
             setattr(self._known, name, _address(column))
 
     def add(self, slot: int) -> None:
@@ -319,25 +288,24 @@ class SequenceKernel:
 
     def draw(self, slots: Ints) -> None:
         """All sums from these, which are all there are."""
-        self._columns.sums[:] = 0.0
+        self._sums[:] = 0.0
         self._draw(self._at, _address(slots), len(slots), self._num_instants, 1)
 
-    def weigh(self, decodes: Decodes, question: Question) -> Steps:
-        after, weight, own_tokens, *rest = question
-        _QUESTION.pack_into(self._question, 0, *after, *weight, *own_tokens, *rest)
-        num_rows = len(decodes.number)
+    def weigh(self, decodes: DecodeTable, question: Sequence[float]) -> Steps:
+        """`question`: the numbers of `Question` of sequences.c."""
+        _QUESTION.pack_into(self._question, 0, *question)
+        num_rows = len(decodes)
         found = np.empty((8, num_rows))
         has_slot = np.empty(num_rows, np.bool_)
         self._weigh(
             *(self._at, self._num_instants, ctypes.byref(self._know(decodes)), num_rows),
             *(self._question, _address(found), _address(has_slot)),
         )
-        now, context, landing, tokens, spare, tbt_s, landing_s, later_s = found
-        return Steps(now, context, landing, tokens, spare, tbt_s, landing_s, later_s, has_slot)
+        return Steps._make((*found, has_slot))
 
-    def _know(self, decodes: Decodes) -> ctypes.Structure:
-        last = self._decodes
-        if last is None or not all(map(operator.is_, decodes, last)):
-            self._decodes = decodes
-            self._known_decodes = _Decodes(*map(_address, decodes))
+    def _know(self, decodes: DecodeTable) -> ctypes.Structure:
+        columns, last = _columns_of(decodes), self._decodes
+        if last is None or not all(map(operator.is_, columns, last)):
+            self._decodes = columns
+            self._known_decodes = _Decodes(*map(_address, columns))
         return self._known_decodes

@@ -123,10 +123,8 @@ class SyncConnection:
     def _send_some(self, data: bytes | memoryview) -> int:
         try:
             return self._sock.send(data)
-        except BlockingIOError as error:
-            raise self._too_late() from error
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._failure(error) from error
 
     def _fill(self, buffer: memoryview, give_up_at: float) -> None:
         filled = 0
@@ -137,10 +135,8 @@ class SyncConnection:
     def _receive_into(self, buffer: memoryview) -> int:
         try:
             num_bytes = self._sock.recv_into(buffer)
-        except BlockingIOError as error:
-            raise self._too_late() from error
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._failure(error) from error
         if not num_bytes:
             raise self._lost("closed by the peer")
         return num_bytes
@@ -185,6 +181,10 @@ class SyncConnection:
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self._address} did not reply within the call's deadline")
 
+    def _failure(self, error: OSError) -> MoonserveError:
+        """The kernel tells by a BlockingIOError that the time limit is over."""
+        return self._too_late() if isinstance(error, BlockingIOError) else self._lost(error)
+
     def _lost(self, why: OSError | str) -> MoonserveError:
         return PeerLost(f"the connection to {self._address} broke: {why}")
 
@@ -221,21 +221,6 @@ class TlsConnection(SyncConnection):
             raise self._failure(error) from error
         self._limit_s = 0.0
         require_address(self._tls.getpeercert(), self._tls.getpeername()[0])
-
-    def _send_some(self, data: bytes | memoryview) -> int:
-        try:
-            return self._sock.send(data)
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def _receive_into(self, buffer: memoryview) -> int:
-        try:
-            num_bytes = self._sock.recv_into(buffer)
-        except OSError as error:
-            raise self._failure(error) from error
-        if not num_bytes:
-            raise self._lost("closed by the peer")
-        return num_bytes
 
     def _spin(self, spin_s: float) -> int:
         return 0
