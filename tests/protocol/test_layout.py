@@ -36,9 +36,12 @@ def test_blocks_for_is_the_smallest_number_that_holds_the_tokens(
     assert blocks * layout.block_size >= num_tokens > (blocks - 1) * layout.block_size
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="float16"):
-        KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=1, dtype="float16")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"), [("float16", 1, "float16"), ("int8", 6, "a multiple of 4")]
+)
+def test_what_kv_cannot_be_kept_in_is_refused(dtype: str, head_dim: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
 
 
 def test_the_fingerprint_changes_with_weights_and_with_every_dimension() -> None:
@@ -67,8 +70,3 @@ def test_a_quantised_head_is_a_byte_per_element_and_its_scale(dtype: str) -> Non
     layout = KvLayout(num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype=dtype)
     assert (layout.head_bytes, layout.token_bytes) == (68, 272)
     assert layout.block_bytes == 2 * 3 * 16 * 272
-
-
-def test_a_quantised_head_is_a_multiple_of_four_elements() -> None:
-    with pytest.raises(ValueError, match="int8 needs a head_dim that is a multiple of 4"):
-        KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=6, dtype="int8")

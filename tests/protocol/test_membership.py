@@ -35,8 +35,9 @@ def test_changes_replayed_in_order_give_what_is_present() -> None:
             present.discard(key(number))
         if rng.random() < 0.2:
             events = log.changes()
-            view = apply(view, events)
-            log.acknowledge(events)
+            if rng.random() < 0.5:  # else it is lost, and sent again with what came since
+                view = apply(view, events)
+                log.acknowledge(events)
     while log.has_changes:
         events = log.changes()
         view = apply(view, events)
@@ -53,16 +54,6 @@ def test_numbers_continue_after_an_acknowledged_snapshot() -> None:
     changes = log.changes()
     assert changes.first_seq == snapshot.next_seq
     assert changes.next_seq == changes.first_seq + 1
-
-
-def test_unacknowledged_changes_are_sent_again() -> None:
-    log = BlockLog()
-    log.added(key(1), None)
-    first = log.changes()
-    log.added(key(2), key(1))
-    again = log.changes()
-    assert again.first_seq == first.first_seq
-    assert unpack_keys(again.added_keys) == [key(1), key(2)]
 
 
 def test_too_many_unsent_changes_become_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,18 +31,13 @@ def test_a_log_gets_a_line_every_few_seconds() -> None:
     assert "10 of 10" not in log.getvalue(), "the result says so"
 
 
-def test_what_is_soon_done_leaves_no_line() -> None:
+def test_what_is_soon_done_leaves_no_line_and_something_of_unknown_length_its_name() -> None:
     log = StringIO()
     with Progress(log, clock=Clock()) as progress:
         for done in range(100):
             progress.show("copying", done, 100, "")
-    assert not log.getvalue()
-
-
-def test_something_of_unknown_length_is_named_when_it_begins() -> None:
-    log = StringIO()
-    with Progress(log) as progress, progress.busy("measuring"):
-        assert log.getvalue() == "measuring …\n"
+        with progress.busy("measuring"):
+            assert log.getvalue() == "measuring …\n"
 
 
 def test_who_wants_no_lines_gets_none() -> None:

@@ -40,15 +40,6 @@ async def test_a_stopped_server_is_peer_lost_within_the_deadline(
     assert await patient.members() == [joined]
 
 
-async def test_a_server_that_is_not_there_is_peer_lost(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    redis_server.kill()
-    registry = open_redis(redis_server.url)
-    with pytest.raises(PeerLost, match="redis cannot be reached"):
-        await registry.members()
-
-
 async def test_a_server_that_restarted_empty_refuses_renewals_and_gives_later_epochs(
     redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:

@@ -261,19 +261,6 @@ async def test_a_registry_that_restarts_is_waited_for_and_joined_again(told: Tol
     await registry.close()
 
 
-async def test_a_seat_waits_for_a_registry_that_comes_later(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    redis_server.kill()
-    registry = open_redis(redis_server.url)
-    holder = Holder(registry, member())
-    async with seated(holder.seat):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(holder.seat.joined.wait(), 3 * RENEW_EVERY_S)
-        redis_server.start()
-        await holder.epoch()
-
-
 async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
     redis_server: RedisServer, told: Told, open_redis: OpenRedis
 ) -> None:
