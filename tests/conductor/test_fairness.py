@@ -126,12 +126,16 @@ def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_their_order(
     assert not queue.waiting
 
 
-def test_who_was_idle_has_saved_nothing_up() -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_who_was_idle_has_saved_nothing_up(always: bool) -> None:
+    """`always`: somebody waits at every moment."""
     queue = Queue()
     for _ in range(10):
         queue.submit("busy", 100)
-        queue.serve()
-    queue.submit("busy", 100)
+        if not always or len(queue.waiting) > 1:
+            queue.serve()
+    if not always:
+        queue.submit("busy", 100)
     assert queue.fairness.turn("new").tag == queue.fairness.turn("new").served
     for tenant in ("busy", "new", "busy", "new"):
         queue.submit(tenant, 100)

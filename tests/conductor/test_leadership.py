@@ -71,6 +71,24 @@ def test_whoever_has_stood_by_for_long_claims_before_whoever_was_just_started() 
     assert 5.3 < due["standby"] < due["new"]
 
 
+def test_a_renewal_extends_from_its_own_asking() -> None:
+    state = leading()
+    assert state.handle(Tick(), 1.4) == []
+    assert state.handle(Tick(), 1.5) == [Renew(epoch=5)]
+    assert state.handle(Renewed(), 1.9) == []
+    assert state.leads(1.5 + TERMS.held_s - 0.001)
+    assert not state.leads(1.5 + TERMS.held_s)
+    state.validate()
+
+
+def test_a_claim_that_another_has_taken_over_ends_at_once() -> None:
+    state = leading()
+    state.handle(Tick(), 1.5)
+    assert state.handle(Lost(reason="superseded"), 1.6) == [StepDown(epoch=5, reason="superseded")]
+    assert not state.leads(1.6)
+    state.validate()
+
+
 def test_a_silent_registry_ends_nothing_before_another_could_have_taken_over() -> None:
     state = leading()
     now = state.due_at

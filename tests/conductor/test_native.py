@@ -30,7 +30,7 @@ TERMS = st.builds(
     steepness=st.sampled_from([None, 4.0]),
     counts_delayed=st.booleans(),
 )
-SECONDS = st.integers(0, 300).map(lambda tenths: tenths / 10)
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
 # Seconds of placed prompts, each with its rank, and of a step.
 QUEUES = st.tuples(
     st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf])
@@ -49,12 +49,12 @@ def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> fl
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(400))
 @given(
     queues=st.lists(QUEUES, min_size=1, max_size=4),
     blocks=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     limit=st.none() | SECONDS,
-    shift_s=st.sampled_from([0.0, -20.0, 1e6]),
+    shift_s=st.sampled_from([0.0, 0.0, -5.0, 1e6]),
     slo_s=st.sampled_from([0.0, 2.0, 30.0, math.inf]),
     terms=TERMS,
 )

@@ -66,6 +66,7 @@ def test_too_many_unsent_changes_become_a_snapshot(monkeypatch: pytest.MonkeyPat
     log.acknowledge(under_way)
     events = log.changes()
     assert events.snapshot
+    assert events.first_seq > under_way.next_seq, "what comes late counts no more"
     assert len(unpack_keys(events.added_keys)) == 25
     log.acknowledge(events)
     assert not log.has_changes
