@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conductor.columns import PrefillTable, Seat
@@ -49,6 +49,8 @@ def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> fl
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 
 
+# One that would yield to what waits, and may not.
+@example([([], 0.5), ([(10.0, 0.0), (3.0, 4.5)], math.inf)], [0] * 4, 1.0, 0.0, math.inf, Terms())
 @settings(max_examples=examples(400))
 @given(
     queues=st.lists(QUEUES, min_size=1, max_size=4),
@@ -67,7 +69,7 @@ def test_moonserve_weighs_as_its_words_say(
     terms: Terms,
 ) -> None:
     """With waits as `PrefillQueue.look` gives them, also for a prompt that others may not pass or that is urgent."""
-    now, count, ones = 10.0, len(queues), np.ones(len(queues))
+    now, count, ones = 3.0, len(queues), np.ones(len(queues))
     books = []
     for jobs, step_s in queues:
         book = PrefillQueue(Seat.alone(PrefillTable), step_s)

@@ -80,7 +80,7 @@ SIZES = st.floats(1.0, 5e8)
 
 
 # Two that share their receiver alone.
-@example([(0, 4, 2e8, 0.0), (1, 4, 2e8, 1.0)], False, set(), [1e8] * 4)
+@example([(0, 4, 2e8, 0.0), (1, 4, 2e8, 1.0)], False, set(), [2e8] * 4)
 @given(
     flows=st.lists(
         st.tuples(st.integers(0, 3), st.integers(4, 7), SIZES, st.floats(0.0, 2.0)), max_size=12
