@@ -71,12 +71,13 @@ async def test_a_call_is_no_content_and_why_the_answer_ended(
 async def test_what_is_no_call_is_content_and_a_cut_call_is_as_far_as_it_goes(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    wrong = CALL.replace("add", "rm")
-    answers(cluster, tokenizer, wrong)
-    choice = await ask(http)
-    assert choice["message"] == {"role": "assistant", "content": wrong, "refusal": None}
-    assert choice["finish_reason"] == "stop"
-    assert said(await events(http, PATH, CHAT))[0].text == wrong
+    broken = CALL.replace("2]", "2 oh")  # which a stream has begun to tell as a call
+    for wrong, streamed in ((CALL.replace("add", "rm"), None), (broken, "oh}}\n</tool_call>")):
+        answers(cluster, tokenizer, wrong)
+        choice = await ask(http)
+        assert choice["message"] == {"role": "assistant", "content": wrong, "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        assert said(await events(http, PATH, CHAT))[0].text == (streamed or wrong)
     answers(cluster, tokenizer, CALL)
     start = tokenizer.encode(CALL.partition("1")[0], add_special_tokens=False)
     choice = await ask(http, max_tokens=len(start))
