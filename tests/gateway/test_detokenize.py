@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.generation.detokenize import (
@@ -71,6 +71,7 @@ def test_a_window_of_broken_bytes_stays_short() -> None:
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
+@example(["a", "b"], ["b", "ab"])
 def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is_emitted(
     deltas: list[str], stops: list[str]
 ) -> None:
