@@ -86,6 +86,7 @@ def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is
 @given(
     ANY_TOKENS, st.lists(st.sampled_from(["e", "the", " a", "\n", "ab"]), max_size=3), st.booleans()
 )
+@example(TOKENIZER.encode("at the end"), ["the"], True)
 def test_output_is_the_full_decode_cut_at_the_first_stop(
     ids: list[int], stops: list[str], includes_stop: bool
 ) -> None:
