@@ -62,23 +62,30 @@ async def test_a_ceiling_is_changed_in_whole_pages_and_shown(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "words"),
     [
-        ["limit", "w", "1KiB"],  # less than a page
-        ["limit", "w", "1TiB"],  # beyond the addresses
-        ["limit", "w", "1MiB", "--floor", "2MiB"],
-        ["limit", "w", "--budget", "1GiB"],  # shares none
-        ["limit", "w"],
-        ["limit", "w", "much"],
-        ["--node", "worker-0", "limits"],
+        (["limit", "w", "1KiB"], "page"),
+        (["limit", "w", "1TiB"], ""),  # beyond the addresses
+        (["limit", "w", "1MiB", "--floor", "2MiB"], "floor"),
+        (["limit", "w", "--budget", "1GiB"], "budget"),  # shares none
+        (["limit", "w"], "nothing to change"),
+        (["limit", "w", "much"], "much"),
+        (["--node", "worker-0", "limits"], "HOST:PORT"),
+        ([], "set MOONSERVE_CLUSTER_TOKEN"),
+        (None, "--elastic-kv-memory"),
     ],
 )
-async def test_what_cannot_be_is_refused_and_changes_nothing(asked: list[str]) -> None:
+async def test_what_cannot_be_is_refused_in_words_and_changes_nothing(
+    capsys: pytest.CaptureFixture[str], asked: list[str] | None, words: str
+) -> None:
+    """Also without a token, and by a worker whose memory is fixed."""
     worker = Worker()
     before = worker.elasticity.limits()
-    async with serving(worker) as address:
-        code = await asyncio.to_thread(kvctl, ["--node", address, *asked], ENVIRON)
-    assert code == EXIT_USAGE
+    async with serving(None if asked is None else worker) as address:
+        arguments = ["--node", address, *(asked or ["limit", "w", "1MiB"])]
+        environ = {} if asked == [] else ENVIRON
+        assert await asyncio.to_thread(kvctl, arguments, environ) == EXIT_USAGE
+    assert words in capsys.readouterr().err
     assert worker.elasticity.limits() == before
 
 
@@ -92,16 +99,3 @@ def test_a_worker_or_a_gateway_that_does_not_answer_is_told_apart_from_a_refusal
         assert "--url" in capsys.readouterr().err
     assert kvctl(["--url", f"http://{nobody}", "ls"], ENVIRON) == EXIT_USAGE
     assert "--registry" in capsys.readouterr().err  # only limits are asked of a gateway
-
-
-@pytest.mark.parametrize(
-    ("environ", "is_elastic", "words"),
-    [({}, True, "set MOONSERVE_CLUSTER_TOKEN"), (ENVIRON, False, "--elastic-kv-memory")],
-)
-async def test_a_refusal_says_what_to_set(
-    capsys: pytest.CaptureFixture[str], environ: dict[str, str], is_elastic: bool, words: str
-) -> None:
-    async with serving(Worker() if is_elastic else None) as address:
-        asked = ["--node", address, "limit", "w", "1MiB"]
-        assert await asyncio.to_thread(kvctl, asked, environ) == EXIT_USAGE
-    assert words in capsys.readouterr().err
