@@ -140,6 +140,7 @@ def test_any_number_of_keys_may_be_asked_about(store: KvStore) -> None:
     segment = store.allocate(8 * (GET_KEYS + 1))
     found = store.batch_get_into([*keys, b"there"], segment, range(0, segment.nbytes, 8))
     assert found == [None] * GET_KEYS + [5]
+    assert bytes(segment.buffer[8 * GET_KEYS :][:5]) == b"value"
 
 
 def is_ended(link: Link) -> bool:
