@@ -4,20 +4,20 @@ on it. The words are in `simulation.html`, the style in `base.html`."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from protocol.errors import ConfigError
 from traces.output import write_text
 from traces.reports import drawing, plots
-from traces.reports.numbers import NOTHING, milliseconds, percent, plain, scaled, seconds, tick
+from traces.reports.numbers import NOTHING, scaled, seconds, tick
 from traces.reports.plots import Subject, subjects_of
 from traces.reports.saved import results_to_json
+from traces.reports.summary import COLUMNS, cells
 from traces.simulator.results import SimulationResult
 
 PAGE = "index.html"
@@ -68,31 +68,11 @@ def page(results: Sequence[SimulationResult]) -> str:
         ttft=tick(results[0].ttft_slo_s),
         tbt=f"{results[0].tbt_slo_s * 1000:.6g}",
         notice="" if has_plots else f"{NO_PLOTS[0].upper()}{NO_PLOTS[1:]}",
-        summary=Table(
-            ("requests", "rejected", "failed", "per s", "goodput per s", "effective", "hits",
-             "TTFT s mean", "p50", "p90", "p99", "TBT ms mean", "p90", "p99"),
-            [(each.title, _summary_cells(each.figures)) for each in subjects],
-            "result",
-        ),
+        summary=Table(COLUMNS, [(each.title, cells(each.figures)) for each in subjects], "result"),
         sections=plots.sections(subjects) if has_plots else [],
         parts=_parts(subjects),
         counters=_counters(subjects),
     )  # fmt: skip
-
-
-def _summary_cells(figures: Mapping[str, Any]) -> list[str]:
-    rate = figures["request_rate"]
-    return [
-        plain(figures["num_requests"]),
-        plain(figures["rejected"]),
-        plain(figures["failed"]),
-        NOTHING if rate is None else f"{rate:.2f}",
-        f"{figures['request_goodput']:.2f}",
-        percent(figures["effective_fraction"]),
-        percent(figures["hit_ratio"]),
-        *(seconds(figures[f"{kind}_ttft_ms"]) for kind in ("mean", "p50", "p90", "p99")),
-        *(milliseconds(figures[f"{kind}_tbt_ms"]) for kind in ("mean", "p90", "p99")),
-    ]
 
 
 def _parts(subjects: Sequence[Subject]) -> Table:

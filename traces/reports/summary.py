@@ -7,7 +7,7 @@ single gaps (ITL), lateness of sending, the ideal hit ratio.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from traces.analysis.measures import mean_rate
@@ -78,23 +78,25 @@ def _ttft_error_s(outcome: RequestOutcome) -> float | None:
 
 
 _LATENCIES = ("mean_ttft_ms", "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "p90_tbt_ms")
-_HEADER = (
-    "result", "requests", "rejected", "failed", "goodput/s", "effective", "hits",
-    "TTFT ms mean", "p50", "p90", "p99", "TBT ms p90", "took s",
+COLUMNS = (
+    "requests", "rejected", "failed", "goodput/s", "effective", "hits", "TTFT ms mean", "p50",
+    "p90", "p99", "TBT ms p90",
 )  # fmt: skip
-
-
 _MAX_NAME = 32
 
 
 def format_summary(results: Sequence[SimulationResult]) -> str:
     """One row per result; rejections stand beside the latencies that they bought."""
-    return text_table(_HEADER, [_row(summary(each), each.wall_s) for each in results])
+    rows = [
+        [_short(" ".join(each.name.split())), *cells(summary(each)), f"{each.wall_s:.1f}"]
+        for each in results
+    ]
+    return text_table(("result", *COLUMNS, "took s"), rows)
 
 
-def _row(figures: dict[str, Any], wall_s: float) -> list[str]:
+def cells(figures: Mapping[str, Any]) -> list[str]:
+    """Of a summary, below `COLUMNS`."""
     return [
-        _short(" ".join(figures["name"].split())),
         plain(figures["num_requests"]),
         plain(figures["rejected"]),
         plain(figures["failed"]),
@@ -102,7 +104,6 @@ def _row(figures: dict[str, Any], wall_s: float) -> list[str]:
         percent(figures["effective_fraction"]),
         percent(figures["hit_ratio"]),
         *(milliseconds(figures[name]) for name in _LATENCIES),
-        f"{wall_s:.1f}",
     ]
 
 
