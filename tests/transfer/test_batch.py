@@ -52,6 +52,12 @@ async def test_a_batch_can_be_awaited_by_many_and_again(pair: Pair) -> None:
     assert pair.local.buffer[:4096] == pair.memory.buffer[:4096]
 
 
+async def test_awaiting_a_failed_batch_raises(pair: Pair) -> None:
+    pair.far.close()
+    with pytest.raises(PeerLost):
+        await pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)
+
+
 async def test_cancelling_a_waiter_leaves_the_batch_and_other_waiters_alone() -> None:
     batch = Batch(1, 1, lambda: None)
 
