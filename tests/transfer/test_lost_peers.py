@@ -47,7 +47,8 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
 def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
     make_engine: Make, peer: PeerInProcess
 ) -> None:
-    to = WritesTo(make_engine(), peer)
+    """Over tcp the others wait behind the first, over shm they are under way beside it."""
+    to = WritesTo(make_engine(max_in_flight_bytes=1), peer)
     run(to.engine, to.transfer)
     peer.stop()
     begin = time.monotonic()

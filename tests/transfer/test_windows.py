@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest, StaleLease
@@ -19,6 +19,7 @@ def segment(nbytes: int = 100) -> Segment:
     return SegmentTable().register(bytearray(nbytes), readable=False)
 
 
+@example(allowed={0}, start=2, length=-1)
 @given(
     allowed=st.sets(st.integers(0, 24), min_size=1),
     start=st.integers(-5, 110),
