@@ -89,6 +89,7 @@ def _routes(
             "POST", "/v1/responses", responses.create, "A response, which a later one may continue",
             _RESPONSE, _responses_body(), streams=True,
         ),
+        Route("POST", "/v1/embeddings", model.embeddings, "Refused: no model here makes any", body={}),
         Route("POST", "/tokenize", model.tokenize, "The tokens of a text", _TOKENIZED, TokenizeBody),
         Route(
             "POST", "/detokenize", model.detokenize, "The text of tokens", _object(prompt=_TEXT),

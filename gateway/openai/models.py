@@ -102,6 +102,11 @@ class ServedModel:
             "block_size": view.layout.block_size if view and view.fingerprint else None,
         }
 
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings"""
+        why = "this model predicts tokens and was not trained to make embeddings; ask a server that serves one that was"
+        raise ApiError(400, why, param="model")
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         return JSONResponse(

@@ -222,14 +222,16 @@ async def test_unknown_parameters_are_ignored_with_one_warning_and_so_are_conten
     assert sum("frobnicate" in record.message for record in caplog.records) == 1
 
 
-async def test_unknown_paths_are_404_and_wrong_methods_405(http: aiohttp.ClientSession) -> None:
+async def test_unknown_paths_are_404_wrong_methods_405_and_embeddings_400(
+    http: aiohttp.ClientSession,
+) -> None:
     for method, path, status in (
         ("GET", TEXT_PATH, 405),
         ("DELETE", CHAT_PATH, 405),
         ("PUT", "/tokenize", 405),
         ("POST", "/v1/models", 405),
         ("POST", "/metrics", 405),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/embeddings", 400),
         ("GET", "/", 404),
         ("GET", "/..%2f..%2fetc/passwd", 404),
         ("GET", "/v1/models/nothing", 404),
