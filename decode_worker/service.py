@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Below this, checking takes less time (0.1 ms at memory speed) than handing it to a thread.
-VERIFY_INLINE_BYTES = 1 << 20
-
 
 class DecodeService(WorkerService):
     """The servicers call it; `finish` before `stop`."""
@@ -177,10 +174,7 @@ class DecodeService(WorkerService):
         return events.WindowClosed(lease_id=action.lease_id)
 
     async def _verify(self, action: actions.VerifyBlocks) -> Event:
-        if self._verifier.num_bytes(action.blocks) > VERIFY_INLINE_BYTES:
-            verdict = await asyncio.to_thread(self._verifier.verdict, action.blocks)
-        else:
-            verdict = self._verifier.verdict(action.blocks)
+        verdict = await self._verifier.examine(action.blocks)
         corrupt = verdict.corrupt
         if corrupt:
             text = "%d of %d landed blocks are corrupt"

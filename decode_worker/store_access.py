@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 # Others wait for these blocks, or their sequence for its next token: computing again is soon the better way.
 PATIENCE = Patience(base_s=2.0)
-# Below this, checksums take less time than handing them to a thread.
-INLINE_BYTES = 1 << 20
 
 
 class StoreAccess:
@@ -91,16 +89,10 @@ class StoreAccess:
         return tuple(checksums)
 
     async def _checksums(self, action: KeepBlocks) -> tuple[int, ...]:
-        unknown = sum(item.checksum is None for item in action.blocks)
-        if unknown * self._memory.layout.block_bytes > INLINE_BYTES:
-            return await asyncio.to_thread(self._make_checksums, action)
-        return self._make_checksums(action)
-
-    def _make_checksums(self, action: KeepBlocks) -> tuple[int, ...]:
-        size = self._memory.layout.block_size
+        unknown = [item.block for item in action.blocks if item.checksum is None]
+        made = iter(await self._verifier.checksums(unknown))
         return tuple(
-            self._verifier.checksum(item.block, size) if item.checksum is None else item.checksum
-            for item in action.blocks
+            next(made) if item.checksum is None else item.checksum for item in action.blocks
         )
 
 

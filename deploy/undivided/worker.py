@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from decode_worker import actions
-from decode_worker.service import VERIFY_INLINE_BYTES, DecodeService
+from decode_worker.service import DecodeService
 from decode_worker.worker import DecodeWorker
 from deploy.undivided.config import UndividedConfig
 from deploy.undivided.publishing import Publishing, PutEnded, SealBlocks, Sealed
@@ -61,13 +60,7 @@ class UndividedService(DecodeService):
 
     async def _seal(self, action: SealBlocks) -> Event:
         await self._memory.staging.store(action.blocks)
-        if len(action.blocks) * self._memory.layout.block_bytes > VERIFY_INLINE_BYTES:
-            return await asyncio.to_thread(self._sealed, action)
-        return self._sealed(action)
-
-    def _sealed(self, action: SealBlocks) -> Sealed:
-        size = self._memory.layout.block_size
-        checksums = tuple(self._verifier.checksum(block, size) for block in action.blocks)
+        checksums = await self._verifier.checksums(action.blocks)
         return Sealed(seal_id=action.seal_id, checksums=checksums)
 
     def _send_tokens(self, action: actions.SendTokens) -> None:

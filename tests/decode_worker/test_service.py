@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from decode_worker import service as service_module
 from decode_worker.service import landing_ranges
 from decode_worker.servicers import MAX_WAIT_S
 from protocol.errors import (
@@ -88,7 +87,7 @@ async def test_a_corrupted_write_is_found_and_repaired(
     model_path: Path, in_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_thread:
-        monkeypatch.setattr(service_module, "VERIFY_INLINE_BYTES", 0)
+        monkeypatch.setattr("decode_worker.verify.INLINE_BYTES", 0)
     async with world(model_path, faults=FaultPlan(corrupt_writes=1)) as w:
         prompt = w.client.compute(prompt_of(20), 8)
         landing = await w.client.reserve(prompt)
