@@ -62,7 +62,11 @@ def test_as_many_are_let_in_as_the_policy_says(
 def test_lookahead_s_victim_costs_least_and_is_never_the_first_in_rank() -> None:
     tables = Tables(100, 16, taught(200, 16))
     requests = [Asking(1000 + n, prompt, 17) for n, prompt in enumerate((31, 400, 79, 200))]
-    for request in requests:
+    assert tables.admit(requests[0])
+    assert tables.gives_way(requests[0]) is requests[0], "it is alone"
+    assert tables.admit(requests[1])
+    assert tables.gives_way(requests[1]) is requests[1], "though the other would cost less"
+    for request in requests[2:]:
         assert tables.admit(request)
     # The third has the fewest tokens of those that free a block for each of the four.
     assert tables.gives_way(requests[1]) is requests[2]
