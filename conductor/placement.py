@@ -41,11 +41,7 @@ from conductor.limits import Limits
 from conductor.members import Instance, Members
 from conductor.policies.base import PlacementPolicy, Prompt, Weighed
 from conductor.prefix import PrefixMap, first_distinguishing
-from conductor.undivided import (
-    Reading,
-    best_undivided,
-    weigh_undivided,
-)
+from conductor.undivided import best_undivided, weigh_undivided
 from kvstore.directory import Directory, Leading
 from protocol.keys import BlockKey, pack_keys
 from protocol.layout import KvLayout
@@ -221,7 +217,12 @@ class Planner:
         decodes = decode.able.table
         if not self._limits.conditional or not decodes.reads_prompts.any():
             return None
-        reading = Reading(
+        device_blocks = prefill.prefixes.device_blocks(decodes)
+        return weigh_undivided(
+            decodes,
+            decode.columns,
+            device_blocks,
+            prefill.prefixes.remote_s_per_block(decodes, device_blocks, layout.block_bytes, now),
             num_tokens=decision.num_prompt_tokens,
             block_size=layout.block_size,
             best_blocks=prefill.best_blocks,
@@ -229,11 +230,6 @@ class Planner:
             most_tbt_s=STEP_SHARE * decision.tbt_slo_s,
             most_ttft_s=decision.ttft_slo_s - self._learned.overhead.request_s,
         )
-        device_blocks = prefill.prefixes.device_blocks(decodes)
-        remote_s = prefill.prefixes.remote_s_per_block(
-            decodes, device_blocks, layout.block_bytes, now
-        )
-        return weigh_undivided(decodes, decode.columns, reading, device_blocks, remote_s)
 
     def _undivided_plan(
         self,

@@ -10,8 +10,6 @@ whose turn it is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from conductor.columns import DecodeTable, Floats, Ints
@@ -19,31 +17,27 @@ from conductor.decision import DecodeColumns, UndividedColumns
 from protocol.step_budget import LEAST_CHUNK
 
 
-class Reading(NamedTuple):
-    """A prompt, as far as decode workers would have to read it."""
-
-    num_tokens: int
-    block_size: int
-    best_blocks: int  # longest prefix in any store node
-    most_step_s: float  # with a chunk
-    most_tbt_s: float
-    most_ttft_s: float
-
-
 def weigh_undivided(
     decodes: DecodeTable,
     columns: DecodeColumns,
-    reading: Reading,
     device_blocks: Ints,
     remote_s_per_block: Floats,
+    *,
+    num_tokens: int,
+    block_size: int,
+    best_blocks: int,
+    most_step_s: float,
+    most_tbt_s: float,
+    most_ttft_s: float,
 ) -> UndividedColumns:
-    """`decodes` and `columns`: the same instances, row by row; `remote_s_per_block`: from the best store to each."""
-    reuse_blocks = np.maximum(device_blocks, reading.best_blocks)
-    cached = reuse_blocks * reading.block_size
-    missing, tokens = reading.num_tokens - cached, reading.num_tokens
+    """`decodes` and `columns`: the same instances, row by row; `remote_s_per_block`: from the best store to each, which
+    has `best_blocks` of the prompt's; `most_step_s`: of a step with a chunk."""
+    reuse_blocks = np.maximum(device_blocks, best_blocks)
+    cached = reuse_blocks * block_size
+    missing, tokens = num_tokens - cached, num_tokens
     work_s = decodes.p1 * missing + decodes.p2 * (tokens * tokens - cached * cached)
     step_s = columns.tbt_s
-    room_s = reading.most_step_s - step_s - decodes.p0
+    room_s = most_step_s - step_s - decodes.p0
     least_s = LEAST_CHUNK * (decodes.p1 + 2.0 * decodes.p2 * tokens)
     has_room = decodes.reads_prompts & columns.has_slot & (room_s > least_s)
     has_room &= columns.free_blocks >= columns.needed_blocks
@@ -54,8 +48,8 @@ def weigh_undivided(
     queue_s = step_s / 2 + decodes.reading_s
     prefill_s = num_steps * (step_s + decodes.p0) + work_s
     ttft_s = np.maximum(load_s, queue_s) + prefill_s
-    keeps_slo = has_room & (columns.landing_tbt_s <= reading.most_tbt_s)
-    keeps_slo &= ttft_s <= reading.most_ttft_s
+    keeps_slo = has_room & (columns.landing_tbt_s <= most_tbt_s)
+    keeps_slo &= ttft_s <= most_ttft_s
     return UndividedColumns(
         columns.instance_id,
         device_blocks,

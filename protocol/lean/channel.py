@@ -33,10 +33,6 @@ class UnaryOnly:
     stream_unary = stream_stream = unary_stream
 
 
-# Between attempts to reach a peer that is not there yet, as for gRPC (`protocol.rpc`).
-_RETRY_S = 0.1
-
-
 class LeanChannel(UnaryOnly):
     """Belongs to the event loop of its first call. `address`: `lean://host:port` or `lean+unix://name`."""
 
@@ -64,20 +60,14 @@ class LeanChannel(UnaryOnly):
         connection = self._connection
         return connection if connection is not None and connection.usable else None
 
-    async def connect(self, give_up_at: float, *, wait_for_ready: bool) -> Connection:
+    async def connect(self, give_up_at: float) -> Connection:
         """The live connection, dialled if need be; all who wait for it share one attempt.
 
         Raises PeerLost, Unauthenticated, Incompatible, or DeadlineExceeded.
         """
         try:
             async with asyncio.timeout_at(give_up_at):
-                while True:
-                    try:
-                        return await self._shared_dial()
-                    except PeerLost:
-                        if self._closed or not wait_for_ready:
-                            raise
-                    await asyncio.sleep(_RETRY_S)
+                return await self._shared_dial()
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._address} did not answer within the deadline") from error
 
@@ -179,18 +169,12 @@ class UnaryCall:
         self._deserialize = deserialize
 
     async def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float,
-        metadata: object = None,
-        wait_for_ready: bool = False,
+        self, request: Any, *, timeout: float, metadata: object = None, wait_for_ready: bool = False
     ) -> Any:
+        """`wait_for_ready`: of gRPC. A lean address is told by a process that serves."""
         give_up_at = asyncio.get_running_loop().time() + timeout
         payload = self._serialize(request)
-        connection = self._channel.live()
-        if connection is None:
-            connection = await self._channel.connect(give_up_at, wait_for_ready=wait_for_ready)
+        connection = self._channel.live() or await self._channel.connect(give_up_at)
         return self._deserialize(await exchange(connection, self._path, payload, give_up_at))
 
 

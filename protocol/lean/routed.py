@@ -120,7 +120,7 @@ class RoutedChannel:
         try:
             await self._let_go()
             lean = self._lean = LeanChannel(address, self._token, self._tls)
-            await lean.connect(give_up_at, wait_for_ready=False)
+            await lean.connect(give_up_at)
             self._dial_failed = False
         except MoonserveError as error:
             level = logging.DEBUG if self._dial_failed else logging.INFO

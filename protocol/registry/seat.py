@@ -38,14 +38,6 @@ LIFE_FACT = "life"
 """Another in each seat, while the owner's token stays the same over restarts."""
 
 
-def ignore(member: Member) -> None:
-    """For callers to whom their epoch does not matter."""
-
-
-async def ready(absent_s: float) -> None:
-    """For callers who miss nothing while they are no member."""
-
-
 class Seat:
     """`on_epoch` is called after each join, in the loop's thread, with the member as the registry has it.
 
@@ -60,8 +52,8 @@ class Seat:
         *,
         ttl_s: float = TTL_S,
         renew_every_s: float = RENEW_EVERY_S,
-        on_epoch: Callable[[Member], None] = ignore,
-        before_rejoin: Callable[[float], Awaitable[None]] = ready,
+        on_epoch: Callable[[Member], None] | None = None,
+        before_rejoin: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
         self._life = secrets.token_hex(8)
         self.member = dataclasses.replace(member, facts={**member.facts, LIFE_FACT: self._life})
@@ -136,7 +128,8 @@ class Seat:
             await self._take_again()
 
     async def _take_again(self) -> None:
-        await self._before_rejoin(self.silence_s)
+        if self._before_rejoin is not None:
+            await self._before_rejoin(self.silence_s)
         try:
             await self._take()
         except StaleLease as error:
@@ -161,7 +154,8 @@ class Seat:
         self._forgotten = False
         log.info("joined as %s, epoch %d", member.instance_id, member.endpoint.epoch)
         self.joined.set()
-        self._on_epoch(member)
+        if self._on_epoch is not None:
+            self._on_epoch(member)
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats `call` until the registry answers."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from deploy.ports import free_port
 from protocol.errors import DeadlineExceeded, Overloaded, PeerLost
 from protocol.lean.served import MAX_WAITING_CALLS
 from protocol.lean.server import LeanServer
@@ -83,9 +82,8 @@ async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
         await stub.Exists(EXISTS, timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("wait_for_ready", [False, True])
 async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(
-    channels: Channels, wait_for_ready: bool
+    channels: Channels,
 ) -> None:
     """With an error, as all others: a task must not take it for its own cancellation."""
 
@@ -96,9 +94,7 @@ async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
         stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
-        call = asyncio.create_task(
-            channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S, wait_for_ready=wait_for_ready)
-        )
+        call = asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S))
         await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S):
             await channels.close()
@@ -130,22 +126,6 @@ async def test_deadlines_end_calls_each_in_its_own_time(
             await channels.call(stub.Lease, LEASE, timeout_s=timeout_s)
     store.go.set()
     assert (await patient).segment_id == 0
-
-
-async def test_a_call_can_wait_for_a_server_that_is_not_there_yet(
-    store: ScriptedStore, channels: Channels
-) -> None:
-    server, address = await start(store, free_port())
-    await server.stop(0)
-    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-    call = asyncio.create_task(
-        channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S, wait_for_ready=True)
-    )
-    await asyncio.sleep(0)
-    server, _ = await start(store, int(address.rpartition(":")[2]))
-    assert (await call).present
-    await channels.close()
-    await server.stop(0)
 
 
 async def test_streams_are_refused_by_name(stub: Any) -> None:
