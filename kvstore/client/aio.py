@@ -95,6 +95,7 @@ class AsyncKvStore:
     batch_get = _threaded(KvStore.batch_get)
     get_into = _threaded(KvStore.get_into)
     batch_get_into = _threaded(KvStore.batch_get_into)
+    get_range = _threaded(KvStore.get_range)
     lease = _leasing(KvStore.lease)
     batch_exists = _threaded(KvStore.batch_exists)
     put = _threaded(KvStore.put)

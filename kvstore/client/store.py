@@ -137,6 +137,27 @@ class KvStore:
         spots = Spots.checked(segment, offsets, lengths)
         return self._reads.into(wanted, spots, Deadline(timeout_s), verify=verify)
 
+    def get_range(
+        self,
+        key: Key,
+        offset: int,
+        length: int,
+        *,
+        timeout_s: float | None = None,
+        verify: bool = True,
+    ) -> bytes | None:
+        """`length` bytes of a value from `offset` on, as one layer of a block; the value is read in place and compared
+        as a whole. Raises InvalidRequest when they are not within it."""
+        with self.lease([key], timeout_s=timeout_s, verify=verify) as lease:
+            view = lease.views[0]
+            if view is None:
+                return None
+            if min(offset, length) < 0 or offset + length > len(view):
+                raise InvalidRequest(
+                    f"bytes {offset}..{offset + length} are not within a value of {len(view)}"
+                )
+            return bytes(view[offset : offset + length])
+
     def lease(
         self,
         keys: Sequence[Key],

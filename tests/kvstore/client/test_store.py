@@ -144,6 +144,16 @@ async def test_memory_of_the_callers_own_can_be_registered(store: Either) -> Non
     await store.deregister(segment)
 
 
+async def test_a_part_of_a_value_is_read(store: Either) -> None:
+    name, value = fresh(), os.urandom(BLOCK)
+    await store.put(name, value)
+    assert await store.get_range(name, 100, 1000) == value[100:1100]
+    assert await store.get_range(name, BLOCK, 0) == b""
+    assert await store.get_range(fresh(), 0, 1) is None
+    with pytest.raises(InvalidRequest, match="a value of 65536"):
+        await store.get_range(name, BLOCK - 1, 2)
+
+
 async def test_values_are_read_in_place_under_a_lease(store: Either, node: Node) -> None:
     pairs = [(fresh(), os.urandom(size)) for size in (BLOCK, 0, 100)]
     await store.batch_put(pairs)
