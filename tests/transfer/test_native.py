@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import os
 import random
@@ -345,3 +346,19 @@ def test_a_descriptor_comes_with_the_bytes_it_was_sent_with() -> None:
         assert not os.get_inheritable(taken)
         os.close(taken)
         assert flow.take_descriptor() is None
+
+
+def test_a_descriptor_that_nobody_took_is_closed_by_the_next() -> None:
+    near, far = unix_pair()
+    landed, flow = bytearray(1), Flow()
+    with near, far, open(os.devnull) as null:
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            socket.send_fds(far, [b"x"], [null.fileno()])
+            flow.receive(of(landed))
+            assert plane.pump(near.fileno(), flow, timeout_ns=LONG, spin_ns=0) is End.IN_DONE
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        taken = flow.take_descriptor()
+        assert taken is not None
+        os.close(taken)

@@ -97,7 +97,7 @@ def test_a_thousand_small_transfers_of_all_sizes(engine: TransferEngine, shared:
     there_and_back(engine, shared, places, 1)
 
 
-def large_reads(engine: TransferEngine, remote: Remote, rounds: int = 4) -> list[Transfer]:
+def large_reads(engine: TransferEngine, remote: Remote, rounds: int = 8) -> list[Transfer]:
     local = engine.allocate(8 * LARGE)
     return [
         Transfer(Op.READ, local, i * LARGE, remote.segment, i * LARGE, LARGE) for i in range(8)
