@@ -147,7 +147,7 @@ async def test_a_handler_is_told_how_much_time_is_left(
 ) -> None:
     worker, channels, address = cluster
     await cancel(channels, address)
-    assert 0 < worker.remaining_s <= PATIENCE_S + 0.01
+    assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC tells tenths of seconds, rounded up
 
 
 async def test_calls_reach_a_restarted_server_over_lean_again() -> None:
