@@ -14,7 +14,7 @@ import pytest
 
 from deploy.ports import free_port
 from protocol.errors import PeerLost
-from protocol.lean import sync_channel, sync_connection
+from protocol.lean import frames, sync_channel, sync_connection
 from protocol.lean.server import LeanServer
 from protocol.lean.sync_channel import SyncChannel
 from protocol.lean.sync_connection import SyncConnection
@@ -108,6 +108,25 @@ async def test_a_call_waits_for_what_dialling_and_sending_have_left_of_its_time(
         clock.takes_s[slow] = 60.0
         await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
         assert clock.limits[-1] == 40.0
+
+
+async def test_a_reply_that_comes_in_pieces_has_one_time_for_all(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, receive = Clock(monkeypatch), SyncConnection._receive_into
+    pieces: list[int] = []
+
+    def trickle(connection: SyncConnection, buffer: memoryview) -> int:
+        clock.now += 1.0
+        pieces.append(receive(connection, buffer[:2]))
+        return pieces[-1]
+
+    with SyncChannel(address, TOKEN, spin_s=0.0) as channel:
+        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
+        monkeypatch.setattr(SyncConnection, "_receive_into", trickle)
+        assert await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0) == PRESENT
+    assert sum(pieces) == frames.REPLY.size + len(PRESENT)
+    assert clock.limits[-len(pieces) :] == [100.0 - past for past in range(len(pieces))]
 
 
 def test_a_peer_that_there_is_no_descriptor_to_dial_with_is_lost(
