@@ -135,9 +135,7 @@ def rows_of(
 
 def in_order(row: Mapping[str, Mapping[str, float]]) -> str:
     """Whether early rejects fewer than the baseline, and predictive fewer than early."""
-    baseline, early, predictive = (
-        row[way.name]["rejected"] for way in (BASELINE, EARLY, PREDICTIVE)
-    )
+    baseline, early, predictive = (row[way.name]["rejected"] for way in (BASELINE, EARLY, PREDICTIVE))
     if baseline > early > predictive:
         return "holds"
     return "predictive fewest" if predictive < min(baseline, early) else "not"
@@ -165,9 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit = QUICK_REQUESTS if arguments.quick else None
     folder = arguments.output.parent
     settings = SETTINGS[arguments.first : arguments.last]
-    rows = list(
-        rows_of(settings, Traces(arguments.trace, folder), folder, limit, arguments.processes)
-    )
+    rows = list(rows_of(settings, Traces(arguments.trace, folder), folder, limit, arguments.processes))
     found: list[dict[str, Any]] = [{"setting": s.name, "ways": row} for s, row in rows]
     write_json(arguments.output, {"rows": found})
     print(as_table(rows))
@@ -175,9 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
     parser.add_argument("--quick", action="store_true", help="the first requests of each only")
     parser.add_argument("--processes", type=int, default=2, help="simulations at once")

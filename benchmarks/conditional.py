@@ -33,9 +33,7 @@ HEADERS = (
 )  # fmt: skip
 
 
-def run_of(
-    policy: str, speedup: float, share: float | None, num_requests: int | None = None
-) -> Run:
+def run_of(policy: str, speedup: float, share: float | None, num_requests: int | None = None) -> Run:
     """`share`: None = decode machines do not prefill."""
     spec = ClusterSpec(
         model=LLAMA3_70B_8XA800,
@@ -59,11 +57,7 @@ def main_runs(limit: int | None) -> list[Run]:
 
 
 def share_runs() -> list[Run]:
-    return [
-        run_of(POLICIES[0], speedup, share, SOME)
-        for speedup in SPEEDUPS
-        for share in (None, *SHARES)
-    ]
+    return [run_of(POLICIES[0], speedup, share, SOME) for speedup in SPEEDUPS for share in (None, *SHARES)]
 
 
 def figures(result: SimulationResult) -> dict[str, float]:
@@ -71,8 +65,7 @@ def figures(result: SimulationResult) -> dict[str, float]:
     ttfts = sorted(each.ttft_s for each in result.outcomes if each.ttft_s is not None)
     tbts = sorted(each.tbt_s for each in result.outcomes if each.tbt_s is not None)
     effective = (
-        each.is_effective(ttft_slo_s=result.ttft_slo_s, tbt_slo_s=result.tbt_slo_s)
-        for each in result.outcomes
+        each.is_effective(ttft_slo_s=result.ttft_slo_s, tbt_slo_s=result.tbt_slo_s) for each in result.outcomes
     )
     num_there = sum(each.prefill == each.decode for each in result.outcomes)
     return {
@@ -112,9 +105,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(
-    runs: Sequence[Run], trace: TraceFile, folder: Path, num_processes: int
-) -> list[dict[str, Any]]:
+def measure(runs: Sequence[Run], trace: TraceFile, folder: Path, num_processes: int) -> list[dict[str, Any]]:
     results = simulated(runs, trace, folder, num_processes)
     return [row_of(run, figures(result)) for run, result in zip(runs, results, strict=True)]
 
@@ -123,18 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     trace, folder = TraceFile(path=arguments.trace), arguments.output.parent
     runs = {"shares": share_runs(), "rows": main_runs(SOME if arguments.quick else None)}
-    result = {
-        name: measure(each, trace, folder, arguments.processes) for name, each in runs.items()
-    }
+    result = {name: measure(each, trace, folder, arguments.processes) for name, each in runs.items()}
     write_json(arguments.output, result)
     print(*(as_table(rows) for rows in result.values()), sep="\n\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
     parser.add_argument("--quick", action="store_true", help="the first requests only")
     parser.add_argument("--processes", type=int, default=2, help="simulations at once")

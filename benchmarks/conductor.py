@@ -57,9 +57,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, nargs="+", default=GROWTH_INSTANCES)
     parser.add_argument("--blocks", type=int, nargs="+", default=GROWTH_BLOCKS)
     parser.add_argument("--told", type=int, nargs="+", default=(0, 64), help="at 64 × 1,000,000")
@@ -68,9 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--latency-rate", type=float, help="instead of half the measured rate")
     parser.add_argument("--policy", choices=POLICY_NAMES, default=PUBLISHED_POLICY)
     parser.add_argument("--policies", action="store_true", help="also a row for every policy")
-    parser.add_argument(
-        "--rpc", action="store_true", help="also through gRPC and the lean transport"
-    )
+    parser.add_argument("--rpc", action="store_true", help="also through gRPC and the lean transport")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -81,11 +77,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
         for blocks in arguments.blocks
         for instances in arguments.instances
     ]
-    told = [
-        Scenario(num_instances=64, num_blocks=1_000_000, told_blocks=blocks)
-        for blocks in arguments.told
-        if blocks
-    ]
+    told = [Scenario(num_instances=64, num_blocks=1_000_000, told_blocks=blocks) for blocks in arguments.told if blocks]
     return grown + told
 
 
@@ -111,9 +103,7 @@ def _round(state: ConductorState, load: Load, arguments: argparse.Namespace) -> 
     script = load.script(num_placements, load.rate)
     took_ns = sum(_handled(state, script))
     rate = num_placements / took_ns * 1e9
-    load.rate = (
-        rate  # heartbeats take a share of every second: the next round comes nearer to what is left
-    )
+    load.rate = rate  # heartbeats take a share of every second: the next round comes nearer to what is left
     script = load.script(num_placements, arguments.latency_rate or rate / 2)
     waits_us = _latencies_us(script, _handled(state, script))
     return {

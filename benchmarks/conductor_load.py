@@ -39,9 +39,7 @@ IDLE_CHANGES = 256  # of a heartbeat where placed prompts tell nothing
 KEPT_BLOCKS = 512  # of those that an instance told last; few, so that the index soon stops growing
 HEARTBEAT_S = 1.0
 LAYOUT = KvLayout(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-PREFILL = PrefillProfile(
-    c0=5e-4, c1=2e-7, c2=1e-13
-)  # fast, so that what is measured is not overload
+PREFILL = PrefillProfile(c0=5e-4, c1=2e-7, c2=1e-13)  # fast, so that what is measured is not overload
 DECODE = DecodeProfile(c0=0.005, c1=1e-5, c2=1e-9)
 TTFT_S, LIFE_S = 0.05, 1.0
 POOL_BLOCKS = 2**24
@@ -88,9 +86,7 @@ class Load:
         shape = (num_chains, PROMPT_BLOCKS - COMMON_BLOCKS, KEY_BYTES)
         self._chains = self._rng.integers(0, 256, shape, dtype=np.uint8)
         self._common = self._rng.bytes(COMMON_BLOCKS * KEY_BYTES)
-        self._names = [
-            f"{role}-{n}" for role in ("prefill", "decode", "store") for n in range(self._half)
-        ]
+        self._names = [f"{role}-{n}" for role in ("prefill", "decode", "store") for n in range(self._half)]
         self.rate = 5_000.0  # placements per virtual second
         self._now = 0.0
         self._num_placed = 0
@@ -145,9 +141,7 @@ class Load:
         request_id = place.request_id
         phases = ((TTFT_S, Phase.FIRST_TOKEN), (LIFE_S, Phase.FINISHED))
         for number, (after_s, phase) in enumerate(phases):
-            report = Report(
-                request_id=request_id, phase=phase, elapsed_s=after_s, output_tokens=100
-            )
+            report = Report(request_id=request_id, phase=phase, elapsed_s=after_s, output_tokens=100)
             heapq.heappush(self._due, (at + after_s, order + number, report))
         if self._scenario.told_blocks:
             keys = list(place.block_keys[-self._scenario.told_blocks :])

@@ -71,9 +71,7 @@ class _Server:
 def _served(scenario: Scenario) -> Iterator[_Server]:
     command = [sys.executable, "-m", "benchmarks.conductor_rpc"]
     command += [str(scenario.num_instances), str(scenario.num_blocks)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield _Server(process)
         process.communicate()
 

@@ -73,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
     parser.add_argument("--limit", type=int, default=200, help="first requests of the trace")
     parser.add_argument("--scale-outputs", type=float, default=0.25, help="factor on answers")
@@ -89,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 async def measure(load: Load, speedups: Sequence[float], rounds: int) -> dict[str, Any]:
     """A fresh cluster for every replay, so that nothing is cached from the one before; sides in turn."""
     alone = [await _alone(side) for side in SIDES]
-    targets = Targets(
-        ttft_s=median([each.ttft_s for each in alone]), tbt_s=median([each.tbt_s for each in alone])
-    )
+    targets = Targets(ttft_s=median([each.ttft_s for each in alone]), tbt_s=median([each.tbt_s for each in alone]))
     rows = []
     for speedup in speedups:
         for number in range(rounds):
@@ -167,9 +163,7 @@ def figures(replayed: Replayed, targets: Targets) -> dict[str, Any]:
     }
     return {
         **reports[THE_MULTIPLE],
-        "goodput_by_multiple": {
-            f"{multiple:g}": report["request_goodput"] for multiple, report in reports.items()
-        },
+        "goodput_by_multiple": {f"{multiple:g}": report["request_goodput"] for multiple, report in reports.items()},
         "effective_by_multiple": {
             f"{multiple:g}": report["effective_fraction"] for multiple, report in reports.items()
         },
@@ -209,10 +203,7 @@ def coupled_specs(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
     """The decode workers become coupled ones, and nobody else prefills."""
     kept = [spec for spec in specs if spec.module != "prefill_worker"]
     return [
-        replace(spec, module="benchmarks.coupled_worker")
-        if spec.module == "decode_worker"
-        else spec
-        for spec in kept
+        replace(spec, module="benchmarks.coupled_worker") if spec.module == "decode_worker" else spec for spec in kept
     ]
 
 

@@ -37,9 +37,7 @@ STOP_GRACE_S = 0.5
 class CoupledWorker:
     """One worker over a loaded replica, at two addresses."""
 
-    def __init__(
-        self, config: DecodeConfig, replica: Replica, transfer: TransferEngine, segment: Segment
-    ) -> None:
+    def __init__(self, config: DecodeConfig, replica: Replica, transfer: TransferEngine, segment: Segment) -> None:
         plan = replica.plan
         self._config, self._replica, self._transfer = config, replica, transfer
         self._blocks = BlockLog()
@@ -74,17 +72,11 @@ class CoupledWorker:
             taker = self._registration(taking, common_pb2.ROLE_PREFILL)
             named = self._registration(naming, common_pb2.ROLE_DECODE)
             seats = [
-                await stack.enter_async_context(
-                    member(self._config, taker, self.service.load, self._blocks)
-                ),
-                await stack.enter_async_context(
-                    member(self._config, named, self.service.load, BlockLog())
-                ),
+                await stack.enter_async_context(member(self._config, taker, self.service.load, self._blocks)),
+                await stack.enter_async_context(member(self._config, named, self.service.load, BlockLog())),
             ]
             lifecycle.ready(rpc=taking)
-            await lifecycle.until_stopped(
-                self.service.failed, *(task for seat in seats for task in seat.watched)
-            )
+            await lifecycle.until_stopped(self.service.failed, *(task for seat in seats for task in seat.watched))
         self._replica.thread.close()
 
     async def _listen(self, stack: contextlib.AsyncExitStack, servicer: Any, port: int) -> str:
@@ -97,9 +89,7 @@ class CoupledWorker:
     def _registration(self, address: str, role: Any) -> conductor_pb2.RegisterRequest:
         name = self._config.instance_id
         instance_id = name if role == common_pb2.ROLE_PREFILL else f"{name}-named"
-        endpoint = own_endpoint(
-            instance_id, rpc_address=address, transfer_address=self._transfer.address
-        )
+        endpoint = own_endpoint(instance_id, rpc_address=address, transfer_address=self._transfer.address)
         return self._replica.registration(endpoint, role)
 
 

@@ -68,10 +68,7 @@ class Load:
     policy: str
 
     def records(self) -> list[TraceRecord]:
-        return [
-            record.scaled(LENGTHS, OUTPUTS, self.speedup)
-            for record in read_trace(self.trace, self.limit)
-        ]
+        return [record.scaled(LENGTHS, OUTPUTS, self.speedup) for record in read_trace(self.trace, self.limit)]
 
 
 class Shape(NamedTuple):
@@ -121,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
     parser.add_argument("--limit", type=int, default=300, help="first requests of the trace")
     parser.add_argument("--speedup", type=float, default=1.0, help="factor on the trace's clock")
@@ -225,9 +220,7 @@ async def _replay(config: ReplayConfig) -> tuple[Replayed, list[Decision | None]
 
 def live_figures(replayed: Replayed, rows: Sequence[Row]) -> dict[str, Any]:
     """The report of a replay, and how good the conductor's predictions were."""
-    report = build_report(
-        replayed.sent, duration_s=replayed.duration_s, ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S
-    )
+    report = build_report(replayed.sent, duration_s=replayed.duration_s, ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S)
     return {**report, "prediction_error": prediction_errors(rows)["ttft"]}
 
 
@@ -250,17 +243,13 @@ async def _warm_up(url: str, num_prefill: int) -> None:
         facts = await client.model(None)
         for token in range(20, 23):
             prompts = [[token + machine] * 300 for machine in range(num_prefill)]
-            await asyncio.gather(
-                *(client.complete(facts.name, prompt, max_tokens=16) for prompt in prompts)
-            )
+            await asyncio.gather(*(client.complete(facts.name, prompt, max_tokens=16) for prompt in prompts))
 
 
 # -- simulated
 
 
-def spec_of(
-    model: ModelProfile, num_prefill: int, num_decode: int, policy: str = PUBLISHED_POLICY
-) -> ClusterSpec:
+def spec_of(model: ModelProfile, num_prefill: int, num_decode: int, policy: str = PUBLISHED_POLICY) -> ClusterSpec:
     """As `moonserve serve` runs it, with its defaults but for the policy."""
     return ClusterSpec(
         model=model,
@@ -325,8 +314,7 @@ def prediction_error(journeys: Sequence[Journey]) -> float:
     errors = [
         abs(journey.predicted_ttft_s - actual_s) / actual_s
         for journey in journeys
-        if journey.first_token_at is not None
-        and (actual_s := journey.first_token_at - journey.placed_at) > 0
+        if journey.first_token_at is not None and (actual_s := journey.first_token_at - journey.placed_at) > 0
     ]
     return percentile(errors, 50)
 

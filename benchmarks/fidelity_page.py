@@ -34,8 +34,7 @@ def as_page(result: dict[str, Any]) -> str:
     """docs/fidelity.md."""
     machine, load = result["machine"], result["load"]
     met, predicted = (
-        "met" if all(shape[name] for shape in result["shapes"]) else "NOT met"
-        for name in ("met", "predictions_met")
+        "met" if all(shape[name] for shape in result["shapes"]) else "NOT met" for name in ("met", "predictions_met")
     )
     return "\n".join(
         (
@@ -108,10 +107,7 @@ def _section(shape: dict[str, Any]) -> str:
 
 
 def _crowding(terms: dict[str, Any], company: str, parts: Sequence[str]) -> str:
-    return "; ".join(
-        f"{part} {', '.join(f'{factor:.2f}' for factor in terms[f'{company}_{part}'])}"
-        for part in parts
-    )
+    return "; ".join(f"{part} {', '.join(f'{factor:.2f}' for factor in terms[f'{company}_{part}'])}" for part in parts)
 
 
 def _terms(means: dict[str, float], side: str, names: Sequence[str]) -> str:

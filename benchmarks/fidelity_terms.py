@@ -43,9 +43,7 @@ def _row(sent: Sent, decision: Mapping[str, Any], journey: Journey) -> Row:
     timeline = sent.outcome.timeline
     assert timeline is not None, "it completed"
     assert journey.first_token_at is not None, "it completed"
-    chosen = next(
-        c for c in decision["prefill_candidates"] if c["instance_id"] == decision["prefill"]
-    )
+    chosen = next(c for c in decision["prefill_candidates"] if c["instance_id"] == decision["prefill"])
     terms_s = outcome["queue_s"] + outcome["transfer_s"] + outcome["prefill_s"]
     seconds = {
         "arrived": journey.record.arrived_s,

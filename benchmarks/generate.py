@@ -36,9 +36,7 @@ class _Sequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     keys: list[BlockKey]  # of the prompt's full blocks; empty without prefix caching
-    blocks: list[BlockId] = field(
-        default_factory=list
-    )  # enough for the longest output, once admitted
+    blocks: list[BlockId] = field(default_factory=list)  # enough for the longest output, once admitted
     num_computed: int = 0
     num_published: int = 0
     cached_tokens: int = 0
@@ -85,8 +83,7 @@ class _Loop:
             raise InvalidRequest("a prompt needs at least one token", param="prompt")
         if self._blocks_for(len(prompt), sampling) > self._pool.num_blocks:
             raise InvalidRequest(
-                f"{len(prompt)} + {sampling.max_tokens} tokens do not fit a pool of "
-                f"{self._pool.num_blocks} blocks",
+                f"{len(prompt)} + {sampling.max_tokens} tokens do not fit a pool of {self._pool.num_blocks} blocks",
                 param="prompt",
             )
         block_size = self._engine.layout.block_size

@@ -53,9 +53,7 @@ async def measure(url: str, trials: int) -> Samples:
         model = (await bob.model(None)).name
         for trial in range(-10, trials):  # the first ten warm everything up
             kinds = ("foreign", "miss", "own") if trial >= 0 else ("", "", "")
-            asked, fresh = (
-                [rng.randrange(16, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(2)
-            )
+            asked, fresh = ([rng.randrange(16, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(2))
             await samples.take("", alice, model, asked)
             pair = [(kinds[0], asked), (kinds[1], fresh)]
             rng.shuffle(pair)  # whatever comes second finds the machine as the first one left it
@@ -81,9 +79,7 @@ def result_of(samples: Samples) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--output", type=Path, default=Path("out/isolation.json"))
     options = parser.parse_args()
@@ -94,10 +90,7 @@ def main() -> int:
         running(None, *flags, log_dir=Path(log_dir)) as cluster,
     ):
         result = result_of(asyncio.run(measure(cluster.url, options.trials)))
-    rows = [
-        [kind, result["ttft_p50_ms"][kind], result["cached_tokens"][kind]]
-        for kind in ("miss", "foreign", "own")
-    ]
+    rows = [[kind, result["ttft_p50_ms"][kind], result["cached_tokens"][kind]] for kind in ("miss", "foreign", "own")]
     print(table(["prompt", "TTFT p50 ms", "cached tokens"], rows))
     claims = [[name, c["p"], c["bar"], c["met"]] for name, c in result["claims"].items()]
     print(table(["claim", "p", "bar", "met"], claims))

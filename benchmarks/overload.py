@@ -67,11 +67,7 @@ class Ask:
 
     @property
     def keeps(self) -> bool:
-        return (
-            self.ttft_s is not None
-            and self.ttft_s <= TTFT_SLO_S
-            and (self.tbt_s is None or self.tbt_s <= TBT_SLO_S)
-        )
+        return self.ttft_s is not None and self.ttft_s <= TTFT_SLO_S and (self.tbt_s is None or self.tbt_s <= TBT_SLO_S)
 
 
 class Client:
@@ -142,9 +138,7 @@ async def closed_loop(client: Client, seconds: float) -> float:
     return count / seconds
 
 
-async def open_loop(
-    rate: float, seconds: float, ask: Callable[[], Awaitable[None]], rng: random.Random
-) -> None:
+async def open_loop(rate: float, seconds: float, ask: Callable[[], Awaitable[None]], rng: random.Random) -> None:
     """Arrivals at random, whatever becomes of those before; returns when all have ended."""
     end, at = time.monotonic() + seconds, time.monotonic()
     async with asyncio.TaskGroup() as tasks:
@@ -204,9 +198,7 @@ class Memory:
     def growth(self, name: str, until_s: float) -> tuple[float, float, float]:
         """MiB about FLAT_AFTER_S and at the end, and the share by which it grew."""
         samples = [(at, rss) for at, rss in self.samples[name] if at <= until_s]
-        early = [rss for at, rss in samples if FLAT_AFTER_S <= at <= FLAT_AFTER_S + 10] or [
-            samples[0][1]
-        ]
+        early = [rss for at, rss in samples if FLAT_AFTER_S <= at <= FLAT_AFTER_S + 10] or [samples[0][1]]
         late = [rss for _, rss in samples[-10:]]
         before, after = sum(early) / len(early), sum(late) / len(late)
         return before / 2**20, after / 2**20, after / before - 1.0
@@ -298,9 +290,7 @@ async def measure(url: str, launcher: int, options: argparse.Namespace) -> dict[
         **figures(asked, memory, options.seconds),
         "client_lag_p50_ms": percentile(lags_ms, 50),
         "client_lag_p99_ms": percentile(lags_ms, 99),
-        "accepted_per_s": sum(
-            a.status == 200 and a.at <= asked[0].at + options.seconds for a in asked
-        )
+        "accepted_per_s": sum(a.status == 200 and a.at <= asked[0].at + options.seconds for a in asked)
         / options.seconds,
     }
     return {**result, "claims": claims(result)}
@@ -312,13 +302,9 @@ def _name(child: psutil.Process) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument(
-        "--rate", type=float, help="sustainable requests/s, if known; else measured"
-    )
+    parser.add_argument("--rate", type=float, help="sustainable requests/s, if known; else measured")
     parser.add_argument("--settle", type=float, default=30.0, help="seconds for late returns")
     parser.add_argument("--obeying", type=float, default=0.25, help="share that comes back")
     parser.add_argument("--output", type=Path, default=Path("out/overload.json"))

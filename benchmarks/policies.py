@@ -156,10 +156,7 @@ def figures(result: SimulationResult) -> dict[str, float]:
     inputs = sum(each.input_length for each in result.outcomes if each.end is End.COMPLETED)
     good = {
         f"effective_{tbt_slo_s:g}": float(
-            sum(
-                each.is_effective(ttft_slo_s=result.ttft_slo_s, tbt_slo_s=tbt_slo_s)
-                for each in result.outcomes
-            )
+            sum(each.is_effective(ttft_slo_s=result.ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in result.outcomes)
         )
         for tbt_slo_s in TBT_SLOS_S
     }
@@ -175,9 +172,7 @@ def figures(result: SimulationResult) -> dict[str, float]:
     }
 
 
-def compared(
-    scenario: Scenario, all_runs: Sequence[tuple[Run, dict[str, float]]]
-) -> dict[str, Any]:
+def compared(scenario: Scenario, all_runs: Sequence[tuple[Run, dict[str, float]]]) -> dict[str, Any]:
     """A row of the table."""
     (_, ours), *theirs = all_runs
     best_run, best = min(theirs, key=lambda each: each[1]["mean_ttft_s"])
@@ -240,13 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
-    parser.add_argument(
-        "--quick", action="store_true", help="the first requests of each trace only"
-    )
+    parser.add_argument("--quick", action="store_true", help="the first requests of each trace only")
     parser.add_argument("--processes", type=int, default=2, help="simulations at once")
     parser.add_argument("--output", type=Path, default=Path("out/policies/policies.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/policies.md"))

@@ -121,13 +121,9 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _last_percent(rows: Sequence[Mapping[str, Any]]) -> str:
     """What the means are bought with, and is no claim."""
-    pairs = (
-        (row, row["algorithm_1"]["p99_ttft_s"], row["moonserve"]["p99_ttft_s"]) for row in rows
-    )
+    pairs = ((row, row["algorithm_1"]["p99_ttft_s"], row["moonserve"]["p99_ttft_s"]) for row in rows)
     found = [
-        f"{_name(row)} {theirs:.0f} → {ours:.0f} s"
-        for row, theirs, ours in pairs
-        if ours > (1 + WORSE_BAR) * theirs
+        f"{_name(row)} {theirs:.0f} → {ours:.0f} s" for row, theirs, ours in pairs if ours > (1 + WORSE_BAR) * theirs
     ]
     return f"- p99 of the TTFT is worse in: {'; '.join(found) or 'no row'}."
 

@@ -61,9 +61,7 @@ async def serve() -> None:
 def served(loop: str) -> Iterator[dict[str, str]]:
     """The addresses of a server process."""
     command = [sys.executable, "-m", "benchmarks.rpc", "--serve", loop]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())
         process.communicate()
@@ -133,9 +131,7 @@ def main() -> None:
     parser.add_argument("--serve", choices=("asyncio", "uvloop"), help=argparse.SUPPRESS)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--pin", action="store_true", help="server and client on cores of their own"
-    )
+    parser.add_argument("--pin", action="store_true", help="server and client on cores of their own")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve:

@@ -65,9 +65,7 @@ SIDES = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="at least 5 for a claim")
     parser.add_argument("--output", type=Path, default=Path("out/safety.json"))
     arguments = parser.parse_args()

@@ -55,9 +55,7 @@ BARS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="at least 5 for a claim")
     parser.add_argument("--output", type=Path, default=Path("out/serving.json"))
     arguments = parser.parse_args()
@@ -112,9 +110,7 @@ async def _measure(url: str, workers: _Workers, rounds: int) -> dict[str, Any]:
     return _result(sides)
 
 
-async def _idle_ttft(
-    client: StreamClient, facts: ModelFacts, bare: BareEngine, number: int
-) -> dict[str, float]:
+async def _idle_ttft(client: StreamClient, facts: ModelFacts, bare: BareEngine, number: int) -> dict[str, float]:
     """One request at a time, each prompt through the cluster and through the bare engine."""
     assert facts.vocab_size is not None
     prompts = random_prompts(IDLE_REQUESTS, PROMPT_TOKENS, facts.vocab_size, f"idle {number}")
@@ -165,9 +161,7 @@ async def _cluster_run(
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
 ) -> list[Timeline]:
-    outcomes = await asyncio.gather(
-        *(client.complete(model, prompt, max_tokens=output_tokens) for prompt in prompts)
-    )
+    outcomes = await asyncio.gather(*(client.complete(model, prompt, max_tokens=output_tokens) for prompt in prompts))
     timelines = []
     for outcome in outcomes:
         if outcome.timeline is None or outcome.error is not None:
@@ -215,14 +209,9 @@ def _report(result: dict[str, Any]) -> str:
         "tbt_p99_ms",
         "output_tokens_per_s",
     ]
-    rows = [
-        [side, *(row[name] for name in columns)]
-        for side, row in result["medians"].items()
-        if side != "idle"
-    ]
+    rows = [[side, *(row[name] for name in columns)] for side, row in result["medians"].items() if side != "idle"]
     claims = [
-        [name, f"{c['measured']:.2f}", c["bar"], "yes" if c["met"] else "NO"]
-        for name, c in result["claims"].items()
+        [name, f"{c['measured']:.2f}", c["bar"], "yes" if c["met"] else "NO"] for name, c in result["claims"].items()
     ]
     return "\n\n".join(
         (

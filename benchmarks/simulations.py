@@ -10,9 +10,7 @@ from traces.simulator.many import Archive, Progress, TraceFile, Work, do_missing
 from traces.simulator.results import SimulationResult
 
 
-def simulated(
-    works: Iterable[Work], trace: TraceFile, folder: Path, num_processes: int
-) -> Iterator[SimulationResult]:
+def simulated(works: Iterable[Work], trace: TraceFile, folder: Path, num_processes: int) -> Iterator[SimulationResult]:
     """The result of each work, from what is kept in `folder` where it has been done before."""
     archive, wanted = Archive.of(folder, trace), list(works)
     do_missing(wanted, trace, archive, num_processes=num_processes, tell=_tell)

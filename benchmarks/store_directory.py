@@ -45,9 +45,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 10_000_000]
-    )
+    parser.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 10_000_000])
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -115,9 +113,7 @@ def _message(keys: Keys, starts: npt.NDArray[np.int64], chains: npt.NDArray[np.i
     return Changes(added=b"".join(added), parents=b"".join(parents))
 
 
-def _wanted(
-    keys: Keys, starts: npt.NDArray[np.int64], length: int, rng: np.random.Generator
-) -> list[bytes]:
+def _wanted(keys: Keys, starts: npt.NDArray[np.int64], length: int, rng: np.random.Generator) -> list[bytes]:
     """The leading blocks of chains that have so many."""
     long_enough = np.flatnonzero(np.diff(starts) >= length)
     picked = starts[rng.choice(long_enough, LOOKUPS)]

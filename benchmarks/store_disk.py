@@ -107,21 +107,16 @@ class Disk:
             for _ in range(-(-nbytes // (len(memories) * load.block_bytes)))
         ]
 
-    async def _write_share(
-        self, batches: Sequence[Sequence[DiskWrite]]
-    ) -> list[list[Place | None]]:
+    async def _write_share(self, batches: Sequence[Sequence[DiskWrite]]) -> list[list[Place | None]]:
         return [await self._tier.write(batch) for batch in batches]
 
     async def _read(self, load: Load, reads: Sequence[DiskRead]) -> float:
         """Into memory of its own, each caller as many at once as are its part of the depth."""
         into = self._memories(load, len(self._memory) // 2)
-        aimed = [
-            replace(read, memory=into[number % load.depth]) for number, read in enumerate(reads)
-        ]
+        aimed = [replace(read, memory=into[number % load.depth]) for number, read in enumerate(reads)]
         shares = self._shares(load)
         prepared = [
-            [aimed[begin + share.start : begin + share.stop] for begin in self._turns(load, aimed)]
-            for share in shares
+            [aimed[begin + share.start : begin + share.stop] for begin in self._turns(load, aimed)] for share in shares
         ]
         begin = time.perf_counter()
         await asyncio.gather(*map(self._read_share, prepared))
@@ -262,9 +257,7 @@ async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[st
 
 
 @contextlib.asynccontextmanager
-async def _opened(
-    folder: Path, arguments: argparse.Namespace, options: DiskOptions
-) -> AsyncIterator[Disk]:
+async def _opened(folder: Path, arguments: argparse.Namespace, options: DiskOptions) -> AsyncIterator[Disk]:
     tier = await SsdTier.open(folder, NUM_SEGMENTS * SEGMENT_BYTES, options, _unmoved, _complain)
     async for _ in tier.recover(lambda share: None):
         pass
@@ -275,19 +268,14 @@ async def _opened(
         await tier.close()
 
 
-async def _rounds(
-    contestants: Mapping[str, Measure], loads: Sequence[Load], rounds: int
-) -> list[dict[str, Any]]:
+async def _rounds(contestants: Mapping[str, Measure], loads: Sequence[Load], rounds: int) -> list[dict[str, Any]]:
     speeds: dict[tuple[Load, str], list[float]] = defaultdict(list)
     for number in range(rounds):
         for load in loads:
             for name, measure in contestants.items():
                 speeds[load, name].append(await measure(load))
         print(f"· round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return [
-        _row(load, {name: median(speeds[load, name]) / 1e9 for name in contestants})
-        for load in loads
-    ]
+    return [_row(load, {name: median(speeds[load, name]) / 1e9 for name in contestants}) for load in loads]
 
 
 def _row(load: Load, gb_s: dict[str, float]) -> dict[str, Any]:

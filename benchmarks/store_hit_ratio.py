@@ -99,12 +99,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("trace", type=Path, help="a Mooncake trace (moonserve traces fetch)")
     parser.add_argument("--limit", type=int, help="requests from the begin of the trace")
     parser.add_argument("--policies", nargs="+", choices=[*POLICY_NAMES, OPTIMUM])
-    parser.add_argument(
-        "--capacities", type=int, nargs="+", default=CAPACITIES, help="of the store, in tokens"
-    )
-    parser.add_argument(
-        "--full-blocks", action="store_true", help="leave out each prompt's partial last block"
-    )
+    parser.add_argument("--capacities", type=int, nargs="+", default=CAPACITIES, help="of the store, in tokens")
+    parser.add_argument("--full-blocks", action="store_true", help="leave out each prompt's partial last block")
     parser.add_argument("--json", type=Path, default=Path("out/store-hit-ratio.json"))
     parser.add_argument("--plot", type=Path, help="a PNG file of the table")
     return parser.parse_args()
@@ -122,17 +118,12 @@ def prompts_of(records: Sequence[TraceRecord], full_blocks: bool = False) -> lis
     return prompts
 
 
-def measure(
-    name: str, policy: EvictionPolicy, prompts: Sequence[Prompt], capacity: int | None
-) -> Point:
+def measure(name: str, policy: EvictionPolicy, prompts: Sequence[Prompt], capacity: int | None) -> Point:
     """One point of the plot. `capacity` is in tokens; None = everything fits."""
     num_blocks = sum(len(prompt.keys) for prompt in prompts)
     room = num_blocks if capacity is None else capacity // TOKENS_PER_HASH
     hits = replay(policy, prompts, room)
-    tokens = sum(
-        min(hit * TOKENS_PER_HASH, prompt.num_tokens)
-        for hit, prompt in zip(hits, prompts, strict=True)
-    )
+    tokens = sum(min(hit * TOKENS_PER_HASH, prompt.num_tokens) for hit, prompt in zip(hits, prompts, strict=True))
     return {
         "policy": name,
         "capacity_tokens": capacity,

@@ -55,9 +55,7 @@ async def calls(stack: AsyncExitStack, transport: str) -> dict[str, tuple[Call, 
     client = BlockStores(channels, transfer)
     stack.push_async_callback(client.close)
     store = await client.locate(address, timeout_s=30.0)
-    public = stack.enter_context(
-        connect(f"node://{address}", cluster_token=TOKEN, options=options, timeout_s=30.0)
-    )
+    public = stack.enter_context(connect(f"node://{address}", cluster_token=TOKEN, options=options, timeout_s=30.0))
     segment = transfer.allocate(LAYOUT.pool_bytes(POOL_BLOCKS))
     memory = KvMemory(segment, LAYOUT, POOL_BLOCKS)
     segment.buffer[:] = bytes(range(256)) * (segment.nbytes // 256)
@@ -74,8 +72,7 @@ async def calls(stack: AsyncExitStack, transport: str) -> dict[str, tuple[Call, 
         num_puts += 1
         keys = keys_of(num_puts)
         items = tuple(
-            PutItem(key=key, parent=keys[n - 1] if n else None, block=n, checksum=sums[n])
-            for n, key in enumerate(keys)
+            PutItem(key=key, parent=keys[n - 1] if n else None, block=n, checksum=sums[n]) for n, key in enumerate(keys)
         )
         action = PutBlocks(put_id=num_puts, store=store, items=items)
         done = await put_blocks(client, memory, action, PATIENCE)
@@ -128,16 +125,10 @@ async def measured(transport: str, num_rounds: int) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
-    rows = [
-        row
-        for transport in ("shm", "tcp")
-        for row in asyncio.run(measured(transport, options.rounds))
-    ]
+    rows = [row for transport in ("shm", "tcp") for row in asyncio.run(measured(transport, options.rounds))]
     print(table(("transport", "call", "worker, ms", "public client, ms", "ratio"), rows))
     return 0
 

@@ -68,9 +68,7 @@ class Ours:
     All pieces are the same memory, as perftest's messages are: it has one buffer of one message's size.
     """
 
-    def __init__(
-        self, engine: TransferEngine, local: Segment, remote: RemoteSegment, window_id: int
-    ) -> None:
+    def __init__(self, engine: TransferEngine, local: Segment, remote: RemoteSegment, window_id: int) -> None:
         self.engine, self.local, self.remote = engine, local, remote
         self.window_id = window_id
 

@@ -11,9 +11,7 @@ S = TypeVar("S")
 L = TypeVar("L")
 
 
-def in_turns(
-    seats: Sequence[S], loads: Sequence[L], rounds: int, *, first: int = 0
-) -> Iterator[tuple[S, L]]:
+def in_turns(seats: Sequence[S], loads: Sequence[L], rounds: int, *, first: int = 0) -> Iterator[tuple[S, L]]:
     """Each seat at each load, once in every round; nobody always comes after the same one. `first`: rounds that were
     measured before."""
     for number in range(first, rounds):

@@ -55,9 +55,7 @@ def judged_tbt_s(admission: Admission, columns: DecodeColumns) -> Floats:
     return columns.tbt_s if admission is Admission.CURRENT else columns.landing_tbt_s
 
 
-def reject_ttft(
-    columns: PrefillColumns, chosen_ttft_s: float, ttft_s: float, slo_s: float
-) -> Rejection:
+def reject_ttft(columns: PrefillColumns, chosen_ttft_s: float, ttft_s: float, slo_s: float) -> Rejection:
     """`ttft_s` is the chosen instance's `chosen_ttft_s` and what landing blocks add to it."""
     if chosen_ttft_s <= slo_s:  # the landing blocks are what takes too long
         return Rejection(reason="landing_blocks", retry_after_s=_at_least(ttft_s - slo_s))
@@ -79,9 +77,7 @@ def reject_tbt(
 ) -> Rejection:
     """Retry once it would land on an instance within the target. The instant `since` that was judged is too early; who
     comes later lands later only by what exceeds the seconds that it would have waited in the queue of its prefill."""
-    alone = decodes.step_s(
-        np.ones(len(decodes)), np.full(len(decodes), float(newcomer.num_prompt_tokens))
-    )
+    alone = decodes.step_s(np.ones(len(decodes)), np.full(len(decodes), float(newcomer.num_prompt_tokens)))
     if alone.min() > STEP_SHARE * slo_s:
         return Rejection(reason="tbt_slo_unreachable", retry_after_s=_at_least(float(alone.min())))
     too_early_s = _falls_to(STEP_SHARE * slo_s, _least_steps_s(decodes, outlook, newcomer, since))
@@ -95,9 +91,7 @@ def reject_claimed(until: float | None, now: float) -> Rejection | None:
     return Rejection(reason=TENANT_SHARE, retry_after_s=_at_least(until - now))
 
 
-def _least_steps_s(
-    decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, since: float
-) -> Floats:
+def _least_steps_s(decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, since: float) -> Floats:
     """With the newcomer, if it lands at each of INSTANTS after `since`."""
     instants, prompt = (since + INSTANTS).tolist(), float(newcomer.num_prompt_tokens)
     steps_s: list[float] = []

@@ -80,9 +80,7 @@ def _available(role: Role, table: Table, excluded: Sequence[str]) -> Ints | None
     return rows
 
 
-def _fitting(
-    table: T, instances: Sequence[Instance], rows: Ints | None, num_blocks: int
-) -> Able[T]:
+def _fitting(table: T, instances: Sequence[Instance], rows: Ints | None, num_blocks: int) -> Able[T]:
     """Candidates of the given rows: those whose pools are large enough."""
     pools = table.num_blocks
     if rows is None:

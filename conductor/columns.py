@@ -39,9 +39,7 @@ class Table:
 
     ids: Names = field(default_factory=_NAMES)
     is_open: Flags = field(default_factory=_FLAGS)  # takes new work: not draining
-    chosen_at: Ints = field(
-        default_factory=_INTS
-    )  # number of the placement that last chose it; 0 = none yet
+    chosen_at: Ints = field(default_factory=_INTS)  # number of the placement that last chose it; 0 = none yet
     host: Words = field(default_factory=_WORDS)  # digest of its name
     num_blocks: Ints = field(default_factory=_INTS)  # of a worker's pool
     bit: Ints = field(default_factory=_INTS)  # its number in the directory
@@ -114,9 +112,7 @@ class DecodeTable(Table):
     free_blocks: Ints = field(default_factory=_INTS)  # that no placed prompt is going to need
     reads_prompts: Flags = field(default_factory=_FLAGS)  # can prefill what it decodes
     step_tokens: Floats = field(default_factory=_FLOATS)  # in one step; infinite = not told
-    reading_s: Floats = field(
-        default_factory=_FLOATS
-    )  # predicted, of prompts placed to be read here
+    reading_s: Floats = field(default_factory=_FLOATS)  # predicted, of prompts placed to be read here
     p0: Floats = field(default_factory=_FLOATS)  # of its prefill profile
     p1: Floats = field(default_factory=_FLOATS)
     p2: Floats = field(default_factory=_FLOATS)

@@ -28,9 +28,7 @@ class ConductorConfig(ProcessConfig, TracingConfig):
     """Everything the conductor can be told."""
 
     instance_id: str = option("conductor", help="name of this process in logs")
-    placement_policy: str = option(
-        DEFAULT_POLICY, help=f"how the prefill instance is chosen: {POLICY_CHOICES}"
-    )
+    placement_policy: str = option(DEFAULT_POLICY, help=f"how the prefill instance is chosen: {POLICY_CHOICES}")
     balancing_threshold: float = option(
         DEFAULT_BALANCING_THRESHOLD,
         help="fetch a prefix when the best in the cluster is this many times longer; at least 1",
@@ -40,9 +38,7 @@ class ConductorConfig(ProcessConfig, TracingConfig):
     ttft_slo: float = option(30.0, help="reject when the predicted TTFT exceeds this, seconds")
     # The paper's 0.1 to 0.3 s are for GPUs. A CPU step with several long sequences takes tenths of a second (110M
     # parameters, 8 sequences of 2,048 tokens: 0.03 to 0.4 s by runtime), so this rejects only what is truly stuck.
-    tbt_slo: float = option(
-        1.0, help="reject when steps of over 95% of this are predicted, seconds"
-    )
+    tbt_slo: float = option(1.0, help="reject when steps of over 95% of this are predicted, seconds")
     admission: str = option(
         Admission.PREDICTED.value,
         help="which predictions reject: none, of the load now, or of the decode load when the prompt is prefilled",
@@ -58,9 +54,7 @@ class ConductorConfig(ProcessConfig, TracingConfig):
     )
     lease_s: float = option(5.0, help="remove an instance after this silence, seconds")
     heartbeat_interval_s: float = option(1.0, help="how often instances report, seconds")
-    placement_ttl_s: float = option(
-        900.0, help="forget a placement whose end nobody reported after this, seconds"
-    )
+    placement_ttl_s: float = option(900.0, help="forget a placement whose end nobody reported after this, seconds")
     num_decisions: int = option(4096, help="decisions kept for explanation")
     decision_mib: int = option(64, help="memory for decisions kept for explanation at most, MiB")
     registry: str | None = option(
@@ -102,8 +96,7 @@ class ConductorConfig(ProcessConfig, TracingConfig):
         """Raises ConfigError."""
         if not MIN_LEADER_TTL_S <= self.leader_ttl_s <= MAX_LEADER_TTL_S:
             raise ConfigError(
-                f"--leader-ttl-s ({self.leader_ttl_s}) must be {MIN_LEADER_TTL_S} to "
-                f"{MAX_LEADER_TTL_S:.0f}"
+                f"--leader-ttl-s ({self.leader_ttl_s}) must be {MIN_LEADER_TTL_S} to {MAX_LEADER_TTL_S:.0f}"
             )
         return Terms(ttl_s=self.leader_ttl_s)
 
@@ -124,8 +117,7 @@ class ConductorConfig(ProcessConfig, TracingConfig):
             or min(self.num_decisions, self.decision_mib) < 1
         ):
             raise ConfigError(
-                "--ttft-slo, --tbt-slo, --placement-ttl-s, --num-decisions and --decision-mib must "
-                "be positive"
+                "--ttft-slo, --tbt-slo, --placement-ttl-s, --num-decisions and --decision-mib must be positive"
             )
         return Limits(
             ttft_slo_s=self.ttft_slo,

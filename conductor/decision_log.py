@@ -50,9 +50,7 @@ class DecisionLog:
         if name:
             self._named[name] = decision.request_id
         entries = self._entries
-        while len(entries) > self.capacity or (
-            self.num_bytes > self._max_bytes and len(entries) > 1
-        ):
+        while len(entries) > self.capacity or (self.num_bytes > self._max_bytes and len(entries) > 1):
             self._forget(entries.popitem(last=False)[1])
 
     def _forget(self, entry: _Entry) -> None:

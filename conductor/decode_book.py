@@ -108,9 +108,7 @@ class DecodeBook:
         self._see(request_id)
         self._show()
 
-    def correct(
-        self, load: Load, profile: DecodeProfile, lengths: OutputLengths, now: float
-    ) -> None:
+    def correct(self, load: Load, profile: DecodeProfile, lengths: OutputLengths, now: float) -> None:
         """Takes over a heartbeat. What runs is expected to go on as others did that got as far."""
         self._load = load
         for request_id, sequence in list(self._unseen.items()):
@@ -120,13 +118,9 @@ class DecodeBook:
         self._show()
         progress = self._outlook.running(self._number, now)
         if progress.slots.size:
-            remaining = lengths.remaining(
-                progress.generated.astype(np.int64), progress.most.astype(np.int64)
-            )
+            remaining = lengths.remaining(progress.generated.astype(np.int64), progress.most.astype(np.int64))
             step_s = max(
-                profile.step_s(
-                    min(max(load.num_running, 1), _MOST), min(load.context_tokens, _MOST)
-                ),
+                profile.step_s(min(max(load.num_running, 1), _MOST), min(load.context_tokens, _MOST)),
                 _LEAST_STEP_S,
             )
             self._outlook.renew(progress, remaining, step_s, now)

@@ -64,9 +64,7 @@ class Flight:
 class Flights:
     """All of them, in order of placement."""
 
-    def __init__(
-        self, learned: Learned, transfers: Transfers, fairness: Fairness, ttl_s: float
-    ) -> None:
+    def __init__(self, learned: Learned, transfers: Transfers, fairness: Fairness, ttl_s: float) -> None:
         """`ttl_s`: a placement whose end nobody reported is forgotten after this."""
         self._learned = learned
         self._transfers = transfers
@@ -118,9 +116,7 @@ class Flights:
             predicted=plan.predicted,
             foreseen_seqs=plan.foreseen_seqs,
             lands_only=not (
-                plan.decision.is_undivided
-                or plan.predicted.transfer_s
-                or plan.decision.predicted_landing_wait_s
+                plan.decision.is_undivided or plan.predicted.transfer_s or plan.decision.predicted_landing_wait_s
             ),
             num_prompt_tokens=place.num_prompt_tokens,
             max_tokens=place.max_tokens,
@@ -135,9 +131,7 @@ class Flights:
         self._learned.overtaking.observe(now - flight.placed_at, surplus)
         flight.decode.decode.start(report.request_id, now)
         if report.prefill_s is not None:
-            flight.prefill.learn_prefill(
-                flight.num_prompt_tokens, report.cached_tokens, report.prefill_s, now
-            )
+            flight.prefill.learn_prefill(flight.num_prompt_tokens, report.cached_tokens, report.prefill_s, now)
         actual = Times(
             ttft_s=report.elapsed_s,
             queue_s=report.queue_s,

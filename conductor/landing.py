@@ -31,9 +31,7 @@ class Newcomer(NamedTuple):
     num_overtaking: float  # sequences, not placed yet, that land before it at each instance
 
 
-def weigh_decodes(
-    decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, now: float
-) -> DecodeColumns:
+def weigh_decodes(decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, now: float) -> DecodeColumns:
     """All candidates with the request added. The record outlives the tables, so that it copies what may change."""
     half = newcomer.expected_output / 2
     prompt = float(newcomer.num_prompt_tokens)
@@ -97,16 +95,12 @@ def least(score: Floats | Ints, chosen_at: Ints, among: Flags | None = None) -> 
     return first if len(ties) == 1 else int(ties[chosen_at[ties].argmin()])
 
 
-def _soonest(
-    columns: DecodeColumns, instances: Sequence[Instance], block_size: int, now: float
-) -> tuple[int, float]:
+def _soonest(columns: DecodeColumns, instances: Sequence[Instance], block_size: int, now: float) -> tuple[int, float]:
     missing = (columns.needed_blocks - columns.free_blocks).tolist()
     waits = np.array(
         [
             _wait_s(instance.decode.drain(now), blocks, block_size, tbt_s)
-            for instance, blocks, tbt_s in zip(
-                instances, missing, columns.tbt_s.tolist(), strict=True
-            )
+            for instance, blocks, tbt_s in zip(instances, missing, columns.tbt_s.tolist(), strict=True)
         ]
     )
     best = least(waits, columns.chosen_at)

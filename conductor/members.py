@@ -89,9 +89,7 @@ class Instance:
         """Steps of a decode worker: likewise."""
         number = steps.num_steps
         self.taught_at = self.heard_at
-        self.decode_cost.observe(
-            steps.sequences / number, steps.context_tokens / number, steps.seconds / number
-        )
+        self.decode_cost.observe(steps.sequences / number, steps.context_tokens / number, steps.seconds / number)
         self._show_decode()
 
     def fade(self, share: float) -> None:
@@ -181,8 +179,7 @@ class Members:
         known = self.find(endpoint.instance_id)
         if known is not None and endpoint.epoch < known.endpoint.epoch:
             raise StaleLease(
-                f"{endpoint.instance_id} epoch {endpoint.epoch} was replaced by epoch "
-                f"{known.endpoint.epoch}",
+                f"{endpoint.instance_id} epoch {endpoint.epoch} was replaced by epoch {known.endpoint.epoch}",
                 instance_id=endpoint.instance_id,
             )
         if registration.role is not Role.STORE:
@@ -292,11 +289,7 @@ class Members:
 
     def validate(self) -> None:
         assert sum(len(members) for members in self._by_role.values()) == len(self)
-        kinds = {
-            (i.registration.fingerprint, i.registration.layout)
-            for i in self
-            if i.role is not Role.STORE
-        }
+        kinds = {(i.registration.fingerprint, i.registration.layout) for i in self if i.role is not Role.STORE}
         assert len(kinds) <= 1, "workers of two models in one cluster"
         for key, instance in self._instances.items():
             assert key == instance.instance_id
@@ -370,7 +363,5 @@ def _fill(table: Table, row: int, registration: Register) -> None:
             table.p0[row], table.p1[row], table.p2[row] = prefill.c0, prefill.c1, prefill.c2
 
 
-def _fill_profile(
-    table: PrefillTable | DecodeTable, row: int, profile: PrefillProfile | DecodeProfile
-) -> None:
+def _fill_profile(table: PrefillTable | DecodeTable, row: int, profile: PrefillProfile | DecodeProfile) -> None:
     table.c0[row], table.c1[row], table.c2[row] = profile.c0, profile.c1, profile.c2

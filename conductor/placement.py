@@ -172,9 +172,7 @@ class Planner:
 
     def _rank(self, own: Queueing, instance: Instance, row: int, weighed: Weighed) -> float:
         given = 0.0 if weighed.rank is None else float(weighed.rank[row])
-        return own.rank(
-            row, given, lambda place: self._fairness.tie_s(place, own.priority, instance.link)
-        )
+        return own.rank(row, given, lambda place: self._fairness.tie_s(place, own.priority, instance.link))
 
     def _queueing(self, place: Place, table: PrefillTable, now: float) -> Queueing:
         priority = place.priority if self._limits.by_priority else 0
@@ -196,9 +194,7 @@ class Planner:
                 tenant=place.tenant,
             ),
             lands_at=now + ttft_s,
-            num_overtaking=self._learned.overtaking.expected(
-                ttft_s, caution(self._limits.admission)
-            ),
+            num_overtaking=self._learned.overtaking.expected(ttft_s, caution(self._limits.admission)),
         )
         outlook = self._members.outlook
         outlook.advance(now)
@@ -331,9 +327,7 @@ class Planner:
             newcomer, since = newcomer._replace(num_overtaking=0.0), now
         else:
             queue_s = float(prefill.columns.queue_s[prefill.row])
-        return reject_tbt(
-            decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s
-        )
+        return reject_tbt(decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s)
 
     def _claimed(self, prefill: _Prefill, now: float) -> Rejection | None:
         """Both objectives are kept, but somebody who has had less than this tenant may have a claim."""

@@ -83,11 +83,7 @@ class PrefixMap:
             if row is None:
                 break
             stop = min(self._leading.end_of_run(int(self._stores.bit[row]), position), end)
-            runs.append(
-                PrefixSource(
-                    store=stores[row].endpoint, first_block=position, num_blocks=stop - position
-                )
-            )
+            runs.append(PrefixSource(store=stores[row].endpoint, first_block=position, num_blocks=stop - position))
             position = stop
         return tuple(runs)
 
@@ -95,9 +91,7 @@ class PrefixMap:
         """Extends the prefixes of those rows over what follows in their home stores."""
         num_blocks = len(self._leading.slots)
         homes = prefills.home
-        rows = np.flatnonzero(
-            ahead & prefills.has_home & self._is_open[homes] & (prefix_blocks < num_blocks)
-        )
+        rows = np.flatnonzero(ahead & prefills.has_home & self._is_open[homes] & (prefix_blocks < num_blocks))
         bits, first = self._stores.bit[homes[rows]], prefix_blocks[rows]
         continued = self._leading.hold(bits, first)
         for row, bit in zip(rows[continued].tolist(), bits[continued].tolist(), strict=True):

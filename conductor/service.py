@@ -119,13 +119,9 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._away_after_s = away_after_s
         self._kept_house_at = math.inf
 
-    async def Register(
-        self, request: conductor_pb2.RegisterRequest, context: Context
-    ) -> conductor_pb2.RegisterReply:
+    async def Register(self, request: conductor_pb2.RegisterRequest, context: Context) -> conductor_pb2.RegisterReply:
         reply = self._ask(wire.register_from_wire(request), Registered)
-        return conductor_pb2.RegisterReply(
-            heartbeat_interval_s=reply.heartbeat_interval_s, lease_s=reply.lease_s
-        )
+        return conductor_pb2.RegisterReply(heartbeat_interval_s=reply.heartbeat_interval_s, lease_s=reply.lease_s)
 
     async def Heartbeat(
         self, request: conductor_pb2.HeartbeatRequest, context: Context
@@ -139,22 +135,16 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._ask(from_message(Deregister, request), Deregistered)
         return conductor_pb2.DeregisterReply()
 
-    async def Place(
-        self, request: conductor_pb2.PlaceRequest, context: Context
-    ) -> conductor_pb2.PlaceReply:
+    async def Place(self, request: conductor_pb2.PlaceRequest, context: Context) -> conductor_pb2.PlaceReply:
         began_at = self._clock()
         reply = self._handle(wire.place_from_wire(request), request.request_id)[-1]
         if request.traceparent:
             self._trace(request.traceparent, reply, began_at)
         match reply:
             case Placed():
-                return conductor_pb2.PlaceReply(
-                    placement=to_message(common_pb2.Placement, reply.placement)
-                )
+                return conductor_pb2.PlaceReply(placement=to_message(common_pb2.Placement, reply.placement))
             case Rejected():
-                return conductor_pb2.PlaceReply(
-                    overloaded=to_message(conductor_pb2.Overloaded, reply)
-                )
+                return conductor_pb2.PlaceReply(overloaded=to_message(conductor_pb2.Overloaded, reply))
             case Refused():
                 return conductor_pb2.PlaceReply(failure=failure_to_wire(reply.error))
         raise AssertionError(f"{reply} does not answer a placement")
@@ -170,15 +160,11 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 attributes["reason"] = reason
         self._tracer.span("place", traceparent, began_at, self._clock(), **attributes)
 
-    async def Report(
-        self, request: conductor_pb2.ReportRequest, context: Context
-    ) -> conductor_pb2.ReportReply:
+    async def Report(self, request: conductor_pb2.ReportRequest, context: Context) -> conductor_pb2.ReportReply:
         self._ask(wire.report_from_wire(request), Reported)
         return conductor_pb2.ReportReply()
 
-    async def GetCluster(
-        self, request: conductor_pb2.GetClusterRequest, context: Context
-    ) -> conductor_pb2.ClusterView:
+    async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Context) -> conductor_pb2.ClusterView:
         now = self._clock()
         if request.HasField("gateway"):
             self._gateways.saw(request.gateway, now)
@@ -186,9 +172,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         reply.gateways.extend(self._gateways.present(now))
         return reply
 
-    async def Explain(
-        self, request: conductor_pb2.ExplainRequest, context: Context
-    ) -> conductor_pb2.ExplainReply:
+    async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> conductor_pb2.ExplainReply:
         decision = self._state.explain(request.request_id)
         return conductor_pb2.ExplainReply(
             found=decision is not None,

@@ -71,19 +71,13 @@ class ConductorState:
         self._directory = Directory()
         self._learned = Learned()
         self._fairness = Fairness(limits.tenant_weights)
-        self._planner = Planner(
-            self._members, self._directory, self._learned, self._fairness, policy, limits
-        )
+        self._planner = Planner(self._members, self._directory, self._learned, self._fairness, policy, limits)
         self._returns = Returns()
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
         self._fading = Fading(self._members, self._learned)
-        self._role_loads = RoleLoads(
-            self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s
-        )
-        self._flights = Flights(
-            self._learned, self._members.transfers, self._fairness, limits.placement_ttl_s
-        )
+        self._role_loads = RoleLoads(self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s)
+        self._flights = Flights(self._learned, self._members.transfers, self._fairness, limits.placement_ttl_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""
@@ -130,9 +124,7 @@ class ConductorState:
             instance.index_as(self._directory.bit(instance.instance_id))
             actions.append(InstanceJoined(instance_id=instance.instance_id, role=instance.role))
         limits = self._limits
-        actions.append(
-            Registered(heartbeat_interval_s=limits.heartbeat_interval_s, lease_s=limits.lease_s)
-        )
+        actions.append(Registered(heartbeat_interval_s=limits.heartbeat_interval_s, lease_s=limits.lease_s))
         return actions
 
     def _heartbeat(self, event: Heartbeat, now: float) -> HeartbeatSeen:
@@ -141,8 +133,7 @@ class ConductorState:
             return HeartbeatSeen(known=False)
         if instance.endpoint.epoch > event.epoch:
             raise StaleLease(
-                f"{event.instance_id} epoch {event.epoch} was replaced by epoch "
-                f"{instance.endpoint.epoch}",
+                f"{event.instance_id} epoch {event.epoch} was replaced by epoch {instance.endpoint.epoch}",
                 instance_id=event.instance_id,
             )
         instance.heard_at = now
@@ -190,9 +181,7 @@ class ConductorState:
         return InstanceRemoved(instance_id=instance.instance_id, role=instance.role, reason=reason)
 
     def _expire(self, now: float) -> list[Action]:
-        actions: list[Action] = [
-            self._remove(instance, Removal.SILENT) for instance in self._members.silent(now)
-        ]
+        actions: list[Action] = [self._remove(instance, Removal.SILENT) for instance in self._members.silent(now)]
         actions += [PlacementForgotten(request_id=r) for r in self._flights.expire(now)]
         return actions
 

@@ -67,9 +67,7 @@ class Transfers:
         self._rates.leave(link)
         self._free.append(link)
 
-    def begin(
-        self, request_id: RequestId, reads: Sequence[tuple[int, float]], target: int, now: float
-    ) -> None:
+    def begin(self, request_id: RequestId, reads: Sequence[tuple[int, float]], target: int, now: float) -> None:
         """`reads`: link and bytes of each source. No flow of this request is under way."""
         if not reads:
             return
@@ -89,9 +87,7 @@ class Transfers:
         and moving to itself, take no time."""
         self._move_to(now)
         rates = self._rates
-        return self._kernel.seconds(
-            self._used(), rates.all_links(), source, targets, nbytes, rates.measured(source)
-        )
+        return self._kernel.seconds(self._used(), rates.all_links(), source, targets, nbytes, rates.measured(source))
 
     def measured(self, source: int, target: int, nbytes: float, seconds: float) -> None:
         """An instance saw so many bytes pass in so much time, in which some were always under way."""

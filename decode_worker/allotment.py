@@ -83,8 +83,7 @@ class Allotment:
         """Who of these gives its blocks up so that `needy` goes on; perhaps itself, and never the best-ranked one
         unless it is the only one."""
         own = [
-            each._replace(blocks=[b for b in each.blocks if self._pool.references_of(b) == 1])
-            for each in claims
+            each._replace(blocks=[b for b in each.blocks if self._pool.references_of(b) == 1]) for each in claims
         ]  # what others have, too, does not come free
         books = Books(self._pool, self._block_size, own)
         return self._policy.victim(needy, books).request.request_id

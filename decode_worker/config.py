@@ -74,9 +74,7 @@ class DecodeConfig(RoleConfig, AllotmentConfig):
                 "--async-scheduling does not go with elastic KV memory, which blocks leave between two steps"
             )
 
-    def limits(
-        self, plan: PoolPlan, budget: StepBudget | None = None, *, runs_ahead: bool = False
-    ) -> Limits:
+    def limits(self, plan: PoolPlan, budget: StepBudget | None = None, *, runs_ahead: bool = False) -> Limits:
         """`budget`: of time, for steps with chunks of prompts."""
         return Limits(
             block_size=self.block_size,

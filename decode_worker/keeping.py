@@ -79,11 +79,7 @@ class Keeping:
     @property
     def num_leaving(self) -> int:
         """Blocks that will be free as soon as they are put."""
-        return sum(
-            len(each.blocks)
-            for each in self._moving.values()
-            if isinstance(each.action, KeepBlocks)
-        )
+        return sum(len(each.blocks) for each in self._moving.values() if isinstance(each.action, KeepBlocks))
 
     def held_blocks(self) -> Iterator[tuple[BlockId, ...]]:
         """Blocks that this object keeps references to."""
@@ -126,9 +122,7 @@ class Keeping:
         self._put(sequence, items, self._home, out)
         self._counters.answers_kept += 1
 
-    def _put(
-        self, sequence: Running, items: tuple[KeptBlock, ...], store: Endpoint, out: list[Action]
-    ) -> None:
+    def _put(self, sequence: Running, items: tuple[KeptBlock, ...], store: Endpoint, out: list[Action]) -> None:
         blocks = tuple(item.block for item in items)
         self._pool.retain(blocks)
         number = self._begin()
@@ -153,9 +147,7 @@ class Keeping:
             store_s += self._writes.of(self._home, host, now).seconds(num_put * block_bytes)
         num_tokens = len(sequence.token_ids)
         profile = self._costs.prefill
-        saved_s = profile.seconds(num_tokens, 0) - profile.seconds(
-            num_tokens, num_read * self._block_size
-        )
+        saved_s = profile.seconds(num_tokens, 0) - profile.seconds(num_tokens, num_read * self._block_size)
         return store_s < saved_s
 
     def kept(self, event: Kept, now: float) -> None:
@@ -224,9 +216,7 @@ class Keeping:
         self._pool.release(move.blocks)
         move.sequence.move_id = None
 
-    def _learn(
-        self, speeds: StoreSpeeds, store: Endpoint, num_bytes: int, seconds: float, now: float
-    ) -> None:
+    def _learn(self, speeds: StoreSpeeds, store: Endpoint, num_bytes: int, seconds: float, now: float) -> None:
         if num_bytes and self._costs is not None:
             known = speeds.of(store, self._costs.host, now)
             speeds.measured(store, known.after(num_bytes, seconds), now)
@@ -240,10 +230,7 @@ class Keeping:
             assert all(self._pool.references_of(block) for block in move.blocks)
             assert move.sequence.move_id == number, "a sequence lost its move"
         loading: Sequence[BlockId] = [
-            block
-            for move in self._moving.values()
-            if isinstance(move.action, LoadBlocks)
-            for block in move.blocks
+            block for move in self._moving.values() if isinstance(move.action, LoadBlocks) for block in move.blocks
         ]
         assert len(loading) == len(set(loading)), "two reads fill one block"
         assert all(self._pool.key_of(block) is None for block in loading), "a filled block is found"

@@ -317,9 +317,7 @@ class Landings:
             if accepted is not None:
                 request = accepted.request
                 self._counters.requests_failed += 1
-                out.append(
-                    Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error)
-                )
+                out.append(Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error))
 
     def _unended(self) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.phase is not LeasePhase.ENDING]

@@ -105,8 +105,7 @@ class Lease:
             return self._invalid(f"the lease belongs to {self.holder}, not {request.request_id}")
         if len(request.token_ids) != self.num_tokens + 1:
             return self._invalid(
-                f"{len(request.token_ids)} tokens committed; expected {self.num_tokens} with KV"
-                " and one sampled"
+                f"{len(request.token_ids)} tokens committed; expected {self.num_tokens} with KV and one sampled"
             )
         if request.num_prompt_tokens > self.num_tokens:
             return self._invalid(f"{request.num_prompt_tokens} prompt tokens exceed the landing")
@@ -115,9 +114,7 @@ class Lease:
         if request.block_keys[: len(self.block_keys)] != self.block_keys:
             return self._invalid("block keys differ from those that were reserved")
         if len(commit.checksums) != len(self.landing_blocks):
-            return self._invalid(
-                f"{len(commit.checksums)} checksums for {len(self.landing_blocks)} landed blocks"
-            )
+            return self._invalid(f"{len(commit.checksums)} checksums for {len(self.landing_blocks)} landed blocks")
         return None
 
     def landed(self, commit: CommitRequested, block_size: int) -> tuple[LandedBlock, ...]:

@@ -272,9 +272,7 @@ class Schedule:
 
     def _grow(self, now: float, out: list[Action]) -> bool:
         """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
-        needy = [
-            sequence for sequence in self._running if not sequence.has_room(self._limits.block_size)
-        ]
+        needy = [sequence for sequence in self._running if not sequence.has_room(self._limits.block_size)]
         if not needy:
             return False
         before = len(self._running)

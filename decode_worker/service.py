@@ -74,9 +74,7 @@ class DecodeService(WorkerService):
             actions.GrantLease: self._grant,
             actions.ConfirmRenewal: lambda action: self._answer(Question.RENEW, action.lease_id),
             actions.VerifyBlocks: self._starts(self._verify),
-            actions.AnswerCommit: lambda action: self._answer(
-                Question.COMMIT, action.lease_id, action.corrupt
-            ),
+            actions.AnswerCommit: lambda action: self._answer(Question.COMMIT, action.lease_id, action.corrupt),
             actions.Refuse: self._refuse,
             actions.RunStep: self._run_step,
             actions.SendTokens: self._send_tokens,
@@ -113,9 +111,7 @@ class DecodeService(WorkerService):
         what the state refuses with."""
         asked_at = self._clock()
         try:
-            answer: tuple[GrantLease, int | None] = await self._ask(
-                Question.RESERVE, event.lease_id, event
-            )
+            answer: tuple[GrantLease, int | None] = await self._ask(Question.RESERVE, event.lease_id, event)
         except asyncio.CancelledError:
             if (Question.RESERVE, event.lease_id) not in self._questions:
                 self.post(events.ReserveWithdrawn(lease_id=event.lease_id))
@@ -179,9 +175,7 @@ class DecodeService(WorkerService):
         if corrupt:
             text = "%d of %d landed blocks are corrupt"
             log.warning(text, len(corrupt), len(action.blocks), extra=of(action.request_id))
-        return events.Verified(
-            lease_id=action.lease_id, corrupt=corrupt, checksums=verdict.checksums
-        )
+        return events.Verified(lease_id=action.lease_id, corrupt=corrupt, checksums=verdict.checksums)
 
     async def _run_steps(self) -> None:
         async for outcome in self._stepping.outcomes():
@@ -229,9 +223,7 @@ def _log_ends(action: actions.SendTokens) -> None:
             log.debug(text, token.index, token.finish_reason, extra=of(token.request_id))
 
 
-def landing_ranges(
-    blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int
-) -> list[tuple[int, int]]:
+def landing_ranges(blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int) -> list[tuple[int, int]]:
     """(offset, length) of all pieces of these blocks in a pool; neighbours as one range."""
     runs: list[list[int]] = []  # [first block, number of blocks]
     for block in sorted(blocks):

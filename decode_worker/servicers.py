@@ -52,9 +52,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
         self._zone = zone
         self._prepare = prepare
 
-    async def Reserve(
-        self, request: worker_pb2.ReserveRequest, context: Context
-    ) -> worker_pb2.LandingLease:
+    async def Reserve(self, request: worker_pb2.ReserveRequest, context: Context) -> worker_pb2.LandingLease:
         event = self._reservation(request, context.time_remaining())
         grant, window_id = await self._service.reserve(event)
         return to_message(
@@ -67,18 +65,12 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             ttl_s=grant.ttl_s,
         )
 
-    async def Renew(
-        self, request: worker_pb2.RenewRequest, context: Context
-    ) -> worker_pb2.RenewReply:
+    async def Renew(self, request: worker_pb2.RenewRequest, context: Context) -> worker_pb2.RenewReply:
         lease_id = LeaseId(request.lease_id)
-        await self._service.renew(
-            events.LeaseRenewed(lease_id=lease_id, ttl_s=_ttl_s(request.ttl_s))
-        )
+        await self._service.renew(events.LeaseRenewed(lease_id=lease_id, ttl_s=_ttl_s(request.ttl_s)))
         return worker_pb2.RenewReply()
 
-    async def Commit(
-        self, request: worker_pb2.CommitRequest, context: Context
-    ) -> worker_pb2.CommitReply:
+    async def Commit(self, request: worker_pb2.CommitRequest, context: Context) -> worker_pb2.CommitReply:
         try:
             committed = request_from_wire(request)
         except ValueError as error:
@@ -100,15 +92,11 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             log.debug(text, len(committed.block_keys), request.transfer_s, extra=whose)
         return worker_pb2.CommitReply(corrupt=corrupt)
 
-    async def Release(
-        self, request: worker_pb2.ReleaseRequest, context: Context
-    ) -> worker_pb2.ReleaseReply:
+    async def Release(self, request: worker_pb2.ReleaseRequest, context: Context) -> worker_pb2.ReleaseReply:
         self._service.post(events.LeaseReleased(lease_id=LeaseId(request.lease_id)))
         return worker_pb2.ReleaseReply()
 
-    def _reservation(
-        self, request: worker_pb2.ReserveRequest, remaining_s: float | None
-    ) -> events.ReserveRequested:
+    def _reservation(self, request: worker_pb2.ReserveRequest, remaining_s: float | None) -> events.ReserveRequested:
         """Raises Incompatible or InvalidRequest."""
         self._require_same_fingerprint(request)
         try:
@@ -119,8 +107,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
             raise InvalidRequest("a reservation needs ids and at least one token")
         if len(keys) != request.num_tokens // self._zone.block_size:
             raise InvalidRequest(
-                f"{len(keys)} block keys for {request.num_tokens} tokens "
-                f"in blocks of {self._zone.block_size}",
+                f"{len(keys)} block keys for {request.num_tokens} tokens in blocks of {self._zone.block_size}",
                 request=request.request_id,
             )
         wait_s = MAX_WAIT_S if remaining_s is None else min(remaining_s, MAX_WAIT_S)

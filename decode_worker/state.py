@@ -48,9 +48,7 @@ class DecodeState:
         self._allotment.claims = self._claims
         self._landings = Landings(pool, limits, self._alarms, self.counters, self._allotment)
         self._keeping = Keeping(pool, limits.block_size, self.counters, keeping)
-        self._schedule = Schedule(
-            pool, limits, self._alarms, self.counters, self._allotment, self._keeping
-        )
+        self._schedule = Schedule(pool, limits, self._alarms, self.counters, self._allotment, self._keeping)
         self._tombstones = Tombstones()
         self._draining = False
         self._handlers = self._table()
@@ -119,18 +117,12 @@ class DecodeState:
         return {
             events.ReserveRequested: self._reserve,
             events.ReserveWithdrawn: lambda event, now, out: landings.withdraw(event.lease_id),
-            events.WindowClosed: lambda event, now, out: landings.window_closed(
-                event.lease_id, now
-            ),
+            events.WindowClosed: lambda event, now, out: landings.window_closed(event.lease_id, now),
             events.LeaseRenewed: landings.renew,
-            events.LeaseReleased: lambda event, now, out: landings.release(
-                event.lease_id, now, out
-            ),
+            events.LeaseReleased: lambda event, now, out: landings.release(event.lease_id, now, out),
             events.CommitRequested: self._commit,
             events.Verified: landings.verified,
-            events.StepDone: lambda event, now, out: self._schedule.step_done(
-                event.sampled, now, out
-            ),
+            events.StepDone: lambda event, now, out: self._schedule.step_done(event.sampled, now, out),
             events.StepFailed: lambda event, now, out: self._schedule.step_failed(event.error, out),
             events.StoreFound: lambda event, now, out: self._keeping.found(event),
             events.Kept: lambda event, now, out: self._keeping.kept(event, now),
@@ -204,9 +196,7 @@ class DecodeState:
             request = lease.commit.request
             deadline_at = lease.committed_at + request.timeout_s
             sequence = self._schedule.add(request, lease.blocks, deadline_at)
-            sequence.landed = Landed(
-                committed_at=lease.committed_at, transfer_s=lease.commit.transfer_s
-            )
+            sequence.landed = Landed(committed_at=lease.committed_at, transfer_s=lease.commit.transfer_s)
         self._landings.landed.clear()
 
     def _claims(self) -> Iterator[Holder]:

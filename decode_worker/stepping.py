@@ -76,9 +76,7 @@ class Stepping:
         finally:
             self._is_taken = False
 
-    async def _outcome(
-        self, step: Awaitable[list[Sampled | None]], slices: Slices
-    ) -> StepDone | StepFailed:
+    async def _outcome(self, step: Awaitable[list[Sampled | None]], slices: Slices) -> StepDone | StepFailed:
         try:
             return StepDone(sampled=await step)
         except MoonserveError as error:

@@ -91,9 +91,7 @@ class StoreAccess:
     async def _checksums(self, action: KeepBlocks) -> tuple[int, ...]:
         unknown = [item.block for item in action.blocks if item.checksum is None]
         made = iter(await self._verifier.checksums(unknown))
-        return tuple(
-            next(made) if item.checksum is None else item.checksum for item in action.blocks
-        )
+        return tuple(next(made) if item.checksum is None else item.checksum for item in action.blocks)
 
 
 def _now() -> float:

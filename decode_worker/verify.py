@@ -48,11 +48,7 @@ class BlockVerifier:
 
     def corrupt(self, blocks: Sequence[LandedBlock]) -> tuple[int, ...]:
         """Indexes of the blocks whose content does not match."""
-        return tuple(
-            block.index
-            for block in blocks
-            if self.checksum(block.block, block.num_tokens) != block.checksum
-        )
+        return tuple(block.index for block in blocks if self.checksum(block.block, block.num_tokens) != block.checksum)
 
     async def examine(self, blocks: Sequence[LandedBlock]) -> Verdict:
         """`verdict`, in another thread where that is worth it."""
@@ -65,9 +61,7 @@ class BlockVerifier:
         if not any(block.part_layers for block in blocks):
             return Verdict(self.corrupt(blocks))
         found = [self._examine(block) for block in blocks]
-        bad = (
-            block.index for block, (is_good, _) in zip(blocks, found, strict=True) if not is_good
-        )
+        bad = (block.index for block, (is_good, _) in zip(blocks, found, strict=True) if not is_good)
         return Verdict(tuple(bad), tuple(whole for _, whole in found))
 
     def _examine(self, block: LandedBlock) -> tuple[bool, int]:

@@ -32,9 +32,7 @@ class DecodeWorker(Worker):
     service: DecodeService
     service_type: type[DecodeService] = DecodeService
 
-    def __init__(
-        self, config: DecodeConfig, equipment: Equipment, *, earlier: BlockPool | None = None
-    ) -> None:
+    def __init__(self, config: DecodeConfig, equipment: Equipment, *, earlier: BlockPool | None = None) -> None:
         self._options = config
         self._allocations = allocation_histogram()
         super().__init__(config, equipment, earlier=earlier)

@@ -48,9 +48,7 @@ class ServeConfig(
 ):
     """A whole cluster on this machine."""
 
-    model: str | None = option(
-        None, help="local Hugging Face folder or hub name; the demo model when not given"
-    )
+    model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
     host: str = option("127.0.0.1", help="address of the HTTP endpoint")
     port: int = option(8000, help="port of the HTTP endpoint")
     served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
@@ -115,9 +113,7 @@ class ServeConfig(
         help="share of each GPU's memory that its workers may take together, weights and all",
     )
     dram: int = _of(StoreConfig, "dram", help="bytes of KV per store node")
-    eviction_policy: str = _of(
-        StoreConfig, "eviction_policy", help="which KV leaves a store node first"
-    )
+    eviction_policy: str = _of(StoreConfig, "eviction_policy", help="which KV leaves a store node first")
     ssd: str | None = option(
         None,
         help="folder and bytes of a disk for cold KV of each store node, as /mnt/kv:64GiB; with "
@@ -140,9 +136,7 @@ class ServeConfig(
     zero_kv_blocks: bool = _of(PrefillConfig, "zero_kv_blocks")
     store_writes: str = _of(PrefillConfig, "store_writes")
     enable_chunked_prefill: bool = _of(PrefillConfig, "enable_chunked_prefill")
-    scheduling_policy: str = _of(
-        PrefillConfig, "scheduling_policy", help="order of a prefill worker's queue"
-    )
+    scheduling_policy: str = _of(PrefillConfig, "scheduling_policy", help="order of a prefill worker's queue")
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
     )
@@ -188,9 +182,7 @@ class ServeConfig(
         RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         if self.ssd_sync_interval_s < 0 or self.ssd_flush_s < 0:
             raise ConfigError("--ssd-sync-interval-s and --ssd-flush-s must not be negative")
-        StoreConfig(
-            instance_id="store", dram=self.dram, ssd=self.ssd, tenant_quota=self.tenant_quota
-        )
+        StoreConfig(instance_id="store", dram=self.dram, ssd=self.ssd, tenant_quota=self.tenant_quota)
         for is_wrong, message in (*self._out_of_range(), *self._excluded()):
             if is_wrong:
                 raise ConfigError(message)

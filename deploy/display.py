@@ -29,9 +29,7 @@ class Display:
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._children: list[Child] = []
         self._shown: dict[str, str] = {}  # stage already printed, per instance
-        self._live = Live(
-            console=self._console, auto_refresh=False, get_renderable=self._table, transient=True
-        )
+        self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._table, transient=True)
 
     def follow(self, children: list[Child]) -> None:
         """Shows these processes from now on; the list may grow."""
@@ -71,9 +69,7 @@ class Display:
             '-d \'{"prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0.7}\'',
             markup=False,
         )
-        self._print(
-            f"Ctrl-C stops everything; kill -USR1 {os.getpid()} restarts it while it serves."
-        )
+        self._print(f"Ctrl-C stops everything; kill -USR1 {os.getpid()} restarts it while it serves.")
 
     def show_restarted(self, outcome: str) -> None:
         """A rolling restart ended."""

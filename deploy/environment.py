@@ -12,9 +12,7 @@ from models import demo_model_path
 from protocol.config import ENV_PREFIX
 
 
-def child_environment(
-    inherited: Mapping[str, str], cluster_token: str, num_threads: int
-) -> dict[str, str]:
+def child_environment(inherited: Mapping[str, str], cluster_token: str, num_threads: int) -> dict[str, str]:
     """What a launcher was given itself, without moonserve's own variables, which are for the launcher and reach the
     others as flags. `num_threads`: of a worker."""
     foreign = {k: v for k, v in inherited.items() if not k.startswith(ENV_PREFIX)}

@@ -134,9 +134,7 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     common = ArgumentParser(add_help=False)
     common.add_argument("--file", default=environ.get(FILE_ENV), help=f"of keys; or {FILE_ENV}")
     common.add_argument("--in-registry", action="store_true", help="the keys are in the registry")
-    common.add_argument(
-        "--registry", default=environ.get(REGISTRY_ENV), help=f"redis://…; or {REGISTRY_ENV}"
-    )
+    common.add_argument("--registry", default=environ.get(REGISTRY_ENV), help=f"redis://…; or {REGISTRY_ENV}")
     common.add_argument("--json", action="store_true", help="print JSON")
     about = ArgumentParser(add_help=False)
     about.add_argument("--tenant", default="", help="whose key it is; nobody's in particular else")
@@ -150,7 +148,5 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     verbs.add_parser("list", parents=[common], help="whose keys there are, and their limits")
     revoke = verbs.add_parser("revoke", parents=[common], help="a key counts no more")
     revoke.add_argument("key_id", help="as `list` shows it")
-    verbs.add_parser(
-        "hash", parents=[common, about], help="the record of a key that standard input has"
-    )
+    verbs.add_parser("hash", parents=[common, about], help="the record of a key that standard input has")
     return parser

@@ -89,9 +89,7 @@ class Site:
         return {} if self.host is None else {"host": self.host}
 
 
-def conductor_spec(
-    config: ServeConfig, port: str = "0", number: int = 0, site: Site | None = None
-) -> ProcessSpec:
+def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0, site: Site | None = None) -> ProcessSpec:
     """A process that must be ready before the others can be told its address, unless `port` says it."""
     instance_id = "conductor" if config.conductors == 1 else f"conductor-{number}"
     listening = {} if site is None else site.listening
@@ -171,9 +169,7 @@ def worker_spec(
     return replace(spec, nice=config.worker_nice, stop_grace_s=site.stop_grace_s)
 
 
-def gateway_spec(
-    config: ServeConfig, site: Site, instance_id: str, listener: int | None = None
-) -> ProcessSpec:
+def gateway_spec(config: ServeConfig, site: Site, instance_id: str, listener: int | None = None) -> ProcessSpec:
     """Its address is the endpoint's, wherever it runs. `listener`: as of `deploy.ports.HeldPort`."""
     names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
     values = {

@@ -59,8 +59,7 @@ def _bind(made: socket.socket, host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}; "
-            "stop what uses it or choose another with --port"
+            f"cannot listen on {host}:{port}: {reason}; stop what uses it or choose another with --port"
         ) from error
 
 

@@ -26,9 +26,7 @@ _POLL_S = 0.1
 _CALL_TIMEOUT_S = 5.0
 
 
-async def instances(
-    conductors: Conductors, timeout_s: float = _CALL_TIMEOUT_S
-) -> list[conductor_pb2.InstanceView]:
+async def instances(conductors: Conductors, timeout_s: float = _CALL_TIMEOUT_S) -> list[conductor_pb2.InstanceView]:
     """The members of the cluster, of whichever conductor leads. Raises MoonserveError when none answers."""
     request = conductor_pb2.GetClusterRequest()
     view = await conductors.call(lambda stub: stub.GetCluster, request, timeout_s=timeout_s)
@@ -38,9 +36,7 @@ async def instances(
 class RollingRestart:
     """The next process goes when the one before is back where requests find it, so that at most one is missing."""
 
-    def __init__(
-        self, supervisor: Supervisor, conductor_addresses: str, channels: Callable[[], Channels]
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, conductor_addresses: str, channels: Callable[[], Channels]) -> None:
         """`channels`: fresh ones to the conductors, for one restart."""
         self._supervisor = supervisor
         self._addresses = conductor_addresses
@@ -52,9 +48,7 @@ class RollingRestart:
         channels = self._channels()
         try:
             conductors = Conductors(channels, self._addresses)
-            order = sorted(
-                self._supervisor.children, key=lambda child: RESTART_ORDER.index(child.spec.kind)
-            )
+            order = sorted(self._supervisor.children, key=lambda child: RESTART_ORDER.index(child.spec.kind))
             for child in order:
                 before = await _known(conductors)
                 log.info("restarting %s", child.spec.instance_id)
@@ -90,9 +84,7 @@ async def _known(conductors: Conductors) -> dict[str, int]:
                 await asyncio.sleep(_POLL_S)
             return members
     except TimeoutError:
-        raise NoWorker(
-            f"no conductor said within {BACK_WITHIN_S:.0f} s who is in the cluster"
-        ) from None
+        raise NoWorker(f"no conductor said within {BACK_WITHIN_S:.0f} s who is in the cluster") from None
 
 
 async def _epochs(conductors: Conductors) -> dict[str, int]:

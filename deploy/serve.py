@@ -114,9 +114,7 @@ async def _start(
     ledger: Path,
     listener: int | None,
 ) -> None:
-    conductors = await supervisor.start(
-        [conductor_spec(config, number=number) for number in range(config.conductors)]
-    )
+    conductors = await supervisor.start([conductor_spec(config, number=number) for number in range(config.conductors)])
     addresses = [conductor.facts["rpc"] for conductor in conductors]
     for number, (conductor, address) in enumerate(zip(conductors, addresses, strict=True)):
         # A restarted conductor must be found where the others look for it.
@@ -147,9 +145,7 @@ def _log_dir(config: ServeConfig) -> Path:
         for old in path.glob("*.log"):
             old.replace(old.with_suffix(".log.1"))
     except OSError as error:
-        raise ConfigError(
-            f"cannot write logs to {path}: {error.strerror}; see --log-dir"
-        ) from error
+        raise ConfigError(f"cannot write logs to {path}: {error.strerror}; see --log-dir") from error
     return path
 
 

@@ -83,9 +83,7 @@ class ModelConfig:
         if wish == "auto":
             return dtype
         if wish in DTYPE_BYTES and wish != dtype:
-            raise ConfigError(
-                f"KV in {wish} with a model in {dtype}: KV that is not quantised has the model's dtype"
-            )
+            raise ConfigError(f"KV in {wish} with a model in {dtype}: KV that is not quantised has the model's dtype")
         return wish
 
 
@@ -124,9 +122,7 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         first = fields.count("max_window_layers", default=28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(layer_types) != num_layers:
-        raise fields.error(
-            f"layer_types names {len(layer_types)} layers, num_hidden_layers says {num_layers}"
-        )
+        raise fields.error(f"layer_types names {len(layer_types)} layers, num_hidden_layers says {num_layers}")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
@@ -171,8 +167,7 @@ def load_model_config(path: Path) -> ModelConfig:
     vocab_size = fields.count("vocab_size")
     max_positions = fields.count("max_position_embeddings", default=family.default_positions)
     qkv_bias, o_bias, mlp_bias = (
-        fields.flag(each, default=False) if isinstance(each, str) else each
-        for each in family.biases
+        fields.flag(each, default=False) if isinstance(each, str) else each for each in family.biases
     )
     _require_silu(fields)
     return ModelConfig(
@@ -221,9 +216,7 @@ def _architecture(fields: Fields) -> str:
         if name in _FAMILIES:
             return name
     found = ", ".join(names) or "none (the field `architectures` is missing)"
-    raise fields.error(
-        f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+    raise fields.error(f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
 
 
 def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int) -> int:
@@ -246,9 +239,7 @@ def _num_kv_heads(fields: Fields, family: _Family, num_heads: int) -> int:
     given = fields.optional_count(name) if fields.has(name) else family.default_kv_heads
     num_kv_heads = given or num_heads
     if num_heads % num_kv_heads:
-        raise fields.error(
-            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
-        )
+        raise fields.error(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     return num_kv_heads
 
 
@@ -293,9 +284,7 @@ def resolve_model(name_or_path: str) -> Path:
     if path.exists():
         raise ConfigError(f"model {name_or_path} is a file; give the folder that holds config.json")
     if not _REPOSITORY.fullmatch(name_or_path):
-        raise ConfigError(
-            f"model {name_or_path} is neither a folder nor a hub name like organisation/name"
-        )
+        raise ConfigError(f"model {name_or_path} is neither a folder nor a hub name like organisation/name")
     return _download(name_or_path)
 
 

@@ -72,9 +72,7 @@ class BegunStep:
     def row_of(self, request_id: RequestId) -> int:
         """Which of the tokens is the request's. Raises InvalidRequest where the step sampled none for it."""
         if request_id not in self._request_ids:
-            raise InvalidRequest(
-                "the step before sampled no token for it to follow", request=request_id
-            )
+            raise InvalidRequest("the step before sampled no token for it to follow", request=request_id)
         return self._request_ids.index(request_id)
 
     def _drawn(self) -> Sequence[Sampled]:
@@ -110,9 +108,7 @@ def with_history(slices: Sequence[Slice], before: BegunStep) -> list[Slice]:
     """Where sampling looks at a sequence's tokens, and the last one may not be among them yet, with it. Such a token is
     on the host already: it was sampled there, for the same reason."""
     return [
-        replace(
-            piece, token_ids=[*piece.token_ids[: piece.start], before.token_of(piece.request_id)]
-        )
+        replace(piece, token_ids=[*piece.token_ids[: piece.start], before.token_of(piece.request_id)])
         if piece.follows and (piece.sampling.needs_history or piece.sampling.grammar)
         else piece
         for piece in slices

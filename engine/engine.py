@@ -155,9 +155,7 @@ class Engine:
         model = with_graphs(plain, config, pool)
         identity = make_fingerprint(weights.digest, layout, dtype)
         outside = memory if is_staged else None
-        grammars = GrammarMasks(
-            model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
-        )
+        grammars = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
         return cls(config, model, backend, pool, identity, own, team, outside, grammars)
 
     @property
@@ -215,9 +213,7 @@ class Engine:
         masks = None if self.grammars is None else self.grammars.begin(sampling)
         with torch.inference_mode():
             step = self._builder.build(ordered, hidden)
-            dirty = (
-                self._builder.find_dirty(ordered) if self._attention.reads_whole_blocks else None
-            )
+            dirty = self._builder.find_dirty(ordered) if self._attention.reads_whole_blocks else None
             with self._hooks(ordered, on_layer, before_attention) as hook:
                 if self._leading is None:
                     output = self.run(step, dirty, hook)
@@ -288,9 +284,7 @@ def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
     return call
 
 
-def _require_possible(
-    layout: KvLayout, stage: Stage, team: Team | None, *, apart: bool, triton: bool
-) -> None:
+def _require_possible(layout: KvLayout, stage: Stage, team: Team | None, *, apart: bool, triton: bool) -> None:
     """Raises ConfigError for what does not go together. `apart`: the KV is in memory of a device's own."""
     if stage.size > 1 and apart:
         raise ConfigError("a pipeline's stages compute on CPUs: --device cpu")

@@ -100,18 +100,12 @@ class GrammarMasks:
             if token_id not in piece.sampling.stop_token_ids:  # it would end nothing
                 mask[token_id] = False
         if not mask.any():
-            return Allowed(
-                mask=None, failure="the answer is complete, and no stop token may end it"
-            )
+            return Allowed(mask=None, failure="the answer is complete, and no stop token may end it")
         return Allowed(mask=mask)
 
     def _follow(self, request_id: RequestId, grammar: str, generated: list[int]) -> _Follower:
         follower = self._followers.get(request_id)
-        if (
-            follower is None
-            or follower.grammar != grammar
-            or generated[: len(follower.read)] != follower.read
-        ):
+        if follower is None or follower.grammar != grammar or generated[: len(follower.read)] != follower.read:
             matcher = self._grammars.start(grammar)
             follower = _Follower(matcher=matcher, grammar=grammar, used_in=self._num_steps)
             self._followers[request_id] = follower

@@ -115,9 +115,7 @@ class KvPool:
         """Elements of a piece from a slot to the next one; where it is quantised, bytes."""
         return self.layout.token_bytes // self.keys[0].element_size()
 
-    def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores K and V `[tokens, kv_heads, head_dim]` at `slots` [tokens]."""
         if self._code is not None:
             keys, values = quantise(keys, self._code), quantise(values, self._code)

@@ -91,9 +91,7 @@ def shards(config: ModelConfig, size: int) -> tuple[Shard, ...]:
         ("intermediate_size", config.intermediate_size),
     ):
         if count % size:
-            raise ConfigError(
-                f"--tensor-parallel-size {size} does not divide the model's {what} of {count}"
-            )
+            raise ConfigError(f"--tensor-parallel-size {size} does not divide the model's {what} of {count}")
     return tuple(_shard(config, rank, size) for rank in range(size))
 
 

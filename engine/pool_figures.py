@@ -88,9 +88,7 @@ def pool_collector(pool: Callable[[], BlockPool]) -> LoopCollector:
     def collect() -> Iterator[Metric]:
         now = pool()
         for event, count in (("allocated", now.num_allocated), ("evicted", now.num_evicted)):
-            yield CounterMetricFamily(
-                f"moonserve_pool_{event}_blocks", f"KV blocks {event}.", value=count
-            )
+            yield CounterMetricFamily(f"moonserve_pool_{event}_blocks", f"KV blocks {event}.", value=count)
         yield CounterMetricFamily(
             "moonserve_pool_refusals",
             "Allocations for which there were not enough blocks.",

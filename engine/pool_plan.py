@@ -84,11 +84,7 @@ def _max_model_len(config: ReplicaConfig, model: ModelConfig, pool_tokens: int, 
     if wish is None:
         return min(model.max_position_embeddings, pool_tokens)
     if wish > model.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {wish} exceeds the model's {model.max_position_embeddings} positions"
-        )
+        raise ConfigError(f"--max-model-len {wish} exceeds the model's {model.max_position_embeddings} positions")
     if wish > pool_tokens:
-        raise ConfigError(
-            f"--max-model-len {wish} exceeds the {pool_tokens} tokens that {room.option} holds"
-        )
+        raise ConfigError(f"--max-model-len {wish} exceeds the {pool_tokens} tokens that {room.option} holds")
     return wish

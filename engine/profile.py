@@ -97,18 +97,14 @@ def measure(
     return PrefillProfile(**prefill), DecodeProfile(**decode)
 
 
-def measure_cached(
-    engine: Engine, folder: Path, *, chunk_tokens: int
-) -> tuple[PrefillProfile, DecodeProfile]:
+def measure_cached(engine: Engine, folder: Path, *, chunk_tokens: int) -> tuple[PrefillProfile, DecodeProfile]:
     """The measurement kept in `folder` for this engine on this machine, or a new one, kept there if it can be."""
     path = folder / f"{_identity(engine, chunk_tokens)}.json"
     kept = _read(path)
     if kept is None:
         # All workers of a host start, and measure, at the same time: the time of others is not to be kept for good.
         # Beside a GPU, and where several threads work, processor time says nothing.
-        is_alone = (
-            torch.get_num_threads() == 1 and engine.team is None and engine.device.type == "cpu"
-        )
+        is_alone = torch.get_num_threads() == 1 and engine.team is None and engine.device.type == "cpu"
         clock = time.process_time if is_alone else time.perf_counter
         kept = measure(engine, chunk_tokens=chunk_tokens, clock=clock)
         _write(path, kept)
@@ -118,9 +114,7 @@ def measure_cached(
 # -- measuring
 
 
-def prefill_points(
-    engine: Engine, grid: Grid, clock: Clock, deadline: float
-) -> Sequence[PrefillPoint]:
+def prefill_points(engine: Engine, grid: Grid, clock: Clock, deadline: float) -> Sequence[PrefillPoint]:
     """Prompts of the grid, shortest first, as many as are done by `deadline` of `clock()`. Overwrites the pool."""
     shapes = [
         (num_tokens, min(int(num_tokens * share), num_tokens - 1))
@@ -132,20 +126,14 @@ def prefill_points(
     return [PrefillPoint(*shape, seconds) for shape, seconds in zip(shapes, times, strict=False)]
 
 
-def decode_points(
-    engine: Engine, grid: Grid, clock: Clock, deadline: float
-) -> Sequence[DecodePoint]:
+def decode_points(engine: Engine, grid: Grid, clock: Clock, deadline: float) -> Sequence[DecodePoint]:
     """Steps of the grid, shortest contexts first, as many as are done by `deadline`. Overwrites the pool."""
     shapes = [
         (batch, context)
         for context, batch in itertools.product(grid.contexts, grid.batches)
-        if engine.layout.blocks_for(context) * batch <= engine.num_blocks
-        and context <= _longest(engine)
+        if engine.layout.blocks_for(context) * batch <= engine.num_blocks and context <= _longest(engine)
     ]
-    steps = (
-        [[_slice(engine, row, c - 1, c, num_prompt_tokens=c - 1) for row in range(b)]]
-        for b, c in shapes
-    )
+    steps = ([[_slice(engine, row, c - 1, c, num_prompt_tokens=c - 1) for row in range(b)]] for b, c in shapes)
     times = _time(engine, steps, grid.runs, clock, deadline)
     return [DecodePoint(b, b * c, t) for (b, c), t in zip(shapes, times, strict=False)]
 
@@ -154,9 +142,7 @@ def _longest(engine: Engine) -> int:
     return min(engine.num_blocks * engine.layout.block_size, engine.config.max_position_embeddings)
 
 
-def _chunks(
-    engine: Engine, cached: int, num_tokens: int, chunk_tokens: int | None
-) -> Iterator[Sequence[Slice]]:
+def _chunks(engine: Engine, cached: int, num_tokens: int, chunk_tokens: int | None) -> Iterator[Sequence[Slice]]:
     """The steps that a prefill worker runs for this prompt alone."""
     size = chunk_tokens or num_tokens
     for start in range(cached, num_tokens, size):
@@ -187,9 +173,7 @@ def _slice(
     )
 
 
-def _time(
-    engine: Engine, works: Iterable[_Steps], runs: int, clock: Clock, deadline: float
-) -> Sequence[float]:
+def _time(engine: Engine, works: Iterable[_Steps], runs: int, clock: Clock, deadline: float) -> Sequence[float]:
     """Seconds that each of the first works takes, the median of `runs`. The runs of one are far apart, so that a busy
     neighbour disturbs one of each and not all of one; the first, unmeasured, tells how many works there is time for."""
     share_s = (deadline - clock()) / (runs + 1)

@@ -68,9 +68,7 @@ class Replica:
     def vocab_size(self) -> int:
         return self.thread.engine.config.vocab_size
 
-    def registration(
-        self, endpoint: Endpoint, role: common_pb2.Role.ValueType
-    ) -> conductor_pb2.RegisterRequest:
+    def registration(self, endpoint: Endpoint, role: common_pb2.Role.ValueType) -> conductor_pb2.RegisterRequest:
         """What a worker says of itself to the conductor."""
         prefill, decode = self.profiles
         return conductor_pb2.RegisterRequest(
@@ -131,9 +129,7 @@ async def loaded_replica(
 
 
 @contextlib.asynccontextmanager
-async def _other_ranks(
-    config: ReplicaConfig, lifecycle: Lifecycle
-) -> AsyncIterator[RankProcesses | None]:
+async def _other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncIterator[RankProcesses | None]:
     if config.tensor_parallel_size == 1:
         yield None
         return
@@ -167,9 +163,7 @@ async def load_replica(
     if others is not None:
         assert memory.memory is not None
         team = await others.start(model, num_blocks=plan.num_blocks, pool_fd=memory.memory.fd)
-    thread = await asyncio.to_thread(
-        _load, path, model, config, plan, device, memory.buffer, lifecycle.progress, team
-    )
+    thread = await asyncio.to_thread(_load, path, model, config, plan, device, memory.buffer, lifecycle.progress, team)
     if others is not None:
         await others.join(thread.engine)
     profiles = conductor_pb2.PrefillProfile(), conductor_pb2.DecodeProfile()

@@ -36,9 +36,7 @@ class FormatConfig:
         "(docs/kv-dtypes.md)",
         choices=("auto", *KV_DTYPES),
     )
-    load_format: str = option(
-        "auto", help="dummy = random weights, for measuring", choices=("auto", "dummy")
-    )
+    load_format: str = option("auto", help="dummy = random weights, for measuring", choices=("auto", "dummy"))
     block_size: int = option(32, help="tokens per KV block")
     kernels: str = option(
         "auto",
@@ -83,9 +81,7 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         0.0,
         help="share of the KV that is kept free of new requests of priority 0 and above, for those below 0",
     )
-    zero_kv_blocks: bool = option(
-        False, help="clear the memory of KV blocks before another request gets them"
-    )
+    zero_kv_blocks: bool = option(False, help="clear the memory of KV blocks before another request gets them")
     num_threads: int = option(1, help="compute threads")
     tensor_parallel_size: int = option(
         1,
@@ -96,22 +92,16 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
         None,
         help="folder that keeps compiled kernels and measured speeds; ~/.cache/moonserve when not given",
     )
-    drain_timeout_s: float = option(
-        5.0, help="seconds that requests may take to finish when the worker stops"
-    )
+    drain_timeout_s: float = option(5.0, help="seconds that requests may take to finish when the worker stops")
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def __post_init__(self) -> None:
-        require_at_least_1(
-            self, "block_size", "max_num_seqs", "num_threads", "tensor_parallel_size"
-        )
+        require_at_least_1(self, "block_size", "max_num_seqs", "num_threads", "tensor_parallel_size")
         self._require_threads()
         self.check_ledger()
         require_share(self.gpu_memory_utilization)
         if not 0.0 <= self.reserved_kv_share < 1.0:
-            raise ConfigError(
-                f"--reserved-kv-share is a share from 0 to below 1, not {self.reserved_kv_share}"
-            )
+            raise ConfigError(f"--reserved-kv-share is a share from 0 to below 1, not {self.reserved_kv_share}")
         if self.zero_kv_blocks and self.num_stages > 1:
             raise ConfigError("--zero-kv-blocks does not go with --pipeline-parallel-size above 1")
         if self.device in (CUDA, STAGED):
@@ -162,9 +152,7 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
 def require_share(utilization: float) -> None:
     """Raises ConfigError unless it is a share of memory."""
     if not 0.0 < utilization <= 1.0:
-        raise ConfigError(
-            f"--gpu-memory-utilization is a share above 0 and up to 1, not {utilization}"
-        )
+        raise ConfigError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {utilization}")
 
 
 def cache_folder_of(config: ReplicaConfig) -> Path:

@@ -69,9 +69,7 @@ def _given(fields: Fields) -> Fields | None:
         if given is not None and not given.is_empty:
             per_layer = given.objects()
             if per_layer:
-                raise given.error(
-                    f"one rope for each kind of layer ({', '.join(per_layer)}) is not supported"
-                )
+                raise given.error(f"one rope for each kind of layer ({', '.join(per_layer)}) is not supported")
             return given
     return None
 
@@ -87,9 +85,7 @@ def _require_whole_heads(given: Fields, fields: Fields, rope_type: str) -> None:
 def _rope_type(given: Fields) -> str:
     rope_type = given.text("rope_type", default=given.text("type", default="default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise given.error(
-            f"rope type {rope_type!r} is not supported, only {', '.join(SUPPORTED_ROPE_TYPES)}"
-        )
+        raise given.error(f"rope type {rope_type!r} is not supported, only {', '.join(SUPPORTED_ROPE_TYPES)}")
     return rope_type
 
 

@@ -39,9 +39,7 @@ class EngineThread:
         """`Engine.execute` in the engine's thread, where what it is given is called too. A step cannot be interrupted:
         when the caller is cancelled this waits for the step's end before it re-raises, so that blocks the step writes
         to are never released under it."""
-        step = partial(
-            self.engine.execute, slices, on_layer, before_attention=before_attention, hidden=hidden
-        )
+        step = partial(self.engine.execute, slices, on_layer, before_attention=before_attention, hidden=hidden)
         return await uninterrupted(self._executor, step)
 
     async def begin(self, slices: Sequence[Slice]) -> BegunStep:

@@ -94,18 +94,14 @@ def _is_plain(piece: Slice) -> bool:
     return is_greedy and sampling.num_logprobs is None and not _is_adjusted(piece)
 
 
-def _choose(
-    logits: torch.Tensor, slices: Sequence[Slice], masks: Sequence[Mask | None]
-) -> list[int]:
+def _choose(logits: torch.Tensor, slices: Sequence[Slice], masks: Sequence[Mask | None]) -> list[int]:
     adjusted = [row for row, piece in enumerate(slices) if _is_adjusted(piece)]
     if adjusted:
         logits = logits.clone()
         for row in adjusted:
             adjust(logits[row].numpy(), slices[row], masks[row])
     token_ids = _best(logits)
-    random = [
-        row for row, piece in enumerate(slices) if piece.sampling.temperature > GREEDY_TEMPERATURE
-    ]
+    random = [row for row, piece in enumerate(slices) if piece.sampling.temperature > GREEDY_TEMPERATURE]
     if random:
         weights = _weights(logits, random, slices)
         for row, row_weights in zip(random, weights, strict=True):
@@ -120,9 +116,7 @@ def _best(logits: torch.Tensor) -> list[int]:
     return token_ids
 
 
-def _weights(
-    logits: torch.Tensor, rows: Sequence[int], slices: Sequence[Slice]
-) -> npt.NDArray[np.float32]:
+def _weights(logits: torch.Tensor, rows: Sequence[int], slices: Sequence[Slice]) -> npt.NDArray[np.float32]:
     """Probabilities at each row's temperature."""
     temperatures = torch.tensor([[slices[row].sampling.temperature] for row in rows])
     chosen = logits if len(rows) == len(slices) else logits[list(rows)]
@@ -175,14 +169,11 @@ def _completing(piece: Slice) -> list[int]:
     return [
         word[-1]
         for word in piece.sampling.bad_words
-        if len(word) <= len(output) + 1
-        and tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
+        if len(word) <= len(output) + 1 and tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
     ]
 
 
-def _penalize(
-    row: Row, history: npt.NDArray[np.int64], num_prompt_tokens: int, sampling: SamplingParams
-) -> None:
+def _penalize(row: Row, history: npt.NDArray[np.int64], num_prompt_tokens: int, sampling: SamplingParams) -> None:
     """Repetition over prompt and output, presence and frequency over the output only."""
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(history)
@@ -190,9 +181,7 @@ def _penalize(
         penalty = np.float32(sampling.repetition_penalty)
         row[seen] = np.where(values > 0, values / penalty, values * penalty)
     tokens, counts = np.unique(history[num_prompt_tokens:], return_counts=True)
-    row[tokens] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(
-        np.float32
-    )
+    row[tokens] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
 
 
 # -- choosing at random
@@ -263,9 +252,7 @@ def _is_top_p_alone(sampling: SamplingParams) -> bool:
 # -- reporting
 
 
-def _logprobs(
-    logits: torch.Tensor, slices: Sequence[Slice], token_ids: Sequence[int]
-) -> list[Logprobs | None]:
+def _logprobs(logits: torch.Tensor, slices: Sequence[Slice], token_ids: Sequence[int]) -> list[Logprobs | None]:
     found: list[Logprobs | None] = [None] * len(slices)
     rows = [row for row, piece in enumerate(slices) if piece.sampling.num_logprobs is not None]
     if not rows:
@@ -317,9 +304,7 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[Slice]) -> torch.Tensor
 
 
 def _score(logits: torch.Tensor, piece: Slice, num_top: int) -> PromptLogprobs:
-    targets = torch.tensor(
-        list(piece.token_ids[piece.start + 1 : piece.start + 1 + len(logits)]), dtype=torch.int64
-    )
+    targets = torch.tensor(list(piece.token_ids[piece.start + 1 : piece.start + 1 + len(logits)]), dtype=torch.int64)
     wanted, num_found = targets.to(logits.device), min(num_top, logits.shape[1])
     runs = [
         _score_rows(logits[at : at + _ROWS_AT_ONCE], wanted[at : at + _ROWS_AT_ONCE], num_found)

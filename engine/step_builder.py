@@ -54,8 +54,7 @@ class StepBuilder:
         known = piece.end if piece.follows else len(piece.token_ids)
         if not 0 <= piece.start < piece.end <= min(known, capacity):
             raise InvalidRequest(
-                f"slice [{piece.start}, {piece.end}) of {len(piece.token_ids)} tokens "
-                f"in blocks for {capacity}",
+                f"slice [{piece.start}, {piece.end}) of {len(piece.token_ids)} tokens in blocks for {capacity}",
                 request=piece.request_id,
             )
         if piece.sampling.grammar and not self._knows_grammars:
@@ -76,9 +75,7 @@ class StepBuilder:
             spans.append(Span(piece.start, piece.end, blocks, piece.num_prompt_tokens))
             if piece.num_tokens == 1:  # one array would cost more than all of this
                 block = piece.block_table[piece.start // block_size]
-                token_ids.append(
-                    0 if piece.follows and on_device is not None else self._first_token(piece)
-                )
+                token_ids.append(0 if piece.follows and on_device is not None else self._first_token(piece))
                 positions.append(piece.start)
                 slots.append(block * block_size + piece.start % block_size)
                 continue
@@ -106,9 +103,7 @@ class StepBuilder:
             raise InvalidRequest("it follows no step", request=piece.request_id)
         return self.before.token_of(piece.request_id)
 
-    def _fed(
-        self, slices: Sequence[Slice], following: Sequence[int], on_device: torch.Tensor
-    ) -> Fed:
+    def _fed(self, slices: Sequence[Slice], following: Sequence[int], on_device: torch.Tensor) -> Fed:
         """Tokens that the step begun before has on the device."""
         assert self.before is not None, "somebody has them"
         ends = np.cumsum([piece.num_tokens for piece in slices])
@@ -126,9 +121,7 @@ class StepBuilder:
     def _check_vocabulary(self, tokens: torch.Tensor) -> None:
         low, high = (int(bound) for bound in tokens.aminmax())
         if low < 0 or high >= self._vocab_size:
-            raise InvalidRequest(
-                f"token ids from {low} to {high} do not fit a vocabulary of {self._vocab_size}"
-            )
+            raise InvalidRequest(f"token ids from {low} to {high} do not fit a vocabulary of {self._vocab_size}")
 
     def rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
         """The first rows [tokens, hidden_size] of somebody's memory."""

@@ -162,9 +162,7 @@ class _Part:
         return slice(self.own.start, self.own.stop)
 
 
-def _allocate_layer(
-    config: ModelConfig, dtype: torch.dtype, layer: int, places: _Places, shard: Shard
-) -> LayerWeights:
+def _allocate_layer(config: ModelConfig, dtype: torch.dtype, layer: int, places: _Places, shard: Shard) -> LayerWeights:
     def plain(name: str, size: int, columns: _Part | None = None) -> torch.Tensor:
         shape = [size] if columns is None else [size, len(columns.own)]
         tensor = torch.empty(shape, dtype=dtype)
@@ -174,9 +172,7 @@ def _allocate_layer(
         places[f"model.layers.{layer}.{name}"] = [place]
         return tensor
 
-    def fused(
-        module: str, names: Sequence[str], kind: str, rows: Sequence[_Part], *columns: int
-    ) -> torch.Tensor:
+    def fused(module: str, names: Sequence[str], kind: str, rows: Sequence[_Part], *columns: int) -> torch.Tensor:
         sizes = [len(part.own) for part in rows]
         tensor = torch.empty((sum(sizes), *columns), dtype=dtype)
         for name, part, view in zip(names, rows, torch.split(tensor, sizes), strict=True):
@@ -304,9 +300,7 @@ def _check(
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     missing = [name for name in places if name not in stored]
     unexpected = [
-        name
-        for name in stored
-        if name not in places and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
+        name for name in stored if name not in places and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
     ]
     misshapen = [
         f"{name} {stored[name].get_shape()} instead of {own[0].shape}"

@@ -13,9 +13,7 @@ from protocol import process
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the gateway until it is told to stop; the exit code."""
-    return process.main(
-        GatewayConfig, serve, argv, prog="moonserve gateway", loop_factory=uvloop.new_event_loop
-    )
+    return process.main(GatewayConfig, serve, argv, prog="moonserve gateway", loop_factory=uvloop.new_event_loop)
 
 
 if __name__ == "__main__":

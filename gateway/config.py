@@ -56,12 +56,8 @@ class ClientConfig:
         help="how the model writes tool calls; auto = as its chat template shows",
         choices=("auto", "none", *FORMATS),
     )
-    enable_auto_tool_choice: bool = option(
-        True, help="let the model choose whether to call tools (tool_choice auto)"
-    )
-    max_body_bytes: int = option(
-        8 * 2**20, help="longest request body that is accepted", unit="bytes"
-    )
+    enable_auto_tool_choice: bool = option(True, help="let the model choose whether to call tools (tool_choice auto)")
+    max_body_bytes: int = option(8 * 2**20, help="longest request body that is accepted", unit="bytes")
     response_store_bytes: int = option(
         64 * 2**20,
         help="memory of a gateway for responses of /v1/responses that later ones continue; 0 = none is kept",
@@ -72,23 +68,15 @@ class ClientConfig:
         help="connections of a gateway at once, beyond which clients are answered 503; what the operating system's "
         "limit of open files leaves when not given",
     )
-    max_header_bytes: int = option(
-        32 * 2**10, help="longest head of a request that is accepted", unit="bytes"
-    )
-    header_timeout_s: float = option(
-        10.0, help="seconds within which the head of a request must have arrived"
-    )
-    body_timeout_s: float = option(
-        30.0, help="seconds within which a request's body must have arrived"
-    )
+    max_header_bytes: int = option(32 * 2**10, help="longest head of a request that is accepted", unit="bytes")
+    header_timeout_s: float = option(10.0, help="seconds within which the head of a request must have arrived")
+    body_timeout_s: float = option(30.0, help="seconds within which a request's body must have arrived")
     request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
     worker_patience_s: float = option(
         PATIENCE_S,
         help="seconds that a request waits for a worker, where there was one until a moment ago: they are restarted",
     )
-    slow_client_s: float = option(
-        30.0, help="seconds without reading after which a client is given up"
-    )
+    slow_client_s: float = option(30.0, help="seconds without reading after which a client is given up")
 
     def check_clients(self) -> None:
         """Raises ConfigError; never says what a key is."""
@@ -116,9 +104,7 @@ class ClientConfig:
         named = parse_tenant_keys(self.tenant_keys)
         keys = [ApiKey(digest=digest_of(key.encode())) for key in self.api_key]
         # Of one key twice the tenant's counts.
-        return keys + [
-            ApiKey(digest=digest_of(key.encode()), tenant=tenant) for tenant, key in named.items()
-        ]
+        return keys + [ApiKey(digest=digest_of(key.encode()), tenant=tenant) for tenant, key in named.items()]
 
     @property
     def limits_for_all(self) -> KeyLimits:
@@ -141,9 +127,7 @@ def parse_tenant_keys(entries: Sequence[str]) -> dict[str, str]:
     for number, entry in enumerate(entries, 1):
         tenant, _, key = entry.partition("=")
         if not tenant or not key or tenant in keys or key in keys.values():
-            raise ConfigError(
-                f"--tenant-keys: entry {number} must be tenant=key, each tenant and key once"
-            )
+            raise ConfigError(f"--tenant-keys: entry {number} must be tenant=key, each tenant and key once")
         keys[tenant] = key
     return keys
 
@@ -154,9 +138,7 @@ class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
 
     instance_id: str = option("gateway-0", help="name of this gateway in the cluster")
     port: int = option(8000, help="port of the OpenAI-compatible server; 0 lets the system choose")
-    model: str = option(
-        help="folder of the model; only its tokenizer and its configuration are read"
-    )
+    model: str = option(help="folder of the model; only its tokenizer and its configuration are read")
     served_model_name: tuple[str, ...] = option(
         (), help="names under which clients ask for the model; by default the folder's name"
     )

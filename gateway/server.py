@@ -79,9 +79,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         api = Api(gateway, model, config)
         registry.register(phase_collector(gateway.phases))
         conductors = parse_addresses(config.conductor)
-        of_cluster = ClusterMetrics(
-            config.instance_id, registry, gateway.cluster, channels, conductors
-        )
+        of_cluster = ClusterMetrics(config.instance_id, registry, gateway.cluster, channels, conductors)
         app = build_app(
             api,
             model,

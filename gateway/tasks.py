@@ -18,9 +18,7 @@ T = TypeVar("T")
 class LoggedTasks(HeldTasks):
     """Tasks of a gateway. Its requests share them, so one failure ends no other task."""
 
-    def start(
-        self, work: Coroutine[Any, Any, T], *, name: str = "", request_id: str = ""
-    ) -> asyncio.Task[T]:
+    def start(self, work: Coroutine[Any, Any, T], *, name: str = "", request_id: str = "") -> asyncio.Task[T]:
         """`request_id`: of the request that the task works for, for the log."""
         task = super().start(work)
         task.set_name(name or task.get_name())

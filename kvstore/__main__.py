@@ -12,9 +12,7 @@ from protocol import process
 
 
 def main(argv: list[str] | None = None) -> int:
-    return process.main(
-        StoreConfig, serve, argv, prog="moonserve store", loop_factory=uvloop.new_event_loop
-    )
+    return process.main(StoreConfig, serve, argv, prog="moonserve store", loop_factory=uvloop.new_event_loop)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,7 @@ class Books:
         """Raises InvalidRequest when an object could never fit."""
         if padded(length) > self.space.capacity or length > MAX_OBJECT_BYTES:
             raise InvalidRequest(
-                f"an object of {length} bytes does not fit into this store's segment of"
-                f" {self.space.capacity} bytes",
+                f"an object of {length} bytes does not fit into this store's segment of {self.space.capacity} bytes",
                 param="length",
             )
 

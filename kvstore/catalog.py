@@ -245,11 +245,7 @@ class Catalog:
 
     def drop_a_copy(self) -> bool:
         """Takes the disk's copy of some object in memory away; False = none was found."""
-        record = (
-            self.rows.next_spare_copy()
-            if self.books.num_places > self.books.num_on_disk
-            else NO_RECORD
-        )
+        record = self.rows.next_spare_copy() if self.books.num_places > self.books.num_on_disk else NO_RECORD
         entry = None if record == NO_RECORD else self._index.find(self.rows.key(record))
         if entry is None:
             return False
@@ -339,9 +335,7 @@ class Catalog:
             rows.places[stored.record] = stored.place
             self.books.num_places += 1
         self._followers.arrive(stored.key, stored.record)
-        entry = Entry(
-            stored.record, stored.generation, stored.checksum, stored.length, stored.offset
-        )
+        entry = Entry(stored.record, stored.generation, stored.checksum, stored.length, stored.offset)
         self._index.insert(stored.key, entry)
         self.room.join(stored.record, stored.key, stored.parent)
         self._announce.added(stored.key, stored.parent, self.room.tier(stored.record))
@@ -367,10 +361,7 @@ class Catalog:
         waiting = list(self._reserved.values())
         assert {o.generation for o in reserved} == {o.generation for o in waiting}
         usage = self.usage()
-        assert (
-            usage.free_bytes + usage.held_bytes + usage.leased_bytes + usage.reserved_bytes
-            == usage.capacity_bytes
-        )
+        assert usage.free_bytes + usage.held_bytes + usage.leased_bytes + usage.reserved_bytes == usage.capacity_bytes
         self.books.validate(
             visible,
             self.rows,

@@ -197,9 +197,7 @@ class CatchingUp:
 
     async def _look_who_is_there(self) -> None:
         members = await self.registry.members()
-        self._peers = [
-            m for m in members if m.role == STORE_ROLE and m.instance_id != self._instance_id
-        ]
+        self._peers = [m for m in members if m.role == STORE_ROLE and m.instance_id != self._instance_id]
 
     # Asking others
 

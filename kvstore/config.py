@@ -19,19 +19,13 @@ class StoreConfig(ProcessConfig, TransferConfig):
     """Everything a store node can be told."""
 
     dram: int = option(512 * 2**20, help="bytes of memory for objects", unit="bytes")
-    eviction_policy: str = option(
-        DEFAULT_POLICY, help="which objects go first", choices=POLICY_NAMES
-    )
-    ssd: str | None = option(
-        None, help="folder and bytes of a disk for cold objects, as /mnt/kv:64GiB"
-    )
+    eviction_policy: str = option(DEFAULT_POLICY, help="which objects go first", choices=POLICY_NAMES)
+    ssd: str | None = option(None, help="folder and bytes of a disk for cold objects, as /mnt/kv:64GiB")
     ssd_key_file: str | None = option(
         None,
         help="file with the key (32 bytes, or 64 hex digits) under which the disk is encrypted",
     )
-    ssd_write_through: bool = option(
-        False, help="write every object to disk soon, not only when it is cold"
-    )
+    ssd_write_through: bool = option(False, help="write every object to disk soon, not only when it is cold")
     # Redis' `appendfsync everysec`: one flush a second costs nothing that can be measured.
     ssd_sync_interval_s: float = option(
         1.0,

@@ -128,9 +128,7 @@ class Copier:
         try:
             num_good = await self._read(lease, granted, reservation, deadline_s)
             # What was removed while it was copied does not count.
-            good = tuple(
-                o for o in granted[:num_good] if self._removals.last(o.key) == heard[o.key]
-            )
+            good = tuple(o for o in granted[:num_good] if self._removals.last(o.key) == heard[o.key])
         finally:
             self._end(reservation, {stored.key: stored.checksum for stored in good})
         return len(good)

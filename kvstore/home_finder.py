@@ -26,9 +26,7 @@ CALL_TIMEOUT_S = 5.0
 class HomeFinder:
     """Asks the conductor where the home store is, as often as `look` is called for."""
 
-    def __init__(
-        self, channels: Channels, conductor: str, home_store: str, found: Callable[[Endpoint], None]
-    ) -> None:
+    def __init__(self, channels: Channels, conductor: str, home_store: str, found: Callable[[Endpoint], None]) -> None:
         self._conductors = Conductors(channels, conductor)
         self._home_store = home_store
         self._found = found

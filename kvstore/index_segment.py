@@ -21,9 +21,7 @@ RETIRED_S = 10.0
 class IndexSegments:
     """The segments behind one `KeyIndex`: pass `allocate` and `retire` to it."""
 
-    def __init__(
-        self, transfer: TransferEngine, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, transfer: TransferEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._transfer = transfer
         self._clock = clock
         self._segment: Segment | None = None

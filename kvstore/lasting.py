@@ -76,9 +76,7 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
     _changed: Callable[[], None]
     _clock: Callable[[], float]
 
-    async def Remove(
-        self, request: kvstore_pb2.StoreRemoveRequest, context: Context
-    ) -> kvstore_pb2.StoreRemoveReply:
+    async def Remove(self, request: kvstore_pb2.StoreRemoveRequest, context: Context) -> kvstore_pb2.StoreRemoveReply:
         keys = wire.keys_from_wire(request.keys)
         if request.removal_id:
             removed = await self.remembering.remove(keys, request.removal_id)
@@ -113,9 +111,7 @@ class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
         reply.ages_s.extend(each.age_s for each in page.heard)
         return reply
 
-    async def Pin(
-        self, request: kvstore_pb2.StorePinRequest, context: Context
-    ) -> kvstore_pb2.StorePinReply:
+    async def Pin(self, request: kvstore_pb2.StorePinRequest, context: Context) -> kvstore_pb2.StorePinReply:
         keys = wire.keys_from_wire(request.keys)
         pinned = self._state.pin(keys, wire.pin_from_wire(request.pin))
         await self.mover.keep_pins(keys)

@@ -68,9 +68,7 @@ class StoreCollector(Collector):
         yield _parts("moonserve_store_tenant_bytes", help_text, usage.tenant_bytes, "tenant")
 
 
-def _parts(
-    name: str, help_text: str, values: Mapping[str, int], label: str = "state"
-) -> GaugeMetricFamily:
+def _parts(name: str, help_text: str, values: Mapping[str, int], label: str = "state") -> GaugeMetricFamily:
     parts = GaugeMetricFamily(name, help_text, labels=(label,))
     for part, value in values.items():
         parts.add_metric((part,), value)
@@ -78,14 +76,10 @@ def _parts(
 
 
 def _of_disk(health: Health, usage: DiskUsage, counters: Mapping[str, int]) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "moonserve_store_disk_healthy", "1 = the disk serves.", value=health is Health.GOOD
-    )
+    yield GaugeMetricFamily("moonserve_store_disk_healthy", "1 = the disk serves.", value=health is Health.GOOD)
     states = {state: getattr(usage, state) for state in ("live", "dead", "free")}
     yield _parts("moonserve_store_disk_bytes", "Bytes of disk by what they are.", states)
-    events = CounterMetricFamily(
-        "moonserve_store_disk_events", "What the disk tier counts.", labels=("event",)
-    )
+    events = CounterMetricFamily("moonserve_store_disk_events", "What the disk tier counts.", labels=("event",))
     for event, count in counters.items():
         events.add_metric((event,), count)
     yield events

@@ -116,9 +116,7 @@ class Mover:
         self._changed()
         log.info("%d objects found on disk; %d are here now", num_found, len(self._state.catalog))
 
-    def _take_in(
-        self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]
-    ) -> list[DiskObject]:
+    def _take_in(self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]) -> list[DiskObject]:
         """Those that were removed before they were found."""
         unwanted = [found for found, _ in batch if found.key in self._unwanted]
         for found, place in batch:
@@ -265,10 +263,7 @@ class Mover:
         assert self.disk is not None
         try:
             places = await self.disk.write(
-                [
-                    DiskWrite(object=s.object.header(), memory=s.object.bytes_in(self._memory))
-                    for s in stores
-                ]
+                [DiskWrite(object=s.object.header(), memory=s.object.bytes_in(self._memory)) for s in stores]
             )
         finally:
             self._writing_bytes -= sum(store.object.length for store in stores)

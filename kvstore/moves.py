@@ -115,9 +115,7 @@ class Moves:
         self._catalog.room.used_all(records[::-1])
         # An object that was removed meanwhile has given its record back.
         demoting = [
-            store
-            for store in self._stores.values()
-            if store.demote and not self._catalog.is_hidden(store.object)
+            store for store in self._stores.values() if store.demote and not self._catalog.is_hidden(store.object)
         ]
         wanted = set(records.tolist()) if demoting else ()
         for store in demoting:

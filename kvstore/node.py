@@ -112,9 +112,7 @@ class StoreNode:
             first_generation=generation,
         )
         self._state = StoreState(catalog)
-        self._service = StoreService(
-            config, transfer, segment, self._endpoint, self._state, segments, events
-        )
+        self._service = StoreService(config, transfer, segment, self._endpoint, self._state, segments, events)
         disk_state = self._service.mover.disk_state
         registry.register(StoreCollector(catalog.usage, catalog.counters, disk_state))
 
@@ -212,9 +210,7 @@ class StoreNode:
             async with self._seated(endpoint) as tasks:
                 yield tasks
             return
-        registration = conductor_pb2.RegisterRequest(
-            endpoint=endpoint_to_wire(endpoint), role=common_pb2.ROLE_STORE
-        )
+        registration = conductor_pb2.RegisterRequest(endpoint=endpoint_to_wire(endpoint), role=common_pb2.ROLE_STORE)
         async with member(self._config, registration, self._service.load, self._block_log) as seat:
             yield seat.watched
 
@@ -243,9 +239,7 @@ class StoreNode:
             await catching_up.close()
 
     def _inventory(self) -> list[tuple[BlockKey, BlockKey]]:
-        return [
-            (stored.key, stored.parent or NO_PARENT) for stored in self._state.catalog.objects()
-        ]
+        return [(stored.key, stored.parent or NO_PARENT) for stored in self._state.catalog.objects()]
 
 
 def _remember(identity: Identity, joined: Member) -> None:

@@ -65,9 +65,7 @@ class Reservation:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """(offset, length) of what may be written; empty objects are complete as they are."""
-        return [
-            (o.offset, o.length) for o in self.objects.values() if o.length and o.offset is not None
-        ]
+        return [(o.offset, o.length) for o in self.objects.values() if o.length and o.offset is not None]
 
     @property
     def waits_for_others(self) -> bool:
@@ -93,9 +91,7 @@ class Lease:
 def check_ttl(ttl_s: float) -> None:
     """Raises InvalidRequest for a time that no right may last."""
     if not 0 < ttl_s <= MAX_TTL_S:
-        raise InvalidRequest(
-            f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s}", param="ttl_s"
-        )
+        raise InvalidRequest(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s}", param="ttl_s")
 
 
 def check_tenant(tenant: str) -> None:
@@ -105,9 +101,7 @@ def check_tenant(tenant: str) -> None:
     except (UnicodeEncodeError, AttributeError) as error:
         raise InvalidRequest(f"no name of a tenant: {tenant!r}", param="tenant") from error
     if nbytes > MAX_TENANT_BYTES:
-        raise InvalidRequest(
-            f"a tenant's name has at most {MAX_TENANT_BYTES} bytes, not {nbytes}", param="tenant"
-        )
+        raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes, not {nbytes}", param="tenant")
 
 
 Result = TypeVar("Result")

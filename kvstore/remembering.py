@@ -188,9 +188,7 @@ class Remembering:
         for key, removal_id, _ in records:
             self._unsaved[key, removal_id] = saving
 
-    async def _forget_and_keep(
-        self, generations: dict[BlockKey, int], records: Sequence[Heard]
-    ) -> None:
+    async def _forget_and_keep(self, generations: dict[BlockKey, int], records: Sequence[Heard]) -> None:
         """In this order: a life that ended between the two would know of a removal whose object comes back, and take
         the next attempt at it, or the next node that tells of it, for one that is done."""
         await self._forget(generations)

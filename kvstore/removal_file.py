@@ -85,8 +85,7 @@ class RemovalFile:
             return []
         now = Stamp.now()
         return [
-            Heard(key, removal_id, at.until(now) or 0.0)
-            for key, removal_id, at in _records(self._path.read_bytes())
+            Heard(key, removal_id, at.until(now) or 0.0) for key, removal_id, at in _records(self._path.read_bytes())
         ]
 
     def append(self, removals: Sequence[Heard]) -> None:

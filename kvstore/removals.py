@@ -50,9 +50,7 @@ class Page(NamedTuple):
 class Removals:
     """Of one life of a node, numbered from 1 in the order in which it learned of them."""
 
-    def __init__(
-        self, life: int, now: float, *, kept_s: float = KEPT_S, max_count: int = MAX_REMOVALS
-    ) -> None:
+    def __init__(self, life: int, now: float, *, kept_s: float = KEPT_S, max_count: int = MAX_REMOVALS) -> None:
         self.life = life
         self.next_seq = 1
         self._kept_s = kept_s

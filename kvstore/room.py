@@ -96,9 +96,7 @@ MAX_PASSED_OVER = 64
 class Room:
     """Decides for one catalog, which does it, and keeps its tenants' policies up to date."""
 
-    def __init__(
-        self, catalog: Catalog, index: KeyIndex, shares: Shares, watermarks: Watermarks
-    ) -> None:
+    def __init__(self, catalog: Catalog, index: KeyIndex, shares: Shares, watermarks: Watermarks) -> None:
         self.watermarks = watermarks
         self._catalog = catalog
         self._rows = catalog.rows
@@ -234,9 +232,7 @@ class Room:
     def _is_leaf(self, record: Record) -> bool:
         return not self._rows.followers[record]
 
-    def _first(
-        self, victim: Callable[[], Record], suits: Callable[[Record], bool]
-    ) -> StoredObject | None:
+    def _first(self, victim: Callable[[], Record], suits: Callable[[Record], bool]) -> StoredObject | None:
         """The first victim that suits. Those passed over for it stay on offer."""
         passed_over: list[Record] = []
         try:

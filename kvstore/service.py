@@ -85,9 +85,7 @@ class StoreService(LastingCalls):
         self._clock = clock
         self._peers = peers or Channels(config.cluster_token, config.tls())
         self._client = BlockStores(self._peers, transfer, attaches=False)
-        self.mover = Mover(
-            state, segment.buffer, self._changed, write_through=config.ssd_write_through
-        )
+        self.mover = Mover(state, segment.buffer, self._changed, write_through=config.ssd_write_through)
         self.lean_address = self.lean_unix_address = ""  # known once the process listens
         ssd = config.ssd_folder()
         folder = ssd[0] if ssd is not None else None
@@ -139,9 +137,7 @@ class StoreService(LastingCalls):
             reservation = self._reserve(request)
         return wire.reservation_to_wire(reservation, self._segment.segment_id)
 
-    async def Commit(
-        self, request: kvstore_pb2.StoreCommitRequest, context: Context
-    ) -> kvstore_pb2.StoreCommitReply:
+    async def Commit(self, request: kvstore_pb2.StoreCommitRequest, context: Context) -> kvstore_pb2.StoreCommitReply:
         reservation_id = request.reservation_id
         task = self._commits.get(reservation_id)
         if task is None:
@@ -158,17 +154,13 @@ class StoreService(LastingCalls):
         # The caller may go away; what it committed is committed.
         return kvstore_pb2.StoreCommitReply(corrupt=await asyncio.shield(task))
 
-    async def Abort(
-        self, request: kvstore_pb2.StoreAbortRequest, context: Context
-    ) -> kvstore_pb2.StoreAbortReply:
+    async def Abort(self, request: kvstore_pb2.StoreAbortRequest, context: Context) -> kvstore_pb2.StoreAbortReply:
         reservation = self._state.writers.abort(request.reservation_id, self._clock())
         if reservation is not None:
             await asyncio.shield(self._tasks.start(self._reclaim(reservation)))
         return kvstore_pb2.StoreAbortReply()
 
-    async def Lease(
-        self, request: kvstore_pb2.StoreLeaseRequest, context: Context
-    ) -> kvstore_pb2.StoreLeaseReply:
+    async def Lease(self, request: kvstore_pb2.StoreLeaseRequest, context: Context) -> kvstore_pb2.StoreLeaseReply:
         keys = wire.keys_from_wire(request.keys)
         needed = self._state.readers.bytes_to_load(keys)
         if needed and self._state.short_of(needed):
@@ -187,9 +179,7 @@ class StoreService(LastingCalls):
         await self.mover.loaded(lease)
         return self._state.readers.settle(lease.lease_id) if lease.objects else lease
 
-    async def Renew(
-        self, request: kvstore_pb2.StoreRenewRequest, context: Context
-    ) -> kvstore_pb2.StoreRenewReply:
+    async def Renew(self, request: kvstore_pb2.StoreRenewRequest, context: Context) -> kvstore_pb2.StoreRenewReply:
         ttl_s = request.ttl_s or self._config.lease_ttl_s
         self._state.readers.renew(request.lease_id, ttl_s, self._clock())
         return kvstore_pb2.StoreRenewReply()
@@ -201,21 +191,15 @@ class StoreService(LastingCalls):
         self._changed()
         return kvstore_pb2.StoreReleaseReply()
 
-    async def Exists(
-        self, request: kvstore_pb2.StoreExistsRequest, context: Context
-    ) -> kvstore_pb2.StoreExistsReply:
+    async def Exists(self, request: kvstore_pb2.StoreExistsRequest, context: Context) -> kvstore_pb2.StoreExistsReply:
         present = self._state.catalog.present(wire.keys_from_wire(request.keys))
         return kvstore_pb2.StoreExistsReply(present=present)
 
-    async def Find(
-        self, request: kvstore_pb2.StoreFindRequest, context: Context
-    ) -> kvstore_pb2.StoreFindReply:
+    async def Find(self, request: kvstore_pb2.StoreFindRequest, context: Context) -> kvstore_pb2.StoreFindReply:
         keys = wire.keys_from_wire(request.keys)
         return wire.entries_to_wire(self._state.catalog.entry(key) for key in keys)
 
-    async def Stats(
-        self, request: kvstore_pb2.StoreStatsRequest, context: Context
-    ) -> kvstore_pb2.StoreStatsReply:
+    async def Stats(self, request: kvstore_pb2.StoreStatsRequest, context: Context) -> kvstore_pb2.StoreStatsReply:
         return to_message(
             kvstore_pb2.StoreStatsReply,
             self._state.catalog.usage(),
@@ -238,9 +222,7 @@ class StoreService(LastingCalls):
             lean_unix_address=self.lean_unix_address,
         )
 
-    async def Touch(
-        self, request: kvstore_pb2.StoreTouchRequest, context: Context
-    ) -> kvstore_pb2.StoreTouchReply:
+    async def Touch(self, request: kvstore_pb2.StoreTouchRequest, context: Context) -> kvstore_pb2.StoreTouchReply:
         keys = wire.packed_keys_from_wire(request.keys)
         for first in reversed(range(0, len(keys), TOUCHED_BYTES)):  # a chain's head is used last
             self._state.touch(keys[first : first + TOUCHED_BYTES])
@@ -261,9 +243,7 @@ class StoreService(LastingCalls):
         self._changed()
         return kvstore_pb2.StorePrefetchReply(num_loading=len(loads))
 
-    async def Copy(
-        self, request: kvstore_pb2.StoreCopyRequest, context: Context
-    ) -> kvstore_pb2.StoreCopyReply:
+    async def Copy(self, request: kvstore_pb2.StoreCopyRequest, context: Context) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
         try:
             reply = await self._copier.copy(request)
@@ -319,9 +299,7 @@ class StoreService(LastingCalls):
     def _reserve(self, request: kvstore_pb2.StoreReserveRequest) -> Reservation:
         wishes = wire.wishes_from_wire(request)
         ttl_s = request.ttl_s or self._config.reservation_ttl_s
-        reservation = self._state.writers.reserve(
-            request.reservation_id, wishes, ttl_s, self._clock()
-        )
+        reservation = self._state.writers.reserve(request.reservation_id, wishes, ttl_s, self._clock())
         if reservation.window_id is None and reservation.ranges:
             reservation.window_id = self._transfer.open_window(self._segment, reservation.ranges)
         self._changed()
@@ -331,9 +309,7 @@ class StoreService(LastingCalls):
         self, reservation_id: str, window_id: int | None, landed: Sequence[StoredObject]
     ) -> tuple[BlockKey, ...]:
         try:
-            corrupt = await self._in_thread(
-                lambda: self._landings.close_and_verify(window_id, landed)
-            )
+            corrupt = await self._in_thread(lambda: self._landings.close_and_verify(window_id, landed))
             return self._verified(reservation_id, landed, corrupt)
         finally:
             del self._commits[reservation_id]

@@ -63,9 +63,7 @@ class Share:
 class Shares:
     """Tenants by number, and their shares."""
 
-    def __init__(
-        self, capacity: int, quotas: Mapping[str, int], policies: Callable[[], EvictionPolicy]
-    ) -> None:
+    def __init__(self, capacity: int, quotas: Mapping[str, int], policies: Callable[[], EvictionPolicy]) -> None:
         self._policies = policies
         self._names = [""]
         self._numbers = {"": 0}
@@ -101,9 +99,7 @@ class Shares:
     def of(self, number: int) -> Share:
         return self._of_number[number]
 
-    def apart(
-        self, tenants: npt.NDArray[np.uint16]
-    ) -> Iterator[tuple[Share, npt.NDArray[np.bool_]]]:
+    def apart(self, tenants: npt.NDArray[np.uint16]) -> Iterator[tuple[Share, npt.NDArray[np.bool_]]]:
         """The shares of these numbers, each with where its tenants are among them."""
         if not self._own:
             yield self._common, np.ones(len(tenants), np.bool_)

@@ -38,9 +38,7 @@ class StoreState:
         usage = self.catalog.usage()
         return usage.free_bytes < nbytes and self.moves.leaving_bytes > 0
 
-    def remove(
-        self, keys: Sequence[BlockKey], *, corrupt: bool, keep_pinned: bool = False
-    ) -> list[DiskObject]:
+    def remove(self, keys: Sequence[BlockKey], *, corrupt: bool, keep_pinned: bool = False) -> list[DiskObject]:
         """Takes objects out of sight at once, their space when their last hold ends; gives those that were there.
 
         `keep_pinned`: not those with a pin, nor what leads to them if it comes behind them. The shell has the disk

@@ -101,9 +101,7 @@ class Usage:
     capacity_bytes: int
     free_bytes: int
     held_bytes: int  # visible, without a lease
-    leased_bytes: (
-        int  # with one, removed objects under a reader included; and those being copied to disk
-    )
+    leased_bytes: int  # with one, removed objects under a reader included; and those being copied to disk
     reserved_bytes: int  # being written, or read from disk
     disk_limit_bytes: int  # live bytes that the disk may hold; 0 = there is no disk
     disk_live_bytes: int  # of visible objects, headers and padding included

@@ -117,9 +117,7 @@ class Landings:
             return False
         return window_id is None or self._transfer.close_window_if_idle(window_id)
 
-    def close_and_verify(
-        self, window_id: int | None, landed: Sequence[StoredObject]
-    ) -> tuple[BlockKey, ...]:
+    def close_and_verify(self, window_id: int | None, landed: Sequence[StoredObject]) -> tuple[BlockKey, ...]:
         """As `corrupt`, behind a window that is closed first; blocks."""
         if window_id is not None:
             self._transfer.close_window(window_id)

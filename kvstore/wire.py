@@ -51,21 +51,14 @@ def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
 
 
 def reservation_to_wire(reservation: Reservation, segment_id: int) -> kvstore_pb2.StoreReserveReply:
-    slots = [
-        _WireSlot(outcome=_WireSlot.Outcome.ValueType(s.outcome), offset=s.offset)
-        for s in reservation.slots
-    ]
-    return kvstore_pb2.StoreReserveReply(
-        slots=slots, segment_id=segment_id, window_id=reservation.window_id or 0
-    )
+    slots = [_WireSlot(outcome=_WireSlot.Outcome.ValueType(s.outcome), offset=s.offset) for s in reservation.slots]
+    return kvstore_pb2.StoreReserveReply(slots=slots, segment_id=segment_id, window_id=reservation.window_id or 0)
 
 
 def checksums_from_wire(message: kvstore_pb2.StoreCommitRequest) -> dict[BlockKey, int]:
     """Raises InvalidRequest unless there is one checksum for each key."""
     if len(message.keys) != len(message.checksums):
-        raise InvalidRequest(
-            f"{len(message.keys)} keys with {len(message.checksums)} checksums", param="checksums"
-        )
+        raise InvalidRequest(f"{len(message.keys)} keys with {len(message.checksums)} checksums", param="checksums")
     return dict(zip(keys_from_wire(message.keys), message.checksums, strict=True))
 
 
@@ -107,9 +100,7 @@ def entries_from_wire(reply: kvstore_pb2.StoreFindReply) -> list[Entry | None]:
     ]
 
 
-def listing_to_wire(
-    state: StoreState, objects: Iterable[StoredObject]
-) -> kvstore_pb2.StoreListReply:
+def listing_to_wire(state: StoreState, objects: Iterable[StoredObject]) -> kvstore_pb2.StoreListReply:
     reply = kvstore_pb2.StoreListReply()
     for stored in objects:
         holds, followers = state.standing(stored)

@@ -38,9 +38,7 @@ class WriteRights:
         self._ended: Ended[tuple[BlockKey, ...]] = Ended()  # the corrupt keys
         self._deadlines = Deadlines(self._expiry)
 
-    def reserve(
-        self, reservation_id: str, wishes: Sequence[Wish], ttl_s: float | None, now: float
-    ) -> Reservation:
+    def reserve(self, reservation_id: str, wishes: Sequence[Wish], ttl_s: float | None, now: float) -> Reservation:
         """Space for the wishes that nobody fulfils yet. The shell opens its window; asking again gives the same.
 
         `ttl_s` None: the writer is this process, which ends it in any case.
@@ -69,9 +67,7 @@ class WriteRights:
             self._catalog.room.trim()
         return reservation
 
-    def commit(
-        self, reservation_id: str, checksums: Mapping[BlockKey, int], now: float
-    ) -> tuple[BlockKey, ...] | None:
+    def commit(self, reservation_id: str, checksums: Mapping[BlockKey, int], now: float) -> tuple[BlockKey, ...] | None:
         """Starts a commit of the keys in `checksums`; the reservation's other keys are dropped.
 
         None = the shell now closes the window, verifies `landed` and says `verified`. Otherwise the corrupt keys of
@@ -172,9 +168,7 @@ class WriteRights:
         slots = tuple(self._fulfil(wish, objects, refused) for wish in wishes)
         return Reservation(reservation_id, tuple(wishes), slots, objects, expires_at)
 
-    def _fulfil(
-        self, wish: Wish, objects: dict[BlockKey, StoredObject], refused: set[BlockKey]
-    ) -> Slot:
+    def _fulfil(self, wish: Wish, objects: dict[BlockKey, StoredObject], refused: set[BlockKey]) -> Slot:
         """Decides one wish; adds to `objects` what it grants, to `refused` what has no space."""
         visible = self._catalog.find(wish.key)
         if visible is not None:

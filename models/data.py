@@ -76,8 +76,7 @@ def _selects(path: str) -> bool:
     if path in GENERATED_TABLES or name.startswith(EXCLUDED_FILE_PREFIXES):
         return False
     return not any(
-        folder in EXCLUDED_DIRECTORIES or folder.startswith(EXCLUDED_DIRECTORY_PREFIXES)
-        for folder in folders
+        folder in EXCLUDED_DIRECTORIES or folder.startswith(EXCLUDED_DIRECTORY_PREFIXES) for folder in folders
     )
 
 

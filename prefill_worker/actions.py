@@ -109,9 +109,7 @@ class SlicePlan:
     slice: Slice
     landing: Landing | None  # None = nothing is sent, and no WritesDone comes
     send_from: int  # first token that is sent, at least slice.start
-    complete: tuple[
-        int, ...
-    ]  # indexes of the blocks whose checksum is wanted: complete after this step
+    complete: tuple[int, ...]  # indexes of the blocks whose checksum is wanted: complete after this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

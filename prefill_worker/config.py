@@ -24,17 +24,13 @@ class PrefillConfig(RoleConfig, PatienceConfig):
     enable_chunked_prefill: bool = option(
         True, help="cut long prompts into several steps; otherwise a step takes any prompt whole"
     )
-    scheduling_policy: str = option(
-        "fcfs", help="order of waiting requests", choices=("fcfs", "priority")
-    )
+    scheduling_policy: str = option("fcfs", help="order of waiting requests", choices=("fcfs", "priority"))
     pipeline_parallel_size: int = option(
         1,
         help="stages of a group that prefills every prompt together, each with a share of the layers, with threads and "
         "with KV memory of its own; this worker is the first one and starts the others on this host",
     )
-    prepare_ahead: int = option(
-        4, help="waiting requests whose landing and prefix are fetched ahead, at least"
-    )
+    prepare_ahead: int = option(4, help="waiting requests whose landing and prefix are fetched ahead, at least")
     store_writes: str = option(
         "all",
         help="what is put into the home store: all blocks, or hot = those re-used in the worker's own memory: fewer "
@@ -61,9 +57,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
     )
     landing_ttl_s: float = option(30.0, help="life of a landing lease between renewals, seconds")
     fault_corrupt_writes: int = option(0, help="corrupt this many KV writes, for fault tests")
-    fault_drop_connections: int = option(
-        0, help="drop this many transfer connections, for fault tests"
-    )
+    fault_drop_connections: int = option(0, help="drop this many transfer connections, for fault tests")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,9 +85,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
         if self.can_switch_role:
             raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
         if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "--tensor-parallel-size does not go with --pipeline-parallel-size above 1"
-            )
+            raise ConfigError("--tensor-parallel-size does not go with --pipeline-parallel-size above 1")
 
     @property
     def num_stages(self) -> int:
@@ -107,9 +99,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
         )
 
     def limits(self, plan: PoolPlan) -> Limits:
-        max_chunk = (
-            self.max_num_batched_tokens if self.enable_chunked_prefill else plan.max_model_len
-        )
+        max_chunk = self.max_num_batched_tokens if self.enable_chunked_prefill else plan.max_model_len
         return Limits(
             block_size=self.block_size,
             block_bytes=plan.layout.block_bytes,

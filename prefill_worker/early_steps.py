@@ -25,9 +25,7 @@ from protocol.errors import MoonserveError
 class EarlySteps:
     """`on_computed` takes over a sequence whose early step counts."""
 
-    def __init__(
-        self, ledger: Ledger, on_computed: Callable[[Sequence, ev.SliceDone, float], None]
-    ) -> None:
+    def __init__(self, ledger: Ledger, on_computed: Callable[[Sequence, ev.SliceDone, float], None]) -> None:
         self._ledger = ledger
         self._on_computed = on_computed
         self._begun: list[Sequence] = []

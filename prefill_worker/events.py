@@ -108,9 +108,7 @@ class SliceDone:
 
     request_id: RequestId
     sampled: Sampled | None
-    checksums: tuple[
-        tuple[int, int], ...
-    ]  # (index in the block table, checksum) of completed blocks
+    checksums: tuple[tuple[int, int], ...]  # (index in the block table, checksum) of completed blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

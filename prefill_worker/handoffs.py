@@ -122,12 +122,8 @@ class Handoffs:
 
 
 def out_of_time(sequence: Sequence) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"no result within {sequence.request.timeout_s:g} s", request=sequence.request_id
-    )
+    return DeadlineExceeded(f"no result within {sequence.request.timeout_s:g} s", request=sequence.request_id)
 
 
 def _never_arrived(sequence: Sequence) -> IntegrityError:
-    return IntegrityError(
-        f"KV arrived corrupt {sequence.num_corrupt} times", request=sequence.request_id
-    )
+    return IntegrityError(f"KV arrived corrupt {sequence.num_corrupt} times", request=sequence.request_id)

@@ -66,9 +66,7 @@ def block_runs(pairs: Sequence[tuple[BlockId, BlockId]], layout: KvLayout) -> Ro
     return scatter.merge(_blocks(own, target, layout))
 
 
-def token_runs(
-    table: Sequence[BlockId], target: Sequence[BlockId], start: int, end: int, layout: KvLayout
-) -> Rows:
+def token_runs(table: Sequence[BlockId], target: Sequence[BlockId], start: int, end: int, layout: KvLayout) -> Rows:
     """The tokens [start, end) of a sequence, at least one; neighbours on both sides are joined."""
     size, token_bytes = layout.block_size, layout.token_bytes
     used = slice(start // size, layout.blocks_for(end))
@@ -118,10 +116,7 @@ class StepWriter:
     def checksums(self) -> list[tuple[tuple[int, int], ...]]:
         """Per plan: (index in the block table, checksum) of each completed block. After the last layer."""
         sums = iter(self._sums)
-        return [
-            tuple((entry.index, entry.checksum.value) for entry in islice(sums, count))
-            for count in self._num_sums
-        ]
+        return [tuple((entry.index, entry.checksum.value) for entry in islice(sums, count)) for count in self._num_sums]
 
     def finish(self) -> None:
         """Sends what is left, after the step."""
@@ -159,9 +154,7 @@ class _SentSlice:
     def add(self, pieces: range) -> None:
         """These pieces are in the pool now; they follow those that were added before."""
         if self.error is None:
-            self._pending = range(
-                self._pending.start if self._pending else pieces.start, pieces.stop
-            )
+            self._pending = range(self._pending.start if self._pending else pieces.start, pieces.stop)
 
     def submit(self, submit: Submit) -> None:
         """Sends what has been added. Raises nothing: a write that cannot start is this slice's failure."""

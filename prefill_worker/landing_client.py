@@ -40,9 +40,7 @@ class LandingClient:
         self._part_layers = part_layers
 
     def _stub(self, decode: Endpoint) -> worker_pb2_grpc.LandingAsyncStub:
-        stub: worker_pb2_grpc.LandingAsyncStub = worker_pb2_grpc.LandingStub(
-            self._channels.to(decode.rpc_address)
-        )
+        stub: worker_pb2_grpc.LandingAsyncStub = worker_pb2_grpc.LandingStub(self._channels.to(decode.rpc_address))
         return stub
 
     async def reserve(self, action: ReserveLanding) -> ev.Landing:
@@ -55,9 +53,7 @@ class LandingClient:
             ttl_s=self._ttl_s,
         )
         timeout_s = min(action.timeout_s, RESERVE_TIMEOUT_S)
-        lease = await self._channels.call(
-            self._stub(action.decode).Reserve, request, timeout_s=timeout_s
-        )
+        lease = await self._channels.call(self._stub(action.decode).Reserve, request, timeout_s=timeout_s)
         return _landing_from_wire(lease, action.num_tokens)
 
     async def renew(self, decode: Endpoint, lease_id: LeaseId) -> None:

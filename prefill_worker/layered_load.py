@@ -66,9 +66,7 @@ class LayerGate:
         if self._num_layers > layer:  # the usual case, without the lock
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._num_layers > layer or self._is_closed, max(timeout_s, 0.0)
-            )
+            self._changed.wait_for(lambda: self._num_layers > layer or self._is_closed, max(timeout_s, 0.0))
             if self._num_layers <= layer:
                 raise PrefixLate(f"layer {layer} of a prefix: {self._num_layers} are there")
 
@@ -113,9 +111,7 @@ class _Part:
         return len(self.rows)
 
     def as_read(self, block_bytes: int) -> ev.PartRead:
-        return ev.PartRead(
-            store=self.part.store, num_bytes=self.num_good * block_bytes, seconds=self.seconds
-        )
+        return ev.PartRead(store=self.part.store, num_bytes=self.num_good * block_bytes, seconds=self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +189,7 @@ class LayeredLoad:
 
     async def _lease(self, part: PrefixPart) -> _Part:
         deadline_s = self._deadline_s(len(part.keys))
-        lease = await self._client.lease(
-            part.store, part.keys, ttl_s=right_s(deadline_s), timeout_s=deadline_s
-        )
+        lease = await self._client.lease(part.store, part.keys, ttl_s=right_s(deadline_s), timeout_s=deadline_s)
         if lease.objects:
             self._leases.append(lease)
         layout = self._memory.layout
@@ -258,9 +252,7 @@ class LayeredLoad:
         rows = (each.rows[:, None, :] + shifts).reshape(-1, 3)
         return ScatterTransfer(Op.READ, self._memory.segment, each.lease.segment, rows)
 
-    async def _load_turn(
-        self, layers: range, progress: ev.PrefixProgress, before: asyncio.Task[None] | None
-    ) -> None:
+    async def _load_turn(self, layers: range, progress: ev.PrefixProgress, before: asyncio.Task[None] | None) -> None:
         """To where the engine computes from; announced there, turn by turn."""
         blocks = [block for each in self._parts for block in each.part.blocks[: each.num_blocks]]
         if before is not None:

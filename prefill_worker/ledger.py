@@ -98,9 +98,7 @@ class Limits:
 class Ledger:
     """Sequences, blocks, counters, and the actions that the event under handling has caused so far."""
 
-    def __init__(
-        self, pool: BlockPool, limits: Limits, *, profile: PrefillProfile, home_store: str | None
-    ) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, *, profile: PrefillProfile, home_store: str | None) -> None:
         self.pool = pool
         self.limits = limits
         self.home_store = home_store
@@ -220,11 +218,7 @@ class Ledger:
         was_asked_for = sequence.needs_landing and bool(sequence.block_table)
         if was_asked_for and not sequence.handed_off:
             decode = sequence.placement.decode
-            self.out.append(
-                ReleaseLanding(
-                    request_id=sequence.request_id, decode=decode, lease_id=sequence.lease_id
-                )
-            )
+            self.out.append(ReleaseLanding(request_id=sequence.request_id, decode=decode, lease_id=sequence.lease_id))
 
     def _offer_to_store(self, sequence: Sequence) -> None:
         if self.home_store is None:
@@ -265,9 +259,7 @@ class Prefetches:
     memory what its head is about to read. Nothing depends on whether a store obeys.
     """
 
-    def __init__(
-        self, pool: BlockPool, counters: Counter[str], *, block_size: int, max_blocks: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, counters: Counter[str], *, block_size: int, max_blocks: int) -> None:
         self._pool = pool
         self._counters = counters
         self._block_size = block_size
@@ -315,15 +307,8 @@ class Prefetches:
         keys = sequence.usable_keys(self._block_size)
         first = len(self._pool.match_prefix(keys))
         limit = first + self._max_blocks
-        runs = (
-            (store, start, min(end, limit))
-            for store, start, end in sequence.source_runs(first, self._block_size)
-        )
-        return tuple(
-            PrefetchPart(store=store, keys=keys[start:end])
-            for store, start, end in runs
-            if start < end
-        )
+        runs = ((store, start, min(end, limit)) for store, start, end in sequence.source_runs(first, self._block_size))
+        return tuple(PrefetchPart(store=store, keys=keys[start:end]) for store, start, end in runs if start < end)
 
     def validate(self, waiting: Iterable[RequestId]) -> None:
         """Raises AssertionError unless exactly what waits is known, and its blocks are counted right."""

@@ -74,10 +74,7 @@ def choose(
     where it begins while they are read."""
     read_s = accumulate(part_s, initial=0.0)
     gains = gains_s or [0.0] * len(compute_s)
-    totals = [
-        max(busy_s, read) + left - gain
-        for read, left, gain in zip(read_s, compute_s, gains, strict=True)
-    ]
+    totals = [max(busy_s, read) + left - gain for read, left, gain in zip(read_s, compute_s, gains, strict=True)]
     best = min(range(len(totals)), key=lambda k: (totals[k], -k))
     limit = min(COMPUTE_IF_BELOW * totals[-1], totals[-1] - COMPUTE_IF_GAINS_S)
     return LoadChoice(
@@ -161,9 +158,7 @@ class PrefixLoads:
         ]
         counts = accumulate((num_blocks for _, num_blocks in offers), initial=0)
         nums_bytes = [count * self._block_bytes for count in counts]
-        ends = [
-            num_cached + nbytes // self._block_bytes * self._block_size for nbytes in nums_bytes
-        ]
+        ends = [num_cached + nbytes // self._block_bytes * self._block_size for nbytes in nums_bytes]
         at_once = [self._layers.at_once(nbytes) for nbytes in nums_bytes]
         gains_s = [
             self._gain_s(*each, num_tokens, busy_s)
@@ -179,17 +174,13 @@ class PrefixLoads:
             self._of(store).skipped += 1
         return choice
 
-    def _gain_s(
-        self, at_once: int, read_s: float, end: int, num_tokens: int, busy_s: float
-    ) -> float:
+    def _gain_s(self, at_once: int, read_s: float, end: int, num_tokens: int, busy_s: float) -> float:
         """Of reading the prefix up to token `end` layer by layer; 0 where that is not worth it."""
         first_step_s = self.profile.seconds(min(end + self._chunk_tokens, num_tokens), end)
         gain_s = self._layers.gain_s(at_once, read_s, first_step_s, busy_s)
         return gain_s if gain_s >= LAYERED_IF_GAINS_S else 0.0
 
-    def ended(
-        self, reads: Sequence[PartRead], choice: LoadChoice, reader_host: str, now: float
-    ) -> None:
+    def ended(self, reads: Sequence[PartRead], choice: LoadChoice, reader_host: str, now: float) -> None:
         """The parts of a chosen load, as far as they were tried."""
         for read, predicted_s in zip(reads, choice.part_s, strict=False):
             figures = self._of(read.store)

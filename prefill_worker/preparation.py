@@ -78,9 +78,7 @@ class Preparation:
             self._load_or_compute(sequence, parts, now)
         self._proceed(sequence, now)
 
-    def _load_or_compute(
-        self, sequence: Sequence, parts: tuple[PrefixPart, ...], now: float
-    ) -> None:
+    def _load_or_compute(self, sequence: Sequence, parts: tuple[PrefixPart, ...], now: float) -> None:
         ledger, request_id = self._ledger, sequence.request_id
         choice = ledger.loads.choose(
             [(part.store, len(part.keys)) for part in parts],
@@ -208,9 +206,7 @@ def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
     keys, table = sequence.request.block_keys, sequence.block_table
     return tuple(
         PrefixPart(store=store, keys=keys[start:end], blocks=tuple(table[start:end]))
-        for store, start, end in sequence.source_runs(
-            sequence.num_computed // block_size, block_size
-        )
+        for store, start, end in sequence.source_runs(sequence.num_computed // block_size, block_size)
     )
 
 

@@ -149,11 +149,7 @@ class Sequence:
     def is_busy(self) -> bool:
         """Whether an operation under way uses its blocks or may yet grant it a landing."""
         return (
-            self.is_reserving
-            or self.is_loading
-            or bool(self.computing_to)
-            or self.is_committing
-            or self.num_sends > 0
+            self.is_reserving or self.is_loading or bool(self.computing_to) or self.is_committing or self.num_sends > 0
         )
 
     def enter(self, phase: Phase, now: float) -> None:
@@ -227,9 +223,7 @@ class EarlyStep:
     seconds: float = 0.0  # of the engine, waits included
     is_given_up: bool = False
 
-    def ended(
-        self, outcome: SliceDone | MoonserveError, *, waited_s: float = 0.0, seconds: float = 0.0
-    ) -> None:
+    def ended(self, outcome: SliceDone | MoonserveError, *, waited_s: float = 0.0, seconds: float = 0.0) -> None:
         """The step is over; what it computed is put aside."""
         self.outcome, self.waited_s, self.seconds = outcome, waited_s, seconds
 

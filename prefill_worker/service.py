@@ -159,9 +159,7 @@ class PrefillService(WorkerService):
             for request_id, decode, lease_id in self.state.held_landings():
                 self._operations.start(self._renew(request_id, decode, lease_id))
 
-    async def _renew(
-        self, request_id: RequestId, decode: Endpoint, lease_id: LeaseId
-    ) -> Event | None:
+    async def _renew(self, request_id: RequestId, decode: Endpoint, lease_id: LeaseId) -> Event | None:
         try:
             await self._landings.renew(decode, lease_id)
         except MoonserveError as error:
@@ -216,12 +214,8 @@ class PrefillService(WorkerService):
         else:
             outcome = ev.StepDone(
                 slices=tuple(
-                    ev.SliceDone(
-                        request_id=plan.slice.request_id, sampled=result, checksums=checksums
-                    )
-                    for plan, result, checksums in zip(
-                        action.plans, sampled, step.checksums(), strict=True
-                    )
+                    ev.SliceDone(request_id=plan.slice.request_id, sampled=result, checksums=checksums)
+                    for plan, result, checksums in zip(action.plans, sampled, step.checksums(), strict=True)
                 ),
                 step_id=action.step_id,
                 waited_s=wait.waited_s if wait is not None else 0.0,

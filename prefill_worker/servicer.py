@@ -35,18 +35,14 @@ class PrefillServicer(WorkerServicer):
         self._block_size = block_size
         self._vocab_size = vocab_size
 
-    async def Submit(
-        self, request: worker_pb2.SubmitRequest, context: Context
-    ) -> worker_pb2.SubmitReply:
+    async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
         """Raises NoWorker while draining and InvalidRequest for what cannot be a request or be held to its grammar."""
         if self._service.is_draining:
             raise NoWorker("this prefill worker is draining", request=request.request_id)
         wish = self._parse(request)
         placement = from_message(Placement, request.placement)
         if not math.isfinite(placement.rank):
-            raise InvalidRequest(
-                f"rank {placement.rank} is no number of seconds", request=request.request_id
-            )
+            raise InvalidRequest(f"rank {placement.rank} is no number of seconds", request=request.request_id)
         if self._prepare is not None:
             await self._prepare(wish.sampling)
         log.debug("taken: %d tokens", len(wish.token_ids), extra=of(wish.request_id))

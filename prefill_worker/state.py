@@ -125,9 +125,7 @@ class PrefillState:
     @property
     def num_waiting(self) -> int:
         """Sequences of which nothing is computed yet."""
-        return len(self._ledger.queue) + sum(
-            sequence.phase in PREPARED for sequence in self._ledger.admitted.values()
-        )
+        return len(self._ledger.queue) + sum(sequence.phase in PREPARED for sequence in self._ledger.admitted.values())
 
     @property
     def num_running(self) -> int:
@@ -214,8 +212,7 @@ class PrefillState:
             return Cancelled("cancelled before it arrived", **ids)
         if sequence.num_tokens > limits.max_model_len:
             return InvalidRequest(
-                f"the prompt has {sequence.num_tokens} tokens and the worker takes at most "
-                f"{limits.max_model_len}",
+                f"the prompt has {sequence.num_tokens} tokens and the worker takes at most {limits.max_model_len}",
                 **ids,
             )
         return self._ledger.too_long(sequence)

@@ -58,9 +58,7 @@ class Steps:
         """Whether there was one to start."""
         limits = self._ledger.limits
         runnable = [
-            s
-            for s in self._ledger.admitted.values()
-            if s.phase in RUNNABLE and s.early is None and s.num_unplanned
+            s for s in self._ledger.admitted.values() if s.phase in RUNNABLE and s.early is None and s.num_unplanned
         ]
         runnable.sort(key=lambda sequence: sequence.rank)
         early = self._early.best(now)
@@ -69,8 +67,7 @@ class Steps:
             return True
         budget, scored = limits.max_num_batched_tokens, MAX_SCORED_TOKENS
         num_here = len(self._ledger.queue) + sum(
-            s.phase in PREPARED or (s.phase in RUNNABLE and s.num_unplanned > 0)
-            for s in self._ledger.admitted.values()
+            s.phase in PREPARED or (s.phase in RUNNABLE and s.num_unplanned > 0) for s in self._ledger.admitted.values()
         )
         plans: list[SlicePlan] = []
         for sequence in runnable[: limits.max_num_seqs]:
@@ -241,9 +238,7 @@ class Steps:
         self._early.validate()
         assert all(0 <= step_id < self._ledger.limits.num_stages for step_id in self._under_way)
         for sequence in self._ledger.admitted.values():
-            ends = sorted(
-                end for step in self._under_way.values() for end in step.ends_of(sequence)
-            )
+            ends = sorted(end for step in self._under_way.values() for end in step.ends_of(sequence))
             assert ends == sequence.computing_to, "waits for no step, or not in order"
 
 

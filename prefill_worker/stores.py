@@ -42,9 +42,7 @@ async def load_prefix(
             text = "prefix not read from %s: %s"
             log.warning(text, store, outcome.error, extra=of(request_id))
             if not checksums:
-                return ev.PrefixLoadFailed(
-                    request_id=request_id, error=outcome.error, reads=tuple(reads)
-                )
+                return ev.PrefixLoadFailed(request_id=request_id, error=outcome.error, reads=tuple(reads))
         if len(outcome.checksums) < len(part.keys):
             break
     return ev.PrefixLoaded(request_id=request_id, checksums=tuple(checksums), reads=tuple(reads))
@@ -66,9 +64,7 @@ class _PartOutcome:
         )
 
 
-async def _timed(
-    client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience
-) -> _PartOutcome:
+async def _timed(client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience) -> _PartOutcome:
     clock = asyncio.get_running_loop().time
     began_at = clock()
     try:
@@ -78,9 +74,7 @@ async def _timed(
     return _PartOutcome(good, clock() - began_at)
 
 
-async def _load_part(
-    client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience
-) -> list[int]:
+async def _load_part(client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience) -> list[int]:
     """Checksums of the leading blocks that are good."""
     patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
     deadline_s = patience.deadline_s(len(part.keys) * memory.layout.block_bytes)
@@ -107,9 +101,7 @@ async def put_blocks(
     client: BlockStores, memory: KvMemory, action: PutBlocks, patience: Patience
 ) -> ev.PutDone | ev.PutFailed:
     """Writes blocks from the pool into the home store."""
-    objects = [
-        PutObject(key=item.key, parent=item.parent, checksum=item.checksum) for item in action.items
-    ]
+    objects = [PutObject(key=item.key, parent=item.parent, checksum=item.checksum) for item in action.items]
     spots = memory.spots_of([item.block for item in action.items])
     deadline_s = patience.deadline_s(len(objects) * memory.layout.block_bytes)
     try:

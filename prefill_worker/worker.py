@@ -50,12 +50,8 @@ class PrefixLoadCollector(Collector):
             for store, figure in figures.items():
                 family.add_metric((store,), getattr(figure, field))
             yield family
-        latency = GaugeMetricFamily(
-            "moonserve_prefix_load_latency_seconds", "Measured lately.", labels=("store",)
-        )
-        rate = GaugeMetricFamily(
-            "moonserve_prefix_load_bytes_per_second", "Measured lately.", labels=("store",)
-        )
+        latency = GaugeMetricFamily("moonserve_prefix_load_latency_seconds", "Measured lately.", labels=("store",))
+        rate = GaugeMetricFamily("moonserve_prefix_load_bytes_per_second", "Measured lately.", labels=("store",))
         for store, speed in self._loads.speeds().items():
             latency.add_metric((store,), speed.latency_s)
             rate.add_metric((store,), 1 / speed.s_per_byte)
@@ -152,9 +148,7 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
         followers: FollowerProcesses | None = None
         if config.pipeline_parallel_size > 1:  # they load while this process does
             followers = await stack.enter_async_context(followers_of(config))
-        equipment = await stack.enter_async_context(
-            equipped(config, lifecycle, "prefill", config.faults())
-        )
+        equipment = await stack.enter_async_context(equipped(config, lifecycle, "prefill", config.faults()))
         group: Group | None = None
         if followers is not None:
             group = await followers.join(equipment.replica, equipment.transfer, equipment.segment)

@@ -45,9 +45,7 @@ def parse_addresses(text: str) -> tuple[str, ...]:
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or not (port.isascii() and port.isdigit()):
-            raise ConfigError(
-                f"--conductor {text!r} must be host:port, or several with commas between"
-            )
+            raise ConfigError(f"--conductor {text!r} must be host:port, or several with commas between")
     return addresses
 
 
@@ -76,9 +74,7 @@ class Conductors:
         if self._is_alone:
             try:
                 chosen = method(self._stub(self._addresses[0]))
-                return await self._channels.call(
-                    chosen, request, timeout_s=timeout_s, wait_for_ready=wait_for_ready
-                )
+                return await self._channels.call(chosen, request, timeout_s=timeout_s, wait_for_ready=wait_for_ready)
             except NotLeader:
                 self._is_alone = False
         loop = asyncio.get_running_loop()
@@ -123,9 +119,7 @@ class Conductors:
             successor = self._leader if self._leader != leader else None
             successor = successor or await self._find()
             if successor is not None and successor != leader and not answer.done():
-                raise PeerLost(
-                    f"{leader.address} is silent, and {successor.address} leads instead of it"
-                )
+                raise PeerLost(f"{leader.address} is silent, and {successor.address} leads instead of it")
 
     async def _find(self) -> Leader | None:
         """Who leads, by their own word; asks all at once, and once for all who wait."""

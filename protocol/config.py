@@ -159,9 +159,7 @@ def load(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, 
     texts: dict[str, Any] = {}
     if config_file is not None:
         texts.update(_read_toml(Path(config_file), options))
-    texts.update(
-        {name: environ[option.env] for name, option in options.items() if option.env in environ}
-    )
+    texts.update({name: environ[option.env] for name, option in options.items() if option.env in environ})
     texts.update(flags)
     values = {name: _convert(options[name], value) for name, value in texts.items()}
     missing = [o.flag for o in options.values() if o.default is MISSING and o.name not in values]
@@ -247,9 +245,7 @@ def _parse_flags(
             else:
                 found[option.name] = inline if equals else _next_value(remaining, flag)
         else:
-            raise ConfigError(
-                f"unknown argument {argument!r}{_nearest(flag, [*by_flag, *negated])}"
-            )
+            raise ConfigError(f"unknown argument {argument!r}{_nearest(flag, [*by_flag, *negated])}")
     return found, config_file
 
 

@@ -59,9 +59,7 @@ class DrainingServicer(worker_pb2_grpc.DrainingServicer):
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
 
-    async def SetDraining(
-        self, request: worker_pb2.SetDrainingRequest, context: Context
-    ) -> worker_pb2.DrainState:
+    async def SetDraining(self, request: worker_pb2.SetDrainingRequest, context: Context) -> worker_pb2.DrainState:
         """Without a wish it tells how things are. Raises NoWorker while the worker starts or stops."""
         if request.HasField("draining"):
             self._drain.set(request.draining)

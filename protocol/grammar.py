@@ -68,9 +68,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         if len(grammar) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequest(
-                f"a grammar of {len(grammar)} characters is longer than {MAX_GRAMMAR_CHARS}"
-            )
+            raise InvalidRequest(f"a grammar of {len(grammar)} characters is longer than {MAX_GRAMMAR_CHARS}")
         with self._reading:
             vocabulary = self._vocabulary
         # What a request may cost is bounded by the library's own limits, which count work, not seconds.
@@ -85,9 +83,7 @@ class Grammars:
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
-            raise InvalidRequest(
-                "this model names no end-of-sequence token, with which an answer in a given form ends"
-            )
+            raise InvalidRequest("this model names no end-of-sequence token, with which an answer in a given form ends")
         try:
             return LLTokenizer(
                 _tokenizer_json(self._folder),

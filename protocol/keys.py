@@ -33,9 +33,7 @@ def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
     return BlockKey(digest.digest())
 
 
-def block_keys(
-    root: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.uint32], block_size: int
-) -> list[BlockKey]:
+def block_keys(root: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.uint32], block_size: int) -> list[BlockKey]:
     """Keys of the full blocks of `token_ids`; a trailing partial block has none."""
     packed = memoryview(pack_tokens(token_ids))
     stride = block_size * TOKEN_DTYPE.itemsize
@@ -73,9 +71,7 @@ def pack_keys(keys: Sequence[BlockKey]) -> bytes:
 def unpack_keys(packed: bytes) -> list[BlockKey]:
     """The inverse of `pack_keys`. Raises ValueError when the length is not a multiple of a key's."""
     if len(packed) % KEY_BYTES:
-        raise ValueError(
-            f"{len(packed)} bytes are not a whole number of {KEY_BYTES}-byte block keys"
-        )
+        raise ValueError(f"{len(packed)} bytes are not a whole number of {KEY_BYTES}-byte block keys")
     return list(iter_keys(packed))
 
 

@@ -172,9 +172,7 @@ class OutputLengths:
         self._classes = tuple(LengthCurve() for _ in range(_NUM_CLASSES))
         self._tenants: dict[str, LengthCurve] = {}  # least recently finished first
 
-    def observe(
-        self, num_tokens: int, *, max_tokens: int, prompt_tokens: int, tenant: str = ""
-    ) -> None:
+    def observe(self, num_tokens: int, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> None:
         """A request finished by itself, or at its limit."""
         stopped = num_tokens >= max_tokens
         curves = [self._all, self._classes[_class_of(prompt_tokens)]]

@@ -165,9 +165,7 @@ class Membership:
     async def leave(self) -> None:
         """Says good-bye, best effort: the lease would end the membership anyway."""
         endpoint = self._registration.endpoint
-        request = conductor_pb2.DeregisterRequest(
-            instance_id=endpoint.instance_id, epoch=endpoint.epoch
-        )
+        request = conductor_pb2.DeregisterRequest(instance_id=endpoint.instance_id, epoch=endpoint.epoch)
         try:
             await self._conductors.call(lambda c: c.Deregister, request, timeout_s=1.0)
         except MoonserveError as error:
@@ -205,9 +203,7 @@ class Membership:
             events=events,
             draining=self.draining,
         )
-        reply = await self._conductors.call(
-            lambda conductor: conductor.Heartbeat, heartbeat, timeout_s=CALL_TIMEOUT_S
-        )
+        reply = await self._conductors.call(lambda conductor: conductor.Heartbeat, heartbeat, timeout_s=CALL_TIMEOUT_S)
         if not reply.known:
             self.registered.clear()
             return
@@ -219,9 +215,7 @@ class Membership:
 class Seat:
     """A process's place in its cluster. One without a conductor has no membership and nobody to tell."""
 
-    def __init__(
-        self, membership: Membership | None = None, task: asyncio.Task[None] | None = None
-    ) -> None:
+    def __init__(self, membership: Membership | None = None, task: asyncio.Task[None] | None = None) -> None:
         self._membership = membership
         self.watched: tuple[asyncio.Task[None], ...] = () if task is None else (task,)
         """What ends, with the reason, when the conductor refuses this instance for good."""

@@ -45,9 +45,7 @@ class Count(Collector):
 class Durations(Collector):
     """A histogram for the same use. While it is read, its sum can be an observation ahead of its buckets."""
 
-    def __init__(
-        self, name: str, text: str, labels: Mapping[str, str], bounds_s: Sequence[float]
-    ) -> None:
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], bounds_s: Sequence[float]) -> None:
         """`bounds_s`: the greatest duration of each bucket, growing."""
         self._name, self._text, self._labels = name, text, labels
         self._bounds_s = tuple(bounds_s)
@@ -136,9 +134,7 @@ class _Model:
 class RequestMetrics:
     """What a gateway measures about requests, with the model's labels bound. Once per registry."""
 
-    def __init__(
-        self, registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]) -> None:
         """`phases`: of the ledger of a request's time (`gateway.generation.timings`)."""
         of = _Model(registry, (model_name, engine))
         gauge, counter, histogram = of.gauge, of.counter, of.histogram
@@ -149,36 +145,16 @@ class RequestMetrics:
         self.preemptions = counter("vllm:num_preemptions", "Sequences preempted on decode workers.")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used.")
-        self.ttft_s = histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
-        )
-        self.inter_token_s = of.durations(
-            "vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS
-        )
-        self.e2e_s = histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS
-        )
-        self.queue_s = histogram(
-            "vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS
-        )
-        self.prefill_s = histogram(
-            "vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS
-        )
-        self.decode_s = histogram(
-            "vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS
-        )
-        self.prompt_length = histogram(
-            "vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS
-        )
-        self.generation_length = histogram(
-            "vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS
-        )
-        self.success = of.counter_by(
-            "finished_reason", "vllm:request_success", "Requests that ended well."
-        )
-        self.kv_usage = gauge(
-            "vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1."
-        )
+        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
+        self.inter_token_s = of.durations("vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS)
+        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS)
+        self.queue_s = histogram("vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS)
+        self.prefill_s = histogram("vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS)
+        self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS)
+        self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS)
+        self.generation_length = histogram("vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS)
+        self.success = of.counter_by("finished_reason", "vllm:request_success", "Requests that ended well.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1.")
         self.failures = of.counter_by(
             "code", "moonserve_request_failures", "Requests that ended in an error, by its code."
         )
@@ -210,9 +186,7 @@ class SchedulerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.placements = Counter("moonserve_placements", "Requests placed.", registry=registry)
-        self.rejections = Counter(
-            "moonserve_rejections", "Requests not placed.", ("reason",), registry=registry
-        )
+        self.rejections = Counter("moonserve_rejections", "Requests not placed.", ("reason",), registry=registry)
         self.ttft_error_s = Histogram(
             "moonserve_ttft_prediction_error_seconds",
             "Predicted minus actual time to first token.",
@@ -234,9 +208,7 @@ class SchedulerMetrics:
             ("objective",),
             registry=registry,
         )
-        self.instances = Gauge(
-            "moonserve_instances", "Live instances.", ("role",), registry=registry
-        )
+        self.instances = Gauge("moonserve_instances", "Live instances.", ("role",), registry=registry)
 
 
 @contextlib.contextmanager

@@ -87,9 +87,7 @@ def _name(source: Path, flags: Sequence[str], machine: str) -> str:
     return f"{source.stem}-{digest}.so"
 
 
-def _load_cached(
-    source: Path, flags: Sequence[str], folder: Path, compiling: Callable[[], None] | None
-) -> ctypes.CDLL:
+def _load_cached(source: Path, flags: Sequence[str], folder: Path, compiling: Callable[[], None] | None) -> ctypes.CDLL:
     library = folder / _name(source, flags, processor())
     try:
         if not library.exists():
@@ -120,9 +118,7 @@ def compile_library(source: Path, flags: Sequence[str], library: Path) -> None:
     partial = library.with_suffix(f".{os.getpid()}-{threading.get_native_id()}.partial")
     command = [compiler, *flags, "-fPIC", "-shared", str(source), "-lm", "-o", str(partial)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise CompilerError(f"{compiler} took more than {_TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:

@@ -40,26 +40,18 @@ class ProcessConfig(TlsConfig):
     instance_id: str = option(help="name of this process in the cluster, stable across restarts")
     host: str = option("127.0.0.1", help="address to listen on and to publish to the cluster")
     port: int = option(0, help="port to listen on; 0 lets the system choose")
-    conductor: str | None = option(
-        None, help="host:port of the conductor; several with commas between"
-    )
+    conductor: str | None = option(None, help="host:port of the conductor; several with commas between")
     cluster_token: str = option("", help="shared secret of the cluster's processes", secret=True)
     log_format: str = option("human", help="form of log lines", choices=("human", "json"))
-    log_level: str = option(
-        "info", help="least severe level to log", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = option("info", help="least severe level to log", choices=("debug", "info", "warning", "error"))
     status_fd: int | None = option(None, help="file descriptor for progress reports, set by serve")
-    parent_pid: int | None = option(
-        None, help="process without which this one must not run, set by serve"
-    )
+    parent_pid: int | None = option(None, help="process without which this one must not run, set by serve")
 
 
 class Lifecycle:
     """A process's conversation with its surroundings, handed to its service."""
 
-    def __init__(
-        self, status_fd: int | None, on_ready: Callable[[Lifecycle], None] = lambda _: None
-    ) -> None:
+    def __init__(self, status_fd: int | None, on_ready: Callable[[Lifecycle], None] = lambda _: None) -> None:
         self.stopping = asyncio.Event()
         self._has_time = False  # while stopping: what is under way gets all that it needs
         self._hurried = asyncio.Event()

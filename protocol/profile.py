@@ -17,9 +17,7 @@ from protocol.errors import InvalidRequest
 def _require_usable(*coefficients: float) -> None:
     """A negative or infinite coefficient would turn the choice of the best instance upside down."""
     if not all(math.isfinite(c) and c >= 0 for c in coefficients):
-        raise InvalidRequest(
-            f"profile coefficients must be finite and not negative: {coefficients}"
-        )
+        raise InvalidRequest(f"profile coefficients must be finite and not negative: {coefficients}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +38,7 @@ class PrefillProfile:
             + self.c2 * (num_tokens * num_tokens - num_cached * num_cached)
         )
 
-    def joins(
-        self, num_tokens: int, num_cached: int, *, num_delayed: int, num_waiting: int
-    ) -> bool:
+    def joins(self, num_tokens: int, num_cached: int, *, num_delayed: int, num_waiting: int) -> bool:
         """Whether the rest of a prompt is computed in a step that others end with, rather than in one of its own: when
         that costs less waiting in all. `num_delayed` first tokens wait for it, and `num_waiting` prompts, this one
         included, come sooner by the constant of a step."""

@@ -45,11 +45,7 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         """Whether tokens so far are more or less likely to come again."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +54,7 @@ class Request:
 
     request_id: RequestId
     gateway_id: GatewayId
-    token_ids: tuple[
-        int, ...
-    ]  # the client's prompt, then tokens it already received from an earlier attempt
+    token_ids: tuple[int, ...]  # the client's prompt, then tokens it already received from an earlier attempt
     num_prompt_tokens: int  # of them, the client's prompt
     block_keys: tuple[BlockKey, ...]  # of the full blocks of token_ids
     sampling: SamplingParams

@@ -118,15 +118,12 @@ class RpcServer:
         Raises ConfigError when the port is taken and for an address that peers cannot dial.
         """
         if host in ("", "0.0.0.0", "::"):
-            raise ConfigError(
-                f"--host {host!r} would be published to peers, who cannot dial it; name an address"
-            )
+            raise ConfigError(f"--host {host!r} would be published to peers, who cannot dial it; name an address")
         try:
             bound = self._bind(f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: port in use or not permitted; "
-                "choose another --port"
+                f"cannot listen on {host}:{port}: port in use or not permitted; choose another --port"
             ) from error
         if self._lean is not None:
             self.lean_address, self.lean_unix_address = await self._lean.start(host)
@@ -200,9 +197,7 @@ def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) ->
     return guarded
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: Exception, request: Any
-) -> None:
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, request: Any) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     failure = handler_failure(error, request)
@@ -309,6 +304,4 @@ def translate(error: grpc.aio.AioRpcError) -> MoonserveError:
     for key, value in trailing:
         if key == FAILURE_HEADER and isinstance(value, bytes):
             return failure_from_wire(common_pb2.Failure.FromString(value))
-    return grpc_failure(error.details() or "") or PeerLost(
-        f"{error.code().name.lower()}: {error.details()}"
-    )
+    return grpc_failure(error.details() or "") or PeerLost(f"{error.code().name.lower()}: {error.details()}")

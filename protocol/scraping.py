@@ -64,17 +64,11 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
         self._registry = registry
         self._rails = rails
 
-    async def Rails(
-        self, request: metrics_pb2.RailsRequest, context: Context
-    ) -> metrics_pb2.RailsReply:
+    async def Rails(self, request: metrics_pb2.RailsRequest, context: Context) -> metrics_pb2.RailsReply:
         return metrics_pb2.RailsReply(instance_id=self._instance_id, rails=self._rails())
 
-    async def Scrape(
-        self, request: metrics_pb2.ScrapeRequest, context: Context
-    ) -> metrics_pb2.ScrapeReply:
-        return metrics_pb2.ScrapeReply(
-            instance_id=self._instance_id, text=generate_latest(self._registry)
-        )
+    async def Scrape(self, request: metrics_pb2.ScrapeRequest, context: Context) -> metrics_pb2.ScrapeReply:
+        return metrics_pb2.ScrapeReply(instance_id=self._instance_id, text=generate_latest(self._registry))
 
 
 class LoopCollector(Collector):

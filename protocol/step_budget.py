@@ -40,16 +40,12 @@ class StepBudget:
         """For a worker whose steps take so many times as long as its profiles say."""
         return self if factor == 1.0 else replace(self, most_step_s=self.most_step_s / factor)
 
-    def step_s(
-        self, num_seqs: int, context_tokens: int, chunks: Iterable[tuple[int, int]]
-    ) -> float:
+    def step_s(self, num_seqs: int, context_tokens: int, chunks: Iterable[tuple[int, int]]) -> float:
         """What a step takes, by the profiles; `chunks`: tokens that are there, and to compute, of each prompt."""
         decode_s = self.decode.step_s(num_seqs, context_tokens) if num_seqs else 0.0
         return decode_s + sum(self.prefill.seconds(done + n, done) for done, n in chunks)
 
-    def chunks(
-        self, num_seqs: int, context_tokens: int, prompts: Iterable[tuple[int, int]], most: int
-    ) -> list[int]:
+    def chunks(self, num_seqs: int, context_tokens: int, prompts: Iterable[tuple[int, int]], most: int) -> list[int]:
         """Tokens of each of the leading `prompts` (tokens that are there, tokens that are missing) in a step in which
         `num_seqs` decode with so much context; `most` in all. A prompt whose rest fits lets the next one join."""
         found: list[int] = []

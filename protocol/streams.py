@@ -62,9 +62,7 @@ class GatewayStreams:
     ) -> None:
         """Queues events for a gateway; everything queued before its stream wakes leaves as one message."""
         outbox = self._outbox(gateway_id)
-        outbox.batch.prefills.extend(
-            to_message(worker_pb2.PrefillReport, each) for each in prefills
-        )
+        outbox.batch.prefills.extend(to_message(worker_pb2.PrefillReport, each) for each in prefills)
         outbox.batch.decodes.extend(to_message(worker_pb2.DecodeReport, each) for each in decodes)
         outbox.batch.tokens.extend(map(token_to_wire, tokens))
         outbox.batch.failures.extend(
@@ -108,9 +106,7 @@ class GatewayStreams:
         self._outboxes.clear()
 
     def _first_batch(self, gateway_id: GatewayId, outbox: _Outbox) -> worker_pb2.EventBatch:
-        standing = worker_pb2.Standing(
-            times_given_up=self._given_up.get(gateway_id, 0), num_batches=outbox.num_taken
-        )
+        standing = worker_pb2.Standing(times_given_up=self._given_up.get(gateway_id, 0), num_batches=outbox.num_taken)
         return worker_pb2.EventBatch(standing=standing)
 
     def _outbox(self, gateway_id: GatewayId) -> _Outbox:

@@ -56,9 +56,7 @@ class TlsConfig:
         "certificate (docs/security.md)",
     )
     tls_key: str | None = option(None, help="PEM file of the certificate's key")
-    tls_authority: str | None = option(
-        None, help="PEM file of the authority that signed every process's certificate"
-    )
+    tls_authority: str | None = option(None, help="PEM file of the authority that signed every process's certificate")
 
     def tls_files(self) -> TlsFiles | None:
         """None without TLS. Raises ConfigError when only some of the three are given."""
@@ -70,9 +68,7 @@ class TlsConfig:
         return None if files is None else load(files)
 
 
-def files_of(
-    certificate: Path | str | None, key: Path | str | None, authority: Path | str | None
-) -> TlsFiles | None:
+def files_of(certificate: Path | str | None, key: Path | str | None, authority: Path | str | None) -> TlsFiles | None:
     """None when none is given. Raises ConfigError for some of them."""
     if certificate is None and key is None and authority is None:
         return None
@@ -102,9 +98,7 @@ class Certificates:
         import grpc
 
         certificate, key, authority = self._pems()
-        return grpc.ssl_server_credentials(
-            [(key, certificate)], root_certificates=authority, require_client_auth=True
-        )
+        return grpc.ssl_server_credentials([(key, certificate)], root_certificates=authority, require_client_auth=True)
 
     def grpc_channel(self) -> grpc.ChannelCredentials:
         import grpc
@@ -160,9 +154,7 @@ def translated(error: ssl.SSLError) -> MoonserveError:
     if isinstance(error, ssl.SSLCertVerificationError):
         return Unauthenticated(f"the peer's TLS certificate is refused: {error.verify_message}")
     if any(word in reason for word in _ALERTS_ABOUT_US):
-        return Unauthenticated(
-            f"the peer refuses this process's TLS certificate: {_in_words(reason)}"
-        )
+        return Unauthenticated(f"the peer refuses this process's TLS certificate: {_in_words(reason)}")
     return PeerLost(f"the peer does not speak TLS 1.3 here: {_in_words(reason)}")
 
 
@@ -176,9 +168,7 @@ def grpc_failure(details: str) -> MoonserveError | None:
             f"(subjectAltName IP:…), or all of the cluster's list DNS:{CLUSTER_NAME}"
         )
     if "WRONG_VERSION_NUMBER" in details:
-        return PeerLost(
-            "this process speaks TLS and the peer does not: give it --tls-certificate, …"
-        )
+        return PeerLost("this process speaks TLS and the peer does not: give it --tls-certificate, …")
     if "failed to connect" in details and "Socket closed" in details:
         return PeerLost(
             "the peer closed the connection at once, as it does when it speaks TLS and this process does not, or when "
@@ -191,9 +181,7 @@ def _require_readable(path: Path) -> None:
     try:
         path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"TLS file {path}: {error.strerror}; give PEM files that this process can read"
-        ) from error
+        raise ConfigError(f"TLS file {path}: {error.strerror}; give PEM files that this process can read") from error
 
 
 def _context(role: ssl._SSLMethod, files: TlsFiles) -> ssl.SSLContext:

@@ -43,9 +43,7 @@ class TracingConfig:
         None,
         help="write spans as JSON lines into this folder, a file per process (needs moonserve[tracing])",
     )
-    trace_sample_ratio: float = option(
-        1.0, help="share of requests that are traced where clients do not say, 0 to 1"
-    )
+    trace_sample_ratio: float = option(1.0, help="share of requests that are traced where clients do not say, 0 to 1")
 
     def check_tracing(self) -> None:
         """Raises ConfigError."""
@@ -53,9 +51,7 @@ class TracingConfig:
             raise ConfigError(f"--trace-sample-ratio {self.trace_sample_ratio} is not from 0 to 1")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"--otlp-traces-endpoint {endpoint}: give a URL, as http://localhost:4318/v1/traces"
-            )
+            raise ConfigError(f"--otlp-traces-endpoint {endpoint}: give a URL, as http://localhost:4318/v1/traces")
 
 
 class Root:
@@ -92,9 +88,7 @@ class Tracer:
         span = self._tracer.start_span(name, _context(incoming), kind=SpanKind.SERVER)
         return Root(span) if span.is_recording() else None
 
-    def span(
-        self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute
-    ) -> str:
+    def span(self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute) -> str:
         """A part that is over, between two monotonic instants. `parent`: a traceparent; gives the part's own."""
         if self._tracer is None:
             return ""
@@ -118,9 +112,7 @@ def tracing(config: TracingConfig, instance_id: str, role: str) -> Iterator[Trac
         yield Tracer(provider)
 
 
-def _provider(
-    config: TracingConfig, instance_id: str, role: str, stack: contextlib.ExitStack
-) -> TracerProvider:
+def _provider(config: TracingConfig, instance_id: str, role: str, stack: contextlib.ExitStack) -> TracerProvider:
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -142,9 +134,7 @@ def _provider(
     return provider
 
 
-def _exporters(
-    config: TracingConfig, instance_id: str, stack: contextlib.ExitStack
-) -> Iterator[SpanExporter]:
+def _exporters(config: TracingConfig, instance_id: str, stack: contextlib.ExitStack) -> Iterator[SpanExporter]:
     if config.otlp_traces_endpoint is not None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -72,11 +72,7 @@ _NONE = object()
 @functools.cache
 def _outward(message_type: Any, value_type: Any) -> list[tuple[str, Converter | None]]:
     fields = message_type.DESCRIPTOR.fields_by_name
-    return [
-        (name, _to_wire(kind, fields[name]))
-        for name, kind, _ in _kinds(value_type)
-        if name in fields
-    ]
+    return [(name, _to_wire(kind, fields[name])) for name, kind, _ in _kinds(value_type) if name in fields]
 
 
 @functools.cache
@@ -201,9 +197,7 @@ def request_from_wire(message: worker_pb2.SubmitRequest | worker_pb2.CommitReque
 
 
 def token_to_wire(token: Token) -> worker_pb2.TokenEvent:
-    event = worker_pb2.TokenEvent(
-        request_id=token.request_id, index=token.index, token_id=token.token_id
-    )
+    event = worker_pb2.TokenEvent(request_id=token.request_id, index=token.index, token_id=token.token_id)
     if token.logprobs is not None:
         event.logprob = token.logprobs.sampled
         for token_id, logprob in token.logprobs.top:

@@ -59,9 +59,7 @@ def worker_collector(
         load, counters = now.load, now.counters
         yield _by(_GAUGE, "moonserve_role", "1 for the role that it has.", "role", {role.value: 1})
         yield _GAUGE("moonserve_draining", "1 = takes nothing new.", value=float(is_draining()))
-        depth = _GAUGE(
-            "moonserve_queue_depth", "Sequences by what they wait for.", labels=("phase", "state")
-        )
+        depth = _GAUGE("moonserve_queue_depth", "Sequences by what they wait for.", labels=("phase", "state"))
         depth.add_metric((role.value, "waiting"), load.num_waiting)
         depth.add_metric((role.value, "running"), load.num_running)
         yield depth

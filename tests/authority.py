@@ -13,9 +13,7 @@ from protocol.tls import TlsFiles
 from transfer import TransferOptions
 
 _NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-_MAY_SIGN = (
-    "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 believes nobody
-)
+_MAY_SIGN = "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 believes nobody
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ class Authority:
         self._name = name
         self.certificate, self._key = folder / f"{name}.pem", folder / f"{name}.key"
         openssl(
-            f"req -x509 {_NEW_KEY} -days 2 -subj /CN={name} {_MAY_SIGN} "
-            f"-keyout {self._key} -out {self.certificate}"
+            f"req -x509 {_NEW_KEY} -days 2 -subj /CN={name} {_MAY_SIGN} -keyout {self._key} -out {self.certificate}"
         )
 
     def sign(self, name: str, *, days: int = 2, names: str = "") -> Files:

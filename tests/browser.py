@@ -78,9 +78,7 @@ class Page:
         """Of the whole page, or its first `height` pixels."""
         size = (await self._call("Page.getLayoutMetrics"))["cssContentSize"]
         size["height"] = min(size["height"], height or size["height"])
-        taken = await self._call(
-            "Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1}
-        )
+        taken = await self._call("Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1})
         path.write_bytes(base64.b64decode(taken["data"]))
 
     async def _call(self, method: str, **parameters: Any) -> dict[str, Any]:

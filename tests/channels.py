@@ -14,7 +14,5 @@ Reply = TypeVar("Reply")
 class PatientChannels(Channels):
     """Who is gone is noticed at once."""
 
-    async def call(
-        self, method: Callable[..., Awaitable[Reply]], request: Any, **options: Any
-    ) -> Reply:
+    async def call(self, method: Callable[..., Awaitable[Reply]], request: Any, **options: Any) -> Reply:
         return await super().call(method, request, **{**options, "timeout_s": PATIENCE_S})

@@ -29,9 +29,7 @@ class Starting:
     def facts(self) -> dict[str, str]:
         """Once it serves. Raises NotReady when it will not."""
         with ThreadPoolExecutor(1) as threads:  # whoever asks may run an event loop
-            waiting = threads.submit(
-                lambda: asyncio.run(asyncio.wait_for(until_ready(self.status_fd), PATIENCE_S))
-            )
+            waiting = threads.submit(lambda: asyncio.run(asyncio.wait_for(until_ready(self.status_fd), PATIENCE_S)))
             return waiting.result()
 
 
@@ -56,9 +54,7 @@ def start(
 
 
 @contextlib.contextmanager
-def running(
-    module: str, *flags: str, token: str
-) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+def running(module: str, *flags: str, token: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
     """A process that serves, and its facts; ended by SIGTERM, with exit code 0, unless the test ended it."""
     starting = start(module, *flags, token=token)
     process = starting.process

@@ -31,6 +31,4 @@ def pretend(piece: Slice) -> None:
 
 def is_whole(found: PromptLogprobs | None, num_prompt_tokens: int) -> bool:
     """Whether these are a prompt's, each token's once and in order."""
-    return found is not None and found.logprobs.tolist() == [
-        -p for p in range(1, num_prompt_tokens)
-    ]
+    return found is not None and found.logprobs.tolist() == [-p for p in range(1, num_prompt_tokens)]

@@ -66,9 +66,7 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def terminal(
-    command: Sequence[str], environ: Mapping[str, str] | None = None
-) -> Iterator[Terminal]:
+def terminal(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Terminal]:
     """Runs a command until the block ends."""
     near, far = pty.openpty()
     fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))

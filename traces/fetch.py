@@ -55,9 +55,7 @@ def fetch(config: FetchConfig) -> list[Path]:
         with Progress() as progress:
             return [_fetch_one(entry, config, progress) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"cannot download from {config.listing}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"cannot download from {config.listing}: {type(error).__name__}: {error}") from error
 
 
 def _fetch_one(entry: dict[str, Any], config: FetchConfig, progress: Progress) -> Path:

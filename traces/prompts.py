@@ -67,8 +67,6 @@ def ideal_cached_tokens(records: Sequence[TraceRecord], block_size: int) -> list
     """
     visits = prefix_tree(records).visits
     return [
-        min(visit.num_seen * record.tokens_per_hash, record.input_length - 1)
-        // block_size
-        * block_size
+        min(visit.num_seen * record.tokens_per_hash, record.input_length - 1) // block_size * block_size
         for visit, record in zip(visits, records, strict=True)
     ]

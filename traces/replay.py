@@ -141,9 +141,7 @@ def _whose(record: TraceRecord) -> dict[str, str | int]:
 async def _send(client: StreamClient, model: str, sending: _Sending) -> Sent:
     record = sending.record
     lateness_s = max(0.0, time.monotonic() - sending.began_at - record.arrived_s)
-    outcome = await client.complete(
-        model, sending.prompt, max_tokens=record.output_length, extra=_whose(record)
-    )
+    outcome = await client.complete(model, sending.prompt, max_tokens=record.output_length, extra=_whose(record))
     return Sent(
         lateness_s=lateness_s,
         ideal_cached_tokens=sending.ideal_cached,

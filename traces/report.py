@@ -25,9 +25,7 @@ class Sent:
     outcome: Outcome
 
 
-def build_report(
-    sent: Sequence[Sent], *, duration_s: float, ttft_slo_s: float, tbt_slo_s: float
-) -> dict[str, Any]:
+def build_report(sent: Sequence[Sent], *, duration_s: float, ttft_slo_s: float, tbt_slo_s: float) -> dict[str, Any]:
     """The figures of a replay; latencies in milliseconds, over the requests that succeeded."""
     done = [s.outcome for s in sent if s.outcome.succeeded]
     completed = [_completed(each, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in done]
@@ -64,8 +62,7 @@ def _completed(outcome: Outcome, *, ttft_slo_s: float, tbt_slo_s: float) -> Comp
         tbt_s=timeline.tbt_s if timeline and several else None,
         tpot_s=timeline.tpot_s if timeline and several else None,
         e2e_s=timeline.e2e_s if timeline else None,
-        is_effective=timeline is not None
-        and timeline.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s),
+        is_effective=timeline is not None and timeline.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s),
     )
 
 

@@ -154,15 +154,9 @@ class TransferConfig(TlsConfig):
     transfer_checksums: bool = option(
         _DEFAULTS.checksums, help="checksum every slice of KV on its way, besides the blocks' own"
     )
-    transfer_copy_threads: int = option(
-        _DEFAULTS.copy_threads, help="threads that share a large copy within a host"
-    )
-    transfer_max_endpoints: int = option(
-        _DEFAULTS.max_endpoints, help="connections for KV that one process keeps open"
-    )
-    transfer_tls: bool = option(
-        True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)"
-    )
+    transfer_copy_threads: int = option(_DEFAULTS.copy_threads, help="threads that share a large copy within a host")
+    transfer_max_endpoints: int = option(_DEFAULTS.max_endpoints, help="connections for KV that one process keeps open")
+    transfer_tls: bool = option(True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)")
 
     def transfer_options(self, host: str) -> TransferOptions:
         """`host` is the address that the process publishes. Raises ConfigError."""

@@ -65,9 +65,7 @@ class TransferEngine:
         self._transports = {each.name: each for each in registry.make(self.options.transports)}
         self._faults = faults or FaultPlan()
         credentials = Credentials(cluster_token.encode(), secrets.token_bytes(INSTANCE_BYTES))
-        self._hosted = Hosted(
-            credentials, SegmentTable(), WindowTable(), ServedConnections(), self.options
-        )
+        self._hosted = Hosted(credentials, SegmentTable(), WindowTable(), ServedConnections(), self.options)
         self._endpoints = Endpoints(self.options.max_endpoints)
         self._listeners: list[Acceptor] = []
         self._rails: list[Rail] = []
@@ -136,9 +134,7 @@ class TransferEngine:
                 "--transports, or leave the memory fixed"
             )
         allocate = self._hosted.segments.allocate
-        return self._added(
-            allocate(nbytes, location, readable=readable, name=name, elastic=elastic)
-        )
+        return self._added(allocate(nbytes, location, readable=readable, name=name, elastic=elastic))
 
     def register(
         self,
@@ -182,9 +178,7 @@ class TransferEngine:
         )
         return [RemoteSegment(peer, info.segment_id, info) for info in infos]
 
-    def map(
-        self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0
-    ) -> memoryview:
+    def map(self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0) -> memoryview:
         """A peer's memory on this host, read in place and mapped for as long as the view is held.
 
         What it shows means nothing once the peer has deregistered the segment, and nobody tells. Blocks while
@@ -253,9 +247,7 @@ class TransferEngine:
         finally:
             segments.release((transfer.local,))
 
-    def _submit(
-        self, transfers: tuple[AnyTransfer, ...], deadline_at: float, *, here: bool
-    ) -> Batch:
+    def _submit(self, transfers: tuple[AnyTransfer, ...], deadline_at: float, *, here: bool) -> Batch:
         if self._peers.closed:
             raise InvalidRequest("the transfer engine is closed")
         segments = self._hosted.segments

@@ -64,9 +64,7 @@ class Lane:
         """The endpoint pool has given the session's place to another."""
         self._forgotten = threading.Event()
         self._last_end_at = 0.0
-        self.thread = threading.Thread(
-            target=self._run, name=f"transfer {path.transport}", daemon=True
-        )
+        self.thread = threading.Thread(target=self._run, name=f"transfer {path.transport}", daemon=True)
         self.thread.start()
 
     def put(self, group: Group) -> None:
@@ -315,9 +313,7 @@ class Lane:
         if not group.job.cancelled and time.monotonic() < group.job.deadline_at:
             return False
         self._groups.popleft()
-        self._end_all(
-            group, group.job.why_ended("the time was over before it was begun", self.stats.peer)
-        )
+        self._end_all(group, group.job.why_ended("the time was over before it was begun", self.stats.peer))
         return True
 
     def settle(self, part: Slice, error: MoonserveError | None) -> None:

@@ -50,9 +50,7 @@ class TransferCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         paths = [((path.transport, path.rail, path.peer), path) for path in self._engine.stats]
-        moved = CounterMetricFamily(
-            "moonserve_transfer_bytes", "Bytes that arrived.", labels=(*_LABELS, "op")
-        )
+        moved = CounterMetricFamily("moonserve_transfer_bytes", "Bytes that arrived.", labels=(*_LABELS, "op"))
         seconds = HistogramMetricFamily(
             "moonserve_transfer_seconds", "From a slice's request to its end.", labels=_LABELS
         )

@@ -64,9 +64,7 @@ class Surroundings:
 class Peer:
     """All methods are thread-safe and none blocks, but for `with_session`."""
 
-    def __init__(
-        self, address: Address, local_rails: Iterable[Rail], surroundings: Surroundings
-    ) -> None:
+    def __init__(self, address: Address, local_rails: Iterable[Rail], surroundings: Surroundings) -> None:
         """Raises PeerLost when there is no way to it."""
         self.address = address
         self.label = address.name or address.instance.hex()[:8]
@@ -140,9 +138,7 @@ class Peer:
             tried.append(path)
             others_left = len(tried) < self._num_paths
             try:
-                return lane.with_session(
-                    work, now + (deadline_at - now) / (2 if others_left else 1)
-                )
+                return lane.with_session(work, now + (deadline_at - now) / (2 if others_left else 1))
             except PeerLost as error:
                 lost = error
             finally:
@@ -199,9 +195,7 @@ class Peer:
         lane.stats.count(Incident.RETRY)
         self._dispatch(part.job, (part,), failed_on=lane, error=error)
 
-    def lost(
-        self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool
-    ) -> None:
+    def lost(self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool) -> None:
         self._failed_on(lane, parts, error)
         for part in parts:
             part.tried.append(lane.path)
@@ -323,9 +317,7 @@ class Peer:
         if path is not None:
             self._chooser.sent(path, part.nbytes)
             part.has_alternative = self._num_paths - len(part.tried) > 1
-            if part.op is Op.WRITE and (
-                left := self._surroundings.unfenced.at(self.address.instance)
-            ):
+            if part.op is Op.WRITE and (left := self._surroundings.unfenced.at(self.address.instance)):
                 part.fences += set(left).difference(part.fences)
         return path
 
@@ -349,9 +341,7 @@ class Peer:
         except RuntimeError as error:
             raise PeerLost(f"no thread for another connection: {error}", peer=self.label) from error
 
-    def connect(
-        self, path: Path, deadline_at: float, while_waiting: Callable[[], None]
-    ) -> StreamSession:
+    def connect(self, path: Path, deadline_at: float, while_waiting: Callable[[], None]) -> StreamSession:
         try:
             return self._surroundings.connect(self.address, path, deadline_at, while_waiting)
         except OSError as error:

@@ -155,9 +155,7 @@ def _alone(
     return Planned([part])
 
 
-def _add_array(
-    flow: _Flow, transfer: Transfer | ScatterTransfer, index: int, planned: Planned
-) -> bool:
+def _add_array(flow: _Flow, transfer: Transfer | ScatterTransfer, index: int, planned: Planned) -> bool:
     assert isinstance(transfer, ScatterTransfer)
     try:
         rows = np.ascontiguousarray(transfer.rows, dtype=np.int64)

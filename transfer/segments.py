@@ -57,9 +57,7 @@ def writable(buffer: Registrable) -> memoryview:
 
 def _tensor_bytes(tensor: TensorLike) -> memoryview:
     if (device := str(tensor.device)) != "cpu":
-        raise InvalidRequest(
-            f"a tensor on {device} cannot be registered: stage it in pinned host memory"
-        )
+        raise InvalidRequest(f"a tensor on {device} cannot be registered: stage it in pinned host memory")
     if not tensor.is_contiguous() or not tensor.nbytes:
         raise InvalidRequest("a tensor to register must be contiguous and not empty")
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -178,10 +176,7 @@ class SegmentTable:
     def infos(self) -> list[SegmentInfo]:
         with self._lock:
             segments = list(self._segments.values())
-        return [
-            SegmentInfo(each.segment_id, each.nbytes, each.location, each.readable, each.name)
-            for each in segments
-        ]
+        return [SegmentInfo(each.segment_id, each.nbytes, each.location, each.readable, each.name) for each in segments]
 
     def is_registered(self, segment: Segment) -> bool:
         return self._segments.get(segment.segment_id) is segment

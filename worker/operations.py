@@ -24,9 +24,7 @@ class Operations:
         self._stopping = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def start(
-        self, operation: Operation, *, when_cancelled: Event | None = None
-    ) -> asyncio.Task[Event | None]:
+    def start(self, operation: Operation, *, when_cancelled: Event | None = None) -> asyncio.Task[Event | None]:
         """Runs an operation and reports its outcome."""
         task = asyncio.get_running_loop().create_task(operation)
         self._tasks.add(task)

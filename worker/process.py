@@ -67,9 +67,10 @@ async def equipped(
         serving(config, faults) as (transfer, registry),
         tracing(config, config.instance_id, name) as tracer,
     ):
-        async with loaded_replica(
-            config, transfer.allocate, lifecycle, num_stages=config.num_stages
-        ) as (replica, segment):
+        async with loaded_replica(config, transfer.allocate, lifecycle, num_stages=config.num_stages) as (
+            replica,
+            segment,
+        ):
             show_memory(replica.elasticity, registry)
             yield Equipment(
                 replica=replica,
@@ -88,18 +89,14 @@ class Worker:
     watched: Sequence[Any] = ()
     """Futures of the role's: what ends one of them ends the worker."""
 
-    def __init__(
-        self, config: RoleConfig, equipment: Equipment, *, earlier: BlockPool | None = None
-    ) -> None:
+    def __init__(self, config: RoleConfig, equipment: Equipment, *, earlier: BlockPool | None = None) -> None:
         """`earlier`: the pool of who had this memory before and has ended."""
         replica, transfer, segment = equipment.replica, equipment.transfer, equipment.segment
         self.equipment = equipment
         self.channels = Channels(config.cluster_token, config.tls())
         self.stores = BlockStores(self.channels, transfer)
         self.blocks = BlockLog(lambda: self.pool.keys())
-        self.memory = KvMemory(
-            segment, replica.plan.own_layout, replica.plan.num_blocks, staging=replica.staging
-        )
+        self.memory = KvMemory(segment, replica.plan.own_layout, replica.plan.num_blocks, staging=replica.staging)
         self.pool = BlockPool(
             replica.plan.num_blocks,
             on_added=self.blocks.added,
@@ -114,15 +111,11 @@ class Worker:
             self.pool.take_over(earlier)
         self._config = config
         self.service = self._make_service()
-        self._elastic = KvMemoryServicer(
-            replica.elasticity, lambda: self.service.post(MemoryChanged())
-        )
+        self._elastic = KvMemoryServicer(replica.elasticity, lambda: self.service.post(MemoryChanged()))
         self._drain = Drain(lambda: self.service.is_idle)
         self._home_finder: HomeFinder | None = None
         if config.home_store is not None and config.conductor is not None:
-            self._home_finder = HomeFinder(
-                self.channels, config.conductor, config.home_store, self.service.home_found
-            )
+            self._home_finder = HomeFinder(self.channels, config.conductor, config.home_store, self.service.home_found)
 
     # -- the role's own
 
@@ -152,9 +145,7 @@ class Worker:
 
     # -- from start to stop
 
-    async def run(
-        self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None
-    ) -> None:
+    async def run(self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None) -> None:
         """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
         taken, or what made going on pointless. No transfer writes to the pool any more when it returns or raises."""
         config, registry = self._config, self.equipment.registry

@@ -172,26 +172,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def __init__(self, service: WorkerService) -> None:
         self._service = service
 
-    async def Submit(
-        self, request: worker_pb2.SubmitRequest, context: Context
-    ) -> worker_pb2.SubmitReply:
-        raise InvalidRequest(
-            "this is a decode worker; submit to a prefill worker", request=request.request_id
-        )
+    async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
+        raise InvalidRequest("this is a decode worker; submit to a prefill worker", request=request.request_id)
 
-    async def Cancel(
-        self, request: worker_pb2.CancelRequest, context: Context
-    ) -> worker_pb2.CancelReply:
+    async def Cancel(self, request: worker_pb2.CancelRequest, context: Context) -> worker_pb2.CancelReply:
         self._service.post(RequestCancelled(request_id=RequestId(request.request_id)))
         return worker_pb2.CancelReply()
 
-    async def Events(
-        self, request: worker_pb2.EventsRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.EventBatch]:
+    async def Events(self, request: worker_pb2.EventsRequest, context: Context) -> AsyncIterator[worker_pb2.EventBatch]:
         async for batch in self._service.streams.events(GatewayId(request.gateway_id)):
             yield batch
 
-    async def GetStatus(
-        self, request: worker_pb2.GetStatusRequest, context: Context
-    ) -> worker_pb2.WorkerStatus:
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         return self._service.status()

@@ -65,10 +65,7 @@ def _bars_table(bars: Sequence[dict[str, Any]]) -> str:
     rows = [
         [
             bar["claim"],
-            *(
-                "–" if bar[key] is None else f"{bar[key]:.2f}"
-                for key in ("measured", "of_processor")
-            ),
+            *("–" if bar[key] is None else f"{bar[key]:.2f}" for key in ("measured", "of_processor")),
             f"≥ {bar['bar']:g}",
             _VERDICTS[bar["met"]],
         ]

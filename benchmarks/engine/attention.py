@@ -126,10 +126,7 @@ class Bench:
 
     def measure(self, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
         """Seconds per layer of each contestant, `rounds` times."""
-        backends = {
-            name: make_attention(name, self._work.geometry, self._pool, shared_cache())
-            for name in CONTESTANTS
-        }
+        backends = {name: make_attention(name, self._work.geometry, self._pool, shared_cache()) for name in CONTESTANTS}
         plans = {name: one.plan(self._spans, None) for name, one in backends.items()}
         seconds: dict[str, list[float]] = {name: [] for name in backends}
         for number in range(rounds + 1):
@@ -201,10 +198,7 @@ def _row(
 
 
 def report(result: dict[str, Any]) -> str:
-    rates = ", ".join(
-        f"{dtype} products {rate / 1e9:.0f} GFLOP/s"
-        for dtype, rate in result["flops_per_s"].items()
-    )
+    rates = ", ".join(f"{dtype} products {rate / 1e9:.0f} GFLOP/s" for dtype, rate in result["flops_per_s"].items())
     head = (
         f"{result['threads']} thread(s), medians of {result['rounds']}, ms per layer; "
         f"memory {result['bytes_per_s'] / 1e9:.1f} GB/s on one core, {rates}"
@@ -228,9 +222,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.attention", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.attention", description=__doc__)
     parser.add_argument("--only", choices=("decode", "prefill"), help="default: both")
     parser.add_argument("--dtypes", nargs="+", choices=TORCH_DTYPES, default=list(TORCH_DTYPES))
     parser.add_argument("--threads", type=int, default=1)

@@ -21,9 +21,7 @@ _ROUNDS = 9
 def read_bytes_per_s(cores: Sequence[int] = ()) -> float:
     """The best of several rounds: in the processor's time for one core (the one it runs on, unless given), else on the
     clock of the wall for all of `cores` together. Raises CompilerError."""
-    library = load_library(
-        Path(__file__).with_name("read.c"), ("-O3", "-march=native"), shared_cache()
-    )
+    library = load_library(Path(__file__).with_name("read.c"), ("-O3", "-march=native"), shared_cache())
     library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     memory = mmap.mmap(-1, _BYTES, flags=mmap.MAP_PRIVATE)
     with suppress(OSError, AttributeError):

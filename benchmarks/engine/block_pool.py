@@ -58,9 +58,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--requests", type=int, nargs="+", default=[10**power for power in range(3, 8)]
-    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[10**power for power in range(3, 8)])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("out/engine/block_pool.json"))
     return parser.parse_args()
@@ -239,9 +237,7 @@ def _calls(kind: str, crowd: Crowd, rounds: int, batch: int) -> Row:
     }
 
 
-def _allocate_each(
-    pool: BlockPool, counts: list[int], durations: list[float]
-) -> tuple[list[int], float]:
+def _allocate_each(pool: BlockPool, counts: list[int], durations: list[float]) -> tuple[list[int], float]:
     allocate, found = pool.allocate, list[int]()
     begun = time.process_time()
     for count in counts:
@@ -249,9 +245,7 @@ def _allocate_each(
     return found, time.process_time() - begun
 
 
-def _allocate_timed(
-    pool: BlockPool, counts: list[int], durations: list[float]
-) -> tuple[list[int], float]:
+def _allocate_timed(pool: BlockPool, counts: list[int], durations: list[float]) -> tuple[list[int], float]:
     """Adds microseconds of each call."""
     allocate, now, found = pool.allocate, time.perf_counter_ns, list[int]()
     for count in counts:
@@ -272,10 +266,7 @@ def _churn(crowd: Crowd, rounds: int) -> Row:
         for calls in _turns(crowd):
             places = crowd.draw(calls)
             counts = crowd.counts[places].tolist()
-            leaving = [
-                crowd.tables[place, :count].tolist()
-                for place, count in zip(places, counts, strict=True)
-            ]
+            leaving = [crowd.tables[place, :count].tolist() for place, count in zip(places, counts, strict=True)]
             coming, begun_turn = list[int](), time.process_time()
             for blocks, count in zip(leaving, counts, strict=True):
                 release(blocks)

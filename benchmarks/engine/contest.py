@@ -100,9 +100,7 @@ class Side:
         return json.loads(line)
 
 
-def measure_shape(
-    sides: Mapping[str, Side], shape: Shape, rounds: int, retakes: int
-) -> dict[str, dict[str, float]]:
+def measure_shape(sides: Mapping[str, Side], shape: Shape, rounds: int, retakes: int) -> dict[str, dict[str, float]]:
     """Per contestant the medians, over its turns, of a step's seconds on the wall and of the processor."""
     warm = {}
     for name, side in sides.items():

@@ -60,9 +60,7 @@ class DictIndex:
             found.append(block)
         return found
 
-    def add(
-        self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int, *, hits: int = 0
-    ) -> bool:
+    def add(self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int, *, hits: int = 0) -> bool:
         if key in self._by_key:
             return False
         self._keys[block], self._parents[block], self._checksums[block] = key, parent, checksum

@@ -69,9 +69,7 @@ class Load:
         """Prompts and lengths of answers."""
         dice = random.Random(seed)
         sizes = [dice.randint(*self.prompt) for _ in range(self.burst)]
-        prompts = [
-            random_prompts(1, size, vocab_size, f"{seed}-{n}")[0] for n, size in enumerate(sizes)
-        ]
+        prompts = [random_prompts(1, size, vocab_size, f"{seed}-{n}")[0] for n, size in enumerate(sizes)]
         return [(prompt, dice.randint(*self.output)) for prompt in prompts]
 
 
@@ -147,14 +145,10 @@ async def _cluster(way: str, budget: int, folder: Path, number: int) -> AsyncIte
         (conductor,) = await supervisor.start([conductor_spec(config)])
         # Ledgers know workers by name.
         specs = [
-            replace(
-                spec, flags=_with(spec.flags, "--instance-id", f"{spec.instance_id}-of-{number}")
-            )
+            replace(spec, flags=_with(spec.flags, "--instance-id", f"{spec.instance_id}-of-{number}"))
             for spec in member_specs(config, str(demo_model_path()), conductor.facts["rpc"])
         ]
-        await supervisor.start(
-            fixed_parts(specs, budget // NUM_MODELS) if way == WAYS[0] else specs
-        )
+        await supervisor.start(fixed_parts(specs, budget // NUM_MODELS) if way == WAYS[0] else specs)
         url = f"http://127.0.0.1:{config.port}"
         await _until_ready(url)
         workers = [c for c in supervisor.children if c.spec.module.endswith("_worker")]
@@ -276,9 +270,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**result, "ratios": {way: _ratios(rows, way) for way in ways[1:]}}
 
 
-def _rows_before(
-    file: Path | None, ways: Sequence[str], of: dict[str, Any]
-) -> dict[str, list[Row]]:
+def _rows_before(file: Path | None, ways: Sequence[str], of: dict[str, Any]) -> dict[str, list[Row]]:
     """The rounds that `file` holds already. Raises SystemExit when they are of something else."""
     if file is None or not file.exists():
         return {way: [] for way in ways}
@@ -301,10 +293,7 @@ def _ratios(rows: dict[str, list[Row]], way: str) -> Row:
 def as_text(result: dict[str, Any]) -> str:
     figures = {way: medians(rows) for way, rows in result["rows"].items()}
     lines: list[list[Any]] = [[way, *row.values()] for way, row in figures.items()]
-    ratios = [
-        [f"fixed ÷ {way}", *(f"{value:.2f}" for value in own.values())]
-        for way, own in result["ratios"].items()
-    ]
+    ratios = [[f"fixed ÷ {way}", *(f"{value:.2f}" for value in own.values())] for way, own in result["ratios"].items()]
     return "\n\n".join(
         (
             table(["way", *next(iter(figures.values()))], lines),

@@ -60,15 +60,11 @@ class Side:
         tokens = prompt_tokens(self.num_moves, num_tokens, 4096)
         keys = block_keys(root_key(self.replica.fingerprint), tokens, size)
         blocks = tuple(
-            KeptBlock(
-                block=index, key=key, parent=keys[index - 1] if index else None, checksum=None
-            )
+            KeptBlock(block=index, key=key, parent=keys[index - 1] if index else None, checksum=None)
             for index, key in enumerate(keys)
         )
         began_at = time.perf_counter()
-        kept = await self.access.keep(
-            KeepBlocks(move_id=self.num_moves, store=self.store, blocks=blocks)
-        )
+        kept = await self.access.keep(KeepBlocks(move_id=self.num_moves, store=self.store, blocks=blocks))
         put_at = time.perf_counter()
         places = tuple(range(len(keys), 2 * len(keys)))
         load = LoadBlocks(move_id=self.num_moves, store=self.store, keys=tuple(keys), blocks=places)
@@ -112,9 +108,7 @@ async def measure(name: str, rounds: int) -> list[list[str]]:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
-        replica, segment = await load_replica(
-            _config(name, Path(folder)), transfer.allocate, Lifecycle(None)
-        )
+        replica, segment = await load_replica(_config(name, Path(folder)), transfer.allocate, Lifecycle(None))
         stack.enter_context(closing(replica.thread))
         address = await stack.enter_async_context(store_process("shm,tcp", 512 << 20))
         channels = Channels(TOKEN)
@@ -160,9 +154,7 @@ def _config(name: str, folder: Path) -> DecodeConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args(argv)

@@ -329,9 +329,7 @@ def main() -> int:
                 random_llama.write(Path(own))
             folders = {"demo": DEMO_FOLDER, "110M": Path(own)}
             figures["speeds"] = [
-                row
-                for model in arguments.models
-                for row in speeds(model, folders[model], arguments.rounds)
+                row for model in arguments.models for row in speeds(model, folders[model], arguments.rounds)
             ]
         print(speed_table(figures["speeds"]))
     write_json(arguments.json, figures)

@@ -22,17 +22,13 @@ class RememberingPool(KvPool):
 
     def __init__(self, layout: KvLayout, num_blocks: int, kept: str, granularity: str) -> None:
         super().__init__(layout, num_blocks)
-        self.layout = replace(
-            layout, dtype=kept
-        )  # so that attention reads a chunk's own K and V here, too
+        self.layout = replace(layout, dtype=kept)  # so that attention reads a chunk's own K and V here, too
         self._rounding = CODES[kept]
         self._granularity = granularity
         shape = (num_blocks, layout.num_kv_heads)
         self._highest = [torch.zeros(shape) for _ in range(2 * layout.num_layers)]
 
-    def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         for part, (piece, heads) in enumerate(((self.keys, keys), (self.values, values))):
             if self._granularity == "block, head":
                 self._write_blocks(piece[layer], self._highest[2 * layer + part], slots, heads)

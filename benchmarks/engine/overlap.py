@@ -67,10 +67,7 @@ class Figures:
 
 
 def wires(rates_mb_s: Sequence[float]) -> list[Wire]:
-    slow = [
-        Wire(name=f"tcp at {rate:g} MB/s", transports="tcp", bytes_per_s=rate * 1e6)
-        for rate in rates_mb_s
-    ]
+    slow = [Wire(name=f"tcp at {rate:g} MB/s", transports="tcp", bytes_per_s=rate * 1e6) for rate in rates_mb_s]
     return [Wire(name="shm", transports="shm,tcp"), Wire(name="tcp", transports="tcp"), *slow]
 
 
@@ -89,9 +86,7 @@ async def measure(options: argparse.Namespace) -> list[Figures]:
             stack.enter_context(closing(replica.thread))
             layout = replica.plan.layout
             prompt_blocks = layout.blocks_for(options.tokens)
-            sink = await stack.enter_async_context(
-                sink_process(layout.pool_bytes(prompt_blocks), prompt_blocks)
-            )
+            sink = await stack.enter_async_context(sink_process(layout.pool_bytes(prompt_blocks), prompt_blocks))
             worker = Worker(replica, segment, transfer, prompt, sink)
             stack.push_async_callback(worker.close)
             nbytes = layout.block_bytes * (prompt_blocks + 64)
@@ -101,9 +96,7 @@ async def measure(options: argparse.Namespace) -> list[Figures]:
                 stores[transports] = await worker.fill(address)
             figures = []
             for wire in wires(options.wire_mb_s):
-                source = PrefixSource(
-                    store=stores[wire.transports], first_block=0, num_blocks=num_blocks
-                )
+                source = PrefixSource(store=stores[wire.transports], first_block=0, num_blocks=num_blocks)
                 figures.append(await _rounds(worker, wire, source, options))
             return figures
 
@@ -120,9 +113,7 @@ def _config(folder: Path, options: argparse.Namespace) -> PrefillConfig:
     )
 
 
-async def _rounds(
-    worker: Worker, wire: Wire, source: PrefixSource, options: argparse.Namespace
-) -> Figures:
+async def _rounds(worker: Worker, wire: Wire, source: PrefixSource, options: argparse.Namespace) -> Figures:
     worker.stores.bytes_per_s = wire.bytes_per_s
     runs: dict[str, list[Run]] = {name: [] for name in WAYS}
     async with AsyncExitStack() as stack:
@@ -130,9 +121,7 @@ async def _rounds(
         for name, mode in WAYS.items():
             ways[name] = await stack.enter_async_context(worker.way(mode))
         for number in range(options.rounds + options.warm_rounds):
-            is_warm = (
-                number >= options.warm_rounds
-            )  # until then the worker learns the store's speed
+            is_warm = number >= options.warm_rounds  # until then the worker learns the store's speed
             for name, way in ways.items():
                 if is_warm or name != "recompute":
                     run = await worker.prefill(way, None if name == "recompute" else source)

@@ -33,9 +33,7 @@ class Record:
     turns: list[Span] = field(default_factory=list)  # reads, of all layers or of some
     checks: list[Span] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)
-    pauses: list[Span] = field(
-        default_factory=list
-    )  # between a layer's projection and its attention
+    pauses: list[Span] = field(default_factory=list)  # between a layer's projection and its attention
     sends: list[Span] = field(default_factory=list)  # to a decode worker
 
     def clear(self) -> None:
@@ -154,16 +152,12 @@ class RecordedStores(BlockStores):
         self._record.leases.append((began_at, time.perf_counter()))
         return lease
 
-    async def transfer(
-        self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
-    ) -> None:
+    async def transfer(self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float) -> None:
         began_at = time.perf_counter()
         await super().transfer(lease, transfer, deadline_s=deadline_s)
         await self._arrived(began_at, scatter.total(transfer.rows))
 
-    async def read(
-        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float
-    ) -> list[int]:
+    async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
         began_at = time.perf_counter()
         checksums = await super().read(store, keys, spots, deadline_s=deadline_s)
         await self._arrived(began_at, spots.nbytes)

@@ -79,8 +79,7 @@ def _axis(top: int, end_s: float) -> list[str]:
     marks = range(0, int(end_s * 1e3) + 1, step_ms)
     return [
         f'<line x1="{_LEFT + ms * scale / 1e3:.1f}" y1="{_TOP - 6}" x2="{_LEFT + ms * scale / 1e3:.1f}" '
-        f'y2="{top}" stroke="#ddd"/>'
-        + _text(_LEFT + int(ms * scale / 1e3), top + 14, f"{ms} ms", anchor="middle")
+        f'y2="{top}" stroke="#ddd"/>' + _text(_LEFT + int(ms * scale / 1e3), top + 14, f"{ms} ms", anchor="middle")
         for ms in marks
     ]
 

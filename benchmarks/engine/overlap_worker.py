@@ -155,9 +155,7 @@ class Worker:
             block_keys=self._keys,
             sampling=_GREEDY,
         )
-        here = Endpoint(
-            instance_id="here", epoch=1, rpc_address="", transfer_address="", host=host_identity()
-        )
+        here = Endpoint(instance_id="here", epoch=1, rpc_address="", transfer_address="", host=host_identity())
         placement = Placement(
             request_id=request.request_id,
             prefill=here,

@@ -134,9 +134,7 @@ async def _group(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[C
     async with followers_of(config) as processes:
         os.sched_setaffinity(0, {0})
         with TransferEngine(cluster_token=TOKEN) as transfer:
-            replica, segment = await load_replica(
-                config, transfer.allocate, Lifecycle(None), num_stages=2
-            )
+            replica, segment = await load_replica(config, transfer.allocate, Lifecycle(None), num_stages=2)
             with contextlib.closing(replica.thread):
                 group = await processes.join(replica, transfer, segment)
                 first, second = Notes(), Notes()
@@ -162,9 +160,7 @@ async def measure(arguments: argparse.Namespace) -> None:
                 picture(arguments.picture, title, rows)
 
 
-async def _compare(
-    alone: Contestant, group: Contestant, length: int, chunk: int, rounds: int
-) -> None:
+async def _compare(alone: Contestant, group: Contestant, length: int, chunk: int, rounds: int) -> None:
     prompt = prompt_tokens(length, length, 1000)
     times: tuple[list[float], list[float]] = ([], [])
     tokens: set[int] = set()

@@ -57,9 +57,7 @@ def picture(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) 
     scale = (_WIDTH - _LEFT - 20) / end_s
     names = [name for name, _ in rows if name]
     body = [_text(10, 18, title, bold=True)]
-    for place, (name, spans) in enumerate(
-        zip(names, [s for part in clocks for s in part], strict=True)
-    ):
+    for place, (name, spans) in enumerate(zip(names, [s for part in clocks for s in part], strict=True)):
         top = _TOP + place * _ROW
         body.append(_text(_LEFT - 8, top + 15, name, anchor="end"))
         body += [
@@ -70,10 +68,7 @@ def picture(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) 
         ]
     bottom = _TOP + len(names) * _ROW
     marks = range(int(end_s) + 1)
-    body += [
-        _text(int(_LEFT + mark * scale), bottom + 14, f"{mark} s", anchor="middle")
-        for mark in marks
-    ]
+    body += [_text(int(_LEFT + mark * scale), bottom + 14, f"{mark} s", anchor="middle") for mark in marks]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 24}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'

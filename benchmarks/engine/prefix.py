@@ -53,9 +53,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("out/engine/prefix.json"))
@@ -65,9 +63,7 @@ def _arguments() -> argparse.Namespace:
 def measure(num_blocks: int, rounds: int) -> list[Row]:
     """A row per index."""
     loads = {name: Load(num_blocks, make) for name, make in INDICES.items()}
-    measured: dict[str, dict[str, list[float]]] = {
-        name: {figure: [] for figure in FIGURES} for name in loads
-    }
+    measured: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in FIGURES} for name in loads}
     for _ in range(rounds):
         for figure in FIGURES:
             for name, load in loads.items():

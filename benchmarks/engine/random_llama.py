@@ -22,9 +22,7 @@ def write(folder: Path) -> None:
     """config.json comes last: who sees it has it all."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: _weight(shape, generator).to(torch.bfloat16) for name, shape in _shapes().items()
-    }
+    weights = {name: _weight(shape, generator).to(torch.bfloat16) for name, shape in _shapes().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     unfinished = folder / "config.unfinished"
     unfinished.write_text(json.dumps(SMALL, indent=2))

@@ -63,19 +63,13 @@ def _cell(seconds: Mapping[str, float], shape: Shape) -> str:
 def bars(runs: Sequence[Mapping[str, Any]]) -> list[Bar]:
     """How many times faster we are on one core with bfloat16, on the wall clock; None where it was not measured."""
     found: dict[str, Figures] = {
-        run["model"]: run["figures"]
-        for run in runs
-        if run["cores"] == 1 and run["dtype"] == "bfloat16"
+        run["model"]: run["figures"] for run in runs if run["cores"] == 1 and run["dtype"] == "bfloat16"
     }
-    return [
-        _bar(found.get(model, {}), model, label, peer, least) for model, label, peer, least in _BARS
-    ]
+    return [_bar(found.get(model, {}), model, label, peer, least) for model, label, peer, least in _BARS]
 
 
 def _bar(figures: Figures, model: str, label: str, peer: str, least: float) -> Bar:
-    wall, processor = (
-        _times_faster(figures, label, peer, clock) for clock in ("wall_s", "processor_s")
-    )
+    wall, processor = (_times_faster(figures, label, peer, clock) for clock in ("wall_s", "processor_s"))
     return {
         "claim": f"{model} {label}, times {peer}",
         "measured": wall,

@@ -102,9 +102,7 @@ class Worker:
             on_removed=self._gone,
             eviction=rule.eviction,
         )
-        self._puts = WriteBehind(
-            self.pool, Counter(), max_in_flight=64, max_pending=4096, min_hits=rule.min_hits
-        )
+        self._puts = WriteBehind(self.pool, Counter(), max_in_flight=64, max_pending=4096, min_hits=rule.min_hits)
         self._puts.found(STORE)
         self.backlog = 0.0  # blocks
         self.at = 0.0
@@ -169,9 +167,7 @@ def _cell(value: Any) -> Any:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, help="a trace beside the synthetic loads")
     parser.add_argument("--presets", nargs="*", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--requests", type=int, default=12_000, help="of each load, at most")
@@ -181,17 +177,14 @@ def _arguments() -> argparse.Namespace:
 
 def _loads(arguments: argparse.Namespace) -> dict[str, list[TraceRecord]]:
     loads = {
-        name: list(islice(requests_of(PRESETS[name], Random(1)), arguments.requests))
-        for name in arguments.presets
+        name: list(islice(requests_of(PRESETS[name], Random(1)), arguments.requests)) for name in arguments.presets
     }
     if arguments.trace is not None:
         loads[arguments.trace.stem] = read_trace(arguments.trace, arguments.requests)
     return loads
 
 
-def simulate(
-    records: Iterable[TraceRecord], rule: Rule, device: float, store: float
-) -> dict[str, Any]:
+def simulate(records: Iterable[TraceRecord], rule: Rule, device: float, store: float) -> dict[str, Any]:
     """`device`, `store`: millions of tokens. Shares are of all blocks that prompts have."""
     prompts = [(record.arrived_s, _keys(record)) for record in records]
     shared = Store(_blocks(store))

@@ -120,9 +120,7 @@ async def _engines(arguments: argparse.Namespace) -> AsyncIterator[dict[str, Eng
                     tensor_parallel_size=ranks,
                 )
                 transfer = stack.enter_context(TransferEngine(cluster_token="benchmark"))
-                replica, _ = await stack.enter_async_context(
-                    loaded_replica(config, transfer.allocate, Lifecycle(None))
-                )
+                replica, _ = await stack.enter_async_context(loaded_replica(config, transfer.allocate, Lifecycle(None)))
                 engines[name] = replica.thread.engine
             yield engines
 
@@ -136,9 +134,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
                 found = _turn(engine, CONTESTANTS[name][1] // CONTESTANTS[name][0])
                 if number:  # the first one warms up
                     turns[name].append(found)
-    return {
-        name: [median(values) for values in zip(*own, strict=True)] for name, own in turns.items()
-    }
+    return {name: [median(values) for values in zip(*own, strict=True)] for name, own in turns.items()}
 
 
 # -- sums alone
@@ -189,10 +185,7 @@ def main() -> None:
     rows = [
         [
             name,
-            *(
-                f"{value:.2f}" if place < len(DECODE) else f"{value:,.0f}"
-                for place, value in enumerate(own)
-            ),
+            *(f"{value:.2f}" if place < len(DECODE) else f"{value:,.0f}" for place, value in enumerate(own)),
         ]
         for name, own in steps_found.items()
     ]

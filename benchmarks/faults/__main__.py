@@ -90,9 +90,7 @@ def _cells(row: dict[str, Any]) -> list[Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="times that each fault is played")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="PART", help="faults with it in “SIGNAL name”"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="faults with it in “SIGNAL name”")
     parser.add_argument("--json", type=Path)
     return parser
 

@@ -145,9 +145,7 @@ def _bars(rows: Mapping[str, Row]) -> list[str]:
         if name in rows:
             value = rows[name][figure]
             held = value >= bar if sign == ">=" else value <= bar
-            lines.append(
-                f"{'held  ' if held else 'MISSED'} {name}: {figure} {value:,.2f} {sign} {bar:,.0f}"
-            )
+            lines.append(f"{'held  ' if held else 'MISSED'} {name}: {figure} {value:,.2f} {sign} {bar:,.0f}")
     return lines
 
 
@@ -167,9 +165,7 @@ def main() -> None:
             num_rounds = 1 if "idle" in name else args.rounds
             runs = (_alone(measure, cores[0], args.profiler.split()) for _ in range(num_rounds))
             rows[name] = medians([uvloop.run(run) for run in runs])
-            print(
-                name, {figure: round(value, 2) for figure, value in rows[name].items()}, flush=True
-            )
+            print(name, {figure: round(value, 2) for figure, value in rows[name].items()}, flush=True)
     print(report(rows))
     if args.json:
         write_json(args.json, rows)

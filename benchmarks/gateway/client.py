@@ -54,9 +54,7 @@ class StreamReader(asyncio.Protocol):
 
 def request_bytes(port: int, max_tokens: int) -> bytes:
     """A streamed completion of a short prompt."""
-    body = json.dumps(
-        {"prompt": [92, 92], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-    ).encode()
+    body = json.dumps({"prompt": [92, 92], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -69,9 +67,7 @@ async def read(port: int, num_streams: int, text: str) -> None:
     loop = asyncio.get_running_loop()
     request, readers = request_bytes(port, 500_000), []
     for _ in range(num_streams):
-        _, reader = await loop.create_connection(
-            lambda: StreamReader(request, text.encode()), "127.0.0.1", port
-        )
+        _, reader = await loop.create_connection(lambda: StreamReader(request, text.encode()), "127.0.0.1", port)
         readers.append(reader)
     stopped = loop.run_in_executor(None, sys.stdin.readline)
     everything = asyncio.gather(*(reader.done for reader in readers))

@@ -17,9 +17,7 @@ from protocol.rpc import RpcServer
 
 CLUSTER_TOKEN = "benchmark"
 MAX_MODEL_LEN = 1_000_000
-_LAYOUT = common_pb2.KvLayout(
-    num_layers=1, block_size=32, num_kv_heads=1, head_dim=64, dtype="float32"
-)
+_LAYOUT = common_pb2.KvLayout(num_layers=1, block_size=32, num_kv_heads=1, head_dim=64, dtype="float32")
 
 
 class StubCluster(conductor_pb2_grpc.ConductorServicer):
@@ -77,16 +75,12 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
         reason = common_pb2.FINISH_REASON_LENGTH if is_last else 0
         batch = worker_pb2.EventBatch()
         for request_id in requests:
-            batch.tokens.add(
-                request_id=request_id, index=index, token_id=self._token_id, finish_reason=reason
-            )
+            batch.tokens.add(request_id=request_id, index=index, token_id=self._token_id, finish_reason=reason)
         return batch
 
     # The conductor
 
-    async def GetCluster(
-        self, request: conductor_pb2.GetClusterRequest, context: Any
-    ) -> conductor_pb2.ClusterView:
+    async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Any) -> conductor_pb2.ClusterView:
         instances = [
             conductor_pb2.InstanceView(endpoint=worker.endpoint, role=worker.role, num_blocks=64)
             for worker in self._workers.values()
@@ -99,9 +93,7 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
             ready=True,
         )
 
-    async def Place(
-        self, request: conductor_pb2.PlaceRequest, context: Any
-    ) -> conductor_pb2.PlaceReply:
+    async def Place(self, request: conductor_pb2.PlaceRequest, context: Any) -> conductor_pb2.PlaceReply:
         placement = common_pb2.Placement(
             request_id=request.request_id,
             prefill=self._workers["prefill-0"].endpoint,
@@ -109,9 +101,7 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
         )
         return conductor_pb2.PlaceReply(placement=placement)
 
-    async def Report(
-        self, request: conductor_pb2.ReportRequest, context: Any
-    ) -> conductor_pb2.ReportReply:
+    async def Report(self, request: conductor_pb2.ReportRequest, context: Any) -> conductor_pb2.ReportReply:
         return conductor_pb2.ReportReply()
 
 
@@ -129,29 +119,21 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def start(self, instance_id: str) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
         address = await self.server.start("127.0.0.1", 0)
-        self.endpoint = common_pb2.Endpoint(
-            instance_id=instance_id, epoch=1, rpc_address=address, host="here"
-        )
+        self.endpoint = common_pb2.Endpoint(instance_id=instance_id, epoch=1, rpc_address=address, host="here")
 
     async def send(self, batch: worker_pb2.EventBatch) -> None:
         """Waits while gRPC does not take more."""
         await self._outgoing.put(batch)
 
-    async def Submit(
-        self, request: worker_pb2.SubmitRequest, context: Any
-    ) -> worker_pb2.SubmitReply:
+    async def Submit(self, request: worker_pb2.SubmitRequest, context: Any) -> worker_pb2.SubmitReply:
         self.submitted.append(request.request_id)
         self.changed.set()
         return worker_pb2.SubmitReply()
 
-    async def Cancel(
-        self, request: worker_pb2.CancelRequest, context: Any
-    ) -> worker_pb2.CancelReply:
+    async def Cancel(self, request: worker_pb2.CancelRequest, context: Any) -> worker_pb2.CancelReply:
         return worker_pb2.CancelReply()
 
-    async def Events(
-        self, request: worker_pb2.EventsRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.EventBatch]:
+    async def Events(self, request: worker_pb2.EventsRequest, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
         yield worker_pb2.EventBatch()
         while True:
             yield await self._outgoing.get()

@@ -69,9 +69,7 @@ class _Run:
             run.blocks.append(range(row * per_row, (row + 1) * per_row))
             run.histories.append([(7 * row + n) % 251 for n in range(BLOCK_SIZE)])
         prompts = enumerate(zip(run.histories, run.blocks, strict=True))
-        run._append(
-            engine.execute([one_slice(row, tokens, 0, blocks) for row, (tokens, blocks) in prompts])
-        )
+        run._append(engine.execute([one_slice(row, tokens, 0, blocks) for row, (tokens, blocks) in prompts]))
         return run
 
     def decode(self, steps: int) -> None:

@@ -106,6 +106,4 @@ def measure_ceilings(device: torch.device, scale: Scale) -> Ceilings:
     size = scale.matrix_size
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     product = seconds(device, lambda: left @ right)
-    return Ceilings(
-        copy_bytes_per_s=2 * scale.copy_bytes / copying, flops_per_s=2 * size**3 / product
-    )
+    return Ceilings(copy_bytes_per_s=2 * scale.copy_bytes / copying, flops_per_s=2 * size**3 / product)

@@ -81,9 +81,7 @@ class AttentionCase:
     def slots(self, span: Span) -> np.ndarray:
         """Where the sequence's tokens lie."""
         tokens = np.arange(span.end)
-        slots: np.ndarray = (
-            span.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
-        )
+        slots: np.ndarray = span.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
         return slots
 
 
@@ -99,9 +97,7 @@ class AttentionInputs:
     def expected(self) -> torch.Tensor:
         """[tokens, heads · head_dim], float64 on the CPU, by the definition."""
         case = self.case
-        keys, values = (
-            piece[0].cpu().flatten(0, 1) for piece in (self.pool.keys, self.pool.values)
-        )
+        keys, values = (piece[0].cpu().flatten(0, 1) for piece in (self.pool.keys, self.pool.values))
         lengths = [span.end - span.start for span in self.spans]
         rows: list[torch.Tensor] = []
         for span, own in zip(self.spans, torch.split(self.queries.cpu(), lengths), strict=True):

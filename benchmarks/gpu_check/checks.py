@@ -34,9 +34,7 @@ CHECKS = (
 )
 
 
-def run_checks(
-    bench: Bench, only: str, deadline: float, checks: Sequence[Check] = CHECKS
-) -> Iterator[Row]:
+def run_checks(bench: Bench, only: str, deadline: float, checks: Sequence[Check] = CHECKS) -> Iterator[Row]:
     """All rows of the checks whose name contains `only`; `deadline` by the monotonic clock."""
     for check in checks:
         if only not in check.name:

@@ -93,9 +93,7 @@ def _map(path: Path, loaded: Loaded) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), size))
 
 
-def _hand_over(
-    name: str, work: _Work, sent: str | torch.Tensor, size: int, expected: list[int]
-) -> Row:
+def _hand_over(name: str, work: _Work, sent: str | torch.Tensor, size: int, expected: list[int]) -> Row:
     context: Any = multiprocessing.get_context("spawn")
     arriving, answers = context.SimpleQueue(), context.Queue()
     other = context.Process(target=_decode, args=(work, arriving, answers), daemon=True)

@@ -33,9 +33,7 @@ LARGE_CASES = (
         block_size=32,
     ),
     AttentionCase(spans=((0, 1500),), heads=32, kv_heads=8, head_dim=64, block_size=512),
-    AttentionCase(
-        spans=((8000, 8001), (3000, 3300)), heads=32, kv_heads=8, head_dim=128, window=1024
-    ),
+    AttentionCase(spans=((8000, 8001), (3000, 3300)), heads=32, kv_heads=8, head_dim=128, window=1024),
 )
 
 
@@ -78,9 +76,7 @@ def fused(bench: Bench) -> Iterator[Row]:
             )
 
 
-def _fused_row(
-    name: str, check: FusedError, dtype: torch.dtype, device: torch.device, bound: float
-) -> Row:
+def _fused_row(name: str, check: FusedError, dtype: torch.dtype, device: torch.device, bound: float) -> Row:
     return _row(name, [check(dtype, device)], bound)
 
 
@@ -117,9 +113,7 @@ def _rotation_error(dtype: torch.dtype, device: torch.device) -> float:
     exact = exact * scale * weight.double()
     exact = exact * cos.double() + exact.roll(head_dim // 2, -1) * sin.double()
     own = projected.to(device)
-    keys, values = (
-        torch.zeros(4, block_size, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"
-    )
+    keys, values = (torch.zeros(4, block_size, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv")
     places = Positions(*(one.to(device) for one in (cos, sin, slots)))
     rotate_and_store(own, heads, weight.to(device), _EPSILON, places, keys, values)
     stored_keys, stored_values = (one.cpu().flatten(0, 1)[slots] for one in (keys, values))

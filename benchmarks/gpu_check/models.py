@@ -108,11 +108,7 @@ def assemble(config: ModelConfig, weights: Weights, num_blocks: int, dtype: str)
     model = Model(config, TritonKernels(config, weights, pool), attention)
     graphed = with_graphs(model, config, pool)
     engine = Engine(config, graphed, attention, pool, weights.digest)
-    matrices = [
-        matrix
-        for layer in weights.layers
-        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
-    ]
+    matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     return Loaded(engine, model, pool, sum(one.numel() for one in (*matrices, weights.lm_head)))
 
 
@@ -143,9 +139,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
     ]
     embedding = matrix(config.vocab_size, hidden)
     lm_head = embedding if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
-    return Weights(
-        embedding=embedding, layers=layers, norm=norm(hidden), lm_head=lm_head, digest="random"
-    )
+    return Weights(embedding=embedding, layers=layers, norm=norm(hidden), lm_head=lm_head, digest="random")
 
 
 def one_slice(row: int, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Slice:

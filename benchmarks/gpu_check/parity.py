@@ -48,9 +48,7 @@ def families(bench: Bench) -> Iterator[Row]:
         except ImportError:
             yield skipped(name, "transformers is not installed")
             continue
-        yield guarded(
-            name, partial(_compare, bench=bench, family=family, transformers=transformers)
-        )
+        yield guarded(name, partial(_compare, bench=bench, family=family, transformers=transformers))
 
 
 def _compare(name: str, bench: Bench, family: str, transformers: Any) -> Row:

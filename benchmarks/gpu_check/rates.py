@@ -72,17 +72,11 @@ def _prefill_row(name: str, bench: Bench, tokens: int, cached: int) -> Row:
 
 def _torch_seconds(bench: Bench, queries: torch.Tensor) -> float:
     own = queries.transpose(0, 1)[None]
-    keys, values = (
-        _random(bench.device, 1, KV_HEADS, queries.shape[0], HEAD_DIM) for _ in range(2)
-    )
-    return bench.seconds(
-        lambda: F.scaled_dot_product_attention(own, keys, values, is_causal=True, enable_gqa=True)
-    )
+    keys, values = (_random(bench.device, 1, KV_HEADS, queries.shape[0], HEAD_DIM) for _ in range(2))
+    return bench.seconds(lambda: F.scaled_dot_product_attention(own, keys, values, is_causal=True, enable_gqa=True))
 
 
-def _pool(
-    device: torch.device, rows: int, context: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pool(device: torch.device, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K, V and scattered block tables of sequences that are equally long."""
     per_row = -(-context // BLOCK_SIZE)
     shape = (rows * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM)

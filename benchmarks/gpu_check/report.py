@@ -28,9 +28,7 @@ def as_table(machine: Mapping[str, str], ceilings: Ceilings, rows: Sequence[Row]
     return "\n".join((*lines, "", table(headers, cells), "", summary(rows)))
 
 
-def as_document(
-    machine: Mapping[str, str], ceilings: Ceilings, rows: Sequence[Row], taken_s: float
-) -> dict[str, Any]:
+def as_document(machine: Mapping[str, str], ceilings: Ceilings, rows: Sequence[Row], taken_s: float) -> dict[str, Any]:
     return {
         "machine": dict(machine),
         "ceilings": asdict(ceilings),

@@ -97,8 +97,7 @@ def _own_prefill(bench: Bench, loaded: Loaded) -> tuple[int, float, float]:
 def _own_decode(bench: Bench, loaded: Loaded, batch: int, context: int) -> tuple[int, float, float]:
     per_row = -(-context // BLOCK_SIZE)
     slices = [
-        one_slice(row, _tokens(context), context - 1, range(row * per_row, (row + 1) * per_row))
-        for row in range(batch)
+        one_slice(row, _tokens(context), context - 1, range(row * per_row, (row + 1) * per_row)) for row in range(batch)
     ]
     taken = bench.seconds(lambda: loaded.engine.execute(slices))
     layout = loaded.pool.layout
@@ -152,9 +151,7 @@ def _peer(bench: Bench, shape: str) -> Any:
     return model.eval()
 
 
-def _peer_step(
-    model: Any, batch: int, context: int, device: torch.device
-) -> Callable[[], torch.Tensor]:
+def _peer_step(model: Any, batch: int, context: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """One decode step and its greedy tokens, at a context that stays as it is."""
     tokens = torch.tensor([_tokens(context - 1)] * batch, device=device)
     cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values

@@ -41,9 +41,7 @@ def _compare(name: str, bench: Bench) -> Row:
     prompts = [[(7 * n + length) % 250 + 2 for n in range(length)] for length in lengths]
     expected = _alone(bench, prompts)
     answers = _answers(bench, prompts)
-    equal = sum(
-        tokens == one for twice in answers for (tokens, _), one in zip(twice, expected, strict=True)
-    )
+    equal = sum(tokens == one for twice in answers for (tokens, _), one in zip(twice, expected, strict=True))
     cached = sum(cached for _, cached in answers[1])
     reusable = sum((length - 1) // _BLOCK_SIZE * _BLOCK_SIZE for length in lengths)
     is_right = equal == 2 * len(prompts) and cached == reusable
@@ -87,24 +85,15 @@ def _answers(bench: Bench, prompts: list[list[int]]) -> list[list[tuple[list[int
     sizes = ("--kv-cache-memory", "64MiB", "--dram", "64MiB", "--block-size", str(_BLOCK_SIZE))
     with (
         TemporaryDirectory() as folder,
-        running(
-            None, *flags, *sizes, *_UNHURRIED, log_dir=Path(folder), start_timeout_s=_START_S
-        ) as cluster,
+        running(None, *flags, *sizes, *_UNHURRIED, log_dir=Path(folder), start_timeout_s=_START_S) as cluster,
     ):
-        return [
-            [_ask(cluster.url, prompt, bench.scale.generated) for prompt in prompts]
-            for _ in range(2)
-        ]
+        return [[_ask(cluster.url, prompt, bench.scale.generated) for prompt in prompts] for _ in range(2)]
 
 
 def _ask(url: str, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
     wish = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     body = json.dumps({"prompt": prompt, "return_token_ids": True, **wish}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", body, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
         answer: dict[str, Any] = json.load(response)
-    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"][
-        "cached_tokens"
-    ]
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -61,9 +61,7 @@ def _outages(outages: tuple[Outage, ...], seconds: float, rounds: int) -> int:
     return 1 if tracebacks or any(row[4] for row in rows) else 0
 
 
-def _row(
-    cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float, rounds: int
-) -> list[Any]:
+def _row(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float, rounds: int) -> list[Any]:
     reports = [play(cluster, outage, known, seconds) for _ in range(rounds)]
     outcomes: Counter[str] = sum((report.outcomes for report in reports), Counter())
     recovered = [report.recovered_s for report in reports]

@@ -80,9 +80,7 @@ class HostsCluster:
                 raise TimeoutError(f"the cluster does not serve; logs: {self.log_dir}")
             time.sleep(0.2)
 
-    def ask(
-        self, prompt: str, *, max_tokens: int, timeout_s: float, salt: str | None = None
-    ) -> Answer:
+    def ask(self, prompt: str, *, max_tokens: int, timeout_s: float, salt: str | None = None) -> Answer:
         """One greedy completion, from the gateway's host; never raises. `salt`: shares no KV with others' blocks."""
         body = {
             "prompt": prompt,
@@ -92,9 +90,7 @@ class HostsCluster:
             **({} if salt is None else {"cache_salt": salt}),
         }
         url = f"http://{self.net.address(FRONT)}:{_HTTP_PORT}/v1/completions"
-        request = urllib.request.Request(
-            url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         return self.net.within(FRONT, lambda: _answer(request, timeout_s))
 
     def tracebacks(self) -> list[str]:

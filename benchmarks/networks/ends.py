@@ -38,9 +38,7 @@ def target(host: str, streams: str) -> None:
         sys.stdin.read()
 
 
-def initiator(
-    host: str, streams: str, address: str, segment: str, window: str, op: str, seconds: str
-) -> None:
+def initiator(host: str, streams: str, address: str, segment: str, window: str, op: str, seconds: str) -> None:
     """Keeps batches in flight for so long, after a beginning that fills the link; bytes per second."""
     options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
     with TransferEngine(cluster_token=TOKEN, options=options) as engine:

@@ -141,9 +141,7 @@ def why_not() -> str | None:
     try:
         os.close(_open_tun(f"mwprobe{os.getpid()}"))
     except OSError as error:
-        return (
-            f"network devices cannot be made here ({_TUN}: {error.strerror}); needs CAP_NET_ADMIN"
-        )
+        return f"network devices cannot be made here ({_TUN}: {error.strerror}); needs CAP_NET_ADMIN"
     probe = f"moon-probe-{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
         return "network namespaces cannot be made here (ip netns add); needs CAP_SYS_ADMIN"
@@ -152,9 +150,7 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def network(
-    num_hosts: int, *, mtu: int = 1500, congestion_control: str | None = None
-) -> Iterator[Network]:
+def network(num_hosts: int, *, mtu: int = 1500, congestion_control: str | None = None) -> Iterator[Network]:
     """Hosts for as long as the block lasts, with perfect links. Whatever runs in them must have ended by then."""
     names = [f"moon-{os.getpid()}-{host}" for host in range(num_hosts)]
     with contextlib.ExitStack() as stack:

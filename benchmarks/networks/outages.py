@@ -18,8 +18,7 @@ from benchmarks.networks.hosts import Link, Network
 
 MAX_TOKENS = 12
 _PROMPTS = tuple(
-    f"def function_{number}(values):\n    total = {number}\n    for value in values:\n" * 3
-    for number in range(8)
+    f"def function_{number}(values):\n    total = {number}\n    for value in values:\n" * 3 for number in range(8)
 )
 _EVERY_S = 0.4
 _CLIENT_S = 40.0

@@ -67,13 +67,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}; at least 5 for a claim")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
     parser.add_argument("--contestants", type=_beginning, nargs="+", help="how names begin")
-    parser.add_argument(
-        "--placement", type=Placement, choices=list(Placement), default=Placement.APART
-    )
+    parser.add_argument("--placement", type=Placement, choices=list(Placement), default=Placement.APART)
     parser.add_argument("--gib", type=float, help="on disk at the restart; default 20 or half")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("out"), help="on the disk of disk and restart"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk of disk and restart")
     parser.add_argument("--trace", type=Path, default=TRACE, help="a Mooncake trace")
     parser.add_argument("--json", type=Path, default=Path("out/store.json"))
     parser.add_argument("--plots", type=Path, help="folder for PNG files")

@@ -61,9 +61,7 @@ def _ratio_bars(results: Figures, sizes: Sequence[str]) -> Iterator[Bar]:
                 yield at_least(f"{who} / {best}, {size} {op}", reached, least)
 
 
-def _ratio(
-    results: Figures, who: str, others: Sequence[str], size: str, op: str
-) -> tuple[str, float | None]:
+def _ratio(results: Figures, who: str, others: Sequence[str], size: str, op: str) -> tuple[str, float | None]:
     """The best of the others and the median over rounds of the ratio to it; None without both."""
     ours = _cell(results, who, size, op)
     rivals = {other: cell for other in others if (cell := _cell(results, other, size, op))}
@@ -143,9 +141,7 @@ def hit_ratio_bars(points: Sequence[Mapping[str, Any]]) -> list[Bar]:
 def _policy_bars(ratios: Mapping[tuple[str, int | None], float]) -> Iterator[Bar]:
     for capacity in (3_000_000, 10_000_000):
         others = {
-            name: ratio
-            for (name, at), ratio in ratios.items()
-            if at == capacity and name not in ("lru", "belady")
+            name: ratio for (name, at), ratio in ratios.items() if at == capacity and name not in ("lru", "belady")
         }
         if others and ("lru", capacity) in ratios:
             best = max(others, key=lambda name: others[name])

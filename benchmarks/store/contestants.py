@@ -71,9 +71,7 @@ CONTESTANTS = (
     _moonserve("tcp", "tcp", verify=True),
     _moonserve("tcp, values' checksums only", "tcp", "--no-transfer-checksums", verify=True),
     Contestant(name="memcpy", group="limit", client=MEMCPY, options={"shared": True}, ops=OPS),
-    Contestant(
-        name="memcpy huge pages", group="limit", client=MEMCPY, options={"shared": False}, ops=OPS
-    ),
+    Contestant(name="memcpy huge pages", group="limit", client=MEMCPY, options={"shared": False}, ops=OPS),
     _mooncake("tcp", "tcp"),
     _mooncake("tcp, 4 lanes", "tcp", MC_TCP_LANES_PER_PEER="4"),
     _mooncake("same host", "shm"),

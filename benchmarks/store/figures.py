@@ -16,10 +16,7 @@ def figures(result: Result, sizes: Sequence[str]) -> dict[str, Any]:
         "group": result.contestant.group,
         "absent": result.absent,
         "errors": {describe(load): error for load, error in result.errors.items()},
-        "cells": {
-            size: {op: cell for op in OPS if (cell := _cell(result, Load(op, *SIZES[size])))}
-            for size in sizes
-        },
+        "cells": {size: {op: cell for op in OPS if (cell := _cell(result, Load(op, *SIZES[size])))} for size in sizes},
         "exists": _cell(result, EXISTS),
     }
 

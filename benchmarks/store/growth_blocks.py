@@ -130,10 +130,7 @@ def _some(num_chains: int) -> list[int]:
 
 def _put(state: StoreState, name: str, keys: Chain, now: float) -> None:
     parents = [None, *keys[:-1]]
-    wishes = [
-        Wish(key=key, parent=parent, length=LENGTH)
-        for key, parent in zip(keys, parents, strict=True)
-    ]
+    wishes = [Wish(key=key, parent=parent, length=LENGTH) for key, parent in zip(keys, parents, strict=True)]
     state.writers.reserve(name, wishes, 30.0, now)
     state.writers.commit(name, dict.fromkeys(keys, 1), now)
     state.writers.verified(name, (), now)

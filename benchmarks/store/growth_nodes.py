@@ -106,9 +106,7 @@ def _until_known(store: KvStore, count: int) -> None:
 
 def _until_indexed(address: str) -> Any:
     """The directory's view once it has heard of all values. Raises ContestantError."""
-    _until(
-        lambda: calls.directory_view(address).num_keys >= NUM_VALUES, "the directory lacks values"
-    )
+    _until(lambda: calls.directory_view(address).num_keys >= NUM_VALUES, "the directory lacks values")
     return calls.directory_view(address)
 
 

@@ -63,9 +63,7 @@ class InPlace(Client):
     """A get is a lease on values where they lie: nothing is copied, so nothing is compared either."""
 
     def get(self, call: Call) -> None:
-        with patiently(
-            partial(self._store.lease, call[0], timeout_s=PATIENCE_S, verify=False)
-        ) as lease:
+        with patiently(partial(self._store.lease, call[0], timeout_s=PATIENCE_S, verify=False)) as lease:
             for view in lease.views:
                 if view is None:
                     raise OSError("a value that was put is not there")

@@ -110,9 +110,7 @@ def _blocks(options: Options) -> Part:
     points = growth_blocks.measure(growth_blocks.choice(quick=options.quick, full=options.full))
     title = "Growth with the blocks of one node"
     figures = {"points": points}
-    return Part(
-        title=title, figures=figures, table=blocks_report(points), bars=metadata_bars(points)
-    )
+    return Part(title=title, figures=figures, table=blocks_report(points), bars=metadata_bars(points))
 
 
 def _nodes(options: Options) -> Part:

@@ -31,9 +31,7 @@ def speed_report(speed: Mapping[str, Any]) -> str:
     return "\n\n".join([*tables, "\n".join(lines)])
 
 
-def _speed_table(
-    results: Mapping[str, Any], sizes: Sequence[str], figure: str, unit: str, form: str
-) -> str:
+def _speed_table(results: Mapping[str, Any], sizes: Sequence[str], figure: str, unit: str, form: str) -> str:
     """A row per store, a column per size and one for `exists`, which moves no bytes."""
     rows = []
     for name, result in results.items():
@@ -81,10 +79,7 @@ def blocks_report(points: Sequence[Mapping[str, Any]]) -> str:
         ("look-ups/s one by one", "find_s", ",.0f"),
         ("in batches of 64", "find_batch_s", ",.0f"),
     )
-    rows = [
-        [f"{p['blocks']:,}", p["policy"], *_values(p, [(key, form) for _, key, form in columns])]
-        for p in points
-    ]
+    rows = [[f"{p['blocks']:,}", p["policy"], *_values(p, [(key, form) for _, key, form in columns])] for p in points]
     return table(("blocks of one node", "policy", *(title for title, _, _ in columns)), rows)
 
 
@@ -99,9 +94,7 @@ def nodes_report(points: Sequence[Mapping[str, Any]]) -> str:
         ("directory bytes/key", "directory_bytes_per_key", ".0f"),
         ("directory resident MiB", "directory_resident_mib", ".0f"),
     )
-    rows = [
-        [str(p["nodes"]), *_values(p, [(key, form) for _, key, form in columns])] for p in points
-    ]
+    rows = [[str(p["nodes"]), *_values(p, [(key, form) for _, key, form in columns])] for p in points]
     return table(("nodes", *(title for title, _, _ in columns)), rows)
 
 

@@ -50,9 +50,7 @@ def default_gib(folder: Path) -> float:
     return min(MOST_GIB, shutil.disk_usage(folder).free / 2 / GIB)
 
 
-def measure(
-    folder: Path, gib: float, named: tuple[str, Sequence[Prompt]]
-) -> tuple[Part, list[Bar]]:
+def measure(folder: Path, gib: float, named: tuple[str, Sequence[Prompt]]) -> tuple[Part, list[Bar]]:
     """`folder` is on the disk to use; `named` is a trace's name and its prompts."""
     num_values = max(1, int(gib * GIB) // VALUE_BYTES)
     trace, prompts = named

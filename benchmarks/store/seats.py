@@ -166,9 +166,7 @@ class Seat:
 
 
 @contextlib.contextmanager
-def seated(
-    contestants: Sequence[Contestant], folder: Path, placement: Placement
-) -> Iterator[list[Seat]]:
+def seated(contestants: Sequence[Contestant], folder: Path, placement: Placement) -> Iterator[list[Seat]]:
     seats = [Seat(contestant, folder, placement) for contestant in contestants]
     try:
         yield seats

@@ -50,16 +50,12 @@ def launched_node(group: Group, cores: set[int], name: str, *flags: str) -> tupl
     return launched(group, cores, "kvstore", name, *flags)
 
 
-def launched(
-    group: Group, cores: set[int], module: str, name: str, *flags: str
-) -> tuple[Child, int]:
+def launched(group: Group, cores: set[int], module: str, name: str, *flags: str) -> tuple[Child, int]:
     """One of this project's processes."""
     command = python(module, "--instance-id", name, "--log-level", "warning", *flags)
     environment = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
     return start_reporting(
-        lambda line, fds: group.start(
-            name, line, cores=cores, pass_fds=fds, environment=environment
-        ),
+        lambda line, fds: group.start(name, line, cores=cores, pass_fds=fds, environment=environment),
         [*command, "--status-fd"],
     )
 

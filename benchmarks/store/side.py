@@ -50,9 +50,7 @@ def main() -> None:
     control = Control(socket.socket(fileno=arguments.control))
     try:
         module, _, name = arguments.kind.partition(":")
-        client: Client = getattr(importlib.import_module(module), name)(
-            arguments.facts, arguments.options
-        )
+        client: Client = getattr(importlib.import_module(module), name)(arguments.facts, arguments.options)
         side = Side(client)
         control.send({})
         _obey(control, side)

@@ -53,9 +53,7 @@ class Values:
         offsets = self._offsets[: len(keys)]
         lengths = [self._length] * len(keys)
         landed = patiently(
-            lambda: self._store.batch_get_into(
-                keys, self._segment, offsets, lengths, timeout_s=PATIENCE_S
-            )
+            lambda: self._store.batch_get_into(keys, self._segment, offsets, lengths, timeout_s=PATIENCE_S)
         )
         there = [place for place, length in enumerate(landed) if length is not None]
         wrong = sum(not self._is(self._rows[place], numbers[place]) for place in there)

@@ -47,15 +47,11 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="1 to 2 minutes: fewer sizes, 3 rounds"
-    )
+    parser.add_argument("--quick", action="store_true", help="1 to 2 minutes: fewer sizes, 3 rounds")
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}; at least 5 for a claim")
     parser.add_argument("--sizes", type=_names(SIZES), help=f"of {', '.join(SIZES)}")
     parser.add_argument("--only", type=_contestants, help="names, or how they begin; by commas")
-    parser.add_argument(
-        "--placement", type=Placement, choices=list(Placement), default=Placement.APART
-    )
+    parser.add_argument("--placement", type=Placement, choices=list(Placement), default=Placement.APART)
     parser.add_argument("--json", type=Path, default=Path("out/transfer.json"))
     arguments = parser.parse_args()
     arguments.sizes = arguments.sizes or list(QUICK_SIZES if arguments.quick else SIZES)

@@ -22,9 +22,7 @@ MOONSERVE = tuple(
 )
 CONTESTANTS = (
     *MOONSERVE,
-    Contestant(
-        name="memcpy", group="limit", module=LIMITS + "memory:Copy", options={"huge": False}
-    ),
+    Contestant(name="memcpy", group="limit", module=LIMITS + "memory:Copy", options={"huge": False}),
     Contestant(
         name="memcpy huge pages",
         group="limit",

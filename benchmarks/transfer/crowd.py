@@ -37,22 +37,16 @@ class Target(contestant.Target):
         return {
             "peers": [
                 (engine.address, segment.segment_id, window)
-                for engine, segment, window in zip(
-                    self._engines, self._segments, self._windows, strict=True
-                )
+                for engine, segment, window in zip(self._engines, self._segments, self._windows, strict=True)
             ]
         }
 
     def fill(self, source: Bytes) -> None:
-        for segment, part in zip(
-            self._segments, np.split(source, len(self._segments)), strict=True
-        ):
+        for segment, part in zip(self._segments, np.split(source, len(self._segments)), strict=True):
             segment.buffer[:] = part.data
 
     def landed(self) -> Bytes:
-        return np.concatenate(
-            [np.frombuffer(segment.buffer, np.uint8) for segment in self._segments]
-        )
+        return np.concatenate([np.frombuffer(segment.buffer, np.uint8) for segment in self._segments])
 
 
 class Initiator(contestant.Initiator):
@@ -64,8 +58,7 @@ class Initiator(contestant.Initiator):
 
     def connect(self, other: dict[str, Any]) -> None:
         self._peers = [
-            (RemoteSegment(address, segment_id), window_id)
-            for address, segment_id, window_id in other["peers"]
+            (RemoteSegment(address, segment_id), window_id) for address, segment_id, window_id in other["peers"]
         ]
         self._share = POOL_BYTES // len(self._peers)
 

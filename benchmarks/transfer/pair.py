@@ -78,9 +78,7 @@ def settled(command: Sequence[str], cores: set[int]) -> list[str]:
 
 
 class SideProcess:
-    def __init__(
-        self, contestant: Contestant, role: str, python: Path, log: Path, placement: Placement
-    ) -> None:
+    def __init__(self, contestant: Contestant, role: str, python: Path, log: Path, placement: Placement) -> None:
         self._log = log
         ours, theirs = socket.socketpair()
         module, _, prefix = contestant.module.partition(":")
@@ -138,9 +136,7 @@ class SideProcess:
 class Pair:
     """Both sides of one contestant, connected. Raises ContestantError from every method."""
 
-    def __init__(
-        self, contestant: Contestant, python: Path, log_dir: Path, placement: Placement
-    ) -> None:
+    def __init__(self, contestant: Contestant, python: Path, log_dir: Path, placement: Placement) -> None:
         self.contestant = contestant
         stem = contestant.name.replace(" ", "-")
         self._sides: list[SideProcess] = []

@@ -19,9 +19,7 @@ def report(document: Mapping[str, Any]) -> str:
     lines = [table(headers, rows), "", f"Requests in flight: {in_flight}; latency one at a time."]
     lines += [f"Placement: {document['placement']}; medians of {document['rounds']} rounds.", ""]
     lines += [f"Other processes used {document['others_cores']:.2f} cores meanwhile.", ""]
-    lines += [
-        line for name, figures in document["results"].items() for line in _failures(name, figures)
-    ]
+    lines += [line for name, figures in document["results"].items() for line in _failures(name, figures)]
     missed = [bar["claim"] for bar in document["bars"] if bar["met"] is False]
     lines += ["", table(("bar", "reached", "asked", ""), [_bar(bar) for bar in document["bars"]])]
     lines += ["", f"Bars missed: {len(missed)}"]

@@ -20,10 +20,7 @@ def figures(result: Result, sizes: Sequence[str]) -> dict[str, Any]:
         "group": result.contestant.group,
         "absent": result.absent,
         "errors": {describe(load): error for load, error in result.errors.items()},
-        "throughput": {
-            size: {op: best for op in OPS if (best := _throughput(result, size, op))}
-            for size in sizes
-        },
+        "throughput": {size: {op: best for op in OPS if (best := _throughput(result, size, op))} for size in sizes},
         "latency": _latency(result),
     }
 

@@ -43,9 +43,7 @@ class Result:
 class Seat:
     """One contestant's place in the run: its pair, as long as it lives, and its results."""
 
-    def __init__(
-        self, contestant: Contestant, python: Path, log_dir: Path, placement: Placement
-    ) -> None:
+    def __init__(self, contestant: Contestant, python: Path, log_dir: Path, placement: Placement) -> None:
         self.result = Result(contestant)
         self.modes: dict[Load, Sequence[str]] = {}
         self._start = partial(Pair, contestant, python, log_dir, placement)
@@ -163,6 +161,4 @@ def _measure_one(seat: Seat, load: Load, min_s: float) -> None:
 
 def describe(load: Load) -> str:
     times = f"{load.blocks}×" if load.blocks > 1 else ""
-    return f"{load.op} {times}{load.block_bytes >> 10} KiB" + (
-        " latency" if load == LATENCY else ""
-    )
+    return f"{load.op} {times}{load.block_bytes >> 10} KiB" + (" latency" if load == LATENCY else "")

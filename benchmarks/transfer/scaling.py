@@ -44,9 +44,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--checksums", action="store_true")
     parser.add_argument("--only", choices=list(COUNTS), help="one dimension")
-    parser.add_argument(
-        "--placement", type=Placement, choices=list(Placement), default=Placement.APART
-    )
+    parser.add_argument("--placement", type=Placement, choices=list(Placement), default=Placement.APART)
     parser.add_argument("--json", type=Path, default=Path("out/transfer-scaling.json"))
     parser.add_argument("--plot", type=Path, help="a PNG file of the table")
     arguments = parser.parse_args()
@@ -67,15 +65,11 @@ def main() -> int:
 
 def _series(dimension: str, transport: str, arguments: argparse.Namespace) -> list[Point]:
     """All points of one line, measured in turns."""
-    contestants = [
-        _contestant(dimension, count, transport, arguments.checksums) for count in COUNTS[dimension]
-    ]
+    contestants = [_contestant(dimension, count, transport, arguments.checksums) for count in COUNTS[dimension]]
     loads = [Load(op, BLOCK_BYTES, requests=REQUESTS) for op in OPS]
     with (
         tempfile.TemporaryDirectory() as log_dir,
-        rounds.seated(
-            contestants, lambda _: Path(sys.executable), Path(log_dir), arguments.placement
-        ) as seats,
+        rounds.seated(contestants, lambda _: Path(sys.executable), Path(log_dir), arguments.placement) as seats,
     ):
         rounds.verify(seats, loads)
         rounds.measure(seats, loads, rounds=arguments.rounds, min_s=SAMPLE_S)
@@ -147,9 +141,7 @@ def _report(points: Sequence[Point], series: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             table(("", "", "GB/s", "CPU s/GB"), rows),
-            table(
-                ("CPU s/GB at the far end / at the cheapest point", "reached", "asked", ""), lines
-            ),
+            table(("CPU s/GB at the far end / at the cheapest point", "reached", "asked", ""), lines),
         ]
     )
 
@@ -158,9 +150,7 @@ def _plot(points: Sequence[Point], path: Path) -> None:
     from matplotlib import pyplot
 
     dimensions = list(dict.fromkeys(point["dimension"] for point in points))
-    figure, panels = pyplot.subplots(
-        2, len(dimensions), figsize=(4 * len(dimensions), 5), sharex="col", squeeze=False
-    )
+    figure, panels = pyplot.subplots(2, len(dimensions), figsize=(4 * len(dimensions), 5), sharex="col", squeeze=False)
     for column, dimension in enumerate(dimensions):
         here = [p for p in points if p["dimension"] == dimension and "failed" not in p]
         for panel, figure_name in zip(panels[:, column], ("gb_s", "cpu_s_per_gb"), strict=True):

@@ -162,9 +162,7 @@ class PrefillCost:
     def current(self) -> PrefillProfile:
         """The formula as it holds now."""
         linear, square, profile = self.tracking.linear, self.tracking.square, self.profile
-        return PrefillProfile(
-            c0=linear * profile.c0, c1=linear * profile.c1, c2=square * profile.c2
-        )
+        return PrefillProfile(c0=linear * profile.c0, c1=linear * profile.c1, c2=square * profile.c2)
 
     def observe(self, num_tokens: int, num_cached: int, seconds: float) -> None:
         """A prompt's computing took `seconds`, without its waiting. Impossible reports are ignored."""

@@ -147,9 +147,7 @@ class PrefillQueue:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._jobs
 
-    def add(
-        self, request_id: RequestId, seconds: float, tokens: int, now: float, rank: float = 0.0
-    ) -> None:
+    def add(self, request_id: RequestId, seconds: float, tokens: int, now: float, rank: float = 0.0) -> None:
         """A prompt that is not here is placed, behind its equals, and predicted to run for `seconds`."""
         self._num_arrived += 1
         job = _Job(request_id, (now + rank, self._num_arrived), seconds, tokens, now)

@@ -42,9 +42,7 @@ class ErrorReport:
     worst: tuple[Residual, ...]  # the largest error first
 
 
-def report_errors(
-    at: Sequence[tuple[int, int]], measured_s: Floats, predicted_s: Floats
-) -> ErrorReport:
+def report_errors(at: Sequence[tuple[int, int]], measured_s: Floats, predicted_s: Floats) -> ErrorReport:
     """`measured_s` and `predicted_s` have shape [points], measured ones above zero."""
     errors = np.abs(predicted_s / measured_s - 1.0)
     worst = np.argsort(-errors, kind="stable")[:_NUM_WORST]

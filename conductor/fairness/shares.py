@@ -200,9 +200,7 @@ class Fairness:
             self.prefilled(request_id)
         elif output_tokens is not None:
             more = output_tokens - charge.output_tokens
-            account.finish = (
-                max(account.finish, self._served) + OUTPUT_WEIGHT * more / account.weight
-            )
+            account.finish = max(account.finish, self._served) + OUTPUT_WEIGHT * more / account.weight
         if not len(self._waiting):
             self._settle()
 
@@ -265,8 +263,6 @@ def parse_weights(entries: Sequence[str]) -> dict[str, float]:
         except ValueError:
             weight = math.nan
         if not tenant or tenant in weights or not 0.0 < weight < math.inf:
-            raise ConfigError(
-                f"--tenant-weights {entry!r} must be tenant=number above 0, each tenant once"
-            )
+            raise ConfigError(f"--tenant-weights {entry!r} must be tenant=number above 0, each tenant once")
         weights[tenant] = weight
     return weights

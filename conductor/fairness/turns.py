@@ -56,9 +56,7 @@ def offers_in_turn(offers: Offers, own: Queueing, *, passes_others: bool) -> Off
     if own.limit is None and own.priority == 0 and not passes_others:
         return offers
     last_s = PRIORITY_STEP_S / 2  # behind all of its priority
-    limits = (
-        np.full(len(offers.queue_s), last_s) if own.limit is None else np.minimum(own.limit, last_s)
-    )
+    limits = np.full(len(offers.queue_s), last_s) if own.limit is None else np.minimum(own.limit, last_s)
     look = offers.look.in_turn(limits, own.shift_s)
     queue_s = offers.queue_s.copy()
     rows = range(len(limits)) if passes_others else np.flatnonzero(limits < last_s).tolist()

@@ -90,9 +90,7 @@ class WaitingPrompts:
         """Whether somebody waits who is of less urgent priority, that is of a larger number."""
         return bool(self._ids) and int(self._priorities[: len(self)].max()) > priority
 
-    def places_to_take(
-        self, tag: float, tenant: int | None, priority: int, links: Ints
-    ) -> Floats | None:
+    def places_to_take(self, tag: float, tenant: int | None, priority: int, links: Ints) -> Floats | None:
         """For each of these instances the place before the first prompt that has a later tag, of other tenants and
         this priority, and behind all that wait before that one; infinite where there is none, None where there is
         none anywhere. `tenant`: None = of nobody here."""

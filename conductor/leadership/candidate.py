@@ -166,9 +166,7 @@ class Candidate:
 
     async def _claim(self, known_epoch: int) -> Answer:
         try:
-            joined = await self._registry.join(
-                self._with_epoch(known_epoch), ttl_s=self._state.terms.ttl_s
-            )
+            joined = await self._registry.join(self._with_epoch(known_epoch), ttl_s=self._state.terms.ttl_s)
         except StaleLease as error:
             return await self._refused(error.retry_after_s or 0.0)
         return Claimed(epoch=joined.endpoint.epoch)

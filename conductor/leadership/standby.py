@@ -35,9 +35,7 @@ STOP_GRACE_S = 0.5
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_METHODS = frozenset(
-    method.name for method in conductor_pb2.DESCRIPTOR.services_by_name["Conductor"].methods
-)
+_METHODS = frozenset(method.name for method in conductor_pb2.DESCRIPTOR.services_by_name["Conductor"].methods)
 
 
 class Service(Protocol):
@@ -50,9 +48,7 @@ class LeaderMetrics:
     """Registered once per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.leads = Gauge(
-            "moonserve_conductor_leads", "1 where this conductor leads.", registry=registry
-        )
+        self.leads = Gauge("moonserve_conductor_leads", "1 where this conductor leads.", registry=registry)
         self.terms = Counter(
             "moonserve_conductor_terms",
             "Times that this conductor began to lead.",
@@ -137,9 +133,7 @@ class LeadershipService(leadership_pb2_grpc.LeadershipServicer):
     def __init__(self, led: Led) -> None:
         self._led = led
 
-    async def Who(
-        self, request: leadership_pb2.WhoRequest, context: Context
-    ) -> leadership_pb2.WhoReply:
+    async def Who(self, request: leadership_pb2.WhoRequest, context: Context) -> leadership_pb2.WhoReply:
         candidate = self._led.candidate
         if candidate is None:
             return leadership_pb2.WhoReply()
@@ -156,9 +150,7 @@ class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
     def __init__(self) -> None:
         self._epoch = time.time_ns()
 
-    async def Who(
-        self, request: leadership_pb2.WhoRequest, context: Context
-    ) -> leadership_pb2.WhoReply:
+    async def Who(self, request: leadership_pb2.WhoRequest, context: Context) -> leadership_pb2.WhoReply:
         return leadership_pb2.WhoReply(leads=True, epoch=self._epoch)
 
 
@@ -195,9 +187,7 @@ async def serve_among_others(
     led = Led(fresh, config.limits().lease_s, LeaderMetrics(metrics))
     try:
         async with serving(config, led, LeadershipService(led), metrics) as address:
-            led.candidate = candidate = Candidate(
-                registry, address, terms, begin=led.begin, step_down=led.step_down
-            )
+            led.candidate = candidate = Candidate(registry, address, terms, begin=led.begin, step_down=led.step_down)
             async with (
                 running(led.housekeep(config.heartbeat_interval_s / 2)) as keeping,
                 running(candidate.run()) as standing,

@@ -91,9 +91,7 @@ class Offers(NamedTuple):
         """`PrefillProfile.seconds` of every instance."""
         num_tokens, cached = prompt.num_tokens, cached_blocks * prompt.block_size
         seconds: Floats = (
-            self.c0
-            + self.c1 * (num_tokens - cached)
-            + self.c2 * (num_tokens * num_tokens - cached * cached)
+            self.c0 + self.c1 * (num_tokens - cached) + self.c2 * (num_tokens * num_tokens - cached * cached)
         )
         return seconds
 

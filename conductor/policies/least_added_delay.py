@@ -67,9 +67,7 @@ class LeastAddedDelay:
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         prefills, look = prefill_kernel(), offers.look
-        reuse_blocks, found = prefills.faster(
-            offers.columns, prompt.num_tokens, prompt.block_size, prompt.best_blocks
-        )
+        reuse_blocks, found = prefills.faster(offers.columns, prompt.num_tokens, prompt.block_size, prompt.best_blocks)
         load_s, transfer_s, prefill_s, ttft_s, _ = found
         rows = _worth_a_look(ttft_s)
         rank, queue_s, added_s, ttft_s, score = prefills.weigh(
@@ -83,9 +81,7 @@ class LeastAddedDelay:
             limits=look.limits,
             shift_s=look.shift_s,
         )
-        return Weighed(
-            reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, score, rank, queue_s, added_s
-        )
+        return Weighed(reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, score, rank, queue_s, added_s)
 
 
 def _worth_a_look(ttft_s: Floats) -> Ints:

@@ -33,19 +33,11 @@ class DoctorConfig(TransferConfig):
     """Options of `moonserve doctor`."""
 
     host: str = option("127.0.0.1", help="address of this machine that its peers would use")
-    port: int | None = option(
-        None, help="port that must be free; 8000 is tried, and may be taken, when not given"
-    )
-    disk: str | None = option(
-        None, help="folder that --ssd would use; the one for logs when not given"
-    )
-    registry: str | None = option(
-        None, help="registry that must answer: redis://…, redis+sentinel://… or host:port"
-    )
+    port: int | None = option(None, help="port that must be free; 8000 is tried, and may be taken, when not given")
+    disk: str | None = option(None, help="folder that --ssd would use; the one for logs when not given")
+    registry: str | None = option(None, help="registry that must answer: redis://…, redis+sentinel://… or host:port")
     cluster_token: str = option("", help="shared secret, to try a peer's handshake", secret=True)
-    peer: str | None = option(
-        None, help="transfer address or host:port of a peer that must be reachable"
-    )
+    peer: str | None = option(None, help="transfer address or host:port of a peer that must be reachable")
     measure: bool = option(True, help="measure how fast disk and transports are")
     json: bool = option(False, help="print JSON")
 

@@ -113,9 +113,7 @@ def unreached(subject: str, endpoint: str, error: Exception) -> Finding:
     return Finding(SECTION, subject, f"{endpoint}: {text}", remedy, fails=True)
 
 
-def _handshake(
-    text: str, address: Address, transport: str, options: TransferOptions, cluster_token: str
-) -> Finding:
+def _handshake(text: str, address: Address, transport: str, options: TransferOptions, cluster_token: str) -> Finding:
     subject = f"{transport} handshake"
     source = _source_towards(address) if not options.rails else None
     options = replace(options, transports=(transport,), host=source or options.host)

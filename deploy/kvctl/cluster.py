@@ -97,9 +97,7 @@ class Cluster:
             return [await self._dial(name) for name in self._chosen if ":" in name]
         members = [m for m in await self._members() if m.role == STORE_ROLE]
         if not members:
-            raise NoWorker(
-                "the registry knows no store node; start one with moonserve store --join"
-            )
+            raise NoWorker("the registry knows no store node; start one with moonserve store --join")
         return [self._node(member.endpoint) for member in members]
 
     async def named(self, names: Iterable[str]) -> list[Node]:
@@ -139,9 +137,7 @@ class Cluster:
         request = kvstore_pb2.StoreStatsRequest()
         return await gathered(nodes, lambda node: self.call(node, node.stub.Stats, request))
 
-    async def stream(
-        self, node: Node, method: Callable[..., Any], request: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def stream(self, node: Node, method: Callable[..., Any], request: Any) -> AsyncGenerator[Any, None]:
         """Raises Unreachable when the node is or goes away (a silent one is noticed by keepalive)."""
         await self._reach(node)
         try:
@@ -230,6 +226,4 @@ def _known(known: dict[str, Node], name: str) -> Node:
 def require_target(registry: str | None, chosen: Sequence[str]) -> None:
     """Raises ConfigError unless something says where the cluster is."""
     if registry is None and not any(":" in name for name in chosen):
-        raise ConfigError(
-            "which cluster? give --registry URL (or set MOONSERVE_REGISTRY), or --node HOST:PORT"
-        )
+        raise ConfigError("which cluster? give --registry URL (or set MOONSERVE_REGISTRY), or --node HOST:PORT")

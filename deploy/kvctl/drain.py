@@ -121,9 +121,7 @@ class _Drain:
         self._output.note(f"{self._leaving.name} is draining; only there: {what}")
         room = self._others.room
         if found.num_bytes > room:
-            self._output.note(
-                f"the others have room for {size(room)}: they will evict what is cold there"
-            )
+            self._output.note(f"the others have room for {size(room)}: they will evict what is cold there")
 
     async def _pass(self, found: Survey) -> None:
         self._why = {}
@@ -217,9 +215,7 @@ class _Drain:
             what = f"{count(self._moved, 'object')} ({size(self._moved_bytes)})"
             self._output.line(f"copied {what} in {duration(took_s)}")
         if self._gone:
-            self._output.line(
-                f"{count(self._gone, 'object')} left {name} meanwhile, evicted or removed"
-            )
+            self._output.line(f"{count(self._gone, 'object')} left {name} meanwhile, evicted or removed")
         self._output.line(f"{name} holds nothing alone any more: it can be stopped")
         return EXIT_OK
 

@@ -46,9 +46,7 @@ class Batch:
         return sum(item.length for item in self.objects)
 
 
-def batches(
-    objects: Mapping[BlockKey, Resident], target_of: Callable[[Resident], str]
-) -> dict[str, list[Batch]]:
+def batches(objects: Mapping[BlockKey, Resident], target_of: Callable[[Resident], str]) -> dict[str, list[Batch]]:
     """By target, in the order in which they are to be copied. `target_of` is asked about the first of each chain."""
     places = _places(objects)
     firsts = {first.key: first for first, _ in places.values()}
@@ -99,9 +97,7 @@ class Others:
     def __init__(self, replies: Sequence[tuple[Node, Stats]]) -> None:
         self.nodes = {node.name: node for node, _ in replies}
         self._stats = {node.name: reply for node, reply in replies}
-        self._placement = Placement(
-            {n: max(1.0, float(s.capacity_bytes)) for n, s in self._stats.items()}
-        )
+        self._placement = Placement({n: max(1.0, float(s.capacity_bytes)) for n, s in self._stats.items()})
 
     @classmethod
     async def of(cls, cluster: Cluster, leaving: Node, output: Output) -> Others:
@@ -169,9 +165,7 @@ async def _parts(cluster: Cluster, leaving: Node) -> AsyncIterator[list[Resident
     yield part
 
 
-async def _first_holders(
-    cluster: Cluster, keys: Sequence[BlockKey], others: Others
-) -> dict[BlockKey, str]:
+async def _first_holders(cluster: Cluster, keys: Sequence[BlockKey], others: Others) -> dict[BlockKey, str]:
     if not keys:
         return {}
     answers = await objects.holders(cluster, list(others.nodes.values()), keys)
@@ -181,6 +175,4 @@ async def _first_holders(
 
 
 def _resident(found: Object) -> Resident:
-    return Resident(
-        BlockKey(found.key), objects.parent_of(found), found.length, found.pin, found.in_memory
-    )
+    return Resident(BlockKey(found.key), objects.parent_of(found), found.length, found.pin, found.in_memory)

@@ -67,9 +67,7 @@ async def run_limits(arguments: Namespace, cluster: Cluster, output: Output) -> 
     workers, _ = await _workers(arguments, cluster)
     request = worker_pb2.GetLimitsRequest()
     async with calling(cluster.token, cluster.tls) as channels:
-        outcomes = await asyncio.gather(
-            *(_call(channels, each, "GetLimits", request) for each in workers)
-        )
+        outcomes = await asyncio.gather(*(_call(channels, each, "GetLimits", request) for each in workers))
     return _show(workers, outcomes, output)
 
 
@@ -112,9 +110,7 @@ async def _workers(arguments: Namespace, cluster: Cluster) -> tuple[list[Worker]
 async def _call(channels: Channels, worker: Worker, method: str, request: Any) -> Outcome:
     stub = worker_pb2_grpc.KvMemoryStub(channels.to(worker.rpc_address))
     try:
-        limits: worker_pb2.KvLimits = await channels.call(
-            getattr(stub, method), request, timeout_s=CALL_TIMEOUT_S
-        )
+        limits: worker_pb2.KvLimits = await channels.call(getattr(stub, method), request, timeout_s=CALL_TIMEOUT_S)
         return limits
     except MoonserveError as error:
         return error

@@ -54,9 +54,7 @@ async def _run(arguments: Namespace, output: Output, environ: Mapping[str, str])
     url = arguments.registry or environ.get(REGISTRY_ENV) or None
     if arguments.asks_stores:
         if arguments.url is not None:
-            raise ConfigError(
-                "--url is for limits and limit: store nodes are found by --registry or --node"
-            )
+            raise ConfigError("--url is for limits and limit: store nodes are found by --registry or --node")
         require_target(url, arguments.nodes)
     elif arguments.url is None:
         arguments.url = environ.get(URL_ENV, DEFAULT_URL)

@@ -156,9 +156,7 @@ async def run_drop(arguments: Namespace, cluster: Cluster, output: Output) -> in
     removed = await _changed([node for node, _ in answers.replies], remove, answers)
     code = _ended("dropped", {}, removed, found, texts, answers, output)
     if answers.lost:
-        output.problem(
-            "nodes that were not reached may still hold them; they hear of it when they are back"
-        )
+        output.problem("nodes that were not reached may still hold them; they hear of it when they are back")
     return code
 
 
@@ -209,9 +207,7 @@ class _Pass:
             progress.show(node.name, found.checked, found.total, text)
 
 
-async def _changed(
-    nodes: Sequence[Node], change: Callable[[Node], Awaitable[int]], answers: Answers[Any]
-) -> list[int]:
+async def _changed(nodes: Sequence[Node], change: Callable[[Node], Awaitable[int]], answers: Answers[Any]) -> list[int]:
     """Replicas by node that had any; nodes that were lost are noted in `answers`."""
     changed = await gathered(nodes, change)
     answers.lost += changed.lost

@@ -47,9 +47,7 @@ def parent_of(found: Object) -> BlockKey | None:
 
 
 def tier(found: Object) -> str:
-    tiers = [
-        name for name, there in (("memory", found.in_memory), ("disk", found.on_disk)) if there
-    ]
+    tiers = [name for name, there in (("memory", found.in_memory), ("disk", found.on_disk)) if there]
     return "+".join(tiers)
 
 
@@ -88,10 +86,7 @@ _CELLS: dict[str, Callable[[Replica], str]] = {
 
 def cells(replica: Replica, columns: Iterable[str], output: Output) -> list[str]:
     """Of a table's row."""
-    return [
-        output.key(replica.object.key) if column == "key" else _CELLS[column](replica)
-        for column in columns
-    ]
+    return [output.key(replica.object.key) if column == "key" else _CELLS[column](replica) for column in columns]
 
 
 def show_replicas(found: Sequence[Replica], output: Output) -> None:
@@ -139,9 +134,7 @@ async def chain_of(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> li
     return [*reversed(above), key]
 
 
-async def below(
-    cluster: Cluster, nodes: Sequence[Node], keys: Iterable[BlockKey]
-) -> list[BlockKey]:
+async def below(cluster: Cluster, nodes: Sequence[Node], keys: Iterable[BlockKey]) -> list[BlockKey]:
     """The keys and their resident descendants, children before parents. Lists every node once."""
     children: dict[BlockKey, set[BlockKey]] = {}
     for node in nodes:
@@ -153,9 +146,7 @@ async def below(
     return [key for generation in reversed(generations) for key in generation]
 
 
-def _generations(
-    children: dict[BlockKey, set[BlockKey]], keys: Collection[BlockKey]
-) -> Iterator[list[BlockKey]]:
+def _generations(children: dict[BlockKey, set[BlockKey]], keys: Collection[BlockKey]) -> Iterator[list[BlockKey]]:
     seen: set[BlockKey] = set()
     while keys:
         yield sorted(keys)
@@ -163,9 +154,7 @@ def _generations(
         keys = {child for key in keys for child in children.get(key, ())} - seen
 
 
-async def holders(
-    cluster: Cluster, nodes: Sequence[Node], keys: Sequence[BlockKey]
-) -> Answers[list[BlockKey]]:
+async def holders(cluster: Cluster, nodes: Sequence[Node], keys: Sequence[BlockKey]) -> Answers[list[BlockKey]]:
     """By node: which of the keys it has."""
 
     async def one(node: Node) -> list[BlockKey]:
@@ -190,12 +179,8 @@ _CUT_KEY = re.compile(rf"[0-9a-f]{{{SHORT_KEY_DIGITS}}}")
 
 
 def add_key(parser: ArgumentParser, *, several: bool = False) -> None:
-    parser.add_argument(
-        "keys" if several else "key", metavar="KEY", help=HELP, nargs="+" if several else None
-    )
-    parser.add_argument(
-        "--plain", action="store_true", help="KEY is a plain key even if it looks like a block key"
-    )
+    parser.add_argument("keys" if several else "key", metavar="KEY", help=HELP, nargs="+" if several else None)
+    parser.add_argument("--plain", action="store_true", help="KEY is a plain key even if it looks like a block key")
 
 
 def parse(text: str, *, plain: bool) -> BlockKey:

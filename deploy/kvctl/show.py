@@ -26,9 +26,7 @@ Stats = kvstore_pb2.StoreStatsReply
 def add_ls(verbs: objects.Verbs, common: ArgumentParser) -> None:
     parser = objects.add(verbs, "ls", run_ls, common, "list objects")
     parser.add_argument("--tenant", help="only those of this tenant")
-    parser.add_argument(
-        "--disk-only", action="store_true", help="only those that are not in memory"
-    )
+    parser.add_argument("--disk-only", action="store_true", help="only those that are not in memory")
     limit = f"stop after so many (default {DEFAULT_LIMIT}; 0 = never)"
     parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, help=limit)
 

@@ -137,6 +137,4 @@ def _num_prefills(burst: Burst, at: float) -> int:
 
 
 def _num_decoding(burst: Burst, at: float) -> int:
-    return sum(
-        each.token_at[1] <= at <= each.token_at[-1] for each in burst if len(each.token_at) > 1
-    )
+    return sum(each.token_at[1] <= at <= each.token_at[-1] for each in burst if len(each.token_at) > 1)

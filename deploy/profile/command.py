@@ -46,9 +46,7 @@ MIB = 2**20
 class ProfileConfig(FormatConfig):
     """Options of `moonserve profile`; those that a worker has too mean the same."""
 
-    model: str | None = option(
-        None, help="local Hugging Face folder or hub name; the demo model when not given"
-    )
+    model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
     json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
     name: str | None = option(None, help="name of the profile; the model's when not given")
     kv_cache_memory: int = option(256 * MIB, help="bytes of KV of a worker", unit="bytes")
@@ -56,26 +54,18 @@ class ProfileConfig(FormatConfig):
     max_num_seqs: int = option(64, help="sequences in one decode batch")
     max_num_batched_tokens: int = option(512, help="tokens of prompt computed in one step")
     num_threads: int = option(1, help="compute threads")
-    cache_dir: str | None = option(
-        None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given"
-    )
-    disk: str | None = option(
-        None, help="folder whose disk is measured; that of temporary files when not given"
-    )
+    cache_dir: str | None = option(None, help="folder that keeps compiled kernels; ~/.cache/moonserve when not given")
+    disk: str | None = option(None, help="folder whose disk is measured; that of temporary files when not given")
     budget_s: float = option(120.0, help="seconds for the model's steps; more make longer prompts")
     clock: str = option(
         "wall",
         help="cpu = the process's own time, on a machine that is busy with other things",
         choices=("wall", "cpu"),
     )
-    serving: bool = option(
-        False, help="measure through a cluster on this machine, with all that serving adds"
-    )
+    serving: bool = option(False, help="measure through a cluster on this machine, with all that serving adds")
     prefill_workers: int = option(1, help="with --serving: its prefill workers")
     decode_workers: int = option(1, help="with --serving: its decode workers")
-    load_prompt_tokens: int = option(
-        512, help="with --serving: mean length of the prompts that will come"
-    )
+    load_prompt_tokens: int = option(512, help="with --serving: mean length of the prompts that will come")
     load_answer_tokens: int = option(64, help="with --serving: likewise of the answers")
 
     def __post_init__(self) -> None:
@@ -128,9 +118,7 @@ def main(argv: Sequence[str]) -> int:
         run(config)
         return 0
 
-    return run_command(
-        ProfileConfig, measured, argv, prog="moonserve profile", positional="--model"
-    )
+    return run_command(ProfileConfig, measured, argv, prog="moonserve profile", positional="--model")
 
 
 def run(config: ProfileConfig) -> ModelProfile:
@@ -156,11 +144,7 @@ def run(config: ProfileConfig) -> ModelProfile:
             }
         what = "a cluster" if config.serving else "the model's steps"
         with progress.busy(f"{what}, for about {duration(config.budget_s)}"):
-            timed = (
-                _measure_serving(config)
-                if config.serving
-                else _measure_alone(config, path, model, plan)
-            )
+            timed = _measure_serving(config) if config.serving else _measure_alone(config, path, model, plan)
     profile = _profile(config, path, model, plan, timed, list(rates.values()))
     if config.serving:
         profile = _calibrated(config, profile, timed)
@@ -182,9 +166,7 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         num_decode=config.decode_workers,
         num_threads=config.num_threads,
         flags=tuple(
-            part
-            for name in _OF_WORKERS
-            for part in (f"--{name.replace('_', '-')}", str(getattr(config, name)))
+            part for name in _OF_WORKERS for part in (f"--{name.replace('_', '-')}", str(getattr(config, name)))
         ),
     )
     terms, seen = serving.measure(

@@ -76,9 +76,7 @@ class Probe:
         steps = await self._steps(_after(0.5, ends_at))
         step_s = min((run.seconds for run in steps), default=0.0)
         beside_prompts, bursts = await self._beside(num_prefill, step_s, ends_at)
-        return Observations(
-            prompts=prompts, steps=steps, beside_prompts=beside_prompts, bursts=bursts
-        )
+        return Observations(prompts=prompts, steps=steps, beside_prompts=beside_prompts, bursts=bursts)
 
     # -- prompts alone
 
@@ -108,9 +106,7 @@ class Probe:
         later = [first[:count] + self._fresh(num_tokens - count) for count in kept]
         return [await self._one(prompt) for prompt in (first, *later)]
 
-    async def _one(
-        self, prompt: Sequence[int], num_others: int = 0, *, decodes_beside: bool = False
-    ) -> PromptRun:
+    async def _one(self, prompt: Sequence[int], num_others: int = 0, *, decodes_beside: bool = False) -> PromptRun:
         outcome = await self._complete(prompt, _OUTPUT_TOKENS)
         run = await self._prompt_run(outcome, len(prompt), num_others)
         return replace(run, decodes_beside=decodes_beside)
@@ -139,9 +135,7 @@ class Probe:
         answer = min(self._grid.load_answer_tokens, self._longest // 2)
         mean = self._grid.load_prompt_tokens
         lengths = [min(round(mean * share) + 1, self._longest - answer) for share in _SPREAD]
-        prompts = [
-            self._fresh(lengths[number % len(lengths)]) for number in range(_BURST * num_prefill)
-        ]
+        prompts = [self._fresh(lengths[number % len(lengths)]) for number in range(_BURST * num_prefill)]
         outcomes = await asyncio.gather(*(self._complete(each, answer) for each in prompts))
         return [
             Answered(
@@ -201,9 +195,7 @@ class Probe:
 
     # -- side by side
 
-    async def _beside(
-        self, num_prefill: int, step_s: float, deadline: float
-    ) -> tuple[list[PromptRun], list[Burst]]:
+    async def _beside(self, num_prefill: int, step_s: float, deadline: float) -> tuple[list[PromptRun], list[Burst]]:
         """In turn: one prompt, several at once, both beside a batch, and bursts with answers."""
         prompts: list[PromptRun] = []
         bursts: list[Burst] = []
@@ -216,9 +208,7 @@ class Probe:
             await asyncio.sleep(_PUTS_S)
         return prompts, bursts
 
-    async def _at_once(
-        self, width: int, num_others: int, *, decodes_beside: bool = False
-    ) -> list[PromptRun]:
+    async def _at_once(self, width: int, num_others: int, *, decodes_beside: bool = False) -> list[PromptRun]:
         length = min(_BESIDE_PROMPT, self._longest - _OUTPUT_TOKENS)
         fresh = [self._fresh(length) for _ in range(width)]
         runs = (self._one(each, num_others, decodes_beside=decodes_beside) for each in fresh)
@@ -245,9 +235,7 @@ class Probe:
     # -- prompts
 
     def _fresh(self, num_tokens: int) -> list[int]:
-        tokens: list[int] = self._random.integers(
-            FIRST_TOKEN_ID, self._vocab_size, num_tokens
-        ).tolist()
+        tokens: list[int] = self._random.integers(FIRST_TOKEN_ID, self._vocab_size, num_tokens).tolist()
         return tokens
 
     async def _complete(self, prompt: Sequence[int], max_tokens: int) -> Outcome:
@@ -268,9 +256,7 @@ def _timeline(outcome: Outcome) -> Timeline:
     return outcome.timeline
 
 
-def steps_between(
-    timelines: Sequence[Timeline], context: int, begin: float, end: float
-) -> list[StepRun]:
+def steps_between(timelines: Sequence[Timeline], context: int, begin: float, end: float) -> list[StepRun]:
     """The steps of streams that all decode alone from `begin` to `end`, whose prompts had `context` tokens; nothing for
     less than three, nor where all tokens came at one instant. A step takes the mean gap: tokens that reach the client
     together are steps all the same, and who waits for a processor is slower by that."""

@@ -41,9 +41,7 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
     """Raises ConfigError when too little was measured."""
     prefill = fit_chunked_prefill(seen.prompts, chunk_tokens)
     prefill = of_all_machines(prefill, seen, chunk_tokens)
-    steps = _medians(
-        seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), attrgetter("seconds")
-    )
+    steps = _medians(seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), attrgetter("seconds"))
     decode = fit_decode(
         np.array([run.num_seqs for run, _ in steps]),
         np.array([run.context_tokens for run, _ in steps]),
@@ -98,25 +96,19 @@ def _alone(seen: Observations, seconds: Callable[[int, int], float]) -> dict[str
     ratios: dict[str, list[float]] = {}
     for run in (*seen.prompts, *seen.beside_prompts):
         if run.num_others == 0 and (run.num_tokens, run.num_cached) in shapes:
-            ratios.setdefault(run.machine, []).append(
-                run.compute_s / seconds(run.num_tokens, run.num_cached)
-            )
+            ratios.setdefault(run.machine, []).append(run.compute_s / seconds(run.num_tokens, run.num_cached))
     return {machine: float(np.median(found)) for machine, found in ratios.items()}
 
 
 R = TypeVar("R")
 
 
-def _medians(
-    runs: Iterable[R], shape: Callable[[R], Hashable], seconds: Callable[[R], float]
-) -> list[tuple[R, float]]:
+def _medians(runs: Iterable[R], shape: Callable[[R], Hashable], seconds: Callable[[R], float]) -> list[tuple[R, float]]:
     """One run of each shape, with the median of all of them."""
     by_shape: dict[Hashable, list[R]] = {}
     for run in runs:
         by_shape.setdefault(shape(run), []).append(run)
-    return [
-        (alike[0], float(np.median([seconds(run) for run in alike]))) for alike in by_shape.values()
-    ]
+    return [(alike[0], float(np.median([seconds(run) for run in alike]))) for alike in by_shape.values()]
 
 
 def overheads_of(seen: Observations) -> Overheads:
@@ -173,9 +165,7 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
     )
 
 
-def _step_factors(
-    seen: Observations, decode: DecodeProfile
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _step_factors(seen: Observations, decode: DecodeProfile) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Of one sequence and of a batch, which is empty where none was seen, and as one where it was not seen."""
     runs: dict[bool, list[StepRun]] = {}  # by whether it is nearer to a batch
     for run in _in_bursts(seen):
@@ -220,10 +210,7 @@ def _prefill_factors(
     runs: Sequence[PromptRun], prefill: PrefillProfile, alone: Mapping[str, float]
 ) -> tuple[float, ...]:
     """`alone`: actual ÷ formula by machine; of several each counts the same, however often it was alone."""
-    ratios = [
-        (run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached))
-        for run in runs
-    ]
+    ratios = [(run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached)) for run in runs]
     if len(alone) > 1:
         ratios = [(0, ratio) for ratio in alone.values()] + [each for each in ratios if each[0]]
     return _factors(ratios)

@@ -116,17 +116,11 @@ def end(config: ClusterConfig, name: str, generation: int, actor: Any | None) ->
 def leftovers(namespace: str) -> list[str]:
     """Actors and placement groups of a cluster that exist still, but for the controller."""
     named = list_named_actors(all_namespaces=True)
-    actors = [
-        each["name"]
-        for each in named
-        if each["namespace"] == namespace and each["name"] != CONTROLLER
-    ]
+    actors = [each["name"] for each in named if each["namespace"] == namespace and each["name"] != CONTROLLER]
     groups = ray.util.placement_group_table().values()
     prefix = f"{namespace}/"
     return actors + [
-        group["name"]
-        for group in groups
-        if group["name"].startswith(prefix) and group["state"] != "REMOVED"
+        group["name"] for group in groups if group["name"].startswith(prefix) and group["state"] != "REMOVED"
     ]
 
 

@@ -128,9 +128,7 @@ class Wanted:
     def scale(self, kind: Kind, count: int) -> None:
         """Raises ConfigError for what cannot be."""
         if kind not in COUNTED:
-            raise ConfigError(
-                f"{kind} cannot be scaled; {', '.join(COUNTED)} can, and stores follow the hosts"
-            )
+            raise ConfigError(f"{kind} cannot be scaled; {', '.join(COUNTED)} can, and stores follow the hosts")
         if count < 1:
             raise ConfigError(f"{kind}={count}: at least 1; `down` takes the cluster away")
         conductors, gateways = self._config.conductors.count, self._config.gateways.count

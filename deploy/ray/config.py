@@ -174,11 +174,7 @@ class ClusterConfig:
 
 
 _CLUSTER = TypeAdapter(ClusterConfig)
-_KEYS = {
-    each.name
-    for section in (ClusterConfig, Conductors, Stores, Workers, ScaleTerms)
-    for each in fields(section)
-}
+_KEYS = {each.name for section in (ClusterConfig, Conductors, Stores, Workers, ScaleTerms) for each in fields(section)}
 # Counts, and what the launcher says itself, have their places outside of `serve`.
 _ELSEWHERE = {
     "conductors": "conductors.count",
@@ -214,10 +210,7 @@ def parse_cluster(document: object) -> ClusterConfig:
     serve = _underscored(values.pop("serve", {}), "serve")
     if "model" in values:
         serve = {"model": values.pop("model"), **serve}
-    sections = {
-        key: _underscored(value, key) if isinstance(value, Mapping) else value
-        for key, value in values.items()
-    }
+    sections = {key: _underscored(value, key) if isinstance(value, Mapping) else value for key, value in values.items()}
     options = _serve(serve, values.get("registry"))
     try:
         return _CLUSTER.validate_python({**sections, "serve": options})

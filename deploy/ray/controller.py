@@ -109,9 +109,7 @@ class Controller:
     calls in one loop."""
 
     def __init__(self, config: ClusterConfig, cluster_token: str) -> None:
-        logs.configure(
-            "controller", log_format=config.serve.log_format, level=config.serve.log_level
-        )
+        logs.configure("controller", log_format=config.serve.log_format, level=config.serve.log_level)
         self._config = config
         self._loop = LoopThread("controller")
         self._watch = Watch(config, cluster_token)

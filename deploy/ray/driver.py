@@ -34,9 +34,7 @@ def connect(address: str) -> None:
     except ImportError as error:
         raise ConfigError(f"Ray is not installed: {INSTALL}") from error
     try:
-        ray.init(
-            address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True
-        )
+        ray.init(address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise NotThere(
             f"no Ray cluster at {address}: {error}; start one with `ray start --head --disable-usage-stats`, or name "
@@ -66,9 +64,7 @@ class Deployment:
         text: str = self._ask(self._controller.tail, name)
         return text
 
-    def wait(
-        self, until: Callable[[dict[str, Any]], bool], timeout_s: float, say: Say
-    ) -> dict[str, Any]:
+    def wait(self, until: Callable[[dict[str, Any]], bool], timeout_s: float, say: Say) -> dict[str, Any]:
         """Tells of every change until a status is as it should be. Raises NotThere after `timeout_s`, ConfigError for a
         process that cannot start for a reason that lasts."""
         give_up_at = time.monotonic() + timeout_s
@@ -81,9 +77,7 @@ class Deployment:
                 return status
             _check(status, failing_since)
             if time.monotonic() > give_up_at:
-                raise NotThere(
-                    f"not within {timeout_s:.0f} s; missing: {', '.join(status['missing']) or 'nothing'}"
-                )
+                raise NotThere(f"not within {timeout_s:.0f} s; missing: {', '.join(status['missing']) or 'nothing'}")
             time.sleep(POLL_S)
 
     def end(self) -> None:

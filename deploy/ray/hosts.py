@@ -42,9 +42,7 @@ class Process:
     @property
     def serves(self) -> bool:
         """Whether it is ready and, where that matters, the conductor knows so."""
-        return self.is_ready and (
-            self.unit.kind not in _MEMBERS or self.epoch not in (0, self.epoch_before)
-        )
+        return self.is_ready and (self.unit.kind not in _MEMBERS or self.epoch not in (0, self.epoch_before))
 
 
 def fits(share: Share, host: Host, others: Iterable[Share]) -> bool:
@@ -59,14 +57,10 @@ def fits(share: Share, host: Host, others: Iterable[Share]) -> bool:
     )
 
 
-def choose_host(
-    config: ClusterConfig, kind: Kind, hosts: Sequence[Host], placed: Sequence[Process]
-) -> Host | None:
+def choose_host(config: ClusterConfig, kind: Kind, hosts: Sequence[Host], placed: Sequence[Process]) -> Host | None:
     """Of those with room: the fewest of its kind, then the fewest processes, Ray's head last, since all ends with it.
     None where there is no room. Processes of others on these hosts are not known here: Ray then refuses."""
-    here = {
-        host.node_id: [p.unit.kind for p in placed if p.node_id == host.node_id] for host in hosts
-    }
+    here = {host.node_id: [p.unit.kind for p in placed if p.node_id == host.node_id] for host in hosts}
 
     def crowd(host: Host) -> tuple[int, int, bool, str]:
         kinds = here[host.node_id]
@@ -104,9 +98,7 @@ class Hosts:
         self._seen_at = now
         self._hosts = {host.node_id: host for host in hosts}
         self._silent_since = {
-            host.node_id: self._silent_since.get(host.node_id, now)
-            for host in hosts
-            if not host.answers
+            host.node_id: self._silent_since.get(host.node_id, now) for host in hosts if not host.answers
         }
         for host in self:
             self.numbers.setdefault(host.node_id, len(self.numbers))
@@ -123,9 +115,7 @@ class Hosts:
     def open_to(self, kind: Kind, now: float) -> list[Host]:
         """Those that answer and have not refused such a process lately."""
         return [
-            host
-            for host in self
-            if host.answers and now >= self._refused_until.get((host.node_id, kind), -math.inf)
+            host for host in self if host.answers and now >= self._refused_until.get((host.node_id, kind), -math.inf)
         ]
 
     def address_of(self, node_id: str) -> str:

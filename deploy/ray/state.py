@@ -107,9 +107,7 @@ class ControllerState:
                 self.wanted.dismiss(self._named(name).unit)
             case RestartAll(names=names):
                 named = [self._named(name) for name in names] or self.processes.values()
-                order = sorted(
-                    named, key=lambda p: (RESTART_ORDER.index(p.unit.kind), p.unit.number)
-                )
+                order = sorted(named, key=lambda p: (RESTART_ORDER.index(p.unit.kind), p.unit.number))
                 self._to_restart += [p.name for p in order if p.name not in self._to_restart]
             case TakeDown():
                 self.is_ending = True
@@ -278,8 +276,7 @@ class ControllerState:
             stores = [
                 self._hosts.numbers[host.node_id]
                 for host in self._hosts
-                if not self._hosts.is_lost(host.node_id)
-                and any(fits(share, host, (store,)) for share in shares)
+                if not self._hosts.is_lost(host.node_id) and any(fits(share, host, (store,)) for share in shares)
             ]
         return self.wanted.units(stores)
 
@@ -313,10 +310,7 @@ class ControllerState:
             "head": self.addresses.head if self.addresses is not None else None,
             "generation": self._generation,
             "is_ending": self.is_ending,
-            "processes": [
-                [p.unit.kind.value, p.unit.number, p.node_id, p.generation]
-                for p in self.processes.values()
-            ],
+            "processes": [[p.unit.kind.value, p.unit.number, p.node_id, p.generation] for p in self.processes.values()],
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:

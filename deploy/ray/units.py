@@ -33,9 +33,7 @@ class Unit:
         if self.kind is Kind.CONDUCTOR and config.conductors.count == 1:
             return "conductor"
         if self.kind in ROLES and config.serve.role_switching == "on":
-            return (
-                f"worker-{2 * self.number + (self.kind is Kind.DECODE)}"  # says nothing of a role
-            )
+            return f"worker-{2 * self.number + (self.kind is Kind.DECODE)}"  # says nothing of a role
         return f"{self.kind}-{self.number}"
 
 
@@ -83,9 +81,7 @@ def serve_config(config: ClusterConfig, addresses: Addresses) -> ServeConfig:
     )
 
 
-def process_spec(
-    config: ClusterConfig, unit: Unit, serve: ServeConfig, site: Site, home: str | None
-) -> ProcessSpec:
+def process_spec(config: ClusterConfig, unit: Unit, serve: ServeConfig, site: Site, home: str | None) -> ProcessSpec:
     """How the unit's process is started at `site`, `home` being the store node there."""
     name = unit.name(config)
     match unit.kind:

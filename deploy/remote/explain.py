@@ -70,9 +70,7 @@ def show(explanation: Record, output: Output) -> None:
 def _heading(decision: Record, output: Output) -> None:
     output.line(f"{decision['request_id']}: {count(decision['num_prompt_tokens'], 'prompt token')}")
     threshold = decision["balancing_threshold"]
-    policy = decision["policy"] + (
-        "" if threshold is None else f", balancing threshold {threshold:g}"
-    )
+    policy = decision["policy"] + ("" if threshold is None else f", balancing threshold {threshold:g}")
     output.line(f"placed by {policy}; longest prefix in a store {decision['best_blocks']} blocks")
     output.line(_turn(decision["turn"], decision["rank"], decision["priority"]))
     if decision["excluded_instances"]:
@@ -111,9 +109,7 @@ def _prefills(decision: Record, output: Output) -> None:
 
 
 def _decodes(decision: Record, output: Output) -> None:
-    table = Table(
-        output, " ", "decode", ">sequences", ">context", ">free", ">needed", "fits", ">TBT"
-    )
+    table = Table(output, " ", "decode", ">sequences", ">context", ">free", ">needed", "fits", ">TBT")
     for each in decision["decode_candidates"]:
         table.add(
             _mark(each, decision["decode"]),
@@ -149,9 +145,7 @@ def _undivided(decision: Record, output: Output) -> None:
 def _ending(decision: Record, output: Output) -> None:
     rejection, outcome = decision["rejection"], decision["outcome"]
     if rejection is not None:
-        output.line(
-            f"rejected: {rejection['reason']}; again after {seconds(rejection['retry_after_s'])}"
-        )
+        output.line(f"rejected: {rejection['reason']}; again after {seconds(rejection['retry_after_s'])}")
     elif outcome is None:
         output.line("under way: no token has been reported yet")
     else:

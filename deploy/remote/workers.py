@@ -77,9 +77,7 @@ def _kvctl_arguments(view: dict[str, Any], arguments: Namespace) -> list[str]:
     return ["drain", arguments.instance, *nodes, *(["--undo"] if arguments.undo else [])]
 
 
-async def _drain(
-    arguments: Namespace, address: str, environ: Mapping[str, str], output: Output
-) -> None:
+async def _drain(arguments: Namespace, address: str, environ: Mapping[str, str], output: Output) -> None:
     name = arguments.instance
     async with calling(*credentials(environ)) as channels:
         state = await _set(channels, address, not arguments.undo)
@@ -159,9 +157,7 @@ async def _command(channels: Channels, rpc_address: str, role: Role, drain_s: fl
     except PeerLost as error:
         status = error.__cause__
         if isinstance(status, grpc.aio.AioRpcError) and status.code() is _UNKNOWN_CALL:
-            raise InvalidRequest(
-                "this worker cannot change its role; start it with --role-switching on"
-            ) from error
+            raise InvalidRequest("this worker cannot change its role; start it with --role-switching on") from error
         raise
 
 
@@ -210,8 +206,6 @@ def _role_parser(environ: Mapping[str, str]) -> ArgumentParser:
     )
     parser.add_argument("instance", help="the worker's id, as worker-0")
     parser.add_argument("role", choices=("prefill", "decode"))
-    parser.add_argument(
-        "--drain-s", type=float, help="seconds that what is under way gets to finish"
-    )
+    parser.add_argument("--drain-s", type=float, help="seconds that what is under way gets to finish")
     add_arguments(parser, environ)
     return parser

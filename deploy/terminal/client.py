@@ -139,9 +139,7 @@ def named(instances: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | No
     return next((each for each in instances if each["instance_id"] == name), None)
 
 
-def require_successor(
-    leaving: Mapping[str, Any], instances: Sequence[Mapping[str, Any]], remedy: str
-) -> None:
+def require_successor(leaving: Mapping[str, Any], instances: Sequence[Mapping[str, Any]], remedy: str) -> None:
     """Raises InvalidRequest where nobody would be left to do what a worker does now; `remedy`: what to do first."""
     role = leaving["role"]
     if sum(each["role"] == role and not each["draining"] for each in instances) < 2:
@@ -154,7 +152,5 @@ def require_successor(
 def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
     """Where the cluster is, and how careful to be."""
     add_url(parser, environ)
-    parser.add_argument(
-        "--force", action="store_true", help="also if it is the only worker of its role"
-    )
+    parser.add_argument("--force", action="store_true", help="also if it is the only worker of its role")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until it is done")

@@ -93,9 +93,7 @@ class Table:
 
     def _format(self, cells: Sequence[str]) -> str:
         columns = zip(cells, self._widths, self._is_right, strict=True)
-        texts = [
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns
-        ]
+        texts = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns]
         return "  ".join(texts).rstrip()
 
 

@@ -62,9 +62,7 @@ class _Seal(NamedTuple):
 class Publishing:
     """Of one pool. `max_in_flight` and `max_pending`: blocks, as for a prefill worker's puts to each store."""
 
-    def __init__(
-        self, pool: BlockPool, *, max_in_flight: int = 64, max_pending: int = 4096
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, max_in_flight: int = 64, max_pending: int = 4096) -> None:
         self.counters: Counter[str] = Counter()
         self._pool = pool
         self._limits = {"max_in_flight": max_in_flight, "max_pending": max_pending}

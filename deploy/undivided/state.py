@@ -110,8 +110,7 @@ class UndividedState(DecodeState):
     def queued_tokens(self) -> int:
         """Of prompts, to be computed before one that came now."""
         return sum(
-            len(p.request.token_ids) if p.sequence is None else p.sequence.num_missing
-            for p in self._prompts.values()
+            len(p.request.token_ids) if p.sequence is None else p.sequence.num_missing for p in self._prompts.values()
         )
 
     def report(self, request_id: RequestId, now: float) -> PrefillReport | None:
@@ -156,9 +155,7 @@ class UndividedState(DecodeState):
         self._drop_prompt(request.request_id)  # an earlier attempt
         self._schedule.cancel(request.request_id)
         deadline_at = now + request.timeout_s
-        prompt = _Prompt(
-            request=request, sources=sources, submitted_at=now, deadline_at=deadline_at
-        )
+        prompt = _Prompt(request=request, sources=sources, submitted_at=now, deadline_at=deadline_at)
         num_tokens = len(request.token_ids)
         if self._draining:
             self._refuse(prompt, NoWorker("this decode worker is draining"), out)
@@ -175,9 +172,7 @@ class UndividedState(DecodeState):
     def _prefix_loaded(self, event: PrefixLoaded, now: float, out: list[Action]) -> None:
         self._loaded(event.request_id, event.checksums, now, out)
 
-    def _loaded(
-        self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Action]
-    ) -> None:
+    def _loaded(self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Action]) -> None:
         """So many blocks behind those that were here arrived well; nothing is written to any other."""
         prompt = self._loading.pop(request_id)
         if prompt.is_over:

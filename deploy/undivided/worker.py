@@ -66,9 +66,7 @@ class UndividedService(DecodeService):
     def _send_tokens(self, action: actions.SendTokens) -> None:
         reports = [self.state.report(token.request_id, self.now) for token in action.tokens]
         known = [report for report in reports if report is not None]
-        self.streams.send(
-            action.gateway_id, tokens=action.tokens, prefills=known, decodes=action.began
-        )
+        self.streams.send(action.gateway_id, tokens=action.tokens, prefills=known, decodes=action.began)
         for phase in action.ended:
             self._trace(phase)
 
@@ -91,9 +89,7 @@ class UndividedWorker(DecodeWorker):
 
     def _make_state(self) -> UndividedState:
         replica, config = self.equipment.replica, self._own
-        publishing = Publishing(
-            self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts
-        )
+        publishing = Publishing(self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts)
         limits = config.limits(replica.plan, budget_of(replica, config.tbt_slo))
         policy = config.policy(replica.profiles)
         return UndividedState(self.pool, limits, publishing, policy, self._keeping_costs())

@@ -41,6 +41,4 @@ class WorkerConfig(PrefillConfig, AllotmentConfig):
 
     def as_decode(self) -> DecodeConfig:
         """Raises ConfigError for options with which it could not decode."""
-        return DecodeConfig(
-            **{each.name: getattr(self, each.name) for each in fields(DecodeConfig)}
-        )
+        return DecodeConfig(**{each.name: getattr(self, each.name) for each in fields(DecodeConfig)})

@@ -78,9 +78,7 @@ class Turn(Lifecycle):
     async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
         """A process that is told to stop grants what it would grant without turns."""
         async with running(idle) as finishing, running(self._process.stopping.wait()) as told:
-            await asyncio.wait(
-                {finishing, told}, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({finishing, told}, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
                 await self._process.drained(asyncio.wait({finishing}), timeout_s)
             return finishing.done()
@@ -97,17 +95,13 @@ class RoleSwitchServicer(worker_pb2_grpc.RoleSwitchServicer):
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
 
-    async def SwitchRole(
-        self, request: worker_pb2.SwitchRoleRequest, context: Context
-    ) -> worker_pb2.SwitchRoleReply:
+    async def SwitchRole(self, request: worker_pb2.SwitchRoleRequest, context: Context) -> worker_pb2.SwitchRoleReply:
         """Raises InvalidRequest, or Overloaded while it changes to the role that it is to leave again."""
         drain_s = request.drain_s if request.HasField("drain_s") else None
         if drain_s is not None and not 0 <= drain_s < float("inf"):
             raise InvalidRequest(f"drain_s is {drain_s}; it is finite and at least 0")
         self._turn.switch_to(_role(request), drain_s)
-        return worker_pb2.SwitchRoleReply(
-            role=role_to_wire(self._turn.role), switching=self._turn.is_switching
-        )
+        return worker_pb2.SwitchRoleReply(role=role_to_wire(self._turn.role), switching=self._turn.is_switching)
 
 
 def _role(request: worker_pb2.SwitchRoleRequest) -> Role:
@@ -143,9 +137,7 @@ class SwitchingWorker:
         servicer = RoleSwitchServicer(turn)
         worker = self._worker(role)
         async with running(turn.end_with_process()):
-            await worker.run(
-                turn, partial(worker_pb2_grpc.add_RoleSwitchServicer_to_server, servicer)
-            )
+            await worker.run(turn, partial(worker_pb2_grpc.add_RoleSwitchServicer_to_server, servicer))
         self._pool = worker.pool
         if turn.next_role is not None:
             log.info("changing from %s to %s", role, turn.next_role)

@@ -93,10 +93,7 @@ def _drawn(row: int, step: Step) -> Iterator[str]:
     end, color = _x(step.target), DATA if step.moves_data else INK
     marker, stroke = ("data", 4) if step.moves_data else ("message", 1.5)
     tip = end - (5 if end > x else -5)
-    yield (
-        f'<path d="M{x} {y}H{tip}" stroke="{color}" stroke-width="{stroke}" '
-        f'marker-end="url(#{marker})"/>'
-    )
+    yield (f'<path d="M{x} {y}H{tip}" stroke="{color}" stroke-width="{stroke}" marker-end="url(#{marker})"/>')
     yield _text((x + end) // 2, y - 10, step.text, color, "normal")
 
 

@@ -79,9 +79,7 @@ def render() -> str:
 
 def _section(title: str, options: Sequence[Option]) -> str:
     lines = [f"## {title}", "", "| option | meaning | default |", "|---|---|---|"]
-    lines += [
-        f"| {_name(option)} | {_meaning(option)} | {_default(option)} |" for option in options
-    ]
+    lines += [f"| {_name(option)} | {_meaning(option)} | {_default(option)} |" for option in options]
     return "\n".join([*lines, ""])
 
 

@@ -150,9 +150,7 @@ def _worker(registry: CollectorRegistry) -> None:
     registry.register(worker_collector(Role.DECODE, worker_pb2.WorkerStatus, bool))
     limits = worker_pb2.KvLimits(budget_bytes=0)
     registry.register(
-        ElasticityCollector(
-            _standing(Elasticity, limits=lambda: limits, num_populated=0, num_given_back=0)
-        )
+        ElasticityCollector(_standing(Elasticity, limits=lambda: limits, num_populated=0, num_given_back=0))
     )
     registry.register(allocation_histogram())
     registry.register(pool_collector(lambda: _NO_BLOCKS))

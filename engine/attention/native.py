@@ -139,9 +139,7 @@ class NativePagedAttention:
         partials = np.empty((most, geometry.num_heads, geometry.head_dim + 2), dtype=np.float32)
         tables = np.ascontiguousarray(tables, dtype=np.int64)
         calls = [
-            self._call(
-                window, tables, singles, pieces, tiles if index == 0 else tiles[:0], partials
-            )
+            self._call(window, tables, singles, pieces, tiles if index == 0 else tiles[:0], partials)
             for index, (pieces, singles) in enumerate(parts)
         ]
         addresses = tuple(map(ctypes.addressof, calls))

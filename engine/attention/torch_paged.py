@@ -71,8 +71,7 @@ class ChunkAttention:
             seen_keys, seen_values = keys[own], values[own]
         else:
             seen_keys, seen_values = (
-                piece.flatten(0, 1)[: chunk.num_tokens]
-                for piece in self._pool.gather(layer, chunk.blocks)
+                piece.flatten(0, 1)[: chunk.num_tokens] for piece in self._pool.gather(layer, chunk.blocks)
             )
         output = F.scaled_dot_product_attention(
             queries[own].transpose(0, 1)[None],
@@ -85,9 +84,7 @@ class ChunkAttention:
         return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
 
 
-def plan_chunks(
-    attention: ChunkAttention, spans: Sequence[Span], window: int | None
-) -> list[Chunk]:
+def plan_chunks(attention: ChunkAttention, spans: Sequence[Span], window: int | None) -> list[Chunk]:
     """Plans all spans of more than one token; each span lies behind those before it."""
     chunks: list[Chunk] = []
     row = 0
@@ -172,9 +169,7 @@ class TorchPagedAttention:
                 return row
         return len(counts)
 
-    def _make_group(
-        self, singles: Sequence[Span], first: int, end: int, num_blocks: int, window: int | None
-    ) -> _Group:
+    def _make_group(self, singles: Sequence[Span], first: int, end: int, num_blocks: int, window: int | None) -> _Group:
         rows = end - first
         blocks = np.empty((rows, num_blocks), dtype=np.int64)
         visible = np.empty((rows, 2), dtype=np.int64)  # [from, to) in gathered tokens
@@ -190,9 +185,7 @@ class TorchPagedAttention:
         hidden = (tokens < visible[:, :1]) | (tokens >= visible[:, 1:])
         mask = torch.zeros(hidden.shape, dtype=self._dtype)
         mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        return _Group(
-            first, end, num_blocks, torch.from_numpy(blocks.reshape(-1)), mask[:, None, None, :]
-        )
+        return _Group(first, end, num_blocks, torch.from_numpy(blocks.reshape(-1)), mask[:, None, None, :])
 
     def _num_blocks(self, span: Span, window: int | None) -> int:
         """Blocks that hold what a single token sees."""

@@ -57,9 +57,7 @@ class TritonAttention:
         self._device = pool.keys[0].device
         require_triton(self._device)
         if geometry.head_dim > MAX_HEAD_DIM:
-            raise ConfigError(
-                f"Triton attention takes heads of up to {MAX_HEAD_DIM}, not {geometry.head_dim}"
-            )
+            raise ConfigError(f"Triton attention takes heads of up to {MAX_HEAD_DIM}, not {geometry.head_dim}")
         from engine.cuda.kernels import decode, prefill  # here, since importing them imports triton
 
         self._decode = decode
@@ -84,9 +82,7 @@ class TritonAttention:
     def _plan_singles(self, spans: Sequence[Span], window: int | None) -> DecodeBatch:
         ends = np.array([span.end for span in spans], dtype=np.int32)
         num_parts = self._decode.parts_for(int(ends.max()), window)
-        return self._decode.DecodeBatch(
-            self._to_device(_tables(spans)), self._to_device(ends), num_parts
-        )
+        return self._decode.DecodeBatch(self._to_device(_tables(spans)), self._to_device(ends), num_parts)
 
     def _plan_chunks(self, spans: Sequence[Span], first_row: int) -> ChunkBatch:
         lengths = [span.end - span.start for span in spans]
@@ -112,13 +108,9 @@ class TritonAttention:
         pool_keys, pool_values = self._pool.keys[layer], self._pool.values[layer]
         output = queries.new_empty((queries.shape[0], queries.shape[1] * queries.shape[2]))
         if plan.singles is not None:
-            self._decode.decode_attention(
-                queries, pool_keys, pool_values, plan.singles, plan.window, output
-            )
+            self._decode.decode_attention(queries, pool_keys, pool_values, plan.singles, plan.window, output)
         if plan.chunks is not None:
-            self._prefill.prefill_attention(
-                queries, pool_keys, pool_values, plan.chunks, plan.window, output
-            )
+            self._prefill.prefill_attention(queries, pool_keys, pool_values, plan.chunks, plan.window, output)
         return output
 
 

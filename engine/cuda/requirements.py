@@ -32,9 +32,7 @@ def require_triton(device: torch.device) -> None:
 def why_not_cuda() -> str | None:
     """Why this machine's GPU, if it has one, cannot compute, and what to do about it; None: it can."""
     if not torch.cuda.is_available():
-        built = (
-            "" if torch.version.cuda else "; this torch was built without CUDA: install one with it"
-        )
+        built = "" if torch.version.cuda else "; this torch was built without CUDA: install one with it"
         return f"torch sees no GPU here{built}"
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:

@@ -49,9 +49,7 @@ class HostStaging:
     """Not thread-safe: one caller, such as the engine's thread. `memory` is the host's, for as many blocks as the
     pool."""
 
-    def __init__(
-        self, pool: KvPool, memory: memoryview, *, blocks_per_slot: int = 16, num_slots: int = 8
-    ) -> None:
+    def __init__(self, pool: KvPool, memory: memoryview, *, blocks_per_slot: int = 16, num_slots: int = 8) -> None:
         self._pool = pool
         self._host = KvPool(pool.layout, pool.num_blocks, memory)
         self._blocks_per_slot = blocks_per_slot

@@ -58,9 +58,7 @@ class TritonKernels:
 
     def begin(self, step: Step) -> _Pass:
         device = self._weights.embedding.device
-        tokens, positions, slots = (
-            to_device(one, device) for one in (step.token_ids, step.positions, step.slots)
-        )
+        tokens, positions, slots = (to_device(one, device) for one in (step.token_ids, step.positions, step.slots))
         if step.fed is not None:
             tokens = tokens.clone()
             step.fed.put_into(tokens)

@@ -74,9 +74,7 @@ class Elasticity:
             budget_bytes=None if self._seat is None else self._seat.budget,
         )
 
-    def limit(
-        self, *, floor: int | None = None, ceiling: int | None = None, budget: int | None = None
-    ) -> None:
+    def limit(self, *, floor: int | None = None, ceiling: int | None = None, budget: int | None = None) -> None:
         """New figures in bytes, from now on; those that are None stay. Raises InvalidRequest for a ceiling below a page
         or above the addresses, ConfigError for floors that do not fit. Events must be told afterwards, so that what is
         too much is let go of."""

@@ -126,9 +126,7 @@ _START_TRIES = 30_000
 class Ledger:
     """The file as one process sees it."""
 
-    def __init__(
-        self, path: Path, *, budget: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, path: Path, *, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Makes the file where there is none. The budget is the one in the file while anybody lives in it. Raises
         ConfigError."""
         if budget < 1:

@@ -229,11 +229,7 @@ class PagedBlanks(Blanks):
                     asked -= 1
                     self.on_work()
         per_page = self.paging.blocks_per_page
-        return [
-            block
-            for page in self._pages.leaving
-            for block in range(page * per_page, (page + 1) * per_page)
-        ]
+        return [block for page in self._pages.leaving for block in range(page * per_page, (page + 1) * per_page)]
 
     def tell_spare(self, references: Sequence[int]) -> None:
         """Has others know how many pages could be given back without preempting anybody."""

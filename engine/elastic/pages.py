@@ -215,10 +215,7 @@ class Pages:
         page = self._unmapped.pop()
         first = page * self.paging.blocks_per_page
         self._states[page] = PageState.MAPPED
-        self._blocks[page] = [
-            BlockId(block)
-            for block in range(first + self.paging.blocks_per_page - 1, first - 1, -1)
-        ]
+        self._blocks[page] = [BlockId(block) for block in range(first + self.paging.blocks_per_page - 1, first - 1, -1)]
         self._ready.add(page, 0)
         return page
 
@@ -277,16 +274,10 @@ class Pages:
         for page, state in enumerate(self._states):
             own = range(page * per_page, (page + 1) * per_page)
             is_held = state not in (PageState.UNMAPPED, PageState.UNMAPPING)
-            assert is_held == (page in self._blocks), (
-                f"page {page} is {state} and its blocks are not"
-            )
+            assert is_held == (page in self._blocks), f"page {page} is {state} and its blocks are not"
             free = set(self._blocks.get(page, ()))
             used = {block for block in own if self._is_used[block]}
             assert not free & used, f"a block of page {page} is free and in use"
-            assert free | used == (set(own) if is_held else set()), (
-                f"a block of page {page} is lost"
-            )
-            assert len(free) == len(self._blocks.get(page, ())), (
-                f"a block of page {page} is free twice"
-            )
+            assert free | used == (set(own) if is_held else set()), f"a block of page {page} is lost"
+            assert len(free) == len(self._blocks.get(page, ())), f"a block of page {page} is free twice"
             assert (page in self._ready) == (state is PageState.MAPPED and bool(free))

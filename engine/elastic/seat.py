@@ -18,9 +18,7 @@ from protocol.errors import ConfigError
 class Seat(Supply):
     """The supply of one worker among several. Not thread-safe."""
 
-    def __init__(
-        self, ledger: Ledger, name: str, *, page_bytes: int, floor: int, ceiling: int
-    ) -> None:
+    def __init__(self, ledger: Ledger, name: str, *, page_bytes: int, floor: int, ceiling: int) -> None:
         """`floor` and `ceiling` in bytes. Raises ConfigError."""
         self._ledger = ledger
         self._page_bytes = page_bytes

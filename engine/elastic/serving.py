@@ -33,9 +33,7 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
         self._on_change = on_change
 
     @contextlib.asynccontextmanager
-    async def coming_and_going(
-        self, pool: BlockPool
-    ) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+    async def coming_and_going(self, pool: BlockPool) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
         """Pages come and go under `pool` while the block lasts; gives the task that sees to it."""
         if self._elasticity is None:
             yield ()
@@ -44,14 +42,10 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
         async with running(self._elasticity.run(self._on_change)) as task:
             yield (task,)
 
-    async def GetLimits(
-        self, request: worker_pb2.GetLimitsRequest, context: Context
-    ) -> worker_pb2.KvLimits:
+    async def GetLimits(self, request: worker_pb2.GetLimitsRequest, context: Context) -> worker_pb2.KvLimits:
         return self._require().limits()
 
-    async def SetLimits(
-        self, request: worker_pb2.SetLimitsRequest, context: Context
-    ) -> worker_pb2.KvLimits:
+    async def SetLimits(self, request: worker_pb2.SetLimitsRequest, context: Context) -> worker_pb2.KvLimits:
         """Raises InvalidRequest, or ConfigError for floors that the budget does not hold."""
         elasticity = self._require()
         elasticity.limit(
@@ -64,9 +58,7 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
 
     def _require(self) -> Elasticity:
         if self._elasticity is None:
-            raise InvalidRequest(
-                "this worker's KV memory is fixed; start it with --elastic-kv-memory"
-            )
+            raise InvalidRequest("this worker's KV memory is fixed; start it with --elastic-kv-memory")
         return self._elasticity
 
 

@@ -97,9 +97,7 @@ def make_kernels(
     try:
         native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, sums)
     except CompilerError as error:
-        raise ConfigError(
-            f"the native kernels cannot be had: {error}; or --kernels torch"
-        ) from error
+        raise ConfigError(f"the native kernels cannot be had: {error}; or --kernels torch") from error
     if name == "native" or native.suits_many_rows:
         return native
     return MixedKernels(native, TorchKernels(config, weights, pool, sums))

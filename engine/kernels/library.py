@@ -136,9 +136,7 @@ class Library:
         self.feed = self.function("feed", pointer, pointer, count, pointer)
         self.logits = self.function("logits", pointer, pointer, pointer)
         self.count_exponents = self._plain("count_exponents", pointer, count, pointer)
-        self.make_compact = self._plain(
-            "make_compact", pointer, count, count, pointer, pointer, pointer, pointer
-        )
+        self.make_compact = self._plain("make_compact", pointer, count, count, pointer, pointer, pointer, pointer)
 
     @property
     def suits_many_rows(self) -> bool:

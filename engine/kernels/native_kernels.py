@@ -107,9 +107,7 @@ class NativeKernels:
 
     def _make_structure(self, inner_size: int) -> CModel:
         config, pool = self._config, self._pool
-        layers = (CLayer * len(self._layers))(
-            *map(_Layer.structure, self._layers, pool.keys, pool.values)
-        )
+        layers = (CLayer * len(self._layers))(*map(_Layer.structure, self._layers, pool.keys, pool.values))
         return CModel(
             config.hidden_size,
             inner_size,

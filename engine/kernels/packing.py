@@ -143,10 +143,7 @@ class Arena:
 
 def packed_bytes(weights: Iterable[torch.Tensor]) -> int:
     """At most how much of an arena these take."""
-    return sum(
-        (weight.shape[0] + 2 * PANEL) * weight.shape[1] * weight.element_size()
-        for weight in weights
-    )
+    return sum((weight.shape[0] + 2 * PANEL) * weight.shape[1] * weight.element_size() for weight in weights)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
@@ -158,9 +155,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matri
 
 def pack_gates(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
     """Gates above ups [2 · inner, in]: a panel is 16 gates and then the ups that they multiply."""
-    return _pack(
-        _pair(weight), None if bias is None else _pair(bias.float()[:, None])[..., 0], arena
-    )
+    return _pack(_pair(weight), None if bias is None else _pair(bias.float()[:, None])[..., 0], arena)
 
 
 def _pack(panels: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:

@@ -100,9 +100,7 @@ class TorchKernels:
 
     name = "torch"
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, pool: KvPool, sums: Sums | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool, sums: Sums | None = None) -> None:
         """`sums`: over the ranks that share the model, of which this is one's part; None = it is whole."""
         self._sums = sums
         self._embedding = weights.embedding

@@ -134,9 +134,7 @@ class RadixTree:
 
     # -- growth
 
-    def add(
-        self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int, *, hits: int = 0
-    ) -> bool:
+    def add(self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int, *, hits: int = 0) -> bool:
         """Makes a held block findable. False and no change when the key is findable already. Its parent may come later
         or never; NO_PARENT never comes. Raises ValueError when the block can be found under another key."""
         if key in self._by_key:

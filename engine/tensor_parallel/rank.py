@@ -89,9 +89,7 @@ def facts(engine: Engine) -> dict[str, str]:
     }
 
 
-def _load(
-    config: RankConfig, path: Path, connection: socket.socket, lifecycle: Lifecycle
-) -> Engine:
+def _load(config: RankConfig, path: Path, connection: socket.socket, lifecycle: Lifecycle) -> Engine:
     model = load_model_config(path)
     rank, size, folder = (
         config.tensor_parallel_rank,

@@ -48,9 +48,7 @@ class _CRanks(ctypes.Structure):
 class RanksLibrary:
     """The compiled functions. Raises CompilerError."""
 
-    def __init__(
-        self, cache_folder: Path | None, compiling: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, cache_folder: Path | None, compiling: Callable[[], None] | None = None) -> None:
         library = load_kernels(SOURCE, cache_folder, compiling)
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._memory_bytes = library.ranks_memory_bytes

@@ -62,9 +62,7 @@ def encode(step: Step, dirty: torch.Tensor | None) -> bytes:
 def decode(message: bytes | bytearray) -> tuple[Step, torch.Tensor | None]:
     """What `encode` was given. The tensors are the message's memory."""
     words = np.frombuffer(message, dtype=np.int64)
-    tokens, longest, num_spans, num_blocks, has_rows, rows, has_dirty, dirty = words[
-        :_FIELDS
-    ].tolist()
+    tokens, longest, num_spans, num_blocks, has_rows, rows, has_dirty, dirty = words[:_FIELDS].tolist()
     sizes = (tokens, tokens, tokens, _SPAN_FIELDS * num_spans, num_blocks, rows, dirty)
     ends = list(accumulate(sizes, initial=_FIELDS))
     parts = [words[first:end] for first, end in pairwise(ends)]

@@ -64,9 +64,7 @@ class Leading:
             if on_layer is not None and not failures:
                 try:
                     on_layer(layer)
-                except (
-                    Exception
-                ) as error:  # the caller's; raised when all ranks have ended the step
+                except Exception as error:  # the caller's; raised when all ranks have ended the step
                     failures.append(error)
 
         try:

@@ -44,9 +44,7 @@ class KeyStore(Protocol):
 class KeyHolder:
     """`fixed`: keys of flags. Without these and stores the gateway is open to all."""
 
-    def __init__(
-        self, fixed: Sequence[ApiKey], stores: Sequence[KeyStore], registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, fixed: Sequence[ApiKey], stores: Sequence[KeyStore], registry: CollectorRegistry) -> None:
         self.is_open = not fixed and not stores
         self.names_tenants = bool(stores) or any(key.tenant for key in fixed)
         self._stores = stores

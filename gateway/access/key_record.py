@@ -38,9 +38,7 @@ class KeyLimits:
     def or_else(self, other: KeyLimits) -> KeyLimits:
         """These, and where nothing is said, those."""
         own = dataclasses.asdict(self)
-        return dataclasses.replace(
-            other, **{name: value for name, value in own.items() if value is not None}
-        )
+        return dataclasses.replace(other, **{name: value for name, value in own.items() if value is not None})
 
     @property
     def is_unlimited(self) -> bool:
@@ -115,9 +113,7 @@ def check_strength(key: str) -> None:
             "or let `moonserve keys add` make one"
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise InvalidRequest(
-            "a key travels in a header: printable ASCII characters without spaces only"
-        )
+        raise InvalidRequest("a key travels in a header: printable ASCII characters without spaces only")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -88,9 +88,7 @@ class LimitState:
         account = self._accounts.get(key_id) or _Account()
         return _judge(account, limits, 0, now)
 
-    def admit(
-        self, key_id: str, request_id: str, limits: KeyLimits, tokens: int, now: float
-    ) -> Verdict:
+    def admit(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int, now: float) -> Verdict:
         """Charges the request if all limits have room for it. Request ids are unique."""
         account = self._accounts.setdefault(key_id, _Account())
         verdict = _judge(account, limits, tokens, now)
@@ -103,9 +101,7 @@ class LimitState:
         _charge(account, limits, tokens, now)
         return _judge(account, limits, 0, now, refuses=False)
 
-    def settle(
-        self, key_id: str, request_id: str, limits: KeyLimits, tokens: int, now: float
-    ) -> None:
+    def settle(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int, now: float) -> None:
         """The request has ended and took so many tokens. No-op when it is not under way."""
         account = self._accounts.get(key_id)
         charged = None if account is None else account.under_way.pop(request_id, None)
@@ -135,15 +131,11 @@ class LimitState:
             assert all(tokens >= 0 for tokens in account.under_way.values())
 
 
-def _judge(
-    account: _Account, limits: KeyLimits, tokens: int, now: float, *, refuses: bool = True
-) -> Verdict:
+def _judge(account: _Account, limits: KeyLimits, tokens: int, now: float, *, refuses: bool = True) -> Verdict:
     waits = {
         "requests": _wait_s(account.requests, 1, limits.requests_per_minute, now),
         "tokens": _wait_s(account.tokens, tokens, limits.tokens_per_minute, now),
-        "streams": STREAMS_RETRY_S
-        if limits.streams is not None and len(account.under_way) >= limits.streams
-        else 0.0,
+        "streams": STREAMS_RETRY_S if limits.streams is not None and len(account.under_way) >= limits.streams else 0.0,
     }
     full_in_s = (account.requests.full_in_s(now), account.tokens.full_in_s(now))
     return verdict(limits, waits, full_in_s, refuses=refuses)

@@ -90,9 +90,7 @@ class Limiter:
             settling = self._settle(self._shared, key_id, request_id, limits, tokens - charged)
             self._settling.start(self._bravely(settling), name=f"settle {request_id}")
 
-    async def _settle(
-        self, shared: SharedLimits, key_id: str, request_id: str, limits: KeyLimits, more: int
-    ) -> None:
+    async def _settle(self, shared: SharedLimits, key_id: str, request_id: str, limits: KeyLimits, more: int) -> None:
         await self._renewed.wait()  # else its place might be renewed behind its end
         await shared.settle(key_id, request_id, limits, more)
 
@@ -118,9 +116,7 @@ class Limiter:
         if self._shared is not None:
             await self._shared.close()
 
-    async def _ask(
-        self, key_id: str, request_id: str, limits: KeyLimits, tokens: int
-    ) -> Verdict | None:
+    async def _ask(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict | None:
         """The shared account's verdict; None while it is away."""
         if self._shared is None or self._clock() < self._away_until:
             return None

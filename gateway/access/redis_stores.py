@@ -83,9 +83,7 @@ def _parsed(entries: dict[bytes, bytes]) -> list[ApiKey]:
     try:
         return [from_json(json.loads(text)) for text in entries.values()]
     except (ValueError, InvalidRequest) as error:
-        raise ConfigError(
-            f"a key in redis is not as `moonserve keys` writes it: {error}"
-        ) from error
+        raise ConfigError(f"a key in redis is not as `moonserve keys` writes it: {error}") from error
 
 
 _COMMON = f"""
@@ -157,15 +155,11 @@ class SharedLimits:
     """Accounts of all gateways. Methods raise PeerError (PeerLost within the deadline) and
     Unauthenticated. `url` as in `protocol.registry.redis_address`."""
 
-    def __init__(
-        self, url: str, *, prefix: str = PREFIX, deadline_s: float = LIMIT_DEADLINE_S
-    ) -> None:
+    def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = LIMIT_DEADLINE_S) -> None:
         self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
         self._prefix = prefix
         self._deadline_s = deadline_s
-        self._scripts = {
-            text: self._client.register_script(text) for text in (_ADMIT, _SETTLE, _RENEW)
-        }
+        self._scripts = {text: self._client.register_script(text) for text in (_ADMIT, _SETTLE, _RENEW)}
 
     async def admit(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict:
         """As `LimitState.admit`, for all gateways together."""
@@ -176,9 +170,7 @@ class SharedLimits:
         named = dict(zip(("requests", "tokens", "streams"), waits, strict=True))
         return verdict(limits, named, (requests_full_s, tokens_full_s), refuses=not reply[0])
 
-    async def settle(
-        self, key_id: str, request_id: str, limits: KeyLimits, more_tokens: int
-    ) -> None:
+    async def settle(self, key_id: str, request_id: str, limits: KeyLimits, more_tokens: int) -> None:
         """The request has ended and took so many tokens more than it was charged."""
         arguments = [*_arguments(limits), request_id, more_tokens]
         await self._run(_SETTLE, self._keys(key_id), arguments)

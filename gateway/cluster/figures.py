@@ -61,9 +61,7 @@ class Figures:
     def __init__(self) -> None:
         self.ttft = Samples()
         self.gaps = Samples()
-        self.totals: Counter[str] = Counter(
-            requests=0, finished=0, output_tokens=0, prompt_tokens=0, cached_tokens=0
-        )
+        self.totals: Counter[str] = Counter(requests=0, finished=0, output_tokens=0, prompt_tokens=0, cached_tokens=0)
         self.rejections: Counter[str] = Counter()  # by reason
         self.failures: Counter[str] = Counter()  # by code
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()

@@ -61,9 +61,7 @@ def phase_collector(phases: Callable[[], Mapping[str, int]]) -> LoopCollector:
     """Where the gateway's requests are, counted when somebody asks."""
 
     def collect() -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "moonserve_requests", "Choices under way by phase.", labels=("phase",)
-        )
+        family = GaugeMetricFamily("moonserve_requests", "Choices under way by phase.", labels=("phase",))
         for phase, count in phases().items():
             family.add_metric((phase,), count)
         yield family
@@ -99,9 +97,7 @@ class ClusterMetrics:
 
     async def _gather(self) -> str:
         named = self._addresses()
-        replies = await asyncio.gather(
-            *(self._ask(each, "Scrape", metrics_pb2.ScrapeRequest()) for each in named)
-        )
+        replies = await asyncio.gather(*(self._ask(each, "Scrape", metrics_pb2.ScrapeRequest()) for each in named))
         pages = {self._instance_id: generate_latest(self._registry).decode()}
         silent = []
         for address, reply in zip(named, replies, strict=True):
@@ -118,9 +114,7 @@ class ClusterMetrics:
         missing."""
         view = self._cluster.view
         addresses = [each.endpoint.rpc_address for each in view.instances] if view else []
-        replies = await asyncio.gather(
-            *(self._ask(each, "Rails", metrics_pb2.RailsRequest()) for each in addresses)
-        )
+        replies = await asyncio.gather(*(self._ask(each, "Rails", metrics_pb2.RailsRequest()) for each in addresses))
         return [
             {"process": reply.instance_id, **{f.name: getattr(rail, f.name) for f in _RAIL_FIELDS}}
             for reply in sorted(filter(None, replies), key=lambda reply: reply.instance_id)

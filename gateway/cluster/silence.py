@@ -51,11 +51,7 @@ class Suspicion:
         self._learn(signs, now)
         after_s = min(max(SILENT_AFTER_S, _MARGIN * self._lateness_s(now)), _LONGEST_S)
         roles = {s.role for s in signs if s.last_heard_s < LATE_AFTER_S and not s.draining}
-        return {
-            s.instance_id
-            for s in signs
-            if min(s.last_heard_s, s.last_word_s) >= after_s and s.role in roles
-        }
+        return {s.instance_id for s in signs if min(s.last_heard_s, s.last_word_s) >= after_s and s.role in roles}
 
     def _learn(self, signs: Collection[Sign], now: float) -> None:
         again = [self._heard_s.get(s.instance_id, 0.0) for s in signs if self._spoke(s)]

@@ -62,9 +62,7 @@ class Avoidance:
 
     def validate(self) -> None:
         """Raises AssertionError where the state contradicts itself."""
-        assert all(
-            instance_id and epoch >= 0 for instance_id, epoch in self._failed | {*self._broke}
-        )
+        assert all(instance_id and epoch >= 0 for instance_id, epoch in self._failed | {*self._broke})
 
 
 def _incarnation(endpoint: Endpoint) -> Incarnation:

@@ -105,15 +105,7 @@ class Aborted:
 
 
 Event = (
-    PlaceDue
-    | Placed
-    | PlaceFailed
-    | SubmitFailed
-    | TokensArrived
-    | Reported
-    | WorkerFailed
-    | InstanceLost
-    | Aborted
+    PlaceDue | Placed | PlaceFailed | SubmitFailed | TokensArrived | Reported | WorkerFailed | InstanceLost | Aborted
 )
 
 

@@ -39,9 +39,7 @@ def failed(state: RequestState, error: MoonserveError) -> None:
     level = logging.INFO if isinstance(error, _NOT_OURS) else logging.WARNING
     text = "failed: %s (%s) after %d tokens%s"
     facts = {**_facts(state), "code": error.code}
-    log.log(
-        level, text, error.message, error.code, len(state.generated), _where(state), extra=facts
-    )
+    log.log(level, text, error.message, error.code, len(state.generated), _where(state), extra=facts)
 
 
 def begun_again(state: RequestState) -> None:

@@ -175,11 +175,7 @@ class RequestState:
         # Others may come, or these restarted; it costs no attempt.
         away = event.replaced or self.avoidance.dead_among(event.placement, now)
         if away:
-            why = (
-                "was replaced while it was chosen"
-                if event.replaced
-                else "broke and is not back yet"
-            )
+            why = "was replaced while it was chosen" if event.replaced else "broke and is not back yet"
             error = NoWorker(f"{', '.join(sorted(away))} {why}")
             return [self._hand_back(), *self._pause(error, now)]
         self.phase = Phase.PREFILLING
@@ -232,9 +228,7 @@ class RequestState:
             return []
         accepted = self.arrivals.in_order(event.tokens)
         if accepted is None:
-            return self._lose(
-                IntegrityError("a token went missing between worker and gateway"), now
-            )
+            return self._lose(IntegrityError("a token went missing between worker and gateway"), now)
         return self._emit(accepted, now) if accepted else []
 
     def _emit(self, tokens: list[Token], now: float) -> list[Action]:
@@ -263,9 +257,7 @@ class RequestState:
     def _on_worker_failed(self, event: WorkerFailed, now: float) -> list[Action]:
         if self.placement is None or self.phase not in _WITH_WORKERS:
             return []
-        return self._lose(
-            event.error, now, suspects(event.instance_id, event.error, self.placement)
-        )
+        return self._lose(event.error, now, suspects(event.instance_id, event.error, self.placement))
 
     def _on_instance_lost(self, event: InstanceLost, now: float) -> list[Action]:
         if self.placement is None or self.phase not in _WITH_WORKERS:
@@ -281,9 +273,7 @@ class RequestState:
     def _on_aborted(self, event: Aborted, now: float) -> list[Action]:
         return self._fail(event.error, now)
 
-    def _lose(
-        self, error: MoonserveError, now: float, excluded: set[str] | None = None
-    ) -> list[Action]:
+    def _lose(self, error: MoonserveError, now: float, excluded: set[str] | None = None) -> list[Action]:
         """The attempt is over; place again where that may help."""
         if self.arrivals.num_of_attempt >= _PROGRESS_TOKENS:
             self.losses = 0

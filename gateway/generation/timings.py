@@ -75,9 +75,7 @@ class Instants:
         self.last_at = now
 
 
-def ledger(
-    at: Instants, prefill: PrefillReport | None, decode: DecodeReport | None
-) -> Ledger | None:
+def ledger(at: Instants, prefill: PrefillReport | None, decode: DecodeReport | None) -> Ledger | None:
     """Ledger of a choice that has ended well; None without a token, or without a report of its prefill."""
     if prefill is None or at.first_at is None or at.last_at is None or at.submitted_at is None:
         return None

@@ -72,9 +72,7 @@ def build_app(
     return FrontDoor(app, keys, limiter, limits)
 
 
-def _routes(
-    api: Api, model: ServedModel, responses: Responses, operations: Operations
-) -> list[Route]:
+def _routes(api: Api, model: ServedModel, responses: Responses, operations: Operations) -> list[Route]:
     """In the order of `/openapi.json`."""
     response, status, ops = "/v1/responses/{response_id:path}", _object(status=_TEXT), operations
     explained = "/v1/requests/{request_id:path}/explain"
@@ -207,9 +205,7 @@ class Route:
                 **{str(code): _error(why) for code, why in errors.items()},
             },
             "security": [{}, {"bearer": []}],
-            "parameters": [
-                {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named
-            ],
+            "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named],
         }
         if self.body is not None:
             schema = self.body if isinstance(self.body, dict) else _schema_of(self.body)
@@ -291,9 +287,7 @@ _RESPONSE = _object(
     usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
 )
 _DELETED = _object(id=_TEXT, object={"const": "response"}, deleted={"const": True})
-_MODEL = _object(
-    id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, vocab_size=_COUNT
-)
+_MODEL = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, vocab_size=_COUNT)
 _MODELS = _object(object={"const": "list"}, data=_list(_MODEL))
 _STRINGS: Json = {"type": ["array", "null"], "items": _TEXT}
 _TOKENIZED = _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_STRINGS)

@@ -64,9 +64,7 @@ class Connection:
 def drop(transport: asyncio.Transport) -> None:
     """Ends a connection without sending what is still buffered for it. No-op when it has ended."""
     client = transport.get_extra_info("socket")
-    if (
-        client is not None and client.fileno() >= 0
-    ):  # or the kernel would keep megabytes for a client that hardly reads
+    if client is not None and client.fileno() >= 0:  # or the kernel would keep megabytes for a client that hardly reads
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()
 
@@ -80,9 +78,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         async with asyncio.timeout(timeout_s):
             return await _read(request, max_bytes)
     except TimeoutError as error:
-        raise ApiError(
-            408, "the body did not arrive in time", kind="timeout_error", code="request_timeout"
-        ) from error
+        raise ApiError(408, "the body did not arrive in time", kind="timeout_error", code="request_timeout") from error
     except ClientDisconnect as error:
         raise Cancelled("the client went away") from error
 

@@ -59,9 +59,7 @@ class FrontDoor:
         finally:
             del scope[KEY]  # what uvicorn keeps of a request holds its scope, and this holds that
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]
-    ) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]) -> None:
         visit: Visit | None = None
         try:
             identity = self._identify(scope["path"], headers.get(b"authorization", b""))

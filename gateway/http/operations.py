@@ -128,9 +128,7 @@ class Operations:
 # Why a request went where it went
 
 
-async def explain(
-    known_id: str, ask: Ask
-) -> tuple[str, list[dict[str, Any]], conductor_pb2.ExplainReply]:
+async def explain(known_id: str, ask: Ask) -> tuple[str, list[dict[str, Any]], conductor_pb2.ExplainReply]:
     """From an id that a client knows, from a header or a body, to the conductor's records of all its placements: its
     id in the cluster, decisions (conductor.decision.Decision as JSON) per choice and attempt, in that order, and the
     conductor's last reply. Raises what `ask` raises.
@@ -148,9 +146,7 @@ async def explain(
     return request_id, decisions, last
 
 
-async def _decisions(
-    request_id: str, ask: Ask
-) -> tuple[list[dict[str, Any]], conductor_pb2.ExplainReply]:
+async def _decisions(request_id: str, ask: Ask) -> tuple[list[dict[str, Any]], conductor_pb2.ExplainReply]:
     """Decisions about all attempts of all choices, up to the first unknown choice, and the last reply. A choice's first
     attempts may have been forgotten, or made by an earlier leader."""
     decisions: list[dict[str, Any]] = []
@@ -208,6 +204,4 @@ def _numbers(message: Any) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-_LOAD_NUMBERS = [
-    field.name for field in conductor_pb2.Load.DESCRIPTOR.fields if field.message_type is None
-]
+_LOAD_NUMBERS = [field.name for field in conductor_pb2.Load.DESCRIPTOR.fields if field.message_type is None]

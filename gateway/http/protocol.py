@@ -218,9 +218,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _too_large(self) -> ApiError:
         most = self._patience.max_header_bytes
-        return ApiError(
-            431, f"the head of the request is larger than {most} bytes", code="headers_too_large"
-        )
+        return ApiError(431, f"the head of the request is larger than {most} bytes", code="headers_too_large")
 
     def _wait(self) -> None:
         """Sees to it that what the client is to send next is not waited for for ever."""
@@ -234,9 +232,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if awaited is not None:
             is_head = self._phase is _Phase.HEAD
             patience = self._patience
-            self._after(
-                patience.header_timeout_s if is_head else patience.body_timeout_s, self._give_up
-            )
+            self._after(patience.header_timeout_s if is_head else patience.body_timeout_s, self._give_up)
 
     def _after(self, seconds: float, callback: Callable[[], None]) -> None:
         self._timer = self.loop.call_later(seconds, callback)
@@ -260,9 +256,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _watch_reader(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._read_timer = self.loop.call_later(
-            self._patience.slow_client_s, self._check_reader, unread
-        )
+        self._read_timer = self.loop.call_later(self._patience.slow_client_s, self._check_reader, unread)
 
     def _check_reader(self, unread_before: int) -> None:
         """Lets go of a client that has hardly read since."""

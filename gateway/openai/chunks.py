@@ -49,9 +49,7 @@ class Wants:
     usage: bool
     token_ids: bool
     logprobs: bool
-    echoed_logprobs: int | None = (
-        None  # likeliest of each token of the echoed prompt; None = nothing of it
-    )
+    echoed_logprobs: int | None = None  # likeliest of each token of the echoed prompt; None = nothing of it
     prompt_logprobs: int | None = None  # likewise, in vLLM's form
     skip_special_tokens: bool = True
 
@@ -162,9 +160,7 @@ class CompletionLike(Chunks):
         told, num_top = self._ids_of_prompt(piece.index), self._wants.prompt_logprobs
         if num_top is not None:
             ids = self._prompt_token_ids[piece.index]
-            told["prompt_logprobs"] = prompt_logprobs(
-                ids, piece.prompt_logprobs, num_top, self._tokenizer
-            )
+            told["prompt_logprobs"] = prompt_logprobs(ids, piece.prompt_logprobs, num_top, self._tokenizer)
         return told
 
 
@@ -204,9 +200,7 @@ class ChatChunks(CompletionLike):
         message = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
         if calls := delta.get("tool_calls"):
             message["content"] = message["content"] or None
-            message["tool_calls"] = [
-                {name: value for name, value in call.items() if name != "index"} for call in calls
-            ]
+            message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         return {**choice, "message": message}
 
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
@@ -242,9 +236,7 @@ class CompletionChunks(CompletionLike):
         if self._wants.echoed_logprobs is not None:
             return ""
         return "".join(
-            self._chunk(
-                self.choice(Piece(index=index, text=echo, tokens=())) | self._ids_of_prompt(index)
-            )
+            self._chunk(self.choice(Piece(index=index, text=echo, tokens=())) | self._ids_of_prompt(index))
             for index, echo in enumerate(self._echoes)
             if echo or self._wants.token_ids
         )

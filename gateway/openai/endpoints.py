@@ -127,9 +127,7 @@ class Api:
         prompt = truncated(prompt, body, limits)
         grammar = (plan.grammar if plan else "") or (form.grammar if form else "")
         bad_words = spellings(self._tokenizer, body.bad_words, limits)
-        choices = choices_for(
-            body, [prompt], limits, "messages", grammar=grammar, bad_words=bad_words
-        )
+        choices = choices_for(body, [prompt], limits, "messages", grammar=grammar, bad_words=bad_words)
         if plan is not None:
             choices = plan.seen_in(choices, body)
         heading = self._heading(id_prefix, request, body, last)
@@ -139,9 +137,7 @@ class Api:
         if plan is not None:
             is_stream = bool(body.stream)
             chunks = ToolChunks(heading, wants, self._tokenizer, ids, plan, is_stream=is_stream)
-        return ReplyPlan(
-            body=body, prompts=[prompt], choices=choices, chunks=chunks, heading=heading, last=last
-        )
+        return ReplyPlan(body=body, prompts=[prompt], choices=choices, chunks=chunks, heading=heading, last=last)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
@@ -164,19 +160,13 @@ class Api:
         echoes = [self._echo(body, prompt) for prompt in told]
         heading = self._heading("cmpl-", request, body, last)
         wants = _wants(body, logprobs=body.logprobs is not None)
-        chunks = CompletionChunks(
-            heading, wants, self._tokenizer, [prompt.token_ids for prompt in told], echoes
-        )
-        plan = ReplyPlan(
-            body=body, prompts=prompts, choices=choices, chunks=chunks, heading=heading, last=last
-        )
+        chunks = CompletionChunks(heading, wants, self._tokenizer, [prompt.token_ids for prompt in told], echoes)
+        plan = ReplyPlan(body=body, prompts=prompts, choices=choices, chunks=chunks, heading=heading, last=last)
         return await self.reply(request, plan)
 
     # Steps
 
-    def _heading(
-        self, prefix: str, request: Request, body: SamplingBody, last: EventId | None
-    ) -> Heading:
+    def _heading(self, prefix: str, request: Request, body: SamplingBody, last: EventId | None) -> Heading:
         """A stream that goes on keeps its name."""
         return Heading(
             id=last.response_id if last else f"{prefix}{request.state.cluster_id}",
@@ -287,9 +277,7 @@ def _milliseconds(request: Request, header: str) -> float:
     return value / 1000.0
 
 
-async def _admitted(
-    request: Request, gateway: Gateway, wish: Wish, prompts: Sequence[Prompt]
-) -> Answer:
+async def _admitted(request: Request, gateway: Gateway, wish: Wish, prompts: Sequence[Prompt]) -> Answer:
     """Asks the cluster, at the expense of the key's limits. Raises ApiError where a limit is reached, and what
     `Gateway.ask` raises."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)

@@ -138,9 +138,7 @@ def json_form(schema: SchemaOrText, param: str, spacing: Mapping[str, Any] | Non
 
 def json_rule(schema: Mapping[str, Any], spacing: Mapping[str, Any] | None = None) -> str:
     """JSON that follows a schema, as the right side of a rule. `spacing`: options of llguidance."""
-    return "%json " + json.dumps(
-        {**schema, "x-guidance": spacing or {"whitespace_pattern": WHITESPACE}}
-    )
+    return "%json " + json.dumps({**schema, "x-guidance": spacing or {"whitespace_pattern": WHITESPACE}})
 
 
 def text_rule(text: str) -> str:

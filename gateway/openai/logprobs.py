@@ -20,9 +20,7 @@ def chat_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> list[dict[st
     return [
         {
             **_entry(token.token_id, token.logprobs.sampled, tokenizer),
-            "top_logprobs": [
-                _entry(token_id, logprob, tokenizer) for token_id, logprob in token.logprobs.top
-            ],
+            "top_logprobs": [_entry(token_id, logprob, tokenizer) for token_id, logprob in token.logprobs.top],
         }
         for token in tokens
         if token.logprobs is not None
@@ -52,9 +50,7 @@ def echoed_logprobs(
     """`choices[].logprobs` of a prompt echoed as `text`. Its first token follows nothing: null."""
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
     own = found.logprobs.tolist()
-    top = zip(
-        found.top_ids[:, :num_top].tolist(), found.top_logprobs[:, :num_top].tolist(), strict=True
-    )
+    top = zip(found.top_ids[:, :num_top].tolist(), found.top_logprobs[:, :num_top].tolist(), strict=True)
     likeliest = [
         _likeliest(zip(ids, values, strict=True), token_id, logprob, tokenizer)
         for token_id, logprob, (ids, values) in zip(token_ids[1:], own, top, strict=True)

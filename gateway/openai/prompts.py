@@ -31,9 +31,7 @@ class Limits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    max_prompt_tokens: int | None = (
-        None  # what the operator accepts; None = what the model can take
-    )
+    max_prompt_tokens: int | None = None  # what the operator accepts; None = what the model can take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +51,7 @@ async def encode(
         raise _too_long(f"at least {at_least}", limits, param)
     if len(text) <= _INLINE_CHARS:
         return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    return tuple(
-        await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    )
+    return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens))
 
 
 async def chat_prompt(
@@ -121,9 +117,7 @@ def _answer_tokens(body: SamplingBody) -> int:
     return chat or body.max_tokens or 0
 
 
-async def completion_prompts(
-    tokenizer: Tokenizer, body: CompletionBody, limits: Limits
-) -> list[Prompt]:
+async def completion_prompts(tokenizer: Tokenizer, body: CompletionBody, limits: Limits) -> list[Prompt]:
     """The prompts of a completions request, in order."""
     prompts = split_prompt(body.prompt)
     check_count(body, len(prompts), "prompt")
@@ -151,8 +145,7 @@ def split_prompt(prompt: object) -> list[str] | list[list[int]]:
         if _all(prompt, list) and all(one and _all(one, int) for one in prompt):
             return prompt
     raise invalid(
-        "prompt: must be a string, a list of strings, a list of token ids or a list of such lists,"
-        " and not empty",
+        "prompt: must be a string, a list of strings, a list of token ids or a list of such lists, and not empty",
         "prompt",
     )
 
@@ -192,9 +185,7 @@ def check_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> N
     """Raises ApiError for ids that the model does not have."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise invalid(
-                f"{param}: token id {token_id} is not in the vocabulary of {vocab_size}", param
-            )
+            raise invalid(f"{param}: token id {token_id} is not in the vocabulary of {vocab_size}", param)
 
 
 def _too_long(num_tokens: str, limits: Limits, param: str) -> ApiError:

@@ -68,9 +68,7 @@ class ClusterReply(Response, ABC):
         await self._start(send, reply.status, b"application/json", reply.headers)
         await self._send(send, reply.body(), more=False)
 
-    async def _start(
-        self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]
-    ) -> None:
+    async def _start(self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]) -> None:
         raw = [(b"content-type", content_type)]
         raw += [(name.encode(), value.encode()) for name, value in headers.items()]
         placement = self._answer.placement
@@ -147,9 +145,7 @@ class StreamReply(ClusterReply):
         except MoonserveError as error:
             await self._send_error(send, error)
             return
-        await self._start(
-            send, 200, b"text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
-        )
+        await self._start(send, 200, b"text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
         try:
             await self._stream(send, pieces)
         except MoonserveError as error:

@@ -82,19 +82,14 @@ def seeded(body: B, last: EventId | None) -> B:
     return body.model_copy(update={"seed": last.seed})
 
 
-def without_known(
-    choices: Sequence[Choice], last: EventId | None, fingerprint: str
-) -> tuple[Choice, ...]:
+def without_known(choices: Sequence[Choice], last: EventId | None, fingerprint: str) -> tuple[Choice, ...]:
     """The choices, of which the client has so many tokens already. Raises ApiError where the id is of another request,
     or of a model with another `fingerprint`."""
     if last is None:
         return tuple(choices)
     if last.digest != digest_of(choices, fingerprint) or len(last.num_tokens) != len(choices):
         raise _refused("the body, or the model, is not the one that the interrupted stream had")
-    return tuple(
-        replace(choice, num_known=known)
-        for choice, known in zip(choices, last.num_tokens, strict=True)
-    )
+    return tuple(replace(choice, num_known=known) for choice, known in zip(choices, last.num_tokens, strict=True))
 
 
 def digest_of(choices: Sequence[Choice], fingerprint: str) -> str:

@@ -88,9 +88,7 @@ def sampling_for(
     max_tokens = _max_tokens(body, num_prompt_tokens, limits)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
-        raise invalid(
-            f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}", "min_tokens"
-        )
+        raise invalid(f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}", "min_tokens")
     temperature = 1.0 if body.temperature is None else body.temperature
     given = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     return SamplingParams(
@@ -147,9 +145,7 @@ def _num_prompt_logprobs(body: SamplingBody) -> int | None:
     """Enough for all forms in which they are told."""
     echoed = body.echoed_logprobs if isinstance(body, CompletionBody) else None
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid(
-            "prompt_logprobs does not go with stream; leave one of the two out", "prompt_logprobs"
-        )
+        raise invalid("prompt_logprobs does not go with stream; leave one of the two out", "prompt_logprobs")
     wanted = [each for each in (echoed, body.prompt_logprobs) if each is not None]
     return max(wanted, default=None)
 
@@ -163,9 +159,7 @@ def _logit_bias(body: SamplingBody, limits: Limits) -> dict[int, float]:
     return bias
 
 
-def spellings(
-    tokenizer: Tokenizer, words: Sequence[str] | None, limits: Limits
-) -> tuple[tuple[int, ...], ...]:
+def spellings(tokenizer: Tokenizer, words: Sequence[str] | None, limits: Limits) -> tuple[tuple[int, ...], ...]:
     """Each once, in order. Raises ApiError for a word that the model cannot write."""
     found: dict[tuple[int, ...], None] = {}
     for place, word in enumerate(words or ()):

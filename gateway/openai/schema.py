@@ -34,14 +34,10 @@ _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 class Body(BaseModel):
     """A body or a part of one, with whatever else was sent as `model_extra`."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
-Choices = Annotated[
-    list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1, max_length=1_000)
-]
+Choices = Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(min_length=1, max_length=1_000)]
 SchemaOrText = dict[str, Any] | str
 
 
@@ -95,9 +91,7 @@ class Tool(Body):
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: what was not said is absent."""
-        said = {
-            name: value for name, value in self.function.model_dump().items() if value is not None
-        }
+        said = {name: value for name, value in self.function.model_dump().items() if value is not None}
         return {"type": self.type, "function": said}
 
 
@@ -232,9 +226,7 @@ class ChatMessage(Body):
             return self.content
         texts = [part.get("text") for part in self.content if part.get("type") == "text"]
         if len(texts) < len(self.content) or not all(isinstance(text, str) for text in texts):
-            raise ApiError(
-                400, "only parts of type text with a string are supported", param="messages"
-            )
+            raise ApiError(400, "only parts of type text with a string are supported", param="messages")
         return "\n".join(str(text) for text in texts)
 
 

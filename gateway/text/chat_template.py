@@ -25,9 +25,7 @@ from protocol.errors import ConfigError, InvalidRequest
 class ChatTemplate:
     """One compiled template with the special tokens it may name."""
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
-    ) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
         """`with_tools`: the template of conversations with tools, where it is another. Raises ConfigError."""
         self.source = with_tools or source
         try:
@@ -50,26 +48,17 @@ class ChatTemplate:
         context = {**self._special_tokens, **(variables or {})}
         context |= {"tools": tools, "documents": None}
         # As transformers does: templates expect an absent key rather than None.
-        plain = [
-            {name: value for name, value in message.items() if value is not None}
-            for message in messages
-        ]
+        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
             template = self._with_tools if tools else self._template
-            text = template.render(
-                {**context, "messages": plain, "add_generation_prompt": add_generation_prompt}
-            )
+            text = template.render({**context, "messages": plain, "add_generation_prompt": add_generation_prompt})
             text.encode()  # of half a surrogate pair, which JSON can spell, no tokenizer makes anything
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # The template is the model author's program and the conversation the client's input.
-            raise InvalidRequest(
-                f"the chat template refused the messages: {error}", param="messages"
-            ) from error
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         except (OverflowError, MemoryError, RecursionError, ArithmeticError) as error:
-            raise InvalidRequest(
-                "the chat template could not render the messages", param="messages"
-            ) from error
+            raise InvalidRequest("the chat template could not render the messages", param="messages") from error
 
 
 class _GenerationTag(Extension):

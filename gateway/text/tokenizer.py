@@ -42,8 +42,7 @@ class Tokenizer:
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._bytes = _byte_table(inner, self.size) if _is_byte_level(inner) else None
         self._bytes_without_special = self._bytes and [
-            b"" if token_id in self._special_ids else spelled
-            for token_id, spelled in enumerate(self._bytes)
+            b"" if token_id in self._special_ids else spelled for token_id, spelled in enumerate(self._bytes)
         ]
 
     def is_special(self, text: str) -> bool:
@@ -63,9 +62,7 @@ class Tokenizer:
     def template(self) -> ChatTemplate:
         """By which a conversation becomes the prompt text that the model was trained on. Raises InvalidRequest."""
         if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         return self._template
 
     @cached_property
@@ -101,9 +98,7 @@ class Tokenizer:
         """A fresh incremental decoder."""
         if self._bytes is not None and self._bytes_without_special is not None:
             return ByteDecoder(self._bytes_without_special if skip_special_tokens else self._bytes)
-        return WindowDecoder(
-            lambda ids: self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
-        )
+        return WindowDecoder(lambda ids: self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -214,6 +209,4 @@ def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest is moved beyond U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(moved)
-    }
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(moved)}

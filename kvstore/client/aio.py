@@ -50,9 +50,7 @@ def _leasing(
     """`async with store.lease(keys) as lease: lease.views[0]`; taken when the block begins, given back when it ends."""
 
     @asynccontextmanager
-    async def lease(
-        self: AsyncKvStore, /, *args: P.args, **options: P.kwargs
-    ) -> AsyncIterator[StoreLease]:
+    async def lease(self: AsyncKvStore, /, *args: P.args, **options: P.kwargs) -> AsyncIterator[StoreLease]:
         taken: list[StoreLease] = []
         try:
             await self._call(lambda: taken.append(method(self._store, *args, **options)))
@@ -78,9 +76,7 @@ class AsyncKvStore:
         self._store = store
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "kvstore call")
 
-    async def get(
-        self, key: Key, *, timeout_s: float | None = None, verify: bool = True
-    ) -> bytes | None:
+    async def get(self, key: Key, *, timeout_s: float | None = None, verify: bool = True) -> bytes | None:
         value = self._store.get_at_once(key, verify=verify, max_bytes=_INLINE_BYTES)
         if not isinstance(value, Fate):
             return value

@@ -36,9 +36,7 @@ class AtNode:
         self._touches = touches
         self._counters = counters
 
-    def values(
-        self, node: StoreNode, keys: Keys, deadline: Deadline, *, verify: bool
-    ) -> list[bytes | Fate]:
+    def values(self, node: StoreNode, keys: Keys, deadline: Deadline, *, verify: bool) -> list[bytes | Fate]:
         return self._read(
             node,
             keys,
@@ -48,24 +46,18 @@ class AtNode:
             deadline,
         )
 
-    def into(
-        self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool
-    ) -> list[int | Fate]:
+    def into(self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool) -> list[int | Fate]:
         """Lengths of what lies in the spots now. Raises InvalidRequest for an object that does not fit."""
         return self._read(
             node,
             keys,
             lambda near: near.into(pack_keys(keys), spots, verify=verify),
             lambda far: far.fetch(keys, spots, deadline),
-            lambda some: self._leased_into(
-                node, pick(keys, some), spots.at(some), deadline, verify=verify
-            ),
+            lambda some: self._leased_into(node, pick(keys, some), spots.at(some), deadline, verify=verify),
             deadline,
         )
 
-    def scatter(
-        self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline
-    ) -> list[int | Fate]:
+    def scatter(self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline) -> list[int | Fate]:
         """Checksums of the objects that fill their spots of several pieces now. Nothing is done for those to ASK for.
 
         Raises InvalidRequest for an object of another length.
@@ -92,9 +84,7 @@ class AtNode:
             _put(fates, places, reply.present)
         return [fate if fate is True else Fate.ABSENT for fate in fates]
 
-    def entries(
-        self, node: StoreNode, keys: Keys, deadline: Deadline
-    ) -> list[Entry | LeasedObject | Fate]:
+    def entries(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[Entry | LeasedObject | Fate]:
         """What the node says of them, without reading them."""
         fates: list[Entry | LeasedObject | Fate] = [
             *_by(
@@ -155,9 +145,7 @@ class AtNode:
         _put(fates, places, self._through_scratch([entry.length for entry in entries], read))
         return fates
 
-    def _leased_values(
-        self, node: StoreNode, keys: Keys, deadline: Deadline, *, verify: bool
-    ) -> list[bytes | Fate]:
+    def _leased_values(self, node: StoreNode, keys: Keys, deadline: Deadline, *, verify: bool) -> list[bytes | Fate]:
         fates: list[bytes | Fate] = [Fate.ABSENT] * len(keys)
         for first, lease in each_run(node, keys, deadline):
 

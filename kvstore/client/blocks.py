@@ -51,9 +51,7 @@ class BlockStores:
     A call goes to the node's lean server, whose address is known once the node is attached.
     """
 
-    def __init__(
-        self, channels: Channels, transfer: TransferEngine, *, attaches: bool = True
-    ) -> None:
+    def __init__(self, channels: Channels, transfer: TransferEngine, *, attaches: bool = True) -> None:
         """Without `attaches` nothing of a node is mapped here, and every call goes to its published address."""
         self._channels = channels
         self._transfer = transfer
@@ -74,17 +72,13 @@ class BlockStores:
         reply = await self._channels.call(stub.Stats, request, timeout_s=timeout_s)
         return dataclasses.replace(endpoint_from_wire(reply.endpoint), rpc_address=rpc_address)
 
-    async def ask(
-        self, store: Endpoint, method: str, request: Any, *, timeout_s: float = 2.0
-    ) -> Any:
+    async def ask(self, store: Endpoint, method: str, request: Any, *, timeout_s: float = 2.0) -> Any:
         """The node's reply to a short call, as "Exists". Raises what the node raises, PeerLost, DeadlineExceeded."""
         return await self._call(store, attrgetter(method), request, timeout_s)
 
     # Reading
 
-    async def read(
-        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float
-    ) -> list[int]:
+    async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
         """Reads the longest run of leading keys that the node holds, each into its spot; gives their checksums.
 
         An object that does not match its checksum ends the run and is removed at the node. Raises PeerLost,
@@ -151,9 +145,7 @@ class BlockStores:
         await self.transfer(lease, transfer, deadline_s=deadline_s)
         return await self.verify(lease, spots)
 
-    async def transfer(
-        self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
-    ) -> None:
+    async def transfer(self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float) -> None:
         """Reads bytes of leased objects; nothing counts before `verify` says so.
 
         When it returns or raises, no byte of it moves any more. Raises PeerLost, StaleLease (it expired before all was
@@ -219,9 +211,7 @@ class BlockStores:
             stored=puts.count(Outcome.STORED),
             present=puts.count(Outcome.PRESENT) + puts.count(Outcome.IN_PROGRESS),
             refused=puts.count(Outcome.FULL),
-            corrupt=tuple(
-                o.key for o, put in zip(objects, puts, strict=True) if put is Outcome.CORRUPT
-            ),
+            corrupt=tuple(o.key for o, put in zip(objects, puts, strict=True) if put is Outcome.CORRUPT),
         )
 
     async def _write(
@@ -254,9 +244,7 @@ class BlockStores:
         if self._attaches:
             address = await self._direct.lean_address(store, timeout_s)
         try:
-            return await self._channels.call(
-                method(self._stub(address)), request, timeout_s=left(give_up_at)
-            )
+            return await self._channels.call(method(self._stub(address)), request, timeout_s=left(give_up_at))
         except PeerLost as error:
             if self._attaches:
                 await self._direct.lost(store, error)
@@ -343,8 +331,6 @@ async def _mismatches(spots: Spots, checksums: Sequence[int]) -> list[int]:
     """The indexes of the objects that do not match."""
 
     def compare() -> list[int]:
-        return [
-            index for index, expected in enumerate(checksums) if spots.checksum(index) != expected
-        ]
+        return [index for index, expected in enumerate(checksums) if spots.checksum(index) != expected]
 
     return compare() if spots.nbytes <= INLINE_BYTES else await asyncio.to_thread(compare)

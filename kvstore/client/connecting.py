@@ -74,9 +74,7 @@ def _means(token: str, options: TransferOptions, tls: Certificates | None) -> Me
 
 def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:
     async def make() -> Registry:
-        return connect_registry(
-            url, cluster_token=means.channels.cluster_token, tls=means.channels.tls
-        )
+        return connect_registry(url, cluster_token=means.channels.cluster_token, tls=means.channels.tls)
 
     following = means.backstage.begin(cluster.follow(means.backstage.ask(make(), timeout_s)))
     following.add_done_callback(lambda _: cluster.known.set())
@@ -101,9 +99,7 @@ def _split(url: str) -> tuple[str, int | None]:
         address = urlsplit(f"//{first}")
         return address.hostname or "", address.port
     except ValueError as error:
-        raise ConfigError(
-            "the store's address cannot be read: see kvstore.client.connect"
-        ) from error
+        raise ConfigError("the store's address cannot be read: see kvstore.client.connect") from error
 
 
 def _way_to(host: str) -> str:

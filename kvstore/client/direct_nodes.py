@@ -76,9 +76,7 @@ class DirectNodes:
             far = await self._far(node, way.far, keys, spots, deadline)
             if far is not None:
                 return far
-        return await self._ask(
-            node, deadline, lambda: self._at_node.scatter(node, keys, spots, deadline)
-        )
+        return await self._ask(node, deadline, lambda: self._at_node.scatter(node, keys, spots, deadline))
 
     async def _far(
         self,
@@ -105,9 +103,7 @@ class DirectNodes:
         node, deadline = self._node(store), Deadline(deadline_s)
         if node.near is not None or spots.nbytes > PUT_BYTES or not self._means.express:
             return [Outcome.LATER] * len(objects)  # known without a thread
-        return await self._ask(
-            node, deadline, lambda: node.put_at_once(objects, spots, Terms(), deadline)
-        )
+        return await self._ask(node, deadline, lambda: node.put_at_once(objects, spots, Terms(), deadline))
 
     async def lean_address(self, store: Endpoint, timeout_s: float) -> str:
         """Attaches the node when it is not. Raises PeerLost, DeadlineExceeded."""

@@ -78,9 +78,7 @@ class Express:
             steps = _getting(link, keys, spots, left_s)
             return finish(steps, link, time.monotonic() + left_s)
 
-    def scatter(
-        self, keys: Sequence[BlockKey], spots: Spots, local: Segment, deadline: Deadline
-    ) -> list[int | Fate]:
+    def scatter(self, keys: Sequence[BlockKey], spots: Spots, local: Segment, deadline: Deadline) -> list[int | Fate]:
         """Checksum of each value that fills its spot of several pieces now, of up to `GET_BYTES` in all.
 
         They have room in `local`. Raises as `get`, InvalidRequest for a value of another
@@ -112,13 +110,9 @@ class Express:
         with self._link(deadline) as link:
             steps = _told(_ask(link, keys, rooms, left_s, 0), link)
             standings = finish(steps, link, time.monotonic() + left_s).standings
-        return [
-            Fate.ASK if standing == _UNKNOWN else standing != _MISSING for standing in standings
-        ]
+        return [Fate.ASK if standing == _UNKNOWN else standing != _MISSING for standing in standings]
 
-    def get_packed(
-        self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
-    ) -> tuple[list[Found], Spots]:
+    def get_packed(self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline) -> tuple[list[Found], Spots]:
         """As `get`, whatever their lengths are, back to back into `local`, which has room for `GET_BYTES`."""
         rooms = np.full(len(keys), frames.NOT_LIMITED, np.uint64)
         left_s = deadline.left_s()
@@ -129,9 +123,7 @@ class Express:
             arrived = finish(_Landing(spots, told.lengths).land(link), link, give_up_at)
             return told.found(arrived), spots
 
-    def put(
-        self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline
-    ) -> list[Outcome]:
+    def put(self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline) -> list[Outcome]:
         """Stores the value that fills each spot. Its checksum is asked for while the bytes travel.
 
         Raises what the node raises; NotOffered, PeerLost, DeadlineExceeded. Nothing is under way when it has raised.
@@ -139,9 +131,7 @@ class Express:
         count, left_s = len(objects), deadline.left_s()
         lengths: list[int] = spots.lengths.tolist()
         pin, tenant = pin_to_wire(terms.pin), terms.tenant.encode()
-        head = frames.question(
-            Kind.PUT, count, millis(left_s), sum(lengths), pin=pin, tenant=tenant
-        )
+        head = frames.question(Kind.PUT, count, millis(left_s), sum(lengths), pin=pin, tenant=tenant)
         keys = [each.key for each in objects]
         rows = frames.wishes(keys, [each.parent or NO_PARENT for each in objects], lengths)
         message = b"".join((head, rows, tenant))
@@ -203,9 +193,7 @@ class _Using:
 
     __slots__ = ("_begin", "_end", "_link")
 
-    def __init__(
-        self, link: Link, begin: Callable[[Link], None], end: Callable[[Link, bool], None]
-    ) -> None:
+    def __init__(self, link: Link, begin: Callable[[Link], None], end: Callable[[Link, bool], None]) -> None:
         self._link, self._begin, self._end = link, begin, end
 
     def __enter__(self) -> Link:
@@ -216,9 +204,7 @@ class _Using:
         self._end(self._link, kind is None)
 
 
-def _getting(
-    link: Link, keys: Sequence[BlockKey], spots: Spots, left_s: float
-) -> Steps[list[Found]]:
+def _getting(link: Link, keys: Sequence[BlockKey], spots: Spots, left_s: float) -> Steps[list[Found]]:
     count = _ask(link, keys, spots.rooms, left_s)
     expected = _Landing.full(spots)  # while the node looks them up
     told = yield from _told(count, link)
@@ -260,9 +246,7 @@ def _packed(
     return rows(begins), values
 
 
-def _ask(
-    link: Link, keys: Sequence[BlockKey], rooms: Words, left_s: float, nbytes: int = GET_BYTES
-) -> int:
+def _ask(link: Link, keys: Sequence[BlockKey], rooms: Words, left_s: float, nbytes: int = GET_BYTES) -> int:
     """Has the node work on a get; gives of how many keys."""
     head = frames.question(Kind.GET, len(keys), millis(left_s), nbytes)
     link.say(b"".join((head, *keys, rooms.tobytes())))
@@ -300,10 +284,7 @@ class _Told:
     @property
     def lengths(self) -> list[int]:
         """Of what comes along; 0 for the others."""
-        return [
-            extent - _SENT if extent >> 32 == Standing.SENT else 0
-            for extent in self._extents.tolist()
-        ]
+        return [extent - _SENT if extent >> 32 == Standing.SENT else 0 for extent in self._extents.tolist()]
 
     def require(self, lengths: Sequence[int]) -> None:
         """Raises InvalidRequest when one that is there has another length."""
@@ -357,10 +338,7 @@ class _Landing:
         if (self._pieces[:, 1] > spots.rooms).any():
             raise PeerLost("the node sends more than was asked for")
         memory, offsets = spots.segment.buffer, spots.offsets.tolist()
-        self._values = [
-            memory[offset : offset + length]
-            for offset, length in zip(offsets, lengths, strict=True)
-        ]
+        self._values = [memory[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
 
     @classmethod
     def full(cls, spots: Spots) -> _Landing:

@@ -76,9 +76,7 @@ class Far:
                 fates[place] = fate
         return fates
 
-    def scatter(
-        self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline
-    ) -> list[int | Fate]:
+    def scatter(self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline) -> list[int | Fate]:
         """Checksum of each object that fills its spot of several pieces now; ASK for all that is not quick.
 
         Raises InvalidRequest for an object of another length.
@@ -86,9 +84,7 @@ class Far:
         found = None
         if spots.nbytes <= GET_BYTES and len(keys) <= GET_KEYS:
             with scratch.borrow(spots.nbytes or 1) as local:
-                found = self._express_get(
-                    lambda express: express.scatter(keys, spots, local, deadline)
-                )
+                found = self._express_get(lambda express: express.scatter(keys, spots, local, deadline))
         return [Fate.ASK] * len(keys) if found is None else found
 
     async def scatter_in_loop(

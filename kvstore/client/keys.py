@@ -43,9 +43,7 @@ def chain(keys: Sequence[BlockKey]) -> list[Block]:
 def plain_key(key: bytes) -> BlockKey:
     """The block key under which a plain key of up to 64 KiB is stored: its BLAKE2b digest, apart from all chains."""
     if len(key) > MAX_PLAIN_KEY_BYTES:
-        raise InvalidRequest(
-            f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key"
-        )
+        raise InvalidRequest(f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key")
     digest = _EMPTY.copy()  # half the price of a new one
     digest.update(key)
     return BlockKey(digest.digest())

@@ -55,10 +55,7 @@ class Near:
     def exist(self, keys: Sequence[BlockKey]) -> list[bool | Fate]:
         """ASK where it cannot be told."""
         statuses = self._reader.exists(pack_keys(keys))
-        return [
-            Fate.ASK if status == Presence.UNKNOWN else status == Presence.PRESENT
-            for status in statuses
-        ]
+        return [Fate.ASK if status == Presence.UNKNOWN else status == Presence.PRESENT for status in statuses]
 
     def values(self, keys: Sequence[BlockKey], *, verify: bool) -> list[bytes | Fate]:
         return [self.value(key, verify=verify) for key in keys]
@@ -106,9 +103,7 @@ class Near:
             for place, (key, length) in enumerate(zip(iter_keys(packed_keys), lengths, strict=True))
         ]
 
-    def _judged(
-        self, key: BlockKey, spots: Spots, place: int, length: int, checksum: int | None
-    ) -> int | Fate:
+    def _judged(self, key: BlockKey, spots: Spots, place: int, length: int, checksum: int | None) -> int | Fate:
         if length == NotCopied.TOO_SMALL:
             entry = self.find(key)
             if isinstance(entry, Entry) and entry.length > spots.rooms[place]:

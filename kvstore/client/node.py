@@ -80,9 +80,7 @@ class Means:
     """For calls to several nodes at once."""
 
     @classmethod
-    def over(
-        cls, engine: TransferEngine, backstage: Backstage, channels: Channels, num_threads: int
-    ) -> Means:
+    def over(cls, engine: TransferEngine, backstage: Backstage, channels: Channels, num_threads: int) -> Means:
         options = engine.options
         others = channels.tls or "rdma" in options.transports or options.tls or options.rails
         return cls(
@@ -135,9 +133,7 @@ class Attachment:
 class StoreNode:
     """Thread-safe. `address` is where the node serves gRPC."""
 
-    def __init__(
-        self, node_id: str, address: str, means: Means, *, capacity: float = 1.0, here: bool = False
-    ) -> None:
+    def __init__(self, node_id: str, address: str, means: Means, *, capacity: float = 1.0, here: bool = False) -> None:
         """`here`: it runs on this host."""
         self.node_id = node_id
         self.address = address
@@ -176,9 +172,7 @@ class StoreNode:
         """Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""
         return self._attached or self._changed(None, self._attach, deadline)
 
-    def call(
-        self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline
-    ) -> T:
+    def call(self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline) -> T:
         """A call in the caller's thread. Raises what the node raises, PeerLost, DeadlineExceeded."""
         attached = self.attached(deadline)
         self._load(1)
@@ -202,9 +196,7 @@ class StoreNode:
                 self._means.engine.run([step], deadline_s=deadline.left_s())
                 answer = None
 
-    def put_at_once(
-        self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline
-    ) -> list[Outcome]:
+    def put_at_once(self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline) -> list[Outcome]:
         """Stores in one round trip; all are LATER where node or size do not allow that. Raises as `call`."""
         later = [Outcome.LATER] * len(objects)
 
@@ -280,9 +272,7 @@ class StoreNode:
         endpoint = replace(endpoint_from_wire(described.endpoint), rpc_address=self.address)
         here = endpoint.host == host_identity()
         lean_address = described.lean_unix_address if here else described.lean_address
-        channel = SyncChannel(
-            lean_address, self._means.channels.cluster_token, self._means.channels.tls
-        )
+        channel = SyncChannel(lean_address, self._means.channels.cluster_token, self._means.channels.tls)
         return self._open(
             Attachment(
                 endpoint=endpoint,
@@ -322,9 +312,7 @@ class StoreNode:
         """Over TCP also within a host: what may not be mapped is not to be had another way."""
         if not self._means.express:
             return None
-        channel = SyncChannel(
-            lean_address, self._means.channels.cluster_token, self._means.channels.tls
-        )
+        channel = SyncChannel(lean_address, self._means.channels.cluster_token, self._means.channels.tls)
         return Express(lambda left_s: channel.hand_over(METHOD, timeout_s=left_s))
 
     def _attach_again(self, seen: Attachment, deadline: Deadline) -> Attachment:

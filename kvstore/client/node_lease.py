@@ -67,9 +67,7 @@ class NodeLease:
             log.info("lease %s not given back: %s", self.held.lease_id, error)
 
 
-def take_lease(
-    node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, ttl_s: float | None = None
-) -> NodeLease:
+def take_lease(node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, ttl_s: float | None = None) -> NodeLease:
     """On the longest run of leading keys that the node holds. Raises PeerLost, DeadlineExceeded.
 
     Without `ttl_s` it lasts as long as reading what it covers may take.
@@ -85,9 +83,7 @@ def take_lease(
     return lease
 
 
-def each_run(
-    node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline
-) -> Iterator[tuple[int, NodeLease]]:
+def each_run(node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline) -> Iterator[tuple[int, NodeLease]]:
     """Leases on all of the keys that are there: each with the place of its first key, until the next.
 
     A lease stops at the first key that is absent; the next one begins behind it.

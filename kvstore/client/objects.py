@@ -110,12 +110,8 @@ class Fate(Enum):
 
 
 def too_small(length: int, capacity: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"the value has {length} bytes, the room for it {capacity}", param="length"
-    )
+    return InvalidRequest(f"the value has {length} bytes, the room for it {capacity}", param="length")
 
 
 def wrong_length(expected: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"an object does not have the {expected} bytes of a block", param="length"
-    )
+    return InvalidRequest(f"an object does not have the {expected} bytes of a block", param="length")

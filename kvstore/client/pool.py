@@ -37,9 +37,7 @@ class NodeStats:
     metadata_bytes: int = 0
 
     def __add__(self, other: NodeStats) -> NodeStats:
-        return NodeStats(
-            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _FIELDS}
-        )
+        return NodeStats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _FIELDS})
 
     @classmethod
     def of(cls, reply: kvstore_pb2.StoreStatsReply) -> NodeStats:
@@ -115,17 +113,12 @@ def new_removal_id() -> int:
     return secrets.randbits(63) + 1
 
 
-def locate(
-    means: Means, view: View, keys: Sequence[BlockKey], deadline: Deadline
-) -> list[list[StoreNode]]:
+def locate(means: Means, view: View, keys: Sequence[BlockKey], deadline: Deadline) -> list[list[StoreNode]]:
     """The nodes that hold each key, as far as the directory has heard. Raises NoWorker without one, PeerLost."""
     request = directory_pb2.LocateRequest(keys=pack_keys(keys))
     reply = _ask(means, view, lambda stub: stub.Locate, request, deadline)
     nodes = [view.by_id(endpoint.instance_id) for endpoint in reply.nodes]
-    return [
-        [node for place in holders.nodes if (node := nodes[place]) is not None]
-        for holders in reply.holders
-    ]
+    return [[node for place in holders.nodes if (node := nodes[place]) is not None] for holders in reply.holders]
 
 
 def change_replica(

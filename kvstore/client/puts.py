@@ -159,16 +159,12 @@ class Puts:
             if isinstance(entry, Fate):  # removed since: then it had been there
                 continue
             if (entry.length, entry.checksum) != (item.length, item.checksum):
-                raise InvalidRequest(
-                    "another value is stored under this key; remove it first", key=item.key.hex()
-                )
+                raise InvalidRequest("another value is stored under this key; remove it first", key=item.key.hex())
 
 
 def _require_undamaged(puts: Sequence[Outcome]) -> None:
     if num_corrupt := puts.count(Outcome.CORRUPT):
-        raise IntegrityError(
-            f"{num_corrupt} of {len(puts)} values arrived damaged and were dropped"
-        )
+        raise IntegrityError(f"{num_corrupt} of {len(puts)} values arrived damaged and were dropped")
 
 
 def _why_full(tenant: str) -> str:

@@ -41,9 +41,7 @@ _REPORT_S = 1.0
 class Reads:
     """Thread-safe."""
 
-    def __init__(
-        self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints, counters: Counters
-    ) -> None:
+    def __init__(self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints, counters: Counters) -> None:
         self._cluster = cluster
         self._means = means
         self._hints = hints
@@ -58,9 +56,7 @@ class Reads:
 
         return self.search(keys, at, deadline)
 
-    def into(
-        self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool
-    ) -> list[int | None]:
+    def into(self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool) -> list[int | None]:
         """Lengths of what lies in the spots now. Raises as `values`, InvalidRequest for one that does not fit."""
         there = self._into_at_once(keys, spots, verify=verify)
         if there is None:
@@ -74,9 +70,7 @@ class Reads:
             lengths[place] = length
         return lengths
 
-    def _search_into(
-        self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool
-    ) -> list[int | None]:
+    def _search_into(self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool) -> list[int | None]:
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[int | Fate]:
             there = spots.at(places)
             return self._at_node.into(node, pick(keys.stored, places), there, within, verify=verify)
@@ -107,16 +101,12 @@ class Reads:
         """Raises as `values`."""
         found = self.search(
             keys,
-            lambda node, places, within: self._at_node.exist(
-                node, pick(keys.stored, places), within
-            ),
+            lambda node, places, within: self._at_node.exist(node, pick(keys.stored, places), within),
             deadline,
         )
         return [present is True for present in found]
 
-    def value_at_once(
-        self, block: Block, *, verify: bool, max_bytes: float = math.inf
-    ) -> bytes | Fate | None:
+    def value_at_once(self, block: Block, *, verify: bool, max_bytes: float = math.inf) -> bytes | Fate | None:
         """What can be told without waiting for anybody and without copying much; else ASK."""
 
         def at(near: Near) -> bytes | Fate:
@@ -139,9 +129,7 @@ class Reads:
             self._at_node.used(node, b"")
         return bool(fate) if isinstance(fate, bool) else fate
 
-    def _at_once(
-        self, block: Block, at: Callable[[Near], T | Fate]
-    ) -> tuple[StoreNode | None, T | Fate]:
+    def _at_once(self, block: Block, at: Callable[[Near], T | Fate]) -> tuple[StoreNode | None, T | Fate]:
         """Only the home is looked at, and its word that it has it not counts only when there is no other node."""
         view = self._cluster.view
         if not view.nodes:
@@ -172,9 +160,7 @@ class Reads:
         search.raise_lost()
         return results
 
-    def _ask_only(
-        self, node: StoreNode, keys: Keys, at: At[T], deadline: Deadline
-    ) -> list[T | None]:
+    def _ask_only(self, node: StoreNode, keys: Keys, at: At[T], deadline: Deadline) -> list[T | None]:
         """Where there is nothing to search."""
         try:
             fates = at(node, range(len(keys)), deadline)
@@ -198,10 +184,7 @@ class Reads:
         results: list[T | None],
     ) -> None:
         while groups := search.groups():
-            asked = [
-                partial(self._ask, search, node, places, at, deadline)
-                for node, places in groups.items()
-            ]
+            asked = [partial(self._ask, search, node, places, at, deadline) for node, places in groups.items()]
             answers = self._means.together(asked)
             for (node, places), fates in zip(groups.items(), answers, strict=True):
                 for place, fate in zip(places, fates, strict=True):

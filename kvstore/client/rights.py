@@ -47,9 +47,7 @@ class Terms:
     tenant: str = ""
 
 
-def leased(
-    store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float
-) -> Steps[ReadLease]:
+def leased(store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float) -> Steps[ReadLease]:
     """A lease on the longest run of leading keys that the node holds."""
     request = kvstore_pb2.StoreLeaseRequest(lease_id=lease_id, keys=keys, ttl_s=ttl_s)
     reply = yield Call(attrgetter("Lease"), request)
@@ -97,14 +95,10 @@ def stored(
 
     `address`: of the node's transfer engine. `wait_s`: for other writers of the same keys.
     """
-    request = kvstore_pb2.StoreReserveRequest(
-        reservation_id=reservation_id, ttl_s=right_s(left_s), wait_s=wait_s
-    )
+    request = kvstore_pb2.StoreReserveRequest(reservation_id=reservation_id, ttl_s=right_s(left_s), wait_s=wait_s)
     pin = pin_to_wire(terms.pin)
     for each, length in zip(objects, spots.lengths.tolist(), strict=True):
-        request.wishes.add(
-            key=each.key, parent=each.parent or b"", length=length, tenant=terms.tenant, pin=pin
-        )
+        request.wishes.add(key=each.key, parent=each.parent or b"", length=length, tenant=terms.tenant, pin=pin)
     reply = yield Call(attrgetter("Reserve"), request)
     puts = [Outcome(slot.outcome) for slot in reply.slots]
     granted = [place for place, put in enumerate(puts) if put is Outcome.STORED]

@@ -51,8 +51,7 @@ class Search:
         self._hints = hints
         self._ranked = view.ranked([block.head for block in blocks])
         self._waiting: dict[int, list[StoreNode]] = {
-            place: self._likely(block, self._ranked[place], view)
-            for place, block in enumerate(blocks)
+            place: self._likely(block, self._ranked[place], view) for place, block in enumerate(blocks)
         }
         self._asked: dict[int, list[StoreNode]] = {place: [] for place in self._waiting}
         self._errors: dict[int, MoonserveError] = {}
@@ -84,9 +83,7 @@ class Search:
     @property
     def unasked(self) -> list[int]:
         """Places of keys that were not found, of which not every node has been asked."""
-        return [
-            place for place in self._waiting if len(self._asked[place]) < len(self._ranked[place])
-        ]
+        return [place for place in self._waiting if len(self._asked[place]) < len(self._ranked[place])]
 
     def locate(self, place: int, holders: Iterable[StoreNode]) -> None:
         """The directory names those, and knows of no others: nobody else is missed."""

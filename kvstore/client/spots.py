@@ -47,9 +47,7 @@ class Spots:
         return cls(segment, places, rooms, np.full(count, pieces * piece_bytes, np.uint64))
 
     @classmethod
-    def checked(
-        cls, segment: Segment, offsets: Sequence[int], rooms: Sequence[int] | None = None
-    ) -> Spots:
+    def checked(cls, segment: Segment, offsets: Sequence[int], rooms: Sequence[int] | None = None) -> Spots:
         """Without `rooms`, each spot ends where the next one begins, the last one with the segment.
 
         Raises InvalidRequest for spots that are not within the segment.
@@ -121,9 +119,7 @@ class Spots:
         return self.segment.buffer[offset : offset + length]
 
 
-def spots_of(
-    segment: Segment, layout: KvLayout, num_blocks: int, blocks: Sequence[BlockId]
-) -> Spots:
+def spots_of(segment: Segment, layout: KvLayout, num_blocks: int, blocks: Sequence[BlockId]) -> Spots:
     """Blocks of a worker's pool: all pieces of each, in the order of a stored object."""
     nbytes = layout.piece_bytes
     first = np.array(blocks, np.uint64).reshape(-1, 1) * np.uint64(nbytes)
@@ -149,9 +145,7 @@ def _outside(segment: Segment, offsets: Sequence[int], rooms: Sequence[int]) -> 
         for offset, room in zip(offsets, rooms, strict=True)
         if offset < 0 or room < 0 or offset + room > segment.nbytes
     )
-    return InvalidRequest(
-        f"{room} bytes at {offset} are not within a segment of {segment.nbytes} bytes"
-    )
+    return InvalidRequest(f"{room} bytes at {offset} are not within a segment of {segment.nbytes} bytes")
 
 
 def portions(lengths: Sequence[int], limit: int = PORTION_BYTES) -> Iterator[slice]:

@@ -90,9 +90,7 @@ class KvStore:
             return value
         return self._reads.values(Keys([key]), Deadline(timeout_s), verify=verify)[0]
 
-    def get_at_once(
-        self, key: Key, *, verify: bool = True, max_bytes: float = math.inf
-    ) -> bytes | Fate | None:
+    def get_at_once(self, key: Key, *, verify: bool = True, max_bytes: float = math.inf) -> bytes | Fate | None:
         """As `get`, without ever waiting; Fate.ASK when that needs waiting or copying more than `max_bytes`."""
         return self._reads.value_at_once(block_of(key), verify=verify, max_bytes=max_bytes)
 
@@ -117,9 +115,7 @@ class KvStore:
         What lies there counts only when a length is given. Raises InvalidRequest when the value does not fit.
         """
         rooms = None if length is None else [length]
-        return self.batch_get_into(
-            [key], segment, [offset], rooms, timeout_s=timeout_s, verify=verify
-        )[0]
+        return self.batch_get_into([key], segment, [offset], rooms, timeout_s=timeout_s, verify=verify)[0]
 
     def batch_get_into(
         self,
@@ -153,9 +149,7 @@ class KvStore:
             if view is None:
                 return None
             if min(offset, length) < 0 or offset + length > len(view):
-                raise InvalidRequest(
-                    f"bytes {offset}..{offset + length} are not within a value of {len(view)}"
-                )
+                raise InvalidRequest(f"bytes {offset}..{offset + length} are not within a value of {len(view)}")
             return bytes(view[offset : offset + length])
 
     def lease(
@@ -237,9 +231,7 @@ class KvStore:
     ) -> None:
         """As `put`, straight from registered memory, which must not change meanwhile."""
         lengths = [segment.nbytes - offset if length is None else length]
-        self.batch_put_from(
-            [key], segment, [offset], lengths, pin=pin, tenant=tenant, timeout_s=timeout_s
-        )
+        self.batch_put_from([key], segment, [offset], lengths, pin=pin, tenant=tenant, timeout_s=timeout_s)
 
     def batch_put_from(
         self,
@@ -312,9 +304,7 @@ class KvStore:
     ) -> ReplicaChange:
         """Makes the keys have so many replicas; a chain's blocks in order. Raises NoWorker without a directory."""
         block_keys = [block.key for block in blocks_of(keys)]
-        reply = change_replica(
-            self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s)
-        )
+        reply = change_replica(self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s))
         return ReplicaChange(reply.created, reply.dropped, reply.missing, reply.failed)
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
@@ -332,9 +322,7 @@ class KvStore:
     def nodes(self) -> tuple[NodeView, ...]:
         """Those that the registry names."""
         return tuple(
-            NodeView(
-                node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting
-            )
+            NodeView(node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting)
             for node in self._cluster.view.nodes
         )
 
@@ -371,9 +359,7 @@ def _bytes_of(value: Value) -> memoryview:
         view = memoryview(value)
         return view.cast("B") if view.nbytes else memoryview(b"")
     except TypeError as error:
-        raise InvalidRequest(
-            f"a value is contiguous bytes, not {type(value).__name__}", param="value"
-        ) from error
+        raise InvalidRequest(f"a value is contiguous bytes, not {type(value).__name__}", param="value") from error
 
 
 def _require_as_many(num_keys: int, num_offsets: int) -> None:

@@ -114,9 +114,7 @@ class StoreLease:
         self._leases.extend(leases)
         return fates
 
-    def _views(
-        self, node: StoreNode, lease: NodeLease, deadline: Deadline, *, verify: bool
-    ) -> list[memoryview | Fate]:
+    def _views(self, node: StoreNode, lease: NodeLease, deadline: Deadline, *, verify: bool) -> list[memoryview | Fate]:
         near = node.attached(deadline).near
         if near is not None:
             views = [near.view(entry.offset, entry.length) for entry in lease.entries]
@@ -125,8 +123,7 @@ class StoreLease:
         if not verify:
             return list(views)
         return [
-            view if _matches(view, entry) else Fate.CORRUPT
-            for view, entry in zip(views, lease.entries, strict=True)
+            view if _matches(view, entry) else Fate.CORRUPT for view, entry in zip(views, lease.entries, strict=True)
         ]
 
     def _copies(self, lease: NodeLease, deadline: Deadline) -> list[memoryview]:

@@ -34,9 +34,7 @@ class Chains:
         parent = NO_SLOT if slot == NO_RECORD else int(self._table.parents[slot])
         return None if parent == NO_SLOT else self._table.key(parent)
 
-    def continued(
-        self, keys: Sequence[BlockKey], instance_id: InstanceId
-    ) -> dict[BlockKey, list[BlockKey]]:
+    def continued(self, keys: Sequence[BlockKey], instance_id: InstanceId) -> dict[BlockKey, list[BlockKey]]:
         """The blocks on an instance that follow directly on one of `keys`; keys without any are left out.
         O(all blocks)."""
         slots = self._table.find_all(pack_keys(keys))

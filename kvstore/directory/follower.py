@@ -156,18 +156,14 @@ class Follower:
         while True:
             try:
                 request = kvstore_pb2.StoreStatsRequest()
-                self.stats = await self._channels.call(
-                    self._stub.Stats, request, timeout_s=ASK_TIMEOUT_S
-                )
+                self.stats = await self._channels.call(self._stub.Stats, request, timeout_s=ASK_TIMEOUT_S)
             except MoonserveError as error:
                 log.debug("%s did not say how it is: %s", self._id, error)
             await asyncio.sleep(ASK_EVERY_S)
 
 
 def _changes(events: kvstore_pb2.StoreEvents) -> Changes:
-    return Changes(
-        added=events.added_keys, parents=events.added_parents, removed=events.removed_keys
-    )
+    return Changes(added=events.added_keys, parents=events.added_parents, removed=events.removed_keys)
 
 
 STORE_ROLE = "store"
@@ -230,9 +226,7 @@ class Following:
 
     def _start(self, member: Member) -> None:
         name = InstanceId(member.instance_id)
-        follower = Follower(
-            member, self.directory, self._channels, self.counters, self._read, self._clock
-        )
+        follower = Follower(member, self.directory, self._channels, self.counters, self._read, self._clock)
         self.followers[name] = follower
         self._tasks[name] = asyncio.create_task(follower.run())
 

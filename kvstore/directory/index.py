@@ -188,9 +188,7 @@ class Directory:
         self.table.validate()
         rows = self.table.in_use()
         for word, column in enumerate(self.table.holders):
-            known = sum(
-                1 << n for n in range(WORD_BITS) if word * WORD_BITS + n in self._instance_of
-            )
+            known = sum(1 << n for n in range(WORD_BITS) if word * WORD_BITS + n in self._instance_of)
             assert not np.any(column[rows] & ~np.uint64(known)), "a bit of nobody"
         assert len(self._instance_of) == len(self._sources)
         for instance_id, source in self._sources.items():

@@ -79,9 +79,7 @@ class DirectoryProcess:
         directory = Directory()
         heat = Heat(threshold=config.hot_hits, window_s=config.hot_window_s)
         clock = asyncio.get_running_loop().time  # monotonic
-        self._following = Following(
-            directory, self._channels, lambda keys: heat.record(keys, clock()), clock
-        )
+        self._following = Following(directory, self._channels, lambda keys: heat.record(keys, clock()), clock)
         self._replicator = Replicator(
             Planner(directory, heat, config.limits()),
             self._channels,
@@ -123,9 +121,7 @@ class DirectoryProcess:
                 tls=self._config.tls(),
             )
         embedded = EmbeddedRegistry()
-        registry_pb2_grpc.add_RegistryServicer_to_server(
-            RegistryService(embedded), self._server.grpc
-        )
+        registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(embedded), self._server.grpc)
         return embedded
 
     @contextlib.asynccontextmanager

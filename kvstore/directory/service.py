@@ -27,9 +27,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         self._directory = following.directory
         self._replicator = replicator
 
-    async def Locate(
-        self, request: directory_pb2.LocateRequest, context: Context
-    ) -> directory_pb2.LocateReply:
+    async def Locate(self, request: directory_pb2.LocateRequest, context: Context) -> directory_pb2.LocateReply:
         self.counters["lookups"] += 1
         held = [self._directory.holders(key) for key in _keys(request.keys)]
         endpoints = {node: self._following.endpoint(node) for nodes in held for node in nodes}
@@ -40,9 +38,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
             reply.holders.add(nodes=[numbers[node] for node in nodes if node in numbers])
         return reply
 
-    async def GetNodes(
-        self, request: directory_pb2.GetNodesRequest, context: Context
-    ) -> directory_pb2.GetNodesReply:
+    async def GetNodes(self, request: directory_pb2.GetNodesRequest, context: Context) -> directory_pb2.GetNodesReply:
         nodes = [
             directory_pb2.StoreNodeView(
                 # From the registry, for a node that has not answered yet.

@@ -189,9 +189,7 @@ class Leading(NamedTuple):
     held: Bits  # [words, blocks]: the live holders of each
     runs: npt.NDArray[np.int64]  # [bits]: leading blocks that each holder has without a gap
 
-    def hold(
-        self, bits: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
+    def hold(self, bits: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of some holders have the block that is given for each."""
         return _among(self.held[bits >> _WORD_SHIFT, blocks], bits)
 

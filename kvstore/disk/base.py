@@ -107,9 +107,7 @@ class DiskTier(DiskSpace, Protocol):
     def counters(self) -> Mapping[str, int]:
         """What happened since it was opened, for metrics."""
 
-    def recover(
-        self, progress: Callable[[float], None]
-    ) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
+    def recover(self, progress: Callable[[float], None]) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
         """What the folder holds, in pieces, as it is found. Call it once, before the first write.
 
         Of copies of one object only one is given; an older generation of a key may come before or after a newer one.

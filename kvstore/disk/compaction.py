@@ -122,9 +122,7 @@ class Compactor:
         """Copies what is needed of a segment; False when it could not be copied entirely."""
         file = self._segments.files[segment.number]
         with file:
-            survey, records = await self._segments.threads.call(
-                lambda: self._surveyor.everything(file)
-            )
+            survey, records = await self._segments.threads.call(lambda: self._surveyor.everything(file))
         if survey.error is not None:
             self._segments.failed(Doing.READ, survey.error)
             return False
@@ -170,17 +168,12 @@ class Compactor:
                 if not fine:
                     self._drop(read.place)
             whole = [read for read, fine in zip(reads, good, strict=True) if fine]
-            writes = [
-                DiskWrite(object=self._pins.current(each.object), memory=each.memory)
-                for each in whole
-            ]
+            writes = [DiskWrite(object=self._pins.current(each.object), memory=each.memory) for each in whole]
             places = await self._writer.write(writes, source=segment.number)
         settled = [self._settle(*move) for move in zip(whole, places, strict=True)]
         return all(settled)
 
-    def _reads(
-        self, segment: Segment, batch: Sequence[Record], borrowed: ExitStack
-    ) -> list[DiskRead]:
+    def _reads(self, segment: Segment, batch: Sequence[Record], borrowed: ExitStack) -> list[DiskRead]:
         nbytes = [pages(record.object.length) * PAGE for record in batch]
         memory = borrowed.enter_context(self._scratch.borrow(sum(nbytes) or 1))
         reads, begin = [], 0

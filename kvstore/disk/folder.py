@@ -176,9 +176,7 @@ class Folder:
             with self._path("segment", number).open("rb") as file:
                 context = context_of(memoryview(file.read(PAGE)))
             if context is not None and context.folder_id != self.folder_id:
-                raise ConfigError(
-                    f"segment {number} in {self.path} belongs to another folder: move it away"
-                )
+                raise ConfigError(f"segment {number} in {self.path} belongs to another folder: move it away")
 
     def _spares(self, nbytes: int) -> Iterator[Path]:
         for kind, number in self._names():

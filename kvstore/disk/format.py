@@ -154,9 +154,7 @@ def extent_pages(length: int) -> int:
 
 
 def footer_pages(records_bytes: int, tombstones_bytes: int) -> int:
-    return (
-        1 - -records_bytes // PAGE - -tombstones_bytes // PAGE
-    )  # `pages` of both, for each append
+    return 1 - -records_bytes // PAGE - -tombstones_bytes // PAGE  # `pages` of both, for each append
 
 
 def fill(page: memoryview, kind: Kind, context: Context, *body: bytes) -> None:
@@ -248,8 +246,8 @@ def decode_records(packed: bytes, count: int) -> list[Record]:
 
 
 def _decode_record(packed: bytes, offset: int) -> tuple[Record, int]:
-    page, length, source, pin, has_parent, tenant_bytes, checksum, generation, key, parent = (
-        _RECORD.unpack_from(packed, offset)
+    page, length, source, pin, has_parent, tenant_bytes, checksum, generation, key, parent = _RECORD.unpack_from(
+        packed, offset
     )
     begin = offset + _RECORD.size
     end = begin + tenant_bytes
@@ -270,9 +268,7 @@ def sealed_with(context: Context, encoded_record: bytes) -> bytes:
     return _CONTEXT.pack(context.folder_id, context.segment, context.page) + encoded_record
 
 
-def fill_header(
-    page: memoryview, context: Context, encoded_record: bytes, tag: bytes = bytes(TAG_BYTES)
-) -> None:
+def fill_header(page: memoryview, context: Context, encoded_record: bytes, tag: bytes = bytes(TAG_BYTES)) -> None:
     fill(page, Kind.OBJECT, context, encoded_record, tag)
 
 
@@ -302,9 +298,7 @@ def holds(page: memoryview, context: Context, about: DiskObject) -> bool:
 
 
 def pack_tombstones(tombstones: Sequence[Tombstone]) -> bytes:
-    return b"".join(
-        _TOMBSTONE.pack(t.key, t.generation, t.segment | _pin_bits(t.pin)) for t in tombstones
-    )
+    return b"".join(_TOMBSTONE.pack(t.key, t.generation, t.segment | _pin_bits(t.pin)) for t in tombstones)
 
 
 def _pin_bits(pin: Pin | None) -> int:
@@ -317,9 +311,7 @@ def unpack_tombstones(packed: bytes) -> Iterator[Tombstone]:
         yield Tombstone(BlockKey(key), generation, last & (1 << SEGMENT_BITS) - 1, pin)
 
 
-def encode_footer(
-    context: Context, *, log_end: int, num_records: int, records: bytes, tombstones: bytes
-) -> bytes:
+def encode_footer(context: Context, *, log_end: int, num_records: int, records: bytes, tombstones: bytes) -> bytes:
     """Whole pages, which end with the segment's last page; `context` is that of the last page."""
     trailer = Trailer(
         log_end,

@@ -99,9 +99,7 @@ class Item:
             self.encoded = encode_record(Record(self.write.object, self.page, self.source))
         else:
             here = segment_of(place)
-            self.tombstones = [
-                replace(each, segment=each.segment or here) for each in self.tombstones
-            ]
+            self.tombstones = [replace(each, segment=each.segment or here) for each in self.tombstones]
             self.encoded = pack_tombstones(self.tombstones)
 
 
@@ -146,8 +144,7 @@ def tombstone_items(tombstones: Sequence[Tombstone]) -> list[Item]:
     pieces = [tombstones[begin : begin + TOMBSTONES_PER_PAGE] for begin in begins]
     call = Call(len(pieces))
     return [
-        Item(call, index, 1, (0, TOMBSTONE_BYTES * len(piece)), tombstones=piece)
-        for index, piece in enumerate(pieces)
+        Item(call, index, 1, (0, TOMBSTONE_BYTES * len(piece)), tombstones=piece) for index, piece in enumerate(pieces)
     ]
 
 

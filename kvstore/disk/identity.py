@@ -44,17 +44,13 @@ class AesGcm:
 
     def seal(self, nonce: bytes, associated: bytes, plain: memoryview, sealed: memoryview) -> bytes:
         """Encrypts `plain` into `sealed`, which is as long and another memory. Returns the tag."""
-        encryptor: AEADEncryptionContext = self._cipher(
-            self._algorithm, self._mode(nonce)
-        ).encryptor()
+        encryptor: AEADEncryptionContext = self._cipher(self._algorithm, self._mode(nonce)).encryptor()
         encryptor.authenticate_additional_data(associated)
         encryptor.update_into(plain, sealed)
         encryptor.finalize()
         return encryptor.tag
 
-    def open(
-        self, nonce: bytes, associated: bytes, tag: bytes, sealed: memoryview, plain: memoryview
-    ) -> bool:
+    def open(self, nonce: bytes, associated: bytes, tag: bytes, sealed: memoryview, plain: memoryview) -> bool:
         """Decrypts `sealed` into `plain`. When False, nothing of what lies in `plain` may be believed."""
         from cryptography.exceptions import InvalidTag
 
@@ -131,9 +127,7 @@ def identify(path: Path, key_file: Path | None, *, used: bool) -> tuple[Identity
         identity = read(path)
     except FileNotFoundError:
         if used:
-            raise ConfigError(
-                f"{path} holds segments but no {_FILE}: restore it, or empty the folder"
-            ) from None
+            raise ConfigError(f"{path} holds segments but no {_FILE}: restore it, or empty the folder") from None
         return _new(path, key)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path / _FILE} cannot be read: {error}") from error
@@ -172,9 +166,7 @@ def _new(path: Path, key: bytes | None) -> tuple[Identity, AesGcm | None]:
 
 def _cipher_of(identity: Identity, path: Path, key: bytes | None) -> AesGcm | None:
     if identity.format != FORMAT_VERSION:
-        raise ConfigError(
-            f"{path} has format {identity.format}, this version reads {FORMAT_VERSION}: empty it"
-        )
+        raise ConfigError(f"{path} has format {identity.format}, this version reads {FORMAT_VERSION}: empty it")
     if identity.cipher == NO_CIPHER:
         if key:
             raise ConfigError(f"{path} is not encrypted: empty it, or leave out the key file")

@@ -110,9 +110,7 @@ class Segment:
 
     def fits(self, num_pages: int, records_bytes: int, tombstones_bytes: int) -> bool:
         """Together with the footer that it would then need."""
-        footer = footer_pages(
-            self.promised_records + records_bytes, self.promised_tombstones + tombstones_bytes
-        )
+        footer = footer_pages(self.promised_records + records_bytes, self.promised_tombstones + tombstones_bytes)
         return self.tail + num_pages + footer <= self.num_pages
 
     def promise(self, records_bytes: int, tombstones_bytes: int) -> None:
@@ -163,11 +161,7 @@ class Segment:
 
     def validate(self) -> None:
         ends = [start >> 1 for start in self._starts[1:]] + [self.tail]
-        live = sum(
-            end - (start >> 1)
-            for start, end in zip(self._starts, ends, strict=False)
-            if not start & 1
-        )
+        live = sum(end - (start >> 1) for start, end in zip(self._starts, ends, strict=False) if not start & 1)
         assert live == self.live_pages, f"segment {self.number}: live pages"
         assert LOG_BEGIN + live + self.dead_pages == self.tail <= self.num_pages, self.number
         if self.state is State.ACTIVE:

@@ -201,9 +201,7 @@ class ObjectIo:
         nonce = self._folder.context(segment, header.record.page).nonce()
         with self._scratch.borrow(about.length) as plain:
             into = plain[: about.length]
-            return self.opened(nonce, header, data, into) and (
-                xxh3_64_intdigest(into) == about.checksum
-            )
+            return self.opened(nonce, header, data, into) and (xxh3_64_intdigest(into) == about.checksum)
 
 
 def pages_of(entries: Sequence[Entry]) -> int:

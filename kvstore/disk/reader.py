@@ -106,9 +106,7 @@ class Reader:
                 self._note(reads, run, outcome, results)
         return unread
 
-    def _aimed(
-        self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: Pages
-    ) -> list[Landing]:
+    def _aimed(self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: Pages) -> list[Landing]:
         """None of them when there are too few pages."""
         try:
             return [self._io.aimed([reads[index] for index in run], pages) for run in runs]
@@ -117,14 +115,9 @@ class Reader:
 
     def _verified(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
         """By run, which objects are there; None where it did not land whole."""
-        return [
-            self._io.arrived(landing) if flight.is_whole(index) else None
-            for index, landing in enumerate(landings)
-        ]
+        return [self._io.arrived(landing) if flight.is_whole(index) else None for index, landing in enumerate(landings)]
 
-    async def _verified_by_threads(
-        self, flight: Flight, landings: Sequence[Landing]
-    ) -> list[list[bool] | None]:
+    async def _verified_by_threads(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
         whole = [index for index in range(len(landings)) if flight.is_whole(index)]
         jobs = [partial(self._io.arrived, landings[index]) for index in whole]
         outcomes: list[list[bool] | None] = [None] * len(landings)

@@ -154,9 +154,7 @@ class Recovery:
             surveys.append(outcome)
         return surveys
 
-    async def _with_records(
-        self, surveys: Sequence[Survey]
-    ) -> AsyncIterator[tuple[int, Survey, list[Record]]]:
+    async def _with_records(self, surveys: Sequence[Survey]) -> AsyncIterator[tuple[int, Survey, list[Record]]]:
         """In order, with records of the next segments being read meanwhile."""
         ahead: deque[tuple[int, Survey, asyncio.Task[list[Record]]]] = deque()
         try:
@@ -216,9 +214,7 @@ class Recovery:
                 segment.keep_record(encode_record(record))
             segment.footer = footer_pages(len(segment.records), len(segment.tombstones))
         else:
-            segment.footer = footer_pages(
-                survey.trailer.records_bytes, survey.trailer.tombstones_bytes
-            )
+            segment.footer = footer_pages(survey.trailer.records_bytes, survey.trailer.tombstones_bytes)
             segment.forget_footer()
 
     async def _footer(self, survey: Survey) -> None:

@@ -133,8 +133,7 @@ class IoThreads:
         self._queue: SimpleQueue[_Batch[Any] | None] = SimpleQueue()
         self._unanswered: set[_Batch[Any]] = set()
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(num_threads)
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()

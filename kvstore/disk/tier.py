@@ -165,9 +165,7 @@ class SsdTier:
     def usage(self) -> DiskUsage:
         return self._log.usage()
 
-    async def recover(
-        self, progress: Callable[[float], None]
-    ) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
+    async def recover(self, progress: Callable[[float], None]) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
         assert not self._recovered, "a folder is recovered once"
         recovery = Recovery(self._folder, self._segments, self._surveyor, self._pins)
         async with contextlib.aclosing(recovery.run(progress)) as found:

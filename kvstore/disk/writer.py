@@ -34,9 +34,7 @@ _GROUPS_UNDER_WAY = 4
 class Writer:
     """The only one who appends to the log. Belongs to one event loop."""
 
-    def __init__(
-        self, segments: Segments, flusher: Flusher, io: ObjectIo, ring: Ring | None
-    ) -> None:
+    def __init__(self, segments: Segments, flusher: Flusher, io: ObjectIo, ring: Ring | None) -> None:
         self._segments = segments
         self._log = segments.log
         self._flusher = flusher

@@ -43,9 +43,7 @@ class S3Fifo(EvictionPolicy):
         # Of keys, by Python's own hash, whose secret clients do not know; two that share one only cost a hit.
         self._digests = Column("q")
         self._num_small = self._num_residents = 0
-        self._ghosts: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # digests, oldest first; no more than residents
+        self._ghosts: OrderedDict[int, None] = OrderedDict()  # digests, oldest first; no more than residents
         self._named = NO_RECORD  # the victim, until it is gone
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:

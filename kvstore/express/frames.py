@@ -58,9 +58,7 @@ class MalformedQuestion(PeerLost):
     """What arrived is none of this protocol; whoever sent it is no peer any more."""
 
 
-def question(
-    kind: Kind, count: int, deadline_ms: int, nbytes: int, *, pin: int = 0, tenant: bytes = b""
-) -> bytes:
+def question(kind: Kind, count: int, deadline_ms: int, nbytes: int, *, pin: int = 0, tenant: bytes = b"") -> bytes:
     return QUESTION.pack(kind, pin, len(tenant), count, min(deadline_ms, 2**32 - 1), 0, nbytes)
 
 

@@ -75,9 +75,7 @@ class Link:
         Nothing else may be on its way out. A broken link shows in the next `pump`.
         """
         try:
-            sent = self._sock.send(
-                message
-            )  # a third of what a pump costs that moves a single piece
+            sent = self._sock.send(message)  # a third of what a pump costs that moves a single piece
         except OSError:
             sent = 0
         self._flow.state.active_at_ns = time.monotonic_ns()  # the answer is worth spinning for
@@ -103,9 +101,7 @@ class Link:
             if left_s <= 0:
                 raise DeadlineExceeded("the peer did not answer within the deadline")
             timeout_ns = int(min(left_s, _LOOK_UP_S) * 1e9)
-            end = self._plane.pump(
-                self._fd, self._flow, timeout_ns=timeout_ns, spin_ns=self.spin_ns
-            )
+            end = self._plane.pump(self._fd, self._flow, timeout_ns=timeout_ns, spin_ns=self.spin_ns)
             if end is End.IN_DONE or end is End.OUT_DONE:
                 return
             if end is not End.TIMEOUT:
@@ -219,9 +215,7 @@ def _tune(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
-        with contextlib.suppress(
-            OSError
-        ):  # a Unix socket; or not allowed, then it goes as the system wants
+        with contextlib.suppress(OSError):  # a Unix socket; or not allowed, then it goes as the system wants
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION)
 
 
@@ -235,9 +229,7 @@ def checksums_on_arrival(
     return finish(hashing(link, values, lengths), link, give_up_at)
 
 
-def hashing(
-    link: Link, values: Sequence[memoryview | None], lengths: Sequence[int]
-) -> Steps[list[int]]:
+def hashing(link: Link, values: Sequence[memoryview | None], lengths: Sequence[int]) -> Steps[list[int]]:
     """Steps that come to the checksums of arriving values (`checksums_on_arrival`)."""
     found: list[int] = []
     arrived = end = link.received

@@ -86,9 +86,7 @@ class ExpressService:
 class ExpressConnections:
     """All express connections of a node. Thread-safe. `serve` raises PeerLost or DeadlineExceeded when one ends."""
 
-    def __init__(
-        self, serve: Callable[[Link], None], *, max_connections: int = MAX_CONNECTIONS
-    ) -> None:
+    def __init__(self, serve: Callable[[Link], None], *, max_connections: int = MAX_CONNECTIONS) -> None:
         self._serve = serve
         self._max_connections = max_connections
         self._lock = threading.Lock()

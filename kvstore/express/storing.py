@@ -145,9 +145,7 @@ class Storing:
             self._in_loop.run(lambda: self._writes.end(reservation, checksums, dropped))
         return outcomes
 
-    def _arrive(
-        self, link: Link, reservation: Reservation, give_up_at: float
-    ) -> tuple[list[int], list[int]]:
+    def _arrive(self, link: Link, reservation: Reservation, give_up_at: float) -> tuple[list[int], list[int]]:
         """The checksums of what has come, and those that the writer says. What was not granted is passed over."""
         lengths = [wish.length for wish in reservation.wishes]
         values = self._places(reservation, lengths)

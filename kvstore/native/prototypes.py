@@ -80,9 +80,7 @@ class MetadataLibrary:
         self.index_records = _function(short, *records)
         self.index_records_unlocked = _function(long, *records)
         self.index_insert = _function(short, "index_insert", _int32, _pointer, _pointer, *fields)
-        self.index_relocate = _function(
-            short, "index_relocate", _int32, _pointer, _pointer, _uint32
-        )
+        self.index_relocate = _function(short, "index_relocate", _int32, _pointer, _pointer, _uint32)
         self.index_remove = _function(short, "index_remove", _int32, _pointer, _pointer)
         self.index_move = _function(long, "index_move", _int32, _pointer, _pointer)
         self.index_retire = _function(short, "index_retire", None, _pointer)
@@ -105,9 +103,7 @@ class HeapLibrary:
     def __init__(self) -> None:
         long, short = _load(HEAP_SOURCE)
         self.heap_rank = _function(short, "heap_rank", _int32, _pointer, _uint32, _double, _uint64)
-        self.heap_rank_all = _function(
-            long, "heap_rank_all", None, _pointer, _pointer, _int64, _uint64
-        )
+        self.heap_rank_all = _function(long, "heap_rank_all", None, _pointer, _pointer, _int64, _uint64)
         self.heap_offer = _function(short, "heap_offer", _int32, _pointer, _uint32)
         self.heap_discard = _function(short, "heap_discard", None, _pointer, _uint32)
 

@@ -103,9 +103,7 @@ class MappedReader:
             raise Retired
         return into
 
-    def locate(
-        self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses
-    ) -> int:
+    def locate(self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses) -> int:
         """Where objects lie, and the memory of those that fit: how many `pieces` that are.
 
         `rooms`: how many bytes of each are wanted at most; all that are given have at most `budget`. Fills `rows`,
@@ -114,11 +112,7 @@ class MappedReader:
         counts when it matches the checksum.
         """
         count = check_keys(packed_keys)
-        if (
-            rooms.shape != (count,)
-            or rows.shape != (count, ROW_WORDS)
-            or pieces.shape != (count, 2)
-        ):
+        if rooms.shape != (count,) or rows.shape != (count, ROW_WORDS) or pieces.shape != (count, 2):
             raise ValueError(f"{count} keys need as many rooms, rows and pieces")
         if any(a.dtype != np.uint64 or not a.flags.c_contiguous for a in (rooms, rows, pieces)):
             raise ValueError("rooms, rows and pieces must be contiguous uint64")

@@ -107,9 +107,7 @@ class SlotIndex:
     def _find(self, column: Column, packed_keys: bytes, *, leading: bool) -> Rows:
         count = _num_keys(packed_keys)
         rows = np.empty(count, np.int64)
-        found = self._library.slots_find(
-            self._at, self._address(column), packed_keys, count, address_of(rows), leading
-        )
+        found = self._library.slots_find(self._at, self._address(column), packed_keys, count, address_of(rows), leading)
         return rows if found == count else rows[:found].copy()
 
     def _address(self, column: Column) -> int:

@@ -18,9 +18,7 @@ MAX_KEYS = 200_000
 class Heat:
     """Hits per block; *hot* are blocks with at least `threshold` of them within `window_s`."""
 
-    def __init__(
-        self, *, threshold: int = 8, window_s: float = 10.0, max_keys: int = MAX_KEYS
-    ) -> None:
+    def __init__(self, *, threshold: int = 8, window_s: float = 10.0, max_keys: int = MAX_KEYS) -> None:
         self._threshold = threshold
         self._slice_s = window_s / NUM_SLICES
         self._max_keys = max_keys

@@ -139,9 +139,7 @@ class Planner:
                 self._heat.watch(key, now)
         return copies
 
-    def _raise(
-        self, chain: Sequence[BlockKey], num_replicas: int, nodes: Nodes, now: float
-    ) -> list[Copy]:
+    def _raise(self, chain: Sequence[BlockKey], num_replicas: int, nodes: Nodes, now: float) -> list[Copy]:
         copies: list[Copy] = []
         for _ in nodes:
             replicas = [self._replicas(key, now) for key in chain]
@@ -164,9 +162,7 @@ class Planner:
         taking = [n for n in nodes.values() if n.takes_replicas and not shunned(n.instance_id, now)]
         return sorted(taking, key=lambda n: (n.host in hosts, n.used_share, n.instance_id))
 
-    def _copy(
-        self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes, now: float
-    ) -> list[Copy]:
+    def _copy(self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes, now: float) -> list[Copy]:
         """As much of `keys`, from the first on, as nodes in step have: at most one, expected from now on."""
         steps: list[Step] = []
         done = 0
@@ -221,17 +217,13 @@ class Planner:
         if self._ledger.forget_made(key, node):
             self._heat.unwatch(key)
 
-    def _lower(
-        self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes, pins: Pins
-    ) -> tuple[Drop, ...]:
+    def _lower(self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes, pins: Pins) -> tuple[Drop, ...]:
         """From the fullest nodes first."""
         by_use = sorted(nodes.values(), key=lambda n: (-n.used_share, n.instance_id))
         surplus = {node.instance_id: list(keys) for node in by_use}
         return self._drop(surplus, num_replicas, nodes, pins)
 
-    def _drop(
-        self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: Nodes, pins: Pins
-    ) -> tuple[Drop, ...]:
+    def _drop(self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: Nodes, pins: Pins) -> tuple[Drop, ...]:
         """Of these replicas, in this order, those that leave each block at least `kept` on nodes that stay: those
         without a pin, then others where no such is left."""
         staying = {node for node, view in nodes.items() if view.takes_replicas}
@@ -261,13 +253,9 @@ def _lacking(node: NodeView, replicas: Sequence[Collection[InstanceId]]) -> int:
     return sum(node.instance_id not in those for those in replicas)
 
 
-def _without(
-    chain: Sequence[BlockKey], replicas: Sequence[Collection[InstanceId]], target: NodeView
-) -> list[BlockKey]:
+def _without(chain: Sequence[BlockKey], replicas: Sequence[Collection[InstanceId]], target: NodeView) -> list[BlockKey]:
     """What the target has not."""
-    return [
-        key for key, those in zip(chain, replicas, strict=True) if target.instance_id not in those
-    ]
+    return [key for key, those in zip(chain, replicas, strict=True) if target.instance_id not in those]
 
 
 class _Ledger:

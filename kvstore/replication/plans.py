@@ -69,17 +69,13 @@ class Pins:
     pinned: Mapping[InstanceId, frozenset[BlockKey]] = field(default_factory=dict)
     unknown: frozenset[InstanceId] = frozenset()
 
-    def may_go(
-        self, key: BlockKey, node: InstanceId, holders: Iterable[InstanceId], *, unpinned: bool
-    ) -> bool:
+    def may_go(self, key: BlockKey, node: InstanceId, holders: Iterable[InstanceId], *, unpinned: bool) -> bool:
         """`unpinned`: whether only replicas without a pin may. One with a pin may when all others have one."""
         if node in self.unknown:
             return False
         if not self._is_pinned(key, node):
             return True
-        return not unpinned and all(
-            other not in self.unknown and self._is_pinned(key, other) for other in holders
-        )
+        return not unpinned and all(other not in self.unknown and self._is_pinned(key, other) for other in holders)
 
     def _is_pinned(self, key: BlockKey, node: InstanceId) -> bool:
         return key in self.pinned.get(node, frozenset())

@@ -67,9 +67,7 @@ class Replicator:
                     group.create_task(self._drop(drop))
                 await asyncio.sleep(PLAN_EVERY_S)
 
-    async def change(
-        self, keys: Sequence[BlockKey], num_replicas: int
-    ) -> directory_pb2.ChangeReplicaReply:
+    async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> directory_pb2.ChangeReplicaReply:
         """Carries a wish out, as far as it can be; the index knows of it when it returns.
 
         Events are a moment behind: what was just stored is waited for, and so is what was just done.
@@ -91,15 +89,9 @@ class Replicator:
     async def _told(self, plan: Plan, copied: Sequence[int], dropped: Sequence[int]) -> None:
         """The index knows what was done in full; the rest is not waited for."""
         made = [
-            (copy.target, copy.keys)
-            for copy, num in zip(plan.copies, copied, strict=True)
-            if num == len(copy.keys)
+            (copy.target, copy.keys) for copy, num in zip(plan.copies, copied, strict=True) if num == len(copy.keys)
         ]
-        gone = [
-            (drop.node, drop.keys)
-            for drop, num in zip(plan.drops, dropped, strict=True)
-            if num == len(drop.keys)
-        ]
+        gone = [(drop.node, drop.keys) for drop, num in zip(plan.drops, dropped, strict=True) if num == len(drop.keys)]
         await self._heard(
             lambda: (
                 all(self._num_held(*each) == len(each[1]) for each in made)
@@ -170,9 +162,7 @@ class Replicator:
             unknown=frozenset(node for node, found in pinned.items() if found is None),
         )
 
-    async def _pinned(
-        self, node: InstanceId, keys: Sequence[BlockKey]
-    ) -> frozenset[BlockKey] | None:
+    async def _pinned(self, node: InstanceId, keys: Sequence[BlockKey]) -> frozenset[BlockKey] | None:
         async def ask(piece: Sequence[BlockKey]) -> Sequence[int]:
             request = kvstore_pb2.StoreGetPinsRequest(keys=piece)
             pins = self._stub(node).GetPins
@@ -209,9 +199,7 @@ class Replicator:
     async def _drop(self, drop: Drop) -> int:
         request = kvstore_pb2.StoreRemoveRequest(keys=drop.keys, keep_pinned=drop.keep_pinned)
         try:
-            reply = await self._channels.call(
-                self._stub(drop.node).Remove, request, timeout_s=REMOVE_TIMEOUT_S
-            )
+            reply = await self._channels.call(self._stub(drop.node).Remove, request, timeout_s=REMOVE_TIMEOUT_S)
         except MoonserveError as error:  # eviction takes them when they are cold
             self.counters["drops_failed"] += 1
             log.warning("replicas on %s were not removed: %s", drop.node, error)

@@ -90,9 +90,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
         self._last_step = 0
         self._unfinished: dict[int, OwnStep] = {}
 
-    async def Join(
-        self, request: pipeline_pb2.StageJoinRequest, context: Context
-    ) -> pipeline_pb2.StageJoinReply:
+    async def Join(self, request: pipeline_pb2.StageJoinRequest, context: Context) -> pipeline_pb2.StageJoinReply:
         self._stage.inbox = HiddenInbox(
             self._transfer,
             request.previous,
@@ -106,9 +104,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
             reply.hidden.CopyFrom(self._stage.outbox.source)
         return reply
 
-    async def RunStep(
-        self, request: pipeline_pb2.StageStepRequest, context: Context
-    ) -> pipeline_pb2.StageStepReply:
+    async def RunStep(self, request: pipeline_pb2.StageStepRequest, context: Context) -> pipeline_pb2.StageStepReply:
         """Raises InvalidRequest for a step that comes after a later one, whose KV may depend on it."""
         if request.step <= self._last_step:
             raise InvalidRequest(f"step {request.step} came after step {self._last_step}")
@@ -137,9 +133,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
                 reply.failures[position].CopyFrom(failure_to_wire(error))
         return reply
 
-    async def SendBlocks(
-        self, request: pipeline_pb2.StageSendRequest, context: Context
-    ) -> pipeline_pb2.StageSendReply:
+    async def SendBlocks(self, request: pipeline_pb2.StageSendRequest, context: Context) -> pipeline_pb2.StageSendReply:
         await self._stage.send_blocks(send_from_wire(request))
         return pipeline_pb2.StageSendReply()
 
@@ -151,9 +145,10 @@ async def serve(config: FollowerConfig, lifecycle: Lifecycle) -> None:
     """Runs one stage until the process is told to stop. Raises ConfigError when it cannot start."""
     rank, size = config.pipeline_rank, config.pipeline_parallel_size
     with serving(config, config.faults()) as (transfer, _):
-        async with loaded_replica(
-            config, transfer.allocate, lifecycle, rank=rank, num_stages=size
-        ) as (replica, segment):
+        async with loaded_replica(config, transfer.allocate, lifecycle, rank=rank, num_stages=size) as (
+            replica,
+            segment,
+        ):
             servicer = make_servicer(config, replica, transfer, segment)
             await _run(config, servicer, lifecycle)
 
@@ -177,9 +172,7 @@ def make_servicer(
     sender = Sender(transfer, patience)
     outbox = None if replica.plan.stage.is_last else make_outbox(config, replica, transfer)
     stage = OwnStage(replica.thread, own_memory(replica, segment), sender.submit, outbox=outbox)
-    return StageServicer(
-        stage, transfer, facts=facts_of(replica), row_bytes=row_bytes(replica), patience=patience
-    )
+    return StageServicer(stage, transfer, facts=facts_of(replica), row_bytes=row_bytes(replica), patience=patience)
 
 
 def make_outbox(config: PrefillConfig, replica: Replica, transfer: TransferEngine) -> HiddenOutbox:
@@ -214,6 +207,4 @@ def row_bytes(replica: Replica) -> int:
 def own_memory(replica: Replica, segment: Segment) -> KvMemory:
     """A stage's pool, and where its layers lie in others'."""
     plan = replica.plan
-    return KvMemory(
-        segment, plan.own_layout, plan.num_blocks, first_piece=2 * plan.stage.layers.start
-    )
+    return KvMemory(segment, plan.own_layout, plan.num_blocks, first_piece=2 * plan.stage.layers.start)

@@ -55,49 +55,35 @@ class StageOutcome:
 class Follower:
     """A stage behind the leader's."""
 
-    def __init__(
-        self, channels: Channels, address: str, *, step_timeout_s: float = STEP_TIMEOUT_S
-    ) -> None:
+    def __init__(self, channels: Channels, address: str, *, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._channels = channels
         self._step_timeout_s = step_timeout_s
-        self._stub: pipeline_pb2_grpc.PipelineStageAsyncStub = pipeline_pb2_grpc.PipelineStageStub(
-            channels.to(address)
-        )
+        self._stub: pipeline_pb2_grpc.PipelineStageAsyncStub = pipeline_pb2_grpc.PipelineStageStub(channels.to(address))
 
     async def join(self, previous: pipeline_pb2.HiddenSource) -> pipeline_pb2.StageJoinReply:
         """`previous`: where it gets hidden states. What it says of itself. Raises MoonserveError."""
         request = pipeline_pb2.StageJoinRequest(previous=previous)
-        return await self._channels.call(
-            self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True
-        )
+        return await self._channels.call(self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True)
 
     async def run(self, step: int, plans: Sequence[SlicePlan]) -> StageOutcome:
         """To be called when the step begins at the first stage. Raises MoonserveError."""
         request = pipeline_pb2.StageStepRequest(step=step, slices=map(plan_to_wire, plans))
-        reply = await self._channels.call(
-            self._stub.RunStep, request, timeout_s=self._step_timeout_s
-        )
+        reply = await self._channels.call(self._stub.RunStep, request, timeout_s=self._step_timeout_s)
         if [len(done.checksums) for done in reply.slices] != [len(plan.complete) for plan in plans]:
             raise PeerError(f"a pipeline stage answered step {step} with another one's checksums")
-        sampled = [
-            sampled_from_wire(done, plan) for done, plan in zip(reply.slices, plans, strict=True)
-        ]
+        sampled = [sampled_from_wire(done, plan) for done, plan in zip(reply.slices, plans, strict=True)]
         sums = [tuple(done.checksums) for done in reply.slices]
         return StageOutcome(sampled, sums)
 
     async def finish(self, step: int) -> dict[int, MoonserveError]:
         """When its writes of a step have ended: what went wrong, by place of the slice. Raises MoonserveError."""
         request = pipeline_pb2.StageFinishRequest(step=step)
-        reply = await self._channels.call(
-            self._stub.FinishStep, request, timeout_s=_WRITES_TIMEOUT_S
-        )
+        reply = await self._channels.call(self._stub.FinishStep, request, timeout_s=_WRITES_TIMEOUT_S)
         return {place: failure_from_wire(failure) for place, failure in reply.failures.items()}
 
     async def send_blocks(self, action: SendBlocks) -> None:
         """Raises MoonserveError."""
-        await self._channels.call(
-            self._stub.SendBlocks, send_to_wire(action), timeout_s=_WRITES_TIMEOUT_S
-        )
+        await self._channels.call(self._stub.SendBlocks, send_to_wire(action), timeout_s=_WRITES_TIMEOUT_S)
 
 
 class Group:
@@ -110,9 +96,7 @@ class Group:
         self._num_steps = 0
         self._broken: PeerLost | None = None
 
-    def begin(
-        self, plans: Sequence[SlicePlan], on_prefix: Callable[[int], None] | None = None
-    ) -> GroupStep:
+    def begin(self, plans: Sequence[SlicePlan], on_prefix: Callable[[int], None] | None = None) -> GroupStep:
         """At most as many steps may be under way as there are stages. A group loads no prefixes that it could wait
         for."""
         assert on_prefix is None, "a group does not load"
@@ -164,8 +148,7 @@ class GroupStep:
         group = self._group
         group.require_whole()
         told = [
-            asyncio.create_task(group.obeyed(follower.run(self._step, self._plans)))
-            for follower in group.followers
+            asyncio.create_task(group.obeyed(follower.run(self._step, self._plans))) for follower in group.followers
         ]
         try:
             sampled = await self._own.compute()
@@ -298,9 +281,7 @@ async def _ready(read_fd: int, rank: int) -> str:
         raise ConfigError(f"pipeline stage {rank}: {error}; see its log") from error
 
 
-def _require_equal(
-    told: pipeline_pb2.StageJoinReply, own: pipeline_pb2.StageJoinReply, rank: int
-) -> None:
+def _require_equal(told: pipeline_pb2.StageJoinReply, own: pipeline_pb2.StageJoinReply, rank: int) -> None:
     """Raises ConfigError where a stage would compute something else than the leader thinks."""
     expected = (rank, own.size, own.fingerprint, own.kernels, own.attention, own.num_blocks)
     found = (told.rank, told.size, told.fingerprint, told.kernels, told.attention, told.num_blocks)

@@ -40,9 +40,7 @@ class HiddenOutbox:
     without a message: waking somebody between two stages took longer than a short prompt can spare (LOG.md). Step n,
     from 1, uses slot n mod slots; there are as many as steps can be under way. Headers carry their maker's checksum."""
 
-    def __init__(
-        self, transfer: TransferEngine, *, row_bytes: int, slot_rows: int, num_slots: int
-    ) -> None:
+    def __init__(self, transfer: TransferEngine, *, row_bytes: int, slot_rows: int, num_slots: int) -> None:
         """`row_bytes`: of one token's hidden states."""
         slot_bytes = HEADER_BYTES + -(-row_bytes * slot_rows // HEADER_BYTES) * HEADER_BYTES
         segment = transfer.allocate(slot_bytes * num_slots, readable=True, name="hidden states")
@@ -204,9 +202,7 @@ class OwnStep:
         the one before. Raises what engine and transfer engine raise; the stages behind fail then, too."""
         stage = self._stage
         if stage.inbox is None and stage.outbox is None:
-            return await stage.engine.execute(
-                self._slices, self._writer.on_layer, before_attention=self._on_prefix
-            )
+            return await stage.engine.execute(self._slices, self._writer.on_layer, before_attention=self._on_prefix)
         try:
             return await stage.engine.execute(
                 self._slices, self._writer.on_layer, hidden=self._hidden(stage.inbox, stage.outbox)

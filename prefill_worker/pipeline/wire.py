@@ -47,9 +47,7 @@ def plan_from_wire(message: pipeline_pb2.StageSlice) -> SlicePlan:
             token_ids=unpack_tokens(message.token_ids),
             block_table=tuple(message.block_table),
             sampling=sampling_from_wire(message.sampling),
-            scores=PromptScores(message.num_scored_top)
-            if message.HasField("num_scored_top")
-            else None,
+            scores=PromptScores(message.num_scored_top) if message.HasField("num_scored_top") else None,
         ),
         landing=_landing_from_wire(message.landing) if message.HasField("landing") else None,
         send_from=message.send_from,

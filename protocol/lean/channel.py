@@ -22,9 +22,7 @@ from protocol.tls import GOODBYE_S, Certificates, translated
 class UnaryOnly:
     """What lean channels lack of a `grpc.Channel`, for stubs of services that also have streams: calling one raises."""
 
-    def unary_stream(
-        self, path: str, *_of_grpc: object, **_more_of_grpc: object
-    ) -> Callable[..., NoReturn]:
+    def unary_stream(self, path: str, *_of_grpc: object, **_more_of_grpc: object) -> Callable[..., NoReturn]:
         def refuse(*_: object, **__: object) -> NoReturn:
             raise NotImplementedError(f"{path} is a stream; call it over gRPC")
 

@@ -78,9 +78,7 @@ class Connection(asyncio.Protocol):
         self._is_full = False
 
     def connection_lost(self, error: Exception | None) -> None:
-        if isinstance(
-            error, ssl.SSLError
-        ):  # its answer to our certificate comes after our first bytes
+        if isinstance(error, ssl.SSLError):  # its answer to our certificate comes after our first bytes
             self._break(translated(error))
         in_tls = not self.usable and self._transport.get_extra_info("peercert") is not None
         how = IN_HANDSHAKE if in_tls else "broke"
@@ -95,9 +93,7 @@ class Connection(asyncio.Protocol):
         """Whether the peer serves this method."""
         return path in self._numbers
 
-    def begin(
-        self, path: str, payload: bytes, give_up_at: float
-    ) -> tuple[int, asyncio.Future[bytes]]:
+    def begin(self, path: str, payload: bytes, give_up_at: float) -> tuple[int, asyncio.Future[bytes]]:
         """Sends a call and gives its id and the future of its reply.
 
         Raises Incompatible (the peer has no such method), InvalidRequest (too large), Overloaded (it reads nothing).

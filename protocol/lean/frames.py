@@ -74,9 +74,7 @@ def reply(call_id: int, status: Status, payload: bytes) -> bytes:
 
 def check_size(payload: bytes) -> None:
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise InvalidRequest(
-            f"a message of {len(payload)} bytes is larger than the limit of {MAX_MESSAGE_BYTES}"
-        )
+        raise InvalidRequest(f"a message of {len(payload)} bytes is larger than the limit of {MAX_MESSAGE_BYTES}")
 
 
 def request_reader() -> FrameReader[Request]:

@@ -58,9 +58,7 @@ def lean_address(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 class RoutedChannel:
     """What generated stubs need of a `grpc.aio.Channel`. Belongs to one event loop."""
 
-    def __init__(
-        self, grpc_channel: grpc.aio.Channel, cluster_token: str, tls: Certificates | None
-    ) -> None:
+    def __init__(self, grpc_channel: grpc.aio.Channel, cluster_token: str, tls: Certificates | None) -> None:
         self._grpc = grpc_channel
         self._token = cluster_token
         self._tls = tls
@@ -81,9 +79,7 @@ class RoutedChannel:
         response_deserializer: Callable[[bytes], Any],
         **options: Any,
     ) -> RoutedCall:
-        over_grpc = self._grpc.unary_unary(
-            path, request_serializer, response_deserializer, **options
-        )
+        over_grpc = self._grpc.unary_unary(path, request_serializer, response_deserializer, **options)
         return RoutedCall(self, path, request_serializer, response_deserializer, over_grpc)
 
     def connection_for(self, path: str) -> Connection | None:
@@ -153,15 +149,11 @@ class RoutedCall:
         self._deserialize = deserialize
         self._over_grpc = over_grpc
 
-    async def __call__(
-        self, request: Any, *, timeout: float, metadata: Any, wait_for_ready: bool = False
-    ) -> Any:
+    async def __call__(self, request: Any, *, timeout: float, metadata: Any, wait_for_ready: bool = False) -> Any:
         connection = self._channel.connection_for(self._path)
         if connection is not None:
             return await self._over_lean(connection, request, timeout)
-        call = self._over_grpc(
-            request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready
-        )
+        call = self._over_grpc(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
         reply = await call
         self._channel.learn(await call.trailing_metadata())
         return reply

@@ -64,9 +64,7 @@ class HandOver:
 
 def service_descriptor(name: str) -> ServiceDescriptor:
     """The descriptor of a service whose generated module has been imported."""
-    service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(
-        f"{PROTO_PACKAGE}.{name}"
-    )
+    service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(f"{PROTO_PACKAGE}.{name}")
     return service
 
 
@@ -234,9 +232,7 @@ class ServedConnection(asyncio.Protocol):
         self._transport.abort()
         sock.setblocking(False)
         try:
-            sock.send(
-                frames.reply(request.call_id, Status.OK, b"")
-            )  # the first bytes since the handshake: they fit
+            sock.send(frames.reply(request.call_id, Status.OK, b""))  # the first bytes since the handshake: they fit
         except OSError:  # the client is gone
             sock.close()
             return
@@ -275,9 +271,7 @@ class ServedConnection(asyncio.Protocol):
     def _succeed(self, call_id: int, message: Any, reply: Any) -> None:
         try:
             self._replies.append(frames.reply(call_id, Status.OK, reply.SerializeToString()))
-        except (
-            Exception
-        ) as error:  # a handler's mistake: no message, an incomplete or too large one
+        except Exception as error:  # a handler's mistake: no message, an incomplete or too large one
             self._fail(call_id, message, error)
 
     def _fail(self, call_id: int, message: Any, error: BaseException) -> None:

@@ -127,6 +127,4 @@ class SyncChannel(UnaryOnly):
     def _dialled(self, give_up_at: float) -> SyncConnection:
         if self._tls is None or self._target[0] == socket.AF_UNIX:
             return SyncConnection(self._address, self._target, self._token, give_up_at)
-        return TlsConnection(
-            self._address, self._target, self._token, give_up_at, self._tls.initiator
-        )
+        return TlsConnection(self._address, self._target, self._token, give_up_at, self._tls.initiator)

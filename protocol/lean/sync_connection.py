@@ -29,9 +29,7 @@ _NEARLY_ALL = 0.9
 class SyncConnection:
     """A blocking socket whose time limits are the call's."""
 
-    def __init__(
-        self, address: str, target: sockets.SocketAddress, token: str, give_up_at: float
-    ) -> None:
+    def __init__(self, address: str, target: sockets.SocketAddress, token: str, give_up_at: float) -> None:
         self._address = address
         self._limit_s = 0.0
         self._last_id = 0

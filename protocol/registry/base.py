@@ -93,21 +93,15 @@ def check_join(member: Member, ttl_s: float) -> None:
             instance_id=member.instance_id,
         )
     if sum(len(name) + len(value) for name, value in member.facts.items()) > MAX_FACTS_CHARS:
-        raise InvalidRequest(
-            f"facts of more than {MAX_FACTS_CHARS} characters", instance_id=member.instance_id
-        )
+        raise InvalidRequest(f"facts of more than {MAX_FACTS_CHARS} characters", instance_id=member.instance_id)
 
 
 def check_ttl(ttl_s: float) -> None:
     # A NaN fails both comparisons.
     if not (0 < ttl_s <= MAX_TTL_S and math.isfinite(ttl_s)):
-        raise InvalidRequest(
-            f"a lease of {ttl_s} s; it must be above 0 and at most {MAX_TTL_S:.0f}"
-        )
+        raise InvalidRequest(f"a lease of {ttl_s} s; it must be above 0 and at most {MAX_TTL_S:.0f}")
 
 
 def _check_name(what: str, name: str) -> None:
     if not name or len(name) > MAX_ID_CHARS or not name.isprintable():
-        raise InvalidRequest(
-            f"{what} {name[:MAX_ID_CHARS]!r} must be 1 to {MAX_ID_CHARS} printable characters"
-        )
+        raise InvalidRequest(f"{what} {name[:MAX_ID_CHARS]!r} must be 1 to {MAX_ID_CHARS} printable characters")

@@ -36,7 +36,5 @@ def connect(url: str, *, cluster_token: str, tls: Certificates | None = None) ->
 def _address(text: str) -> str:
     host, _, port = text.rstrip("/").rpartition(":")
     if not host or "@" in host or "/" in host or not (port.isascii() and port.isdigit()):
-        raise ConfigError(
-            "the registry's address must be host:port or moonserve://host:port, or a URL of a Redis"
-        )
+        raise ConfigError("the registry's address must be host:port or moonserve://host:port, or a URL of a Redis")
     return f"{host}:{port}"

@@ -82,9 +82,7 @@ def _load(folder: Path) -> Identity:
         )
         if not (isinstance(instance_id, str) and isinstance(owner, str) and owner):
             raise ValueError("not an identity")
-        return Identity(
-            instance_id=instance_id, owner=owner, last_epoch=int(last_epoch), folder=folder
-        )
+        return Identity(instance_id=instance_id, owner=owner, last_epoch=int(last_epoch), folder=folder)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is damaged; delete it, and this process gets a new identity "

@@ -31,9 +31,7 @@ class KnownMembers:
     def __init__(self, *, linger_s: float = LINGER_S) -> None:
         self._linger_s = linger_s
         self._members: dict[str, Member] = {}
-        self._missing_since: dict[
-            str, float
-        ] = {}  # of those in `_members` that the last answer lacked
+        self._missing_since: dict[str, float] = {}  # of those in `_members` that the last answer lacked
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -51,9 +49,7 @@ class KnownMembers:
         answer = {member.instance_id: member for member in members}
         joined = [member for id, member in answer.items() if id not in self._members]
         changed = [m for id, m in answer.items() if self._members.get(id, m) != m]
-        self._missing_since = {
-            id: self._missing_since.get(id, now) for id in self._members if id not in answer
-        }
+        self._missing_since = {id: self._missing_since.get(id, now) for id in self._members if id not in answer}
         self._members.update(answer)
         return Differences(_by_id(joined), self.expire(now).left, _by_id(changed))
 

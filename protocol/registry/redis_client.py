@@ -70,9 +70,7 @@ async def bounded(call: Awaitable[T], deadline_s: float) -> T:
             return await call
 
 
-def _by_sentinel(
-    address: RedisAddress, service: str, deadline_s: float, kwargs: dict[str, Any]
-) -> Redis:
+def _by_sentinel(address: RedisAddress, service: str, deadline_s: float, kwargs: dict[str, Any]) -> Redis:
     tls: dict[str, Any] = {"ssl": True} if address.tls else {}
     sentinel_kwargs = {
         # They are asked one after the other; time must be left for the server itself.

@@ -87,9 +87,7 @@ class RedisRegistry:
         keys, args = [self._key("members"), self._key("changed")], [self._key("member:")]
         reply = await self._bounded(self._members(keys=keys, args=args))
         epochs, texts = map(int, reply[::2]), map(_from_json, reply[1::2])
-        found = [
-            table.with_epoch(member, epoch) for epoch, member in zip(epochs, texts, strict=True)
-        ]
+        found = [table.with_epoch(member, epoch) for epoch, member in zip(epochs, texts, strict=True)]
         return sorted(found, key=lambda member: member.instance_id)
 
     async def watch(self) -> AsyncIterator[list[Member]]:

@@ -39,9 +39,7 @@ class RemoteRegistry:
         self._stub = registry_pb2_grpc.RegistryStub(self._channels.to(address))
 
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
-        request = registry_pb2.RegistryJoinRequest(
-            member=to_message(registry_pb2.Member, member), ttl_s=ttl_s
-        )
+        request = registry_pb2.RegistryJoinRequest(member=to_message(registry_pb2.Member, member), ttl_s=ttl_s)
         reply = await self._channels.call(self._stub.Join, request, timeout_s=self._deadline_s)
         return from_message(Member, reply.member)
 
@@ -52,9 +50,7 @@ class RemoteRegistry:
         await self._channels.call(self._stub.Renew, request, timeout_s=self._deadline_s)
 
     async def leave(self, member: Member) -> None:
-        request = registry_pb2.RegistryLeaveRequest(
-            instance_id=member.instance_id, epoch=member.endpoint.epoch
-        )
+        request = registry_pb2.RegistryLeaveRequest(instance_id=member.instance_id, epoch=member.endpoint.epoch)
         await self._channels.call(self._stub.Leave, request, timeout_s=self._deadline_s)
 
     async def members(self) -> list[Member]:
@@ -76,9 +72,7 @@ class RemoteRegistry:
                 away = True
             await asyncio.sleep(RETRY_S)
 
-    async def _stream(
-        self, seen_version: int
-    ) -> AsyncGenerator[registry_pb2.RegistryMembers, None]:
+    async def _stream(self, seen_version: int) -> AsyncGenerator[registry_pb2.RegistryMembers, None]:
         request = registry_pb2.RegistryWatchRequest(seen_version=seen_version)
         async for message in self._channels.stream(self._stub.Watch, request):
             yield message

@@ -21,12 +21,8 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     def __init__(self, registry: EmbeddedRegistry) -> None:
         self._registry = registry
 
-    async def Join(
-        self, request: registry_pb2.RegistryJoinRequest, context: Context
-    ) -> registry_pb2.RegistryJoinReply:
-        member = await self._registry.join(
-            from_message(Member, request.member), ttl_s=request.ttl_s
-        )
+    async def Join(self, request: registry_pb2.RegistryJoinRequest, context: Context) -> registry_pb2.RegistryJoinReply:
+        member = await self._registry.join(from_message(Member, request.member), ttl_s=request.ttl_s)
         return registry_pb2.RegistryJoinReply(member=to_message(registry_pb2.Member, member))
 
     async def Renew(

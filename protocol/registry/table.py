@@ -40,9 +40,7 @@ class MembershipTable:
         held = self._live(member.instance_id, now)
         if held is not None and held.member.owner != member.owner:
             raise refused(held.member.endpoint.rpc_address, member, held.expires_at - self._now)
-        last = (
-            self._ended.pop(member.instance_id, 0) if held is None else held.member.endpoint.epoch
-        )
+        last = self._ended.pop(member.instance_id, 0) if held is None else held.member.endpoint.epoch
         # The member's may come from an earlier table.
         epoch = max(self._first_epoch, last + 1, member.endpoint.epoch + 1)
         joined = with_epoch(member, epoch)
@@ -142,6 +140,4 @@ def taken_over(instance_id: str, epoch: int, holder_epoch: int) -> StaleLease:
     """
     if holder_epoch < epoch:
         return ended(instance_id)
-    return Superseded(
-        f"epoch {epoch} was taken over by epoch {holder_epoch}", instance_id=instance_id
-    )
+    return Superseded(f"epoch {epoch} was taken over by epoch {holder_epoch}", instance_id=instance_id)

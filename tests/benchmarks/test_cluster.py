@@ -42,13 +42,8 @@ def test_admission_tells_its_ways_apart_and_has_a_row_per_setting() -> None:
 
 
 def test_conditional_disaggregation_prefills_where_prompts_are_decoded() -> None:
-    runs = [
-        conditional.run_of(conditional.POLICIES[0], 1.0, share) for share in (None, CHUNK_SHARE)
-    ]
-    without, beside = (
-        conditional.row_of(run, conditional.figures(run.do(records(60, 0.1, 60_000))))
-        for run in runs
-    )
+    runs = [conditional.run_of(conditional.POLICIES[0], 1.0, share) for share in (None, CHUNK_SHARE)]
+    without, beside = (conditional.row_of(run, conditional.figures(run.do(records(60, 0.1, 60_000)))) for run in runs)
     assert without["undivided"] == 0.0
     assert beside["undivided"] > 0.3
     assert beside["p50_ttft_s"] < without["p50_ttft_s"]
@@ -69,9 +64,7 @@ def test_policies_are_compared_at_algorithm_1s_best_threshold_and_terms_can_be_l
     assert whole == measured[0][1]
     ablated: dict[str, Any] = {"trace": "t", "speedup": 2.0, "requests": 60}
     ablations = dict.fromkeys(policies.ABLATIONS, whole)
-    assert "conversation (published)" in as_page(
-        {"rows": [row], "ablations": ablations, "ablated": ablated}
-    )
+    assert "conversation (published)" in as_page({"rows": [row], "ablations": ablations, "ablated": ablated})
 
 
 def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip(
-    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
-)
+pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 from benchmarks.gpu_check.__main__ import NO_GPU, main
 from benchmarks.gpu_check.bench import REHEARSAL, Bench, Ceilings
@@ -32,9 +30,7 @@ def test_without_a_gpu_it_says_so_and_a_rehearsal_leaves_table_and_json(
     assert rows[0]["name"] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "check", ["graphs", "decode attention", "ahead", "handoff", "workers", "models"]
-)
+@pytest.mark.parametrize("check", ["graphs", "decode attention", "ahead", "handoff", "workers", "models"])
 def test_each_check_can_be_rehearsed(check: str) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, flops_per_s=1e9)
     bench = Bench(device=torch.device("cpu"), scale=REHEARSAL, ceilings=ceilings)

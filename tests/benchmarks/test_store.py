@@ -27,9 +27,7 @@ def test_growth_tells_time_and_memory_of_a_process_of_its_own() -> None:
     assert metadata_bars(points)[0]["met"] is not None
 
 
-def test_a_restarted_node_has_all_values_and_the_same_hit_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_node_has_all_values_and_the_same_hit_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "DRAM_BYTES", 64 * MIB)
     part, bars = restart.measure(tmp_path, 0.03, ("made up", replay.synthetic(60)))
     assert part["num_found"] == part["num_values"] == part["num_read"] == 30

@@ -23,13 +23,8 @@ LOAD = throughput("read", *SIZES["1 MiB"])
 
 def test_a_contestant_has_samples_and_one_that_is_not_there_says_why(tmp_path: Path) -> None:
     modules = ("benchmarks.transfer.limits.memory:Copy", "benchmarks.transfer.peers.nobody:")
-    contestants = [
-        Contestant(name=module, group="peer", module=module, options={"huge": False})
-        for module in modules
-    ]
-    with rounds.seated(
-        contestants, lambda _: Path(sys.executable), tmp_path, Placement.APART
-    ) as seats:
+    contestants = [Contestant(name=module, group="peer", module=module, options={"huge": False}) for module in modules]
+    with rounds.seated(contestants, lambda _: Path(sys.executable), tmp_path, Placement.APART) as seats:
         rounds.verify(seats, [LOAD])
         rounds.measure(seats, [LOAD], rounds=1, min_s=0.001)
     copy, nobody = (seat.result for seat in seats)

@@ -138,9 +138,7 @@ class Cluster:
 
     def ask(self, request_id: str, place: Place | None = None, **changes: object) -> Action:
         """The reply to a placement; `changes` are fields of `Place`."""
-        wish = place or Place(
-            request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10
-        )
+        wish = place or Place(request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10)
         return self.send(replace(wish, **changes))[-1]  # type: ignore[arg-type]
 
     def place(

@@ -69,9 +69,7 @@ def test_predicted_tbt_over_the_slo_rejects_until_sequences_end() -> None:
 
 
 @pytest.mark.parametrize(("target", "reply"), [(0.041, Rejected), (0.043, Placed)])
-def test_steps_keep_what_a_request_needs_to_join_below_the_target(
-    target: float, reply: type
-) -> None:
+def test_steps_keep_what_a_request_needs_to_join_below_the_target(target: float, reply: type) -> None:
     """Four sequences make steps of 40 ms: too long for a target of 41 ms, of which steps may take 95 %."""
     assert 0.041 * STEP_SHARE < 0.040 < 0.043 * STEP_SHARE
     cluster = with_slo(tbt_s=target)
@@ -79,12 +77,8 @@ def test_steps_keep_what_a_request_needs_to_join_below_the_target(
     assert isinstance(cluster.ask("r0"), reply)
 
 
-@pytest.mark.parametrize(
-    ("admission", "reply"), [(Admission.CURRENT, Placed), (Admission.PREDICTED, Rejected)]
-)
-def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(
-    admission: Admission, reply: type
-) -> None:
+@pytest.mark.parametrize(("admission", "reply"), [(Admission.CURRENT, Placed), (Admission.PREDICTED, Rejected)])
+def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(admission: Admission, reply: type) -> None:
     """Of prompts that took a second to land, half found four sequences more than was foreseen: two in the mean, with a
     deviation of two. Where one runs, four fit by the mean, and not by it and the deviation."""
     cluster = with_slo(admission=admission)
@@ -116,18 +110,14 @@ def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(
         ),
     ],
 )
-def test_which_decode_instance_is_chosen(
-    loads: tuple[Load, Load], slots: tuple[int, int], chosen: str
-) -> None:
+def test_which_decode_instance_is_chosen(loads: tuple[Load, Load], slots: tuple[int, int], chosen: str) -> None:
     cluster = Cluster()
     cluster.prefill("p0")
     for number, load in enumerate(loads):
         cluster.join(replace(worker(f"d{number}", Role.DECODE), max_num_seqs=slots[number]))
         cluster.heartbeat(f"d{number}", load)
     names = chosen.split()
-    assert [
-        cluster.place(f"r{i}", max_tokens=2000).decode.instance_id for i in range(len(names))
-    ] == names
+    assert [cluster.place(f"r{i}", max_tokens=2000).decode.instance_id for i in range(len(names))] == names
 
 
 def test_a_heartbeat_that_counts_a_running_sequence_is_not_added_to_it() -> None:
@@ -268,9 +258,7 @@ def test_output_lengths_are_learnt_from_finished_requests() -> None:
     assert decided.decode_candidates[0].landing_seqs == NEAR(1.0, abs=0.05)
 
 
-def test_a_record_holds_all_candidates_and_the_reason_and_does_not_change_with_the_cluster() -> (
-    None
-):
+def test_a_record_holds_all_candidates_and_the_reason_and_does_not_change_with_the_cluster() -> None:
     cluster = with_slo(ttft_s=1.5)
     cluster.prefill("p1")
     for i in range(2):

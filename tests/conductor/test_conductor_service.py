@@ -77,9 +77,7 @@ def registration(
     name: str, role: common_pb2.Role, epoch: int = 1, fingerprint: str = "f1"
 ) -> conductor_pb2.RegisterRequest:
     return conductor_pb2.RegisterRequest(
-        endpoint=common_pb2.Endpoint(
-            instance_id=name, epoch=epoch, rpc_address="a:1", transfer_address="t", host="h"
-        ),
+        endpoint=common_pb2.Endpoint(instance_id=name, epoch=epoch, rpc_address="a:1", transfer_address="t", host="h"),
         role=role,
         layout=to_message(common_pb2.KvLayout, LAYOUT),
         fingerprint=fingerprint,
@@ -90,9 +88,7 @@ def registration(
     )
 
 
-def wish(
-    request_id: str, *, tokens: int = 100, keys: Sequence[BlockKey] = ()
-) -> conductor_pb2.PlaceRequest:
+def wish(request_id: str, *, tokens: int = 100, keys: Sequence[BlockKey] = ()) -> conductor_pb2.PlaceRequest:
     return conductor_pb2.PlaceRequest(
         request_id=request_id,
         block_keys=pack_keys(keys),
@@ -106,9 +102,7 @@ CANCELLED = conductor_pb2.ReportRequest.PHASE_CANCELLED
 
 
 def beat(name: str, **load: int) -> conductor_pb2.HeartbeatRequest:
-    return conductor_pb2.HeartbeatRequest(
-        instance_id=name, epoch=1, load=conductor_pb2.Load(**load)
-    )
+    return conductor_pb2.HeartbeatRequest(instance_id=name, epoch=1, load=conductor_pb2.Load(**load))
 
 
 async def view_of(rig: Rig) -> dict[str, conductor_pb2.InstanceView]:

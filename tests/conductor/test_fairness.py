@@ -61,9 +61,7 @@ class Queue:
         return any(self.jobs[number][0] == tenant for _, number in self.waiting)
 
 
-def begin(
-    fairness: Fairness, name: str, tenant: str, prompt: int, output: float = 0, place: float = 0.0
-) -> RequestId:
+def begin(fairness: Fairness, name: str, tenant: str, prompt: int, output: float = 0, place: float = 0.0) -> RequestId:
     fairness.begin(
         request_id := RequestId(name),
         fairness.turn(tenant),
@@ -106,9 +104,7 @@ def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_their_order(
 ) -> None:
     """None = the next one is served. So nobody starves: tags grow with service, and only lower ones go first. A tenant
     alone takes nobody's place."""
-    steps = data.draw(
-        st.lists(st.tuples(st.sampled_from(tenants), LENGTHS) | st.none(), max_size=60)
-    )
+    steps = data.draw(st.lists(st.tuples(st.sampled_from(tenants), LENGTHS) | st.none(), max_size=60))
     queue = Queue(a=1.0, b=2.0, c=0.5)
     last: dict[str, int] = {}
     for step in [*steps, *[None] * len(steps)]:
@@ -192,9 +188,7 @@ def test_claims_and_tenants_without_requests_take_no_memory() -> None:
     for number in range(3000):
         fairness.claim(f"t{number}", 0.0, 1.0)
         turn, request_id = fairness.turn(f"t{number}"), RequestId(f"r{number}")
-        fairness.begin(
-            request_id, turn, prompt_tokens=1, output_tokens=0, place=0.0, link=0, priority=0
-        )
+        fairness.begin(request_id, turn, prompt_tokens=1, output_tokens=0, place=0.0, link=0, priority=0)
         fairness.prefilled(request_id)
         fairness.ended(request_id, 0)
     fairness.validate()
@@ -272,9 +266,7 @@ def test_weights_decide_how_many_go_before() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever it is. Decisions are compared whole but for the tag, which is what would count if another one came."""
 
     def history(tenant: str) -> list[str]:
@@ -306,9 +298,7 @@ def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(
     assert with_turns == history("other")
 
 
-@pytest.mark.parametrize(
-    ("by_priority", "urgent_s", "usual_s"), [(False, 9.99, 10.989), (True, 0.99, 5.989)]
-)
+@pytest.mark.parametrize(("by_priority", "urgent_s", "usual_s"), [(False, 9.99, 10.989), (True, 0.99, 5.989)])
 def test_a_priority_counts_only_where_the_workers_queues_have_it(
     by_priority: bool, urgent_s: float, usual_s: float
 ) -> None:

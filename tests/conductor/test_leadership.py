@@ -207,9 +207,7 @@ class World:
                 return Lost(reason=error.message)
             return Refused(retry_after_s=error.retry_after_s or 0.0, leader_address=None, epoch=0)
 
-    def deliver(
-        self, number: int, event: Tick | Claimed | Refused | Renewed | Lost | RegistrySilent
-    ) -> None:
+    def deliver(self, number: int, event: Tick | Claimed | Refused | Renewed | Lost | RegistrySilent) -> None:
         for action in self.states[number].handle(event, self.clock(number)):
             if isinstance(action, Claim | Renew):
                 assert self.asked[number] is None

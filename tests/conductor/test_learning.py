@@ -82,9 +82,7 @@ def test_times_that_cannot_be_are_as_if_they_were_not_sent(odd: float) -> None:
 def steps_of(number: int, slower: float, seconds: float | None = None) -> Load:
     """Of 4 sequences with 900 tokens in all."""
     took_s = number * slower * DECODE.step_s(4, 900) if seconds is None else number * seconds
-    steps = Steps(
-        num_steps=number, seconds=took_s, sequences=number * 4, context_tokens=number * 900
-    )
+    steps = Steps(num_steps=number, seconds=took_s, sequences=number * 4, context_tokens=number * 900)
     return Load(free_blocks=1000, steps=steps)
 
 
@@ -97,9 +95,7 @@ def steps_of(number: int, slower: float, seconds: float | None = None) -> Load:
         *(([steps_of(1, 1.0, odd), steps_of(2, 1.0, odd)], 1.0) for odd in ODD),
     ],
 )
-def test_decode_predictions_follow_the_steps_that_are_observed(
-    loads: list[Load], times: float
-) -> None:
+def test_decode_predictions_follow_the_steps_that_are_observed(loads: list[Load], times: float) -> None:
     cluster = pair()
     for load in loads:
         cluster.heartbeat("d0", load)
@@ -146,9 +142,7 @@ def test_prefixes_are_predicted_from_the_bandwidth_that_a_worker_saw(
 def test_a_worker_tells_how_large_its_steps_are(told: int, waits_s: float) -> None:
     """One that takes 100 tokens at a time lets others in after half of that, 10 ms each."""
     cluster = Cluster(policy="moonserve")
-    cluster.join(
-        replace(worker("p0", Role.PREFILL), max_num_batched_tokens=told, max_model_len=99_999)
-    )
+    cluster.join(replace(worker("p0", Role.PREFILL), max_num_batched_tokens=told, max_model_len=99_999))
     cluster.join(replace(worker("d0", Role.DECODE), max_model_len=99_999, num_blocks=99_999))
     [instance] = cluster.state._members.with_role(Role.PREFILL)
     instance.queue.add("running", 100.0, 10_000, cluster.now, rank=1000.0)  # type: ignore[arg-type]

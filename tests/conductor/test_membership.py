@@ -178,9 +178,7 @@ def test_the_cluster_is_ready_with_a_prefill_and_a_decode_worker() -> None:
 
 def test_gateways_are_there_while_they_ask() -> None:
     def view(name: str, num_requests: int = 0) -> conductor_pb2.GatewayView:
-        return conductor_pb2.GatewayView(
-            instance_id=name, rpc_address="a:1", host="h", num_requests=num_requests
-        )
+        return conductor_pb2.GatewayView(instance_id=name, rpc_address="a:1", host="h", num_requests=num_requests)
 
     gateways = SeenGateways()
     for at, seen in enumerate((view("b", 1), view("a"), view("b", 7))):

@@ -32,9 +32,7 @@ TERMS = st.builds(
 )
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
 # Seconds of placed prompts, each with its rank, and of a step.
-QUEUES = st.tuples(
-    st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf])
-)
+QUEUES = st.tuples(st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf]))
 
 
 def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> float:
@@ -135,7 +133,5 @@ def test_flows_of_any_number_in_any_order_and_none_that_c_cannot_read() -> None:
 
 @pytest.mark.parametrize("source", sorted(Path(kernels.__file__).parent.glob("*.c")), ids=str)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_compilers_have_nothing_to_complain_about(
-    compiler: str, source: Path, tmp_path: Path
-) -> None:
+def test_compilers_have_nothing_to_complain_about(compiler: str, source: Path, tmp_path: Path) -> None:
     compile_strictly(compiler, source, C_FLAGS, tmp_path)

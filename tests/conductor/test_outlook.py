@@ -50,9 +50,7 @@ NONE = [0.0, 0.0, 0.0]
         ),
     ],
 )
-def test_a_sequence_at_instants_to_come(
-    sequence: dict[str, Any], expected: dict[float, list[float]]
-) -> None:
+def test_a_sequence_at_instants_to_come(sequence: dict[str, Any], expected: dict[float, list[float]]) -> None:
     outlook = Outlook()
     number = outlook.join()
     outlook.advance(0.0)
@@ -154,13 +152,9 @@ class Sequences(RuleBasedStateMachine):
         expected=st.floats(1, 100),
         most=st.integers(100, 500),
     )
-    def add(
-        self, number: int, tokens: int, delay: float, step_s: float, expected: float, most: int
-    ) -> None:
+    def add(self, number: int, tokens: int, delay: float, step_s: float, expected: float, most: int) -> None:
         begins_at = self.now + delay
-        slot = self.outlook.add(
-            number, tokens=tokens, most=most, begins_at=begins_at, step_s=step_s, expected=expected
-        )
+        slot = self.outlook.add(number, tokens=tokens, most=most, begins_at=begins_at, step_s=step_s, expected=expected)
         assert slot not in self.known
         rate = (1 / expected - 1 / most) / step_s
         self.known[slot] = Known(number, tokens, most, begins_at, begins_at, step_s, rate)
@@ -212,9 +206,7 @@ class Sequences(RuleBasedStateMachine):
             if any(self.is_edge(known, instant) for known in self.known.values()):
                 continue  # rounding decides on which side it lies
             for row, number in enumerate(EVERY.tolist()):
-                own = [
-                    k.at(instant, self.drawn_at) for k in self.known.values() if k.number == number
-                ]
+                own = [k.at(instant, self.drawn_at) for k in self.known.values() if k.number == number]
                 for kind, found in enumerate(sums[row, :, column].tolist()):
                     expected = sum(each[kind] for each in own)
                     assert found == pytest.approx(expected, rel=1e-4, abs=1e-2)

@@ -63,13 +63,9 @@ def offers(prefixes: Sequence[int], **columns: object) -> Offers:
     return made._replace(**columns)  # type: ignore[arg-type]
 
 
-def of(
-    num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admission | None = None
-) -> Cluster:
+def of(num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admission | None = None) -> Cluster:
     """Prefill instances, each with a store beside it."""
-    limits = Limits(
-        ttft_slo_s=slo_s, tbt_slo_s=1e3, lease_s=1e3, admission=admission or Admission.CURRENT
-    )
+    limits = Limits(ttft_slo_s=slo_s, tbt_slo_s=1e3, lease_s=1e3, admission=admission or Admission.CURRENT)
     cluster = Cluster(policy=policy, limits=limits)
     for i in range(num_prefills):
         cluster.store(f"s{i}", host=f"h{i}")
@@ -276,10 +272,7 @@ def test_without_a_session_id_the_block_behind_the_common_ones_tells_the_convers
     for i in range(20):
         first = system + chain(f"new{i}", 2)
         turns = [first, first + chain(f"more{i}", 2), first + chain(f"most{i}", 4)]
-        chosen = {
-            ended(cluster, f"r{i}-{n}", block_keys=keys, num_prompt_tokens=95)
-            for n, keys in enumerate(turns)
-        }
+        chosen = {ended(cluster, f"r{i}-{n}", block_keys=keys, num_prompt_tokens=95) for n, keys in enumerate(turns)}
         assert len(chosen) == 1
         homes |= chosen
     assert len(homes) == 4, "what they have in common does not tie them"
@@ -302,9 +295,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yi
     made.place("running", tokens=300)  # 3 s
     assert made.place("long", tokens=1000).rank == NEAR(50.0)
     short = made.place("short", tokens=100)
-    assert (short.rank, short.predicted_ttft_s) == (NEAR(5.0), NEAR(3.0 + 1.0)), (
-        "before the long one"
-    )
+    assert (short.rank, short.predicted_ttft_s) == (NEAR(5.0), NEAR(3.0 + 1.0)), "before the long one"
     decided = made.explain("short")
     (candidate,) = decided.prefill_candidates
     assert (decided.rank, candidate.queue_s, candidate.added_s) == (NEAR(5.0), NEAR(3.0), NEAR(1.0))
@@ -318,9 +309,7 @@ def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> No
     made.place("running", tokens=600)
     assert made.place("late", tokens=100).rank == NEAR(300.0 + 10.0)
     assert made.place("worth it", tokens=25).predicted_ttft_s == NEAR(6.25), "before the late one"
-    assert made.explain("late").prefill_candidates[0].queue_s == NEAR(10.0), (
-        "6 s, and what passes it"
-    )
+    assert made.explain("late").prefill_candidates[0].queue_s == NEAR(10.0), "6 s, and what passes it"
     for name in ("running", "worth it"):
         made.report(name, Phase.FIRST_TOKEN)
     assert made.place("next", tokens=100).predicted_ttft_s == NEAR(2.0)
@@ -421,9 +410,7 @@ def test_a_policy_of_ones_own_is_found_and_a_changed_file_is_read_again(tmp_path
         ("global-cache-aware", math.nan, "at least 1"),
     ],
 )
-def test_what_is_no_policy_is_refused(
-    tmp_path: Path, name: str, threshold: float, reason: str
-) -> None:
+def test_what_is_no_policy_is_refused(tmp_path: Path, name: str, threshold: float, reason: str) -> None:
     path = tmp_path / "policy.py"
     path.write_text(SOURCE)
     with pytest.raises(ConfigError, match=reason):

@@ -40,9 +40,7 @@ SLO_S = 2.0
         ([(107.3, 0.25, 100.0), (0.0, 0.25, 100.0)], [107.3, 100.25]),  # what is before is others'
     ],
 )
-def test_places_follow_each_other(
-    asked: list[tuple[float, float, float]], expected: list[float]
-) -> None:
+def test_places_follow_each_other(asked: list[tuple[float, float, float]], expected: list[float]) -> None:
     places = Places()
     assert [places.take(*each) for each in asked] == expected
 
@@ -211,12 +209,8 @@ def test_who_asks_before_its_time_keeps_its_place_and_who_does_not_come_is_forgo
 # ---- verdicts
 
 
-def judge(
-    returns: Returns, ticket: bytes, rejection: Rejection | None, now: float
-) -> Rejection | None:
-    return returns.judge(
-        ticket, rejection, is_crowded=True, service_s=0.1, horizon_s=SLO_S, now=now
-    )
+def judge(returns: Returns, ticket: bytes, rejection: Rejection | None, now: float) -> Rejection | None:
+    return returns.judge(ticket, rejection, is_crowded=True, service_s=0.1, horizon_s=SLO_S, now=now)
 
 
 def test_who_comes_and_is_refused_has_come() -> None:
@@ -279,9 +273,7 @@ def test_whatever_happens_promises_end_and_nobody_waits_less_than_the_load_needs
 # ---- what a conductor without tickets tells
 
 
-def cluster_of(
-    num_prefill: int, num_decode: int, *, ttft_s: float, tbt_s: float, admission: Admission
-) -> Cluster:
+def cluster_of(num_prefill: int, num_decode: int, *, ttft_s: float, tbt_s: float, admission: Admission) -> Cluster:
     limits = Limits(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, lease_s=1e6, admission=admission)
     cluster = Cluster(limits=limits)
     for number in range(num_prefill):
@@ -291,9 +283,7 @@ def cluster_of(
     return cluster
 
 
-def test_a_request_that_waits_as_told_is_admitted_though_the_queue_that_held_it_back_is_gone() -> (
-    None
-):
+def test_a_request_that_waits_as_told_is_admitted_though_the_queue_that_held_it_back_is_gone() -> None:
     """Three sequences of 10 ms are too many. The two there end 60 s after they began; the third prompt would have
     waited 2 s in a queue, so that it may not come 3 s before the moment at which it may land, but 1 s."""
     cluster = cluster_of(1, 1, ttft_s=1e3, tbt_s=0.029, admission=Admission.PREDICTED)

@@ -90,9 +90,7 @@ def test_a_need_that_passes_is_none() -> None:
         assert controller.decide(content, round_at + 9.95) is None
 
 
-@pytest.mark.parametrize(
-    "values", [{"low": 0.8}, {"low": 0.0}, {"hold_s": -1.0}, {"cool_down_s": -1.0}]
-)
+@pytest.mark.parametrize("values", [{"low": 0.8}, {"low": 0.0}, {"hold_s": -1.0}, {"cool_down_s": -1.0}])
 def test_terms_that_would_oscillate_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         RoleTerms(**values)
@@ -131,9 +129,7 @@ class Fluid:
 
     def __init__(self, num_prefill: int, num_decode: int, prompts: float, answers: float) -> None:
         names = [f"w{i}" for i in range(num_prefill + num_decode)]
-        self.roles = {
-            name: Role.PREFILL if i < num_prefill else Role.DECODE for i, name in enumerate(names)
-        }
+        self.roles = {name: Role.PREFILL if i < num_prefill else Role.DECODE for i, name in enumerate(names)}
         self._prompts, self._answers = prompts, answers  # workers' worth
         # Of each prefill worker, over the target; full at 1, where requests are rejected.
         self._queue = 0.0
@@ -252,9 +248,7 @@ def test_prompts_that_are_refused_ask_for_help_though_queues_are_short(
     assert [change.role for change in changes] == [Role.PREFILL] * num_changes
 
 
-@pytest.mark.parametrize(
-    "built", [{"can_switch_role": False}, {"switching": False}], ids=["fixed workers", "off"]
-)
+@pytest.mark.parametrize("built", [{"can_switch_role": False}, {"switching": False}], ids=["fixed workers", "off"])
 def test_nobody_is_told_who_cannot_or_where_it_is_off(built: dict[str, bool]) -> None:
     cluster = cluster_of(**built)
     overload(cluster)

@@ -63,9 +63,7 @@ def conversations(num_requests: int) -> list[TraceRecord]:
         next_id += count
         sessions.append(ids[:-1])  # the partial last block is nobody else's
         length = len(ids) * TOKENS_PER_HASH - int(rng.integers(TOKENS_PER_HASH))
-        records.append(
-            TraceRecord(arrived_s=now, input_length=length, output_length=100, hash_ids=ids)
-        )
+        records.append(TraceRecord(arrived_s=now, input_length=length, output_length=100, hash_ids=ids))
     return records
 
 

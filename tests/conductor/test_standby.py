@@ -178,9 +178,7 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
 
 
 @contextlib.asynccontextmanager
-async def leading_alone(
-    led: Led, clock: Callable[[], float] = boot_clock
-) -> AsyncIterator[EmbeddedRegistry]:
+async def leading_alone(led: Led, clock: Callable[[], float] = boot_clock) -> AsyncIterator[EmbeddedRegistry]:
     """Over a registry of its own, from when it leads."""
     registry, began = EmbeddedRegistry(), asyncio.Event()
 
@@ -189,9 +187,7 @@ async def leading_alone(
         began.set()
 
     terms = Terms(ttl_s=6.0)
-    candidate = led.candidate = Candidate(
-        registry, "a:1", terms, begin=begin, step_down=led.step_down, clock=clock
-    )
+    candidate = led.candidate = Candidate(registry, "a:1", terms, begin=begin, step_down=led.step_down, clock=clock)
     async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
         await began.wait()
         yield registry
@@ -219,9 +215,7 @@ async def blocks_known(conductors: Conductors) -> bool:
 
 
 def report(request_id: str) -> conductor_pb2.ReportRequest:
-    return conductor_pb2.ReportRequest(
-        request_id=request_id, phase=conductor_pb2.ReportRequest.PHASE_FINISHED
-    )
+    return conductor_pb2.ReportRequest(request_id=request_id, phase=conductor_pb2.ReportRequest.PHASE_FINISHED)
 
 
 async def test_a_new_leader_says_that_nobody_is_there_only_after_a_lease(cluster: Cluster) -> None:

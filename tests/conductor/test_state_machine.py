@@ -73,9 +73,7 @@ class ConductorMachine(RuleBasedStateMachine):
         admission=st.sampled_from(Admission),
         by_priority=st.booleans(),
     )
-    def begin(
-        self, policy: str, present: set[str], admission: Admission, by_priority: bool
-    ) -> None:
+    def begin(self, policy: str, present: set[str], admission: Admission, by_priority: bool) -> None:
         self.admission = admission
         limits = Limits(
             ttft_slo_s=4.0,
@@ -112,9 +110,7 @@ class ConductorMachine(RuleBasedStateMachine):
             self.next_seq[name] = 1
         self.epochs[name] = epoch
         home = f"s{name[1]}" if ROLES[name] is Role.PREFILL else None
-        registration = replace(
-            worker(name, ROLES[name], home=home), endpoint=endpoint(name, epoch), num_blocks=60
-        )
+        registration = replace(worker(name, ROLES[name], home=home), endpoint=endpoint(name, epoch), num_blocks=60)
         assert not isinstance(self.send(registration), Refused)
 
     @rule(name=instances)
@@ -223,9 +219,7 @@ class ConductorMachine(RuleBasedStateMachine):
             session_id=session,
         )
         reply = self.send(event)
-        self.live.discard(
-            request_id
-        )  # placed again: its first placement is over, whatever the reply
+        self.live.discard(request_id)  # placed again: its first placement is over, whatever the reply
         match reply:
             case Placed():
                 self.live.add(request_id)

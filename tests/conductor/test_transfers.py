@@ -68,9 +68,7 @@ class Simulation:
         return passed_s
 
     def formula(self, source: int, target: int, nbytes: float) -> float:
-        flows = [
-            (min(left, nbytes), a, b) for (a, b), left in zip(self.ends, self.left, strict=True)
-        ]
+        flows = [(min(left, nbytes), a, b) for (a, b), left in zip(self.ends, self.left, strict=True)]
         out = sum(shared for shared, a, _ in flows if a == source)
         into = sum(shared for shared, _, b in flows if b == target)
         return (nbytes + max(out, into)) / RATE
@@ -82,9 +80,7 @@ SIZES = st.floats(1.0, 5e8)
 # Two that share their receiver alone.
 @example([(0, 4, 2e8, 0.0), (1, 4, 2e8, 1.0)], False, set(), [2e8] * 4)
 @given(
-    flows=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(4, 7), SIZES, st.floats(0.0, 2.0)), max_size=12
-    ),
+    flows=st.lists(st.tuples(st.integers(0, 3), st.integers(4, 7), SIZES, st.floats(0.0, 2.0)), max_size=12),
     is_star=st.booleans(),
     ended=st.sets(st.integers(0, 11)),
     nbytes=st.lists(SIZES | st.just(0.0), min_size=4, max_size=4),
@@ -125,10 +121,7 @@ def test_flows_move_as_in_a_plain_simulation_and_new_ones_are_predicted_beside_t
 def test_nothing_to_move_takes_no_time_and_what_should_have_arrived_delays_nobody() -> None:
     transfers = endpoints(3)
     transfers.begin(RequestId("r"), [(0, RATE)], 1, 0.0)
-    assert (
-        transfers.seconds(0, np.array([0, 1, 2]), np.array([5.0, 0.0, 0.0]), 0.0).tolist()
-        == [0.0] * 3
-    )
+    assert transfers.seconds(0, np.array([0, 1, 2]), np.array([5.0, 0.0, 0.0]), 0.0).tolist() == [0.0] * 3
     assert alone(transfers, 0, 2, RATE, 0.5) == NEAR(1.5)
     assert alone(transfers, 0, 2, RATE, 5.0) == NEAR(1.0)
 
@@ -160,9 +153,7 @@ def test_a_pair_that_was_measured_is_predicted_so_whatever_its_ends_do_elsewhere
     assert alone(transfers, 0, 1, 1e9, 0.0) == NEAR(1.0)
     assert alone(transfers, 0, 2, 1e8, 0.0) == NEAR(1.0), "the other end was not seen to be faster"
     transfers.measured(1, 2, 1e8, 10.0)
-    transfers.begin(
-        RequestId("slow"), [(1, 1e8)], 2, 0.0
-    )  # 10 MB/s, though its links could do more
+    transfers.begin(RequestId("slow"), [(1, 1e8)], 2, 0.0)  # 10 MB/s, though its links could do more
     assert alone(transfers, 1, 0, 1e8, 5.0) == NEAR(1.5e8 / 0.93e8, rel=0.02)
     transfers.measured(0, 1, 1e9, 100.0)
     assert transfers.alone(0, 1) > 7e8, "one stall hardly counts"

@@ -22,12 +22,8 @@ from tests.scores import pretend
 
 BLOCK_SIZE = 4
 ROOT = root_key("test")
-STORE = Endpoint(
-    instance_id="store-0", epoch=1, rpc_address="store:1", transfer_address="store:2", host="here"
-)
-CHEAP_STORE = KeepingCosts(
-    prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block_bytes=4096, host="here"
-)
+STORE = Endpoint(instance_id="store-0", epoch=1, rpc_address="store:1", transfer_address="store:2", host="here")
+CHEAP_STORE = KeepingCosts(prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block_bytes=4096, host="here")
 """Of a worker that computes a token a second."""
 A = TypeVar("A")
 
@@ -42,9 +38,7 @@ def limits(**changes: int | bool) -> Limits:
     return Limits(**{**values, **changes})
 
 
-def pool(
-    num_blocks: int, blanks: Blanks | None = None, *, reserved_share: float = 0.0
-) -> BlockPool:
+def pool(num_blocks: int, blanks: Blanks | None = None, *, reserved_share: float = 0.0) -> BlockPool:
     return BlockPool(
         num_blocks,
         on_added=lambda key, parent: None,
@@ -125,9 +119,7 @@ class PretendedMemory:
         checksums = tuple(item.checksum or 1 for item in action.blocks)
         if failed:
             error = PeerLost("the store is gone")
-            return events.Kept(
-                move_id=action.move_id, checksums=checksums, is_complete=False, error=error
-            )
+            return events.Kept(move_id=action.move_id, checksums=checksums, is_complete=False, error=error)
         for item in action.blocks:
             self.store[item.key] = [self._slots[item.block, at] for at in range(BLOCK_SIZE)]
         return events.Kept(move_id=action.move_id, checksums=checksums, is_complete=True)
@@ -223,10 +215,7 @@ class Driver:
     def _continues(self, piece: Slice) -> bool:
         """Whether the step begun before samples the token that this slice begins with."""
         before = self.steps[-1].slices if self.steps else ()
-        return any(
-            each.samples and (each.request_id, each.end) == (piece.request_id, piece.start)
-            for each in before
-        )
+        return any(each.samples and (each.request_id, each.end) == (piece.request_id, piece.start) for each in before)
 
     def check_windows(self) -> None:
         """No window is open for a block that is free, shared or in use by a sequence."""
@@ -264,9 +253,7 @@ class Driver:
         if grant is not None and name in self.open_windows.keys() - closing:
             self.memory.land(request.token_ids[:-1], grant)
         checksums = range(grant.num_cached, len(grant.blocks)) if grant else ()
-        return self.handle(
-            events.CommitRequested(lease_id=name, request=request, checksums=tuple(checksums))
-        )
+        return self.handle(events.CommitRequested(lease_id=name, request=request, checksums=tuple(checksums)))
 
     def grant_of(self, lease_id: str) -> actions.GrantLease | None:
         return next((a for a in self.all_of(actions.GrantLease) if a.lease_id == lease_id), None)
@@ -282,9 +269,7 @@ class Driver:
         del self.open_windows[action.lease_id]
         return self.handle(events.WindowClosed(lease_id=action.lease_id))
 
-    def start(
-        self, prompt: Sequence[int], request_id: str = "r", **wishes: object
-    ) -> list[actions.Action]:
+    def start(self, prompt: Sequence[int], request_id: str = "r", **wishes: object) -> list[actions.Action]:
         """From reservation to sequence."""
         self.reserve(prompt, request_id)
         done = self.commit(request_of(prompt, request_id, **wishes))  # type: ignore[arg-type]
@@ -309,9 +294,7 @@ class Driver:
         return self.handle(
             events.StepDone(
                 sampled=[
-                    Sampled(request_id=piece.request_id, token_id=next_token(piece.end))
-                    if piece.samples
-                    else None
+                    Sampled(request_id=piece.request_id, token_id=next_token(piece.end)) if piece.samples else None
                     for piece in step.slices
                 ]
             )

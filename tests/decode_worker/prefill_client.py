@@ -90,9 +90,7 @@ class PrefillClient:
         assert first is not None
         return Prompt(request, LeaseId(new_id("lease")), first.token_id)
 
-    async def reserve(
-        self, prompt: Prompt, *, timeout_s: float = PATIENCE_S, fingerprint: str = ""
-    ) -> Landing:
+    async def reserve(self, prompt: Prompt, *, timeout_s: float = PATIENCE_S, fingerprint: str = "") -> Landing:
         request = prompt.request
         wish = ReserveLanding(
             request_id=request.request_id,

@@ -113,9 +113,7 @@ class ElasticDecodeWorker(DecodeWorker):
         super().teardown()
 
 
-ElasticDecodeWorker.TestCase.settings = settings(
-    max_examples=examples(40), stateful_step_count=40, deadline=None
-)
+ElasticDecodeWorker.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 test_limits_that_change_at_any_moment_change_no_token = ElasticDecodeWorker.TestCase
 
 

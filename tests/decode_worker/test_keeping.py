@@ -133,9 +133,7 @@ def test_corrupt_blocks_are_forgotten() -> None:
     put = put_of(driver)
     driver.moving.clear()
     checksums, bad = tuple(item.checksum or 1 for item in put.blocks), put.blocks[0].key
-    driver.handle(
-        events.Kept(move_id=put.move_id, checksums=checksums, is_complete=False, corrupt=(bad,))
-    )
+    driver.handle(events.Kept(move_id=put.move_id, checksums=checksums, is_complete=False, corrupt=(bad,)))
     assert not driver.pool.match_prefix([bad])
     drain_right(driver)
 

@@ -103,9 +103,7 @@ def test_a_waiting_reservation_is_refused_when_its_callers_deadline_comes() -> N
     assert driver.state.num_waiting == 0
 
 
-def test_an_expired_lease_is_never_revived_and_its_blocks_are_free_when_nobody_writes_them() -> (
-    None
-):
+def test_an_expired_lease_is_never_revived_and_its_blocks_are_free_when_nobody_writes_them() -> None:
     driver = Driver()
     driver.reserve(PROMPT, ttl_s=3.0)
     assert driver.wait(3.0) == [actions.CloseWindow(lease_id=LEASE)]
@@ -212,9 +210,7 @@ def test_a_cancelled_landing_ends_wherever_it_is(moment: str) -> None:
     assert not driver.tokens
 
 
-def test_a_cancellation_counts_for_a_minute_and_not_for_an_attempt_that_comes_after_an_end() -> (
-    None
-):
+def test_a_cancellation_counts_for_a_minute_and_not_for_an_attempt_that_comes_after_an_end() -> None:
     driver = Driver()
     driver.cancel("r")
     driver.wait(60.0)
@@ -228,9 +224,7 @@ def test_a_cancellation_counts_for_a_minute_and_not_for_an_attempt_that_comes_af
     ("event", "is_told"),
     [(events.GatewayLost(gateway_id=GatewayId("g")), False), (events.Stopped(), True)],
 )
-def test_a_committed_landing_ends_with_its_gateway_and_with_its_worker(
-    event: events.Event, is_told: bool
-) -> None:
+def test_a_committed_landing_ends_with_its_gateway_and_with_its_worker(event: events.Event, is_told: bool) -> None:
     driver = Driver()
     landed(driver)
     driver.handle(event)

@@ -47,15 +47,11 @@ class FullWorker:
 
 async def test_a_prefill_workers_reservation_says_limit_prompt_and_tenant() -> None:
     worker, server, channels = FullWorker(), RpcServer(TOKEN), Channels(TOKEN)
-    zone = LandingZone(
-        transfer_address="t", segment_id=1, num_blocks=4, block_size=BLOCK_SIZE, fingerprint="f"
-    )
+    zone = LandingZone(transfer_address="t", segment_id=1, num_blocks=4, block_size=BLOCK_SIZE, fingerprint="f")
     servicer = LandingServicer(cast(DecodeService, worker), zone)
     worker_pb2_grpc.add_LandingServicer_to_server(servicer, server.grpc)
     address = await server.start("127.0.0.1", 0)
-    decode = Endpoint(
-        instance_id="decode-0", epoch=1, rpc_address=address, transfer_address="t", host="h"
-    )
+    decode = Endpoint(instance_id="decode-0", epoch=1, rpc_address=address, transfer_address="t", host="h")
     wish = ReserveLanding(
         priority=0,
         request_id=ASKED.request_id,

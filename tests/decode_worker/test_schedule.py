@@ -20,9 +20,7 @@ def names(driver: Driver) -> list[str]:
 
 
 @pytest.mark.parametrize(("max_model_len", "num_tokens"), [(1_000, 3), (8, 2)])
-def test_a_sequence_generates_until_a_limit_and_frees_its_blocks(
-    max_model_len: int, num_tokens: int
-) -> None:
+def test_a_sequence_generates_until_a_limit_and_frees_its_blocks(max_model_len: int, num_tokens: int) -> None:
     driver = Driver(max_model_len=max_model_len)
     driver.start([1, 2, 3, 4, 5], max_tokens=4)
     driver.drain()
@@ -91,9 +89,7 @@ def run_out_of_time(driver: Driver) -> None:
         (lambda driver: driver.fail_step(PeerError("no memory")), {"a": PeerError}),
     ],
 )
-def test_one_ends_and_the_other_goes_on(
-    end: Callable[[Driver], object], told: dict[str, type[MoonserveError]]
-) -> None:
+def test_one_ends_and_the_other_goes_on(end: Callable[[Driver], object], told: dict[str, type[MoonserveError]]) -> None:
     driver = Driver()
     driver.start([1], "a", gateway_id="gone", timeout_s=3.0)
     driver.start([1], "b", gateway_id="here")
@@ -113,9 +109,7 @@ def test_a_second_attempt_at_a_request_replaces_the_first() -> None:
 
 
 @pytest.mark.parametrize(("priority", "goes_on"), [(0, "old"), (1, "new")])
-def test_the_newest_of_the_least_urgent_is_preempted_when_no_block_is_left(
-    priority: int, goes_on: str
-) -> None:
+def test_the_newest_of_the_least_urgent_is_preempted_when_no_block_is_left(priority: int, goes_on: str) -> None:
     driver = Driver(num_blocks=4)
     driver.start([1, 2, 3], "old", priority=priority)
     driver.start([5, 6, 7], "new")

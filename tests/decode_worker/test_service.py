@@ -146,9 +146,7 @@ async def test_preemption_changes_no_token(model_path: Path, kv_dtype: str) -> N
 
 
 @pytest.mark.parametrize("committed", [False, True])
-async def test_a_write_after_the_release_or_the_commit_is_refused(
-    model_path: Path, committed: bool
-) -> None:
+async def test_a_write_after_the_release_or_the_commit_is_refused(model_path: Path, committed: bool) -> None:
     async with world(model_path) as w:
         prompt = w.client.compute(prompt_of(20), 4)
         if committed:
@@ -202,9 +200,7 @@ async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(
         assert len((await asyncio.wait_for(waiting, PATIENCE_S)).block_ids) == 2
 
 
-async def test_a_cancelled_request_ends_and_frees_everything(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_request_ends_and_frees_everything(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = hold_steps(monkeypatch)
     async with world(model_path) as w:
         prompt = w.client.compute(prompt_of(20), 400)

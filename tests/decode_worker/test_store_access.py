@@ -37,9 +37,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def costs_of(path: Path) -> KeepingCosts:
     """Of a worker that takes a second for a token: no store is slower."""
     profile = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)
-    return KeepingCosts(
-        prefill=profile, block_bytes=layout_of(path).block_bytes, host=host_identity()
-    )
+    return KeepingCosts(prefill=profile, block_bytes=layout_of(path).block_bytes, host=host_identity())
 
 
 async def crowd(w: World, expected: dict[int, list[int]]) -> None:

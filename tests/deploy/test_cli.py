@@ -42,18 +42,14 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argument", "is_read", "code"), [("--help", False, 141), ("serv", True, 2)]
-)
+@pytest.mark.parametrize(("argument", "is_read", "code"), [("--help", False, 141), ("serv", True, 2)])
 def test_the_command_ends_with_its_exit_code_and_no_traceback_where_nobody_reads(
     argument: str, is_read: bool, code: int
 ) -> None:
     read_fd, write_fd = os.pipe()
     if not is_read:
         os.close(read_fd)  # before it has printed anything
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy", argument], stdout=write_fd, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, "-m", "deploy", argument], stdout=write_fd, stderr=subprocess.PIPE)
     os.close(write_fd)
     _, told = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, told.count(b"\n")) == (code, int(is_read))

@@ -71,9 +71,7 @@ def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
         grace_s = pod.get("terminationGracePeriodSeconds", 30)
         assert name == "gateway" or grace_s > cluster.drain_s
     [service] = [
-        each["spec"]
-        for each in MANIFESTS
-        if each["kind"] == "Service" and "ray.io/group" in each["spec"]["selector"]
+        each["spec"] for each in MANIFESTS if each["kind"] == "Service" and "ray.io/group" in each["spec"]["selector"]
     ]
     assert service["selector"]["ray.io/group"] in groups
     assert service["ports"][0]["targetPort"] == cluster.serve.port
@@ -123,9 +121,7 @@ def test_compose_mounts_and_names_what_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_a_unit_starts_a_command_that_there_is_and_systemd_accepts_it(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_unit_starts_a_command_that_there_is_and_systemd_accepts_it(path: Path, tmp_path: Path) -> None:
     """As it is, but for programs that are not installed here."""
     [command] = re.findall(r"^ExecStart=(.*)$", path.read_text(), re.MULTILINE)
     program, verb, *flags = command.removeprefix(BIN).split()
@@ -143,7 +139,5 @@ def test_a_unit_starts_a_command_that_there_is_and_systemd_accepts_it(
     for unit in UNITS:
         (tmp_path / unit.name).write_text(re.sub(rf"{BIN}\w+", "/bin/true", unit.read_text()))
     checked = tmp_path / path.name.replace("@", "@prefill")
-    told = subprocess.run(
-        [binary, "verify", "--man=no", str(checked)], capture_output=True, text=True, check=False
-    )
+    told = subprocess.run([binary, "verify", "--man=no", str(checked)], capture_output=True, text=True, check=False)
     assert [line for line in told.stderr.splitlines() if "moonserve" in line] == []

@@ -80,9 +80,7 @@ def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path
             cluster.wait_for("two scrapes", lambda: scrapes(prometheus) >= 2)
             while missing:
                 expression = missing.pop()
-                cluster.wait_for(
-                    f"a value of {expression}", lambda e=expression: has_values(prometheus, e)
-                )
+                cluster.wait_for(f"a value of {expression}", lambda e=expression: has_values(prometheus, e))
             cluster.wait_for("a scrape that was answered in time", lambda: is_up(prometheus))
             rules = prometheus.ask("rules")["groups"][0]["rules"]
             assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules

@@ -38,9 +38,7 @@ def parsed(spec: ProcessSpec) -> Any:
     return load(CLASSES[spec.module], spec.flags, prog=spec.module, environ=spec.environment)
 
 
-def members(
-    gpus: tuple[str, ...] = (), ledger: str | None = None, **options: Any
-) -> dict[str, ProcessSpec]:
+def members(gpus: tuple[str, ...] = (), ledger: str | None = None, **options: Any) -> dict[str, ProcessSpec]:
     specs = member_specs(ServeConfig(**options), "/model", "127.0.0.1:5", ledger, gpus)
     return {spec.instance_id: spec for spec in specs}
 
@@ -106,9 +104,7 @@ ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("options", "expected"), ARRIVES)
-def test_what_serve_is_told_arrives(
-    options: dict[str, Any], expected: dict[str, dict[str, Any]]
-) -> None:
+def test_what_serve_is_told_arrives(options: dict[str, Any], expected: dict[str, dict[str, Any]]) -> None:
     specs = members(ledger="/shares", **options)
     for name, values in expected.items():
         config = parsed(specs[name])
@@ -134,9 +130,7 @@ def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> No
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 
 
-def test_there_is_one_process_of_each_kind_workers_give_way_and_only_a_disk_gets_time_to_stop() -> (
-    None
-):
+def test_there_is_one_process_of_each_kind_workers_give_way_and_only_a_disk_gets_time_to_stop() -> None:
     nice = {name: spec.nice for name, spec in members().items()}
     assert nice == {"store-0": 0, "prefill-0": WORKER_NICE, "decode-0": WORKER_NICE, "gateway-0": 0}
     assert members(worker_nice=3)["decode-0"].nice == 3
@@ -146,9 +140,7 @@ def test_there_is_one_process_of_each_kind_workers_give_way_and_only_a_disk_gets
     assert STOP_GRACE_S < 5  # serve promises an end within that time; all are ended side by side
 
 
-def test_policies_are_the_same_whoever_starts_a_conductor_and_simulations_are_as_published() -> (
-    None
-):
+def test_policies_are_the_same_whoever_starts_a_conductor_and_simulations_are_as_published() -> None:
     assert ServeConfig().placement_policy == ConductorConfig().placement_policy == "moonserve"
     assert SimulateConfig(trace="t").policy == (PUBLISHED_POLICY,) == ("global-cache-aware",)
 

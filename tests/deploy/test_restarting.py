@@ -68,9 +68,7 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
 
 
 @pytest.mark.parametrize("silent_for", [0, 2])
-async def test_the_next_one_goes_when_the_one_before_is_back(
-    tmp_path: Path, silent_for: int
-) -> None:
+async def test_the_next_one_goes_when_the_one_before_is_back(tmp_path: Path, silent_for: int) -> None:
     """A conductor that does not answer just then is asked again: it would say of nobody that they were there."""
     assert await Scene(tmp_path, silent_for).run() == [
         *("prefill-0 is restarted", "prefill-0 is back"),

@@ -83,9 +83,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("overlaps", "signal"), [(False, "SIGTERM"), (True, "SIGUSR1")])
-async def test_a_process_gives_way_to_a_successor(
-    launch: Launch, overlaps: bool, signal: str
-) -> None:
+async def test_a_process_gives_way_to_a_successor(launch: Launch, overlaps: bool, signal: str) -> None:
     supervisor, child = await launch(overlaps=overlaps)
     old = child.process
     assert old is not None
@@ -132,9 +130,7 @@ async def test_one_whose_successor_does_not_come_up_serves_on(
     assert child.process is not old
 
 
-async def test_one_that_dies_at_its_start_is_told_with_its_last_lines(
-    launch: Launch, tmp_path: Path
-) -> None:
+async def test_one_that_dies_at_its_start_is_told_with_its_last_lines(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "fails").touch()
     with pytest.raises(ChildDied, match=r"it-0 ended with exit code 3 .* last log lines"):
         await launch("--fails-if", str(tmp_path / "fails"))
@@ -195,9 +191,7 @@ def test_a_death_is_told_in_half_a_sentence() -> None:
 
 def test_what_a_full_disk_does_not_take_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
     """The task that follows a process tells the display of it, and must go on following."""
-    child = Child(
-        ProcessSpec(instance_id="it", kind=Kind.STORE, module="it", flags=()), tmp_path / "it.log"
-    )
+    child = Child(ProcessSpec(instance_id="it", kind=Kind.STORE, module="it", flags=()), tmp_path / "it.log")
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, and is looked at
     display = Display(full)
     display.show_start(tmp_path, tmp_path)

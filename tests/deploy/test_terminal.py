@@ -17,9 +17,7 @@ from deploy.terminal.output import Output, Table, bar, count, size
 from protocol.errors import MoonserveError
 
 
-def test_numbers_are_shown_in_the_unit_that_fits_and_a_bar_shows_whatever_is_above_nothing() -> (
-    None
-):
+def test_numbers_are_shown_in_the_unit_that_fits_and_a_bar_shows_whatever_is_above_nothing() -> None:
     shown = [size(number) for number in (0, 1023, 1024, 3 * 2**30, 2**54)]
     assert shown == ["0 B", "1023 B", "1.0 KiB", "3.0 GiB", "16384.0 TiB"]
     assert (count(1, "object"), count(2_000, "object")) == ("1 object", "2,000 objects")

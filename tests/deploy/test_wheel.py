@@ -83,9 +83,7 @@ def _site(environment: Path) -> Path:
     return Path(sysconfig.get_path("purelib", vars=places))
 
 
-def test_every_library_of_an_installed_wheel_loads_without_a_compiler(
-    tmp_path: Path, venv: Path
-) -> None:
+def test_every_library_of_an_installed_wheel_loads_without_a_compiler(tmp_path: Path, venv: Path) -> None:
     need_compiler()
     pip = (venv / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-index")
     run(*pip, "--ignore-installed", build(tmp_path))

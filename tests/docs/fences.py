@@ -26,9 +26,7 @@ PAGES = sorted(
     ]
 )
 RUNNABLE = ("console", "bash", "python")
-_FENCE = re.compile(
-    r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=ticks)[ ]*$", re.M | re.S
-)
+_FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=ticks)[ ]*$", re.M | re.S)
 _WORD = re.compile(r'(?P<name>[a-z]+)(="(?P<value>[^"]*)")?')
 
 

@@ -15,9 +15,7 @@ from tests.docs.fences import ROOT
 
 DOCS = ROOT / "docs"
 # What a browser loads by itself; links are the reader's to follow.
-LOADED = re.compile(
-    r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(https?:|//)[^>]*"
-)
+LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(https?:|//)[^>]*")
 
 
 async def test_the_checked_in_pages_and_pictures_are_fresh() -> None:

@@ -22,9 +22,7 @@ _ENDS = ";&|\n"
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 CODE = re.compile(r"`([^`\n]+)`")
 OURS = ("moonserve ", "make ", "python -m ", "pytest ")
-COMMAND = re.compile(
-    rf"^(\$ )?(moonserve ({'|'.join(VERBS)})\b|make |python -m |pytest )", re.MULTILINE
-)
+COMMAND = re.compile(rf"^(\$ )?(moonserve ({'|'.join(VERBS)})\b|make |python -m |pytest )", re.MULTILINE)
 METRIC = re.compile(r"`((?:moonserve_|vllm:|master_)[a-z_]+)")
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"docs", "proto"}
 SAMPLE_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
@@ -68,9 +66,7 @@ def _of_prose(prose: str) -> Iterator[str]:
     """Flags; files by their path from the root, or from tests/, with or without `.py`; metrics."""
     for code in CODE.findall(prose):
         if code.startswith("--"):
-            yield from (
-                f"no flag {flag}" for flag in set(FLAG.findall(code)) - all_flags() - FOREIGN
-            )
+            yield from (f"no flag {flag}" for flag in set(FLAG.findall(code)) - all_flags() - FOREIGN)
         path = code.partition("::")[0]
         if re.fullmatch(r"[\w.-]+(/[\w.*-]+)+/?", path) and path.split("/")[0] in PACKAGES:
             places = (path.rstrip("/"), f"{path}.py", f"tests/{path}")

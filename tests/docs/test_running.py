@@ -26,9 +26,7 @@ from tests.e2e.cluster import Cluster, running_cluster
 from tests.patience import PATIENCE_S
 
 PAGES = [
-    page
-    for page in sorted((ROOT / "docs").glob("*.md"))
-    if any(fence.runs for fence in fences_of(page.read_text()))
+    page for page in sorted((ROOT / "docs").glob("*.md")) if any(fence.runs for fence in fences_of(page.read_text()))
 ]
 
 
@@ -146,9 +144,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_a_page_runs(
-    page: Path, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_runs(page: Path, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its first block to its last, each with what those before it left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -50,9 +50,7 @@ def same(choice: dict[str, Any]) -> dict[str, Any]:
     message = choice.get("message")
     if message is None:
         return choice
-    calls = [
-        {**call, "id": _CALL_ID.sub("call", call["id"])} for call in message.get("tool_calls", [])
-    ]
+    calls = [{**call, "id": _CALL_ID.sub("call", call["id"])} for call in message.get("tool_calls", [])]
     return {
         **choice,
         "message": {**message, "content": message["content"] or "", "tool_calls": calls},

@@ -71,9 +71,7 @@ class Cluster(LocalCluster):
 
     def client(self) -> httpx.Client:
         """Over plain HTTP: without the certificates whose loading takes 30 ms of a processor for every client."""
-        return httpx.Client(
-            base_url=self.url, timeout=2 * PATIENCE_S, headers=self.headers, verify=False
-        )
+        return httpx.Client(base_url=self.url, timeout=2 * PATIENCE_S, headers=self.headers, verify=False)
 
     def complete(self, prompt: Any, **parameters: Any) -> dict[str, Any]:
         """One unary completion; fails on any status but 200."""
@@ -149,17 +147,13 @@ class Cluster(LocalCluster):
     def status(self, instance_id: str) -> worker_pb2.WorkerStatus:
         """What a worker says of itself, now."""
         request = worker_pb2.GetStatusRequest()
-        status: worker_pb2.WorkerStatus = self.rpc(
-            instance_id, worker_pb2_grpc.WorkerStub, "GetStatus", request
-        )
+        status: worker_pb2.WorkerStatus = self.rpc(instance_id, worker_pb2_grpc.WorkerStub, "GetStatus", request)
         return status
 
     def store(self, instance_id: str = "store-0") -> kvstore_pb2.StoreStatsReply:
         """What a store node says of itself, now."""
         request = kvstore_pb2.StoreStatsRequest()
-        stats: kvstore_pb2.StoreStatsReply = self.rpc(
-            instance_id, kvstore_pb2_grpc.KvStoreStub, "Stats", request
-        )
+        stats: kvstore_pb2.StoreStatsReply = self.rpc(instance_id, kvstore_pb2_grpc.KvStoreStub, "Stats", request)
         return stats
 
     def counters(self, instance_id: str) -> dict[str, int]:
@@ -190,9 +184,7 @@ class Cluster(LocalCluster):
         """All full blocks of these prompts are in store-0, and the conductor knows. Not so many of anybody's."""
         for keys in (self.keys_of(prompt, block_size) for prompt in prompts):
             if keys:
-                self.wait_for(
-                    "the write-behind", lambda keys=keys: len(self.places(keys)) == len(keys)
-                )
+                self.wait_for("the write-behind", lambda keys=keys: len(self.places(keys)) == len(keys))
         num_objects = self.store().num_objects
         self.wait_for("the index", lambda: self.num_indexed() >= num_objects)
 
@@ -201,9 +193,7 @@ class Cluster(LocalCluster):
         offset, length = self.places(self.keys_of(prompt, block_size))[block]
         pid = self.pids()["store-0"]
         maps = Path(f"/proc/{pid}/maps").read_text()
-        (start,) = re.findall(
-            r"^([0-9a-f]+)-\S+ rw-s .*/memfd:moonserve:objects", maps, re.MULTILINE
-        )
+        (start,) = re.findall(r"^([0-9a-f]+)-\S+ rw-s .*/memfd:moonserve:objects", maps, re.MULTILINE)
         with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
             place = int(start, 16) + offset + length // 2
             memory.seek(place)
@@ -304,16 +294,12 @@ class Cluster(LocalCluster):
         files = sorted(self.log_dir.glob("*.log"))
         return [path.name for path in files if "Traceback" in path.read_text()]
 
-    def wait_for(
-        self, what: str, condition: Callable[[], bool], timeout_s: float = PATIENCE_S
-    ) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Waits until `condition` holds; fails with the cluster's logs when it does not in time."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(
-                    f"not within {timeout_s} s: {what}\n{self.output}\n{self.logs()}"
-                )
+                raise AssertionError(f"not within {timeout_s} s: {what}\n{self.output}\n{self.logs()}")
             time.sleep(POLL_S)
 
 

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 _MAX_DEPTH = 4
 
 _WORDS = st.one_of(
-    st.sampled_from(
-        ["", "prefill-0", "decode-0", "store-0", "gateway-0", "conductor", "127.0.0.1:1", "host"]
-    ),
+    st.sampled_from(["", "prefill-0", "decode-0", "store-0", "gateway-0", "conductor", "127.0.0.1:1", "host"]),
     st.sampled_from(["x" * 5_000, "../../etc/passwd", "lean://127.0.0.1:1", "\0", "ünïcödé", "{}"]),
     st.text(max_size=12),
 )

@@ -33,8 +33,7 @@ class BackgroundLoad(Background):
     ) -> None:
         self._flowing = [threading.Event() for _ in range(streams)]
         super().__init__(
-            partial(self._go_on, f"{seed}-{index}", flowing)
-            for index, flowing in enumerate(self._flowing)
+            partial(self._go_on, f"{seed}-{index}", flowing) for index, flowing in enumerate(self._flowing)
         )
         self._cluster = cluster
         self._vocab_size = vocab_size
@@ -65,9 +64,7 @@ class BackgroundLoad(Background):
             "stream": True,
         }
 
-    def _stream(
-        self, client: httpx.Client, request: dict[str, Any], flowing: threading.Event
-    ) -> None:
+    def _stream(self, client: httpx.Client, request: dict[str, Any], flowing: threading.Event) -> None:
         with client.stream("POST", "/v1/completions", json=request) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
@@ -107,9 +104,7 @@ class Regulars(Background):
     def __enter__(self) -> Self:
         """Returns when there are more answers than clients."""
         super().__enter__()
-        self._cluster.wait_for(
-            "answers", lambda: len(self.begun_and_done) > self._num_prompts or self.failures
-        )
+        self._cluster.wait_for("answers", lambda: len(self.begun_and_done) > self._num_prompts or self.failures)
         return self
 
     def answered_since(self, began: float) -> list[float]:

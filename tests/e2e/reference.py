@@ -47,9 +47,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def continuations(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int
-) -> list[Continuation]:
+def continuations(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Continuation]:
     """Greedy continuations, each generated alone."""
     with one_thread(), torch.inference_mode():
         return [_continuation(model, prompt, num_tokens) for prompt in prompts]

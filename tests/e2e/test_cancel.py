@@ -82,9 +82,7 @@ def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
 
 def left_while_running(cluster: Cluster, attempt: int) -> bool:
     """False: its prompt was computed already."""
-    before, handed_off = (
-        cluster.counter("prefill-0", name) for name in ("cancelled_running", "handed_off_requests")
-    )
+    before, handed_off = (cluster.counter("prefill-0", name) for name in ("cancelled_running", "handed_off_requests"))
 
     def runs_or_ran() -> bool:
         status = cluster.status("prefill-0")
@@ -113,9 +111,7 @@ def test_while_a_whole_reply_is_made(cluster: Cluster) -> None:
     with RawClient(cluster) as client:
         client.ask([8, 9], max_tokens=MAX_MODEL_LEN - 2, stream=False, n=3)
         cluster.wait_for("choices", lambda: cluster.status("decode-0").load.num_running == 3)
-    cluster.wait_for(
-        "the end", lambda: cluster.counter("decode-0", "requests_dropped") == dropped + 3
-    )
+    cluster.wait_for("the end", lambda: cluster.counter("decode-0", "requests_dropped") == dropped + 3)
 
 
 def test_twenty_at_once_in_any_phase(cluster: Cluster) -> None:

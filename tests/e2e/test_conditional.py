@@ -70,9 +70,7 @@ def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(keep_asking, number) for number in range(3)]
         try:
-            cluster.wait_for(
-                "a queue", lambda: cluster.status("prefill-0").load.queued_tokens > LONG
-            )
+            cluster.wait_for("a queue", lambda: cluster.status("prefill-0").load.queued_tokens > LONG)
             yield
         finally:
             over.set()
@@ -89,9 +87,7 @@ def expected(model: Path, prompts: list[list[int]]) -> list[Continuation]:
     return continuations(load_reference(model), prompts, NUM_TOKENS)
 
 
-def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(
-    cluster: Cluster, model: Path
-) -> None:
+def test_a_short_prompt_behind_long_ones_is_read_by_the_decode_worker(cluster: Cluster, model: Path) -> None:
     """A prompt of another beginning each time, until one is: the queue may have ended just then."""
     prompts = [prompt_of(f"short {number}", 100) for number in range(ATTEMPTS)]
     with busy_prefill(cluster, "short"):
@@ -117,9 +113,7 @@ def as_expected(
     return [answer for answer, _ in known]
 
 
-def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(
-    cluster: Cluster, model: Path
-) -> None:
+def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(cluster: Cluster, model: Path) -> None:
     """Tried until the kill comes in the middle of the prompt: on a busy machine it may be read by then."""
     assert any(killed_in_the_middle(cluster, model, n) for n in range(ATTEMPTS)), cluster.logs()
 

@@ -87,11 +87,7 @@ def leader(cluster: Cluster) -> str:
 def follows(cluster: Cluster, name: str, other: str) -> bool:
     """`name` stands by and tells where `other` is."""
     reply = who(cluster, name)
-    return (
-        reply is not None
-        and not reply.leads
-        and reply.leader_address == cluster.conductor_address(other)
-    )
+    return reply is not None and not reply.leads and reply.leader_address == cluster.conductor_address(other)
 
 
 def busy(cluster: Cluster) -> Regulars:
@@ -102,9 +98,7 @@ def busy(cluster: Cluster) -> Regulars:
 
 def wait_for_placements(cluster: Cluster, clients: Regulars, began: float) -> None:
     """Until requests were answered that came after `began`."""
-    cluster.wait_for(
-        "new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS
-    )
+    cluster.wait_for("new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS)
 
 
 def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(
@@ -168,9 +162,7 @@ def place_at(cluster: Cluster, name: str) -> Exception:
     return failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))
 
 
-def test_while_the_registry_is_away_streams_go_on_and_new_requests_wait(
-    cluster: Cluster, redis: RedisServer
-) -> None:
+def test_while_the_registry_is_away_streams_go_on_and_new_requests_wait(cluster: Cluster, redis: RedisServer) -> None:
     """Nobody can know who holds the claim, so nobody leads; one does again afterwards."""
     _, epoch = leading(cluster)
     with busy(cluster) as clients:

@@ -70,9 +70,7 @@ async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path:
         assert not opened.complaints
 
 
-async def test_at_no_width_and_in_no_colours_anything_is_cut_off(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_at_no_width_and_in_no_colours_anything_is_cut_off(cluster: Cluster, tmp_path: Path) -> None:
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
         grounds = set()
@@ -93,9 +91,7 @@ async def test_at_no_width_and_in_no_colours_anything_is_cut_off(
         assert await opened.evaluate(CUT_OFF) == []
 
 
-async def test_everything_is_reached_with_tab_and_seen_to_be(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_everything_is_reached_with_tab_and_seen_to_be(cluster: Cluster, tmp_path: Path) -> None:
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
         expected = await opened.evaluate(
@@ -111,9 +107,7 @@ async def test_everything_is_reached_with_tab_and_seen_to_be(
         assert sum(name.startswith("req-") for name in names) >= expected - 2 - 4
         assert all(each["outline"] for each in reached if each["tag"] != "BODY")
         # Nothing that can be clicked is left out by being no control.
-        unreachable = (
-            "[...document.querySelectorAll('[onclick], [role=button]:not(button)')].length"
-        )
+        unreachable = "[...document.querySelectorAll('[onclick], [role=button]:not(button)')].length"
         assert await opened.evaluate(unreachable) == 0
 
 

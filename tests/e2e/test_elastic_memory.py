@@ -52,9 +52,7 @@ def ask(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_TOKENS) -> di
     return cluster.greedy(prompt, num_tokens, logprobs=0)
 
 
-def limits(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> dict[str, dict[str, Any]]:
+def limits(cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
     """What `kvctl` prints, by worker."""
     capsys.readouterr()
     environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}

@@ -187,9 +187,7 @@ def decisions_of(cluster: Cluster, said: Said) -> list[dict[str, Any]]:
     return cluster.decisions(request_id)
 
 
-def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(
-    cluster: Cluster, known: Known
-) -> None:
+def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(cluster: Cluster, known: Known) -> None:
     assert any(goes_on_after_kill(cluster, known) for _ in range(TRIES))
 
 
@@ -237,9 +235,7 @@ def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(
     cluster.wait_for("it back", lambda: cluster.epoch(silent) > 0)
 
 
-def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(
-    cluster: Cluster, known: Known
-) -> None:
+def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(cluster: Cluster, known: Known) -> None:
     name = "decode-0"
     codes: list[int] = []
     meanwhile = disturbed_by(cluster, known, [name], lambda n: codes.append(drained(cluster, n)))

@@ -94,9 +94,7 @@ def few_descriptors(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "store-0", "conductor"])
-def test_without_descriptors_requests_wait_or_are_refused(
-    cluster: Cluster, wanted: list[int], name: str
-) -> None:
+def test_without_descriptors_requests_wait_or_are_refused(cluster: Cluster, wanted: list[int], name: str) -> None:
     pid = cluster.pids()[name]
     with ThreadPoolExecutor(NUM_CLIENTS) as pool, few_descriptors(pid):
         replies = list(pool.map(lambda number: ask(cluster, number), range(NUM_CLIENTS)))

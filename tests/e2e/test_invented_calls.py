@@ -44,9 +44,7 @@ _FILES = (
     *(metrics_pb2, registry_pb2, worker_pb2),
 )
 SERVICES: dict[str, ServiceDescriptor] = {
-    service.full_name: service
-    for file in _FILES
-    for service in file.DESCRIPTOR.services_by_name.values()
+    service.full_name: service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()
 }
 OURS = {
     "conductor": {"moonserve.Conductor", "moonserve.Metrics"},
@@ -126,9 +124,7 @@ def addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_call_that_lies_is_refused_as_somebodys_fault(
-    cluster: Cluster, addresses: dict[str, str], name: str
-) -> None:
+def test_a_call_that_lies_is_refused_as_somebodys_fault(cluster: Cluster, addresses: dict[str, str], name: str) -> None:
     right = _answer(cluster)
     before = _memory(cluster)
     for service in sorted(OURS[name]):

@@ -66,9 +66,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[C
             assert not cluster.tracebacks(), cluster.logs()
 
 
-def wishes(
-    count: int, *, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0
-) -> list[dict[str, Any]]:
+def wishes(count: int, *, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> list[dict[str, Any]]:
     """Greedy requests of lengths between these bounds."""
     dice = random.Random(seed)
     return [
@@ -102,15 +100,11 @@ def footprints(cluster: Cluster) -> dict[str, Footprint]:
     return {**found, "launcher": Footprint.of(cluster.process.pid)}
 
 
-def streamed(
-    cluster: Cluster, asked: Sequence[dict[str, Any]], num_clients: int
-) -> list[list[int]]:
+def streamed(cluster: Cluster, asked: Sequence[dict[str, Any]], num_clients: int) -> list[list[int]]:
     """The tokens of each, as many at once as there are clients."""
     limits = httpx.Limits(max_connections=num_clients)
     with (
-        httpx.Client(
-            base_url=cluster.url, timeout=3 * PATIENCE_S, limits=limits, verify=False
-        ) as client,
+        httpx.Client(base_url=cluster.url, timeout=3 * PATIENCE_S, limits=limits, verify=False) as client,
         ThreadPoolExecutor(num_clients) as pool,
     ):
         found = [said.token_ids for said in pool.map(lambda w: read_choice(client, w), asked)]

@@ -100,9 +100,7 @@ def test_the_command_shows_tables_or_json_for_the_name_that_the_client_gave(
     assert json.loads(capsys.readouterr().out)["decisions"] == [decision]
 
 
-def test_an_unknown_id_is_said_with_what_to_do(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_id_is_said_with_what_to_do(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "cmpl-never", "--url", cluster.url]) == 1
     assert "last 4096 requests" in capsys.readouterr().err
 

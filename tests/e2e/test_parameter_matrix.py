@@ -118,9 +118,7 @@ TO_STOP = {
 }
 FORMED: dict[str, Any] = {**DRAWN, "ignore_eos": False, "max_tokens": 120}
 CHATS: dict[str, dict[str, Any]] = {
-    "a system prompt": {
-        "messages": [{"role": "system", "content": "Be brief."}, *CHAT_BASE["messages"]]
-    },
+    "a system prompt": {"messages": [{"role": "system", "content": "Be brief."}, *CHAT_BASE["messages"]]},
     "top_logprobs": {**DRAWN, "logprobs": True, "top_logprobs": 4},
     "max_completion_tokens": {"max_completion_tokens": 5},
     "continue_final_message": {
@@ -158,9 +156,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster
         yield apart, together
 
 
-def check(
-    clusters: tuple[Cluster, Cluster], path: str, body: dict[str, Any]
-) -> list[dict[str, Any]]:
+def check(clusters: tuple[Cluster, Cluster], path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The choices, which are the same apart and together."""
     apart = ask_apart(clusters[0], path, body)
     together = ask_whole(clusters[1], path, body)
@@ -178,9 +174,7 @@ EVERY = {
 
 
 @pytest.mark.parametrize(("path", "name"), EVERY)
-def test_a_parameter_does_the_same_apart_and_together(
-    clusters: tuple[Cluster, Cluster], path: str, name: str
-) -> None:
+def test_a_parameter_does_the_same_apart_and_together(clusters: tuple[Cluster, Cluster], path: str, name: str) -> None:
     body = EVERY[path, name]
     choices = check(clusters, path, {**body, "return_token_ids": True})
     if body.get("tool_choice"):
@@ -210,10 +204,7 @@ def test_every_parameter_does_the_same_beside_other_requests(
 @pytest.fixture(scope="module")
 def unstopped(clusters: tuple[Cluster, Cluster]) -> dict[str, str]:
     """What a completion and a chat say when nothing stops them."""
-    texts = {
-        path: text_of(ask_apart(clusters[0], path, body)["choices"][0])
-        for path, body in TO_STOP.items()
-    }
+    texts = {path: text_of(ask_apart(clusters[0], path, body)["choices"][0]) for path, body in TO_STOP.items()}
     assert [len(text) for text in texts.values()] == [12, 12]
     return texts
 

@@ -55,9 +55,7 @@ class Case:
     block_size: int
     chunk: int
     flags: tuple[str, ...]
-    kept: str = (
-        ""  # dtype in which KV is kept, where one engine is the reference; else transformers is
-    )
+    kept: str = ""  # dtype in which KV is kept, where one engine is the reference; else transformers is
     lengths: tuple[int, ...] = ()  # of the prompts; none = around every border
     num_workers: int = 1  # of each kind
 
@@ -89,9 +87,7 @@ class Case:
 
 
 CASES = {
-    "mistral over tcp": Case(
-        family="mistral", block_size=32, chunk=100, flags=("--transports", "tcp")
-    ),
+    "mistral over tcp": Case(family="mistral", block_size=32, chunk=100, flags=("--transports", "tcp")),
     "qwen2 over shm, two workers of each kind": Case(
         family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm"), num_workers=2
     ),
@@ -139,9 +135,7 @@ class Exam:
         return list(map(cached_of, answers))
 
 
-def one_engines(
-    model: Path, case: Case, prompts: list[list[int]], num_tokens: int = NUM_TOKENS
-) -> list[list[int]]:
+def one_engines(model: Path, case: Case, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """What native kernels in one process continue each prompt with."""
     config = load_model_config(model)
     engine = Engine.load(
@@ -157,9 +151,7 @@ def one_engines(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_computed_cached_stored_and_sent_again_are_the_references(
-    name: str, tmp_path: Path
-) -> None:
+def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: str, tmp_path: Path) -> None:
     """Prompts that nobody knows, that both workers have, that the store alone has, that prefill workers alone have."""
     case, model = CASES[name], tmp_path / "model"
     make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])

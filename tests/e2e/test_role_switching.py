@@ -75,9 +75,7 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
     holder = holders(cluster, num_blocks)[0]
     held = cluster.instance(holder)["indexed_blocks"]
     assert switch(cluster, holder, "prefill", 300.0) == 0
-    cluster.wait_for(
-        "its blocks in the index", lambda: cluster.instance(holder)["indexed_blocks"] >= held
-    )
+    cluster.wait_for("its blocks in the index", lambda: cluster.instance(holder)["indexed_blocks"] >= held)
     answer = cluster.greedy(PROMPT, 2)
     (decision,) = cluster.decisions(answer["id"])
     (found,) = (c for c in decision["prefill_candidates"] if c["instance_id"] == holder)
@@ -88,15 +86,11 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
 def holders(cluster: Cluster, num_blocks: int) -> list[str]:
     """Decode workers that the conductor knows to have so many blocks."""
     return [
-        i["instance_id"]
-        for i in cluster.instances()
-        if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
+        i["instance_id"] for i in cluster.instances() if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
     ]
 
 
-def test_the_command_says_what_is_wrong(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_is_wrong(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert switch(cluster, "worker-9", "decode", 0.0) == 1
     assert "worker-9" in capsys.readouterr().err
     assert switch(cluster, "worker-0", "prefill", 0.0) == 0

@@ -44,17 +44,12 @@ def test_every_process_is_replaced_under_load_and_no_request_fails(cluster: Clus
     after = cluster.pids()
     assert before.keys() == after.keys()
     assert not set(before.values()) & set(after.values())
-    cluster.wait_for(
-        "all members", lambda: all(cluster.epoch(name) > epoch for name, epoch in epochs.items())
-    )
+    cluster.wait_for("all members", lambda: all(cluster.epoch(name) > epoch for name, epoch in epochs.items()))
     cluster.wait_for("the old gateway's end", lambda: not psutil.pid_exists(before["gateway-0"]))
 
 
 def has_ended(cluster: Cluster) -> bool:
-    return (
-        "every process was restarted" in cluster.output
-        or "the rolling restart ended early" in cluster.output
-    )
+    return "every process was restarted" in cluster.output or "the rolling restart ended early" in cluster.output
 
 
 class Stream:

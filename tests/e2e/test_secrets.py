@@ -162,12 +162,7 @@ def test_planted_secrets_are_nowhere_to_be_found(site: Site) -> None:
     shown["the launcher's output"] = site.cluster.output
     assert len([name for name in shown if name.endswith(".log")]) >= 5
     assert any(name.startswith(str(site.traces)) for name in shown)
-    found = [
-        (secret, name)
-        for secret, value in site.secrets.items()
-        for name, text in shown.items()
-        if value in text
-    ]
+    found = [(secret, name) for secret, value in site.secrets.items() for name, text in shown.items() if value in text]
     assert not found
 
 

@@ -58,14 +58,10 @@ def cluster(folder: Path, own_keys: dict[str, str]) -> Iterator[Cluster]:
             yield started
 
 
-def ask(
-    cluster: Cluster, key: str, path: str = "/v1/completions", **headers: str
-) -> httpx.Response:
+def ask(cluster: Cluster, key: str, path: str = "/v1/completions", **headers: str) -> httpx.Response:
     """On a connection of its own, so that the kernel chooses a gateway."""
     headers |= {"authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(
-        base_url=cluster.url, timeout=PATIENCE_S, headers=headers, verify=False
-    ) as client:
+    with httpx.Client(base_url=cluster.url, timeout=PATIENCE_S, headers=headers, verify=False) as client:
         if path == "/v1/completions":
             return client.post(path, json={"prompt": [1, 2, 3], "max_tokens": 2})
         return client.get(path)
@@ -78,9 +74,7 @@ def who_answers(cluster: Cluster) -> str:
     return found[1]
 
 
-def test_any_gateway_serves_and_explains_what_another_served(
-    cluster: Cluster, own_keys: dict[str, str]
-) -> None:
+def test_any_gateway_serves_and_explains_what_another_served(cluster: Cluster, own_keys: dict[str, str]) -> None:
     reply = ask(cluster, own_keys["free"], **{"x-request-id": "my-name"})
     assert reply.status_code == 200
     explained, reached = set(), set()
@@ -103,9 +97,7 @@ def told_by_one(cluster: Cluster, key: str, path: str, is_whole: Callable[[str],
     """What a gateway tells, asked again over the same connection until it has heard of everybody: who waits for a
     processor for long is missing until it has had it."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(
-        base_url=cluster.url, timeout=PATIENCE_S, headers=headers, verify=False
-    ) as client:
+    with httpx.Client(base_url=cluster.url, timeout=PATIENCE_S, headers=headers, verify=False) as client:
         told = ""
 
         def is_told() -> bool:
@@ -173,17 +165,13 @@ def num_times_alone(cluster: Cluster) -> int:
     return sum(log.count("limits are this gateway's own") for log in logs)
 
 
-def test_a_key_is_revoked_everywhere(
-    cluster: Cluster, folder: Path, own_keys: dict[str, str]
-) -> None:
+def test_a_key_is_revoked_everywhere(cluster: Cluster, folder: Path, own_keys: dict[str, str]) -> None:
     path, digest = folder / "keys.json", digest_of(own_keys[LIMITED[0]].encode())
     (record,) = [key for key in read(path) if key.digest == digest]
     assert keys(["revoke", "--file", str(path), record.key_id], {}) == 0
     cluster.wait_for(
         "every gateway to know",
-        lambda: all(
-            ask(cluster, own_keys[LIMITED[0]], "/v1/models").status_code == 401 for _ in range(12)
-        ),
+        lambda: all(ask(cluster, own_keys[LIMITED[0]], "/v1/models").status_code == 401 for _ in range(12)),
     )
     assert ask(cluster, own_keys["free"], "/v1/models").status_code == 200
 

@@ -47,9 +47,7 @@ class Case:
         )
         tables = self._tables()
         self.pool = KvPool(layout, int(max(map(max, tables))) + 2, dtype=self.dtype)
-        self.pool.memory[:] = (
-            b"\xff" * self.pool.memory.nbytes
-        )  # NaN, be it an element, a scale or a code of fp8
+        self.pool.memory[:] = b"\xff" * self.pool.memory.nbytes  # NaN, be it an element, a scale or a code of fp8
         self.spans = [
             Span(start, end, table, start if end - start == 1 else end)
             for (start, end), table in zip(self.lengths, tables, strict=True)
@@ -72,8 +70,7 @@ class Case:
         free = list(np.random.default_rng(self.seed).permutation(total))
         common = [free.pop() for _ in range(shared)]
         return [
-            np.array(common[:count] + [free.pop() for _ in range(count - shared)], dtype=np.int64)
-            for count in counts
+            np.array(common[:count] + [free.pop() for _ in range(count - shared)], dtype=np.int64) for count in counts
         ]
 
     def _fill(self, generator: torch.Generator) -> None:
@@ -101,9 +98,7 @@ class Case:
 
     def _read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V that lie there."""
-        keys, values = (
-            pieces[0].flatten(0, 1)[slots] for pieces in (self.pool.keys, self.pool.values)
-        )
+        keys, values = (pieces[0].flatten(0, 1)[slots] for pieces in (self.pool.keys, self.pool.values))
         if self.kept is None:
             return keys, values
         code = CODES[self.kept]

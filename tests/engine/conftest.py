@@ -102,9 +102,7 @@ class Pair:
         with torch.inference_mode():
             return torch.log_softmax(self.reference(torch.tensor([tokens])).logits[0].float(), -1)
 
-    def check(
-        self, engine: Engine, prompts: Sequence[list[int]], num_top: int = 1, **options: Any
-    ) -> None:
+    def check(self, engine: Engine, prompts: Sequence[list[int]], num_top: int = 1, **options: Any) -> None:
         """Ten greedy tokens and their log-probabilities are those of transformers."""
         sampling = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=num_top)
         results = generate(engine, prompts, sampling, **options)
@@ -128,9 +126,7 @@ class Pair:
         return (found - expected).abs()
 
 
-def tokens_of(
-    engine: Engine, prompts: Sequence[list[int]], num_tokens: int, **options: Any
-) -> list[list[int]]:
+def tokens_of(engine: Engine, prompts: Sequence[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:
     """Greedy continuations."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
     return [one.token_ids for one in generate(engine, prompts, sampling, **options)]

@@ -18,9 +18,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (1, 15, 16, 40)]
 WISHES = {
     "greedy": GREEDY,
     "seeded": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3),
-    "penalised": SamplingParams(
-        max_tokens=NUM_TOKENS, temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.8
-    ),
+    "penalised": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.8),
     "not to end yet": SamplingParams(
         max_tokens=NUM_TOKENS, temperature=0.0, min_tokens=4, stop_token_ids=tuple(range(200))
     ),
@@ -29,9 +27,7 @@ WISHES = {
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("name", [*WISHES, "mixed"])
-def test_tokens_are_those_of_steps_one_after_the_other(
-    llama: Pair, name: str, kernels: str
-) -> None:
+def test_tokens_are_those_of_steps_one_after_the_other(llama: Pair, name: str, kernels: str) -> None:
     wishes = list(WISHES.values()) if name == "mixed" else [WISHES[name]] * len(PROMPTS)
     engine = llama.engine(kernels=kernels)
     found = decode_ahead(engine, PROMPTS, wishes, NUM_TOKENS)

@@ -90,9 +90,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize(("dtype", "kept"), [*POOLS, *QUANTISED])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_shape_equals_dense_attention(
-    shape: dict[str, Any], dtype: str, kept: str | None
-) -> None:
+def test_any_shape_equals_dense_attention(shape: dict[str, Any], dtype: str, kept: str | None) -> None:
     check(Case(**{"lengths": MIXED, "dtype": dtype, "kept": kept, **shape}))
 
 
@@ -139,9 +137,7 @@ def test_torch_equals_dense_attention(dtype: str, head_dim: int, window: int | N
 
 @pytest.mark.parametrize(("dtype", "kept"), [*POOLS, *QUANTISED])
 @pytest.mark.parametrize("window", [None, 1, 50])
-def test_how_a_prompt_is_cut_does_not_change_a_bit(
-    dtype: str, kept: str | None, window: int | None
-) -> None:
+def test_how_a_prompt_is_cut_does_not_change_a_bit(dtype: str, kept: str | None, window: int | None) -> None:
     """For the same K and V, that is."""
     cuts = [(0, 300), (0, 37), (37, 38), (38, 235), (235, 300)]
     case = Case(lengths=cuts, dtype=dtype, kept=kept, window=window)
@@ -170,9 +166,7 @@ def test_processors_without_avx512_compute_the_same(
 ) -> None:
     """A compiler is needed once for each; it optimises little, which takes a fraction of the time."""
 
-    def load_older(
-        source: Path, folder: Path | None, *, flags: Sequence[str] = FLAGS
-    ) -> ctypes.CDLL:
+    def load_older(source: Path, folder: Path | None, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
         return load_kernels(source, folder, flags=(*flags, "-O1", flag))
 
     monkeypatch.setattr(native_attention, "load_kernels", load_older)
@@ -193,9 +187,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(dtype: str) -> None:
 
 
 @given(st.integers(1, 10_000), st.none() | st.integers(1, 10_000))
-def test_pieces_are_what_the_token_sees_cut_at_places_of_the_sequence(
-    end: int, window: int | None
-) -> None:
+def test_pieces_are_what_the_token_sees_cut_at_places_of_the_sequence(end: int, window: int | None) -> None:
     pieces = pieces_of(end, window)
     first = 0 if window is None else max(0, end - window)
     assert [token for one in pieces for token in range(*one)] == list(range(first, end))

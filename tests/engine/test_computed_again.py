@@ -37,9 +37,7 @@ def test_output_has_the_same_bits_when_it_is_computed_again(
 ) -> None:
     """In one step, and in chunks of which some end with the prompt, before its last token and within the output."""
     monkeypatch.setattr(native, "_SINGLES_AT_ONCE", 100)
-    engine = pairs[name].engine(
-        dtype=dtype, kv_dtype=kept, kernels="native", attention="native", num_blocks=24
-    )
+    engine = pairs[name].engine(dtype=dtype, kv_dtype=kept, kernels="native", attention="native", num_blocks=24)
     tokens = random_prompt(ALL, seed=1)
     decoded = computed(engine, tokens, DECODED)
     for again in ([0, ALL], [0, 20, 36, 37, 200, ALL], [0, 36, 38, 39, 339, ALL]):

@@ -39,12 +39,8 @@ def test_end_tokens_are_those_of_both_files_that_a_step_can_sample(tmp_path: Pat
 
 
 def test_rope_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> None:
-    old = load_model_config(
-        write(tmp_path, rope_theta=2e4, rope_scaling={"type": "linear", "factor": 2.0})
-    )
-    new = load_model_config(
-        write(tmp_path, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 2e4})
-    )
+    old = load_model_config(write(tmp_path, rope_theta=2e4, rope_scaling={"type": "linear", "factor": 2.0}))
+    new = load_model_config(write(tmp_path, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 2e4}))
     assert old.rope == new.rope
     assert new.rope.factor == 2.0
 
@@ -134,9 +130,7 @@ def test_what_is_not_given_is_that_of_transformers(kind: Any, tmp_path: Path) ->
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"layer \(full_attention\)"),
     ],
 )
-def test_a_bad_config_is_refused_with_its_reason(
-    fields: dict[str, Any], complaint: str, tmp_path: Path
-) -> None:
+def test_a_bad_config_is_refused_with_its_reason(fields: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         load_model_config(write(tmp_path, **fields))
     assert "config.json" in str(caught.value)
@@ -163,9 +157,7 @@ def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
         resolve_model(name)
 
 
-def test_a_folder_is_itself_and_a_hub_name_is_downloaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_is_itself_and_a_hub_name_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file"):

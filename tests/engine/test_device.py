@@ -101,9 +101,7 @@ COMPUTED: list[tuple[dict[str, Any], str]] = [
     ("device", "options", "words"),
     [("cuda", *each) for each in (*SHARED, *COMPUTED)] + [("cpu-staged", *each) for each in SHARED],
 )
-def test_what_only_processors_do_is_refused(
-    device: str, options: dict[str, Any], words: str
-) -> None:
+def test_what_only_processors_do_is_refused(device: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"{words}.* with --device cpu only, not {device}"):
         PrefillConfig(instance_id="w", model="m", device=device, **options)
 
@@ -141,9 +139,7 @@ def test_weights_are_reckoned_as_what_a_checkpoint_holds(family: str, tmp_path: 
     assert held <= found <= 1.1 * held
 
 
-def test_kv_gets_the_share_without_weights_steps_and_reserve(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kv_gets_the_share_without_weights_steps_and_reserve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     model, config = load_model_config(tmp_path), HALF
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (75 * GIB, 80 * GIB))

@@ -34,9 +34,7 @@ def test_kv_lies_where_the_layout_says(llama: Pair) -> None:
             for index, block in enumerate([4, 1]):
                 own = stored[0, :, index * 16 : (index + 1) * 16].transpose(0, 1)
                 offset = layout.pool_offset(6, 2 * layer + piece, block)
-                found = torch.frombuffer(
-                    engine.memory, dtype=torch.float32, offset=offset, count=own.numel()
-                )
+                found = torch.frombuffer(engine.memory, dtype=torch.float32, offset=offset, count=own.numel())
                 torch.testing.assert_close(found.view(own.shape), own, atol=1e-5, rtol=1e-5)
 
 

@@ -38,9 +38,7 @@ SCHEMA: dict[str, Any] = {
 }
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 JSON_GRAMMAR = f"start: %json {json.dumps({**SCHEMA, **COMPACT})}"
-DEFAULTS = SamplingParams(
-    max_tokens=200, stop_token_ids=frozenset({EOS}), grammar=JSON_GRAMMAR, temperature=1.0
-)
+DEFAULTS = SamplingParams(max_tokens=200, stop_token_ids=frozenset({EOS}), grammar=JSON_GRAMMAR, temperature=1.0)
 
 
 def masks_of(pair: Pair) -> GrammarMasks:
@@ -100,9 +98,7 @@ def test_who_has_no_grammar_samples_as_without_such_neighbours(llama: Pair) -> N
     engine = llama.engine()
     plain = replace(DEFAULTS, grammar="", max_tokens=12, seed=5)
     [alone] = generate(engine, [random_prompt(20)], plain)
-    beside, constrained = generate(
-        engine, [random_prompt(20), random_prompt(20)], [plain, replace(DEFAULTS, seed=5)]
-    )
+    beside, constrained = generate(engine, [random_prompt(20), random_prompt(20)], [plain, replace(DEFAULTS, seed=5)])
     assert beside.token_ids == alone.token_ids
     assert json.loads(text_of(constrained.token_ids))
     assert engine.grammars is not None

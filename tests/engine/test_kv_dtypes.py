@@ -20,9 +20,7 @@ def test_any_block_size_gives_the_tokens_of_transformers(block_size: int, llama:
     engine = llama.engine(block_size=block_size, num_blocks=2048 // block_size, attention="auto")
     shared = random_prompt(600, seed=1)
     prompts = [random_prompt(31, seed=2), shared, shared[:560] + random_prompt(9, seed=3)]
-    results = generate(
-        engine, prompts, TEN, chunk_size=200, max_num_seqs=1, enable_prefix_caching=True
-    )
+    results = generate(engine, prompts, TEN, chunk_size=200, max_num_seqs=1, enable_prefix_caching=True)
     cached = [0, 0, 560 // block_size * block_size]
     assert [one.cached_tokens for one in results] == cached
     assert [one.token_ids for one in results] == [llama.generate(one, 10) for one in prompts]
@@ -30,9 +28,7 @@ def test_any_block_size_gives_the_tokens_of_transformers(block_size: int, llama:
 
 @pytest.mark.parametrize(("kept", "bound"), [("int8", 0.1), ("fp8", 0.5)])
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_quantised_kv_stays_near_float32(
-    kept: str, bound: float, kernels: str, llama: Pair
-) -> None:
+def test_quantised_kv_stays_near_float32(kept: str, bound: float, kernels: str, llama: Pair) -> None:
     off_by = llama.off_by(llama.engine(kv_dtype=kept, kernels=kernels, attention=kernels))
     assert off_by.max() < bound
     assert off_by.mean() < bound / 3

@@ -13,9 +13,7 @@ from engine.pool_figures import QUANTILES, Durations, Turnover, pool_collector
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=50), st.floats(1, 100))
-def test_percentiles_are_upper_bounds_and_at_most_an_eighth_too_high(
-    values: list[int], percent: float
-) -> None:
+def test_percentiles_are_upper_bounds_and_at_most_an_eighth_too_high(values: list[int], percent: float) -> None:
     durations = Durations()
     for value in values:
         durations.add(value)

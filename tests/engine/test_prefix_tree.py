@@ -65,9 +65,7 @@ def test_a_findable_block_gets_no_second_key() -> None:
 
 
 @pytest.mark.parametrize(("eviction", "survives"), [("lru", 0), ("lfu", 4)])
-def test_what_is_found_often_stays_longer_with_lfu_but_not_for_ever(
-    eviction: str, survives: int
-) -> None:
+def test_what_is_found_often_stays_longer_with_lfu_but_not_for_ever(eviction: str, survives: int) -> None:
     index = tree_of(eviction)
     [popular] = add(index, "p", 0)
     index.hit([popular] * (MAX_HITS + 10))

@@ -40,9 +40,7 @@ def _ticks() -> Callable[[], float]:
     return lambda: float(next(seconds))
 
 
-def test_a_measurement_is_made_once_for_each_chunk_size_and_kept(
-    llama: Pair, tmp_path: Path
-) -> None:
+def test_a_measurement_is_made_once_for_each_chunk_size_and_kept(llama: Pair, tmp_path: Path) -> None:
     """A prompt in larger steps takes another time."""
     engine = llama.engine()
     first = measure_cached(engine, tmp_path, chunk_tokens=64)

@@ -26,9 +26,7 @@ def random_heads(seed: int, magnitude: float, dtype: torch.dtype = torch.float32
     exponent=st.integers(-20, 20),
     dtype=st.sampled_from(list(TORCH_DTYPES.values())),
 )
-def test_an_element_is_off_by_half_a_step_at_most(
-    name: str, seed: int, exponent: int, dtype: torch.dtype
-) -> None:
+def test_an_element_is_off_by_half_a_step_at_most(name: str, seed: int, exponent: int, dtype: torch.dtype) -> None:
     heads = random_heads(seed, 2.0**exponent, dtype)
     found = dequantise(quantise(heads, CODES[name]), CODES[name], torch.float32)
     wide = heads.float()

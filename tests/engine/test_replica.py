@@ -56,9 +56,7 @@ def test_a_pool_plan_fits_the_memory_and_takes_what_the_model_takes(model: Model
         ({"reserved_kv_share": 1.0}, "--reserved-kv-share is a share from 0 to below 1"),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_flag(
-    model: ModelConfig, changes: dict[str, Any], words: str
-) -> None:
+def test_what_does_not_fit_is_told_with_its_flag(model: ModelConfig, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_pool(config_of(**changes), model)
 
@@ -78,7 +76,5 @@ def test_ranks_share_the_workers_threads() -> None:
 
 
 def test_workers_read_their_options_without_torch() -> None:
-    code = (
-        "import sys, prefill_worker.worker, decode_worker.worker\nsys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, prefill_worker.worker, decode_worker.worker\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

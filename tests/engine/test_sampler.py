@@ -23,9 +23,7 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 100, **fields})
 
 
-def piece(
-    tokens: list[int], sampling: SamplingParams, num_prompt_tokens: int | None = None
-) -> Slice:
+def piece(tokens: list[int], sampling: SamplingParams, num_prompt_tokens: int | None = None) -> Slice:
     return Slice(
         request_id=RequestId("request"),
         token_ids=tokens,
@@ -187,9 +185,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 # -- bad words
 
-SHORT_WORDS = st.lists(
-    st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
-)
+SHORT_WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
 @settings(max_examples=examples(100))
@@ -217,9 +213,7 @@ def test_a_bad_word_that_is_all_that_is_left_is_written() -> None:
 # -- Philox 4x64-10
 
 
-@pytest.mark.parametrize(
-    ("key", "counter"), [(0, 1), (1, 1), (42, 77), (2**64 - 1, 2**40), (123456789, 8192)]
-)
+@pytest.mark.parametrize(("key", "counter"), [(0, 1), (1, 1), (42, 77), (2**64 - 1, 2**40), (123456789, 8192)])
 def test_bits_equal_numpys_philox(key: int, counter: int) -> None:
     # numpy steps its counter before it generates.
     reference = np.random.Philox(key=np.array([key, 0], np.uint64), counter=counter - 1)

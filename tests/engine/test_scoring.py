@@ -45,15 +45,11 @@ def check(found: PromptLogprobs, llama: Pair, tokens: list[int] = PROMPT) -> Non
 
 
 @pytest.mark.parametrize("chunks", [[70], [1, 2, 33, 70], [69, 70]], ids=str)
-def test_they_are_those_of_transformers_in_any_chunks(
-    engine: Engine, llama: Pair, chunks: list[int]
-) -> None:
+def test_they_are_those_of_transformers_in_any_chunks(engine: Engine, llama: Pair, chunks: list[int]) -> None:
     check(scored(engine, chunks), llama)
 
 
-def test_what_is_computed_again_from_the_beginning_replaces_what_there_was(
-    engine: Engine, llama: Pair
-) -> None:
+def test_what_is_computed_again_from_the_beginning_replaces_what_there_was(engine: Engine, llama: Pair) -> None:
     """As after a preemption."""
     scores = PromptScores(NUM_TOP)
     for start, end in ((0, 20), (20, 50), (0, 30), (30, 70)):

@@ -94,9 +94,7 @@ def steps() -> list[list[Slice]]:
         ("native", (1, 3), {"dtype": "bfloat16", "kv_dtype": "int8"}),
     ],
 )
-def test_any_cut_gives_the_same_bits(
-    pair: Pair, kernels: str, counts: tuple[int, ...], dtypes: dict[str, str]
-) -> None:
+def test_any_cut_gives_the_same_bits(pair: Pair, kernels: str, counts: tuple[int, ...], dtypes: dict[str, str]) -> None:
     """Tokens, log-probabilities and every byte of KV, whatever is chunked and mixed, with either kernels. In bfloat16
     nothing is rounded between stages that is not rounded within one engine."""
     whole, pipeline = load(pair, kernels, **dtypes), Pipeline(pair, kernels, counts, **dtypes)
@@ -108,10 +106,7 @@ def test_any_cut_gives_the_same_bits(
 def test_a_stage_has_the_models_fingerprint_and_only_its_own_weights(pair: Pair) -> None:
     """Workers pair by the whole model; memory is for the share alone, and neither vocabulary matrix lies twice."""
     config = load_model_config(pair.path)
-    whole, *parts = (
-        load_weights(pair.path, config, torch.float32, stage=stage)
-        for stage in (None, *split(LAYERS, 3))
-    )
+    whole, *parts = (load_weights(pair.path, config, torch.float32, stage=stage) for stage in (None, *split(LAYERS, 3)))
     assert {part.digest for part in parts} == {whole.digest}
     assert [len(part.layers) for part in parts] == [2, 1, 1]
     assert [len(part.embedding) > 0 for part in parts] == [True, False, False]

@@ -58,9 +58,7 @@ def test_the_digest_sees_every_stored_byte(checkpoint: Path) -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_the_digest_sees_how_keys_and_values_are_computed(
-    fields: dict[str, object], tmp_path: Path
-) -> None:
+def test_the_digest_sees_how_keys_and_values_are_computed(fields: dict[str, object], tmp_path: Path) -> None:
     """With YaRN switched on in config.json a store's blocks from before are another model's."""
     make_model("mistral", tmp_path)
     before = load(tmp_path)

@@ -58,9 +58,7 @@ async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncI
     config = dataclasses.replace(config, **options)
     lifecycle = RecordingLifecycle()
     serving = asyncio.create_task(serve(config, lifecycle))
-    await asyncio.wait(
-        {serving, lifecycle.url}, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S
-    )
+    await asyncio.wait({serving, lifecycle.url}, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
     if serving.done():
         serving.result()
     try:
@@ -71,17 +69,13 @@ async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncI
 
 
 @contextlib.asynccontextmanager
-async def clients_of(
-    cluster: ScriptedCluster, **options: object
-) -> AsyncIterator[aiohttp.ClientSession]:
+async def clients_of(cluster: ScriptedCluster, **options: object) -> AsyncIterator[aiohttp.ClientSession]:
     """A session with a gateway of these options."""
     async with running_gateway(cluster, **options) as url, aiohttp.ClientSession(url) as session:
         yield session
 
 
-async def post(
-    http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str
-) -> dict[str, Any]:
+async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
     """A reply that is not streamed; fails on any status but 200."""
     async with http.post(path, json=body, headers=headers) as reply:
         assert reply.status == 200, await reply.text()
@@ -101,9 +95,7 @@ async def raw_events(http: aiohttp.ClientSession, path: str, body: dict[str, Any
     return [part.removeprefix("data: ") for part in parts]
 
 
-async def events(
-    http: aiohttp.ClientSession, path: str, body: dict[str, Any]
-) -> list[dict[str, Any]]:
+async def events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The chunks of a stream that ends well."""
     *chunks, done = await raw_events(http, path, body)
     assert done == "[DONE]"
@@ -154,9 +146,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def cluster(tokenizer: Tokenizer) -> AsyncIterator[ScriptedCluster]:
-    made = ScriptedCluster(
-        tokens=tokenizer.encode(" to be or not to be" * 200, add_special_tokens=False)
-    )
+    made = ScriptedCluster(tokens=tokenizer.encode(" to be or not to be" * 200, add_special_tokens=False))
     await made.start()
     yield made
     await made.stop()

@@ -81,9 +81,7 @@ def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> Tok
     tokens = []
     for index, token_id in token_ids.items():
         reason = finish_reason(state.sampling, index, token_id)
-        token = Token(
-            request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason
-        )
+        token = Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason)
         tokens.append(token)
     return TokensArrived(attempt=attempt, tokens=tuple(tokens))
 

@@ -69,22 +69,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             host="here",
         )
 
-    async def Submit(
-        self, request: worker_pb2.SubmitRequest, context: Context
-    ) -> worker_pb2.SubmitReply:
+    async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
         self._cluster.submitted(self, request)
         return worker_pb2.SubmitReply()
 
-    async def Cancel(
-        self, request: worker_pb2.CancelRequest, context: Context
-    ) -> worker_pb2.CancelReply:
+    async def Cancel(self, request: worker_pb2.CancelRequest, context: Context) -> worker_pb2.CancelReply:
         self._cluster.cancels.append((self.instance_id, request.request_id))
         self._cluster.changed()
         return worker_pb2.CancelReply()
 
-    async def Events(
-        self, request: worker_pb2.EventsRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.EventBatch]:
+    async def Events(self, request: worker_pb2.EventsRequest, context: Context) -> AsyncIterator[worker_pb2.EventBatch]:
         async for batch in self.streams.events(GatewayId(request.gateway_id)):
             yield batch
 
@@ -250,20 +244,14 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
 
     def _alive(self, role: common_pb2.Role) -> list[ScriptedWorker]:
         return [
-            worker
-            for worker in self.workers.values()
-            if worker.role == role and worker.instance_id not in self.dead
+            worker for worker in self.workers.values() if worker.role == role and worker.instance_id not in self.dead
         ]
 
     # The conductor
 
-    async def GetCluster(
-        self, request: conductor_pb2.GetClusterRequest, context: Context
-    ) -> conductor_pb2.ClusterView:
+    async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Context) -> conductor_pb2.ClusterView:
         alive = [w for w in self.workers.values() if w.instance_id not in self.dead]
-        has_both = all(
-            self._alive(role) for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
-        )
+        has_both = all(self._alive(role) for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE))
         return conductor_pb2.ClusterView(
             instances=[
                 conductor_pb2.InstanceView(
@@ -282,9 +270,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
             ready=has_both,
         )
 
-    async def Place(
-        self, request: conductor_pb2.PlaceRequest, context: Context
-    ) -> conductor_pb2.PlaceReply:
+    async def Place(self, request: conductor_pb2.PlaceRequest, context: Context) -> conductor_pb2.PlaceReply:
         self.places.append(request)
         self.changed()
         if self.place_gate is not None:
@@ -299,9 +285,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
             for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
         ]
         if None in chosen:
-            return conductor_pb2.PlaceReply(
-                failure=common_pb2.Failure(code="no_worker", message="no worker is alive")
-            )
+            return conductor_pb2.PlaceReply(failure=common_pb2.Failure(code="no_worker", message="no worker is alive"))
         return conductor_pb2.PlaceReply(
             placement=common_pb2.Placement(
                 request_id=request.request_id,
@@ -310,24 +294,18 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
             )
         )
 
-    async def Report(
-        self, request: conductor_pb2.ReportRequest, context: Context
-    ) -> conductor_pb2.ReportReply:
+    async def Report(self, request: conductor_pb2.ReportRequest, context: Context) -> conductor_pb2.ReportReply:
         if self.first_token_gate is not None and request.phase == request.PHASE_FIRST_TOKEN:
             await self.first_token_gate.wait()
         self.reports.append(request)
         self.changed()
         return conductor_pb2.ReportReply()
 
-    async def Explain(
-        self, request: conductor_pb2.ExplainRequest, context: Context
-    ) -> conductor_pb2.ExplainReply:
+    async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> conductor_pb2.ExplainReply:
         asked = request.request_id
         by_id = [place for place in self.places if place.request_id == asked]
         named = [place for place in self.places if place.client_id == asked]
         found = by_id or named[-1:]
         decision = {"because": "scripted", "turn": {"tenant": found[0].tenant}} if found else {}
         decision["request_id"] = found[0].request_id if found else asked
-        return conductor_pb2.ExplainReply(
-            found=bool(found), decision_json=json.dumps(decision), max_decisions=4096
-        )
+        return conductor_pb2.ExplainReply(found=bool(found), decision_json=json.dumps(decision), max_decisions=4096)

@@ -20,9 +20,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = {"prompt": "hello", "max_tokens": 6}
 
 
-async def test_the_official_client_raises_what_ends_a_stream(
-    url: str, cluster: ScriptedCluster
-) -> None:
+async def test_the_official_client_raises_what_ends_a_stream(url: str, cluster: ScriptedCluster) -> None:
     async def dies(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await cluster.until(lambda: len(cluster.reports) > 0)
@@ -37,9 +35,7 @@ async def test_the_official_client_raises_what_ends_a_stream(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_at_both_workers(
-    url: str, cluster: ScriptedCluster, stream: bool
-) -> None:
+async def test_a_client_that_leaves_cancels_at_both_workers(url: str, cluster: ScriptedCluster, stream: bool) -> None:
     async def stalls(run: Run) -> None:
         run.prefill_done(cluster.tokens[0])
         await asyncio.Event().wait()

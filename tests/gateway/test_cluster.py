@@ -53,9 +53,7 @@ class Scene(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def following(
-    conductor: OneView | None = None, worker: Hasty | None = None
-) -> AsyncIterator[Scene]:
+async def following(conductor: OneView | None = None, worker: Hasty | None = None) -> AsyncIterator[Scene]:
     """A gateway's view of a cluster of this conductor and this worker, which are one server; and what it lost."""
     server, channels, lost = RpcServer("token"), RecordingChannels(), Lost()
     if conductor is not None:
@@ -121,9 +119,7 @@ class Hasty(worker_pb2_grpc.WorkerServicer):
 
     num_streams = 0
 
-    async def Events(
-        self, request: worker_pb2.EventsRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.EventBatch]:
+    async def Events(self, request: worker_pb2.EventsRequest, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
         self.num_streams += 1
         standing = worker_pb2.Standing(times_given_up=self.num_streams - 1)
         yield worker_pb2.EventBatch(standing=standing)
@@ -156,15 +152,11 @@ async def test_what_begins_while_a_stream_is_broken_waits_until_it_is_open_again
 class OneView(conductor_pb2_grpc.ConductorServicer):
     is_restarted = False  # and knows nobody yet
 
-    async def GetCluster(
-        self, request: conductor_pb2.GetClusterRequest, context: Any
-    ) -> conductor_pb2.ClusterView:
+    async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Any) -> conductor_pb2.ClusterView:
         if self.is_restarted:
             return conductor_pb2.ClusterView()
         layout = common_pb2.KvLayout(block_size=32)
-        return conductor_pb2.ClusterView(
-            fingerprint="f", layout=layout, max_model_len=99, ready=True
-        )
+        return conductor_pb2.ClusterView(fingerprint="f", layout=layout, max_model_len=99, ready=True)
 
 
 async def test_who_leaves_while_its_stream_is_broken_is_lost_once_more() -> None:
@@ -208,11 +200,7 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
         assert cluster.facts().max_model_len == 99
 
 
-@given(
-    streams=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), min_size=1, max_size=10
-    )
-)
+@given(streams=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), min_size=1, max_size=10))
 def test_a_stream_begins_well_exactly_where_nothing_was_missed(
     streams: list[tuple[int, int, bool]],
 ) -> None:

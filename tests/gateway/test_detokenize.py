@@ -34,9 +34,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(ANY_TOKENS, st.booleans())
-def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(
-    ids: list[int], skip: bool
-) -> None:
+def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(ids: list[int], skip: bool) -> None:
     decoder = TOKENIZER.decoder(skip_special_tokens=skip)
     assert isinstance(decoder, ByteDecoder)
     text = "".join(map(decoder.push, ids)) + decoder.finish()
@@ -83,13 +81,9 @@ def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is
     assert (emitted + matcher.finish(), matcher.stopped) == (whole, stopped)
 
 
-@given(
-    ANY_TOKENS, st.lists(st.sampled_from(["e", "the", " a", "\n", "ab"]), max_size=3), st.booleans()
-)
+@given(ANY_TOKENS, st.lists(st.sampled_from(["e", "the", " a", "\n", "ab"]), max_size=3), st.booleans())
 @example(TOKENIZER.encode("at the end"), ["the"], True)
-def test_output_is_the_full_decode_cut_at_the_first_stop(
-    ids: list[int], stops: list[str], includes_stop: bool
-) -> None:
+def test_output_is_the_full_decode_cut_at_the_first_stop(ids: list[int], stops: list[str], includes_stop: bool) -> None:
     """Where a stop belongs to the text, behind its last character."""
     stops = stops[:1] if includes_stop else stops
     output = TextOutput(TOKENIZER.decoder(), stops, includes_stop=includes_stop)

@@ -38,9 +38,7 @@ async def read(feed: Feed, accepts: list[bool], seen: list[str]) -> None:
 
 
 @given(accepts=st.lists(st.booleans()), pauses=st.lists(st.booleans(), min_size=1, max_size=20))
-def test_handed_over_or_waiting_pieces_keep_their_order(
-    accepts: list[bool], pauses: list[bool]
-) -> None:
+def test_handed_over_or_waiting_pieces_keep_their_order(accepts: list[bool], pauses: list[bool]) -> None:
     async def run() -> None:
         feed, seen = Feed(100), list[str]()
         reading = asyncio.create_task(read(feed, list(accepts), seen))

@@ -55,9 +55,7 @@ def test_the_latest_requests_come_first_and_the_others_are_forgotten() -> None:
     assert shown == [str(number) for number in range(_NUM_LATEST + 2, 2, -1)]
 
 
-def worker(
-    name: str, *, preemptions: int, held: int = 0, epoch: int = 1
-) -> conductor_pb2.InstanceView:
+def worker(name: str, *, preemptions: int, held: int = 0, epoch: int = 1) -> conductor_pb2.InstanceView:
     return conductor_pb2.InstanceView(
         endpoint=common_pb2.Endpoint(instance_id=name, epoch=epoch),
         role=common_pb2.ROLE_DECODE,

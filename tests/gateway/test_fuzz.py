@@ -74,9 +74,7 @@ def test_any_bytes_are_a_body_or_400(cls: Any, raw: bytes) -> None:
 
 
 _messages = st.lists(
-    st.dictionaries(
-        st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), _values
-    ),
+    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), _values),
     max_size=4,
 )
 _sources = st.lists(
@@ -120,9 +118,7 @@ def test_events_are_framed_whatever_they_say(usage: bool, texts: list[str]) -> N
     wants = Wants(usage=usage, token_ids=False, logprobs=False)
     heading = Heading(id="cmpl-\u2028\n", created=1, model="m\r\n\r\n")
     chunks = CompletionChunks(heading, wants, TOKENIZER, [()], [texts[0]])
-    sent = chunks.first() + "".join(
-        chunks.piece(Piece(index=0, text=text, tokens=())) for text in texts
-    )
+    sent = chunks.first() + "".join(chunks.piece(Piece(index=0, text=text, tokens=())) for text in texts)
     assert sent.isascii()
     events = sent.split("\n\n")
     assert events.pop() == ""

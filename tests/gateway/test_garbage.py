@@ -48,9 +48,7 @@ SCENARIOS: list[tuple[str, dict[str, Any], Callable[[ScriptedCluster], None], in
 ]
 
 
-async def test_nothing_is_left_in_cycles(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
+async def test_nothing_is_left_in_cycles(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     async def ask_all() -> None:
         for path, body, script, status in SCENARIOS:
             script(cluster)

@@ -75,9 +75,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-async def test_a_head_without_an_end_is_refused_once_it_is_too_long(
-    cluster: ScriptedCluster, name: str
-) -> None:
+async def test_a_head_without_an_end_is_refused_once_it_is_too_long(cluster: ScriptedCluster, name: str) -> None:
     begin, more = ENDLESS[name]
     async with connected(cluster, max_header_bytes=4_096, **NEVER) as (reader, writer):
         writer.write(begin)
@@ -128,9 +126,7 @@ PIECES: dict[str, tuple[dict[str, Any], bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", PIECES)
-async def test_what_does_not_come_whole_or_is_no_http_is_not_waited_for(
-    cluster: ScriptedCluster, name: str
-) -> None:
+async def test_what_does_not_come_whole_or_is_no_http_is_not_waited_for(cluster: ScriptedCluster, name: str) -> None:
     options, sent, expected = PIECES[name]
     async with connected(cluster, **options) as (reader, writer):
         writer.write(sent)
@@ -230,9 +226,7 @@ async def test_more_connections_than_the_most_are_503_until_others_have_ended(
             pass
 
 
-def test_a_gateway_that_stops_answers_what_is_on_its_way(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateway_that_stops_answers_what_is_on_its_way(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the event loop of the process; asyncio's own forgets connections that it has taken when its server closes."""
     monkeypatch.setattr(gateway.http.protocol, "LINGER_S", NEVER_S)
     uvloop.run(_stopped_with_requests_on_their_way(tokenizer))

@@ -38,17 +38,13 @@ def key(name: str, **limits: int) -> ApiKey:
     return ApiKey(digest=digest_of(name.encode()), tenant=name, limits=KeyLimits(**limits))
 
 
-async def ask(
-    http: aiohttp.ClientSession, name: str, body: dict = BODY, path: str = PATH
-) -> aiohttp.ClientResponse:
+async def ask(http: aiohttp.ClientSession, name: str, body: dict = BODY, path: str = PATH) -> aiohttp.ClientResponse:
     async with http.post(path, json=body, headers={"authorization": f"Bearer {name}"}) as reply:
         await reply.read()
         return reply
 
 
-async def test_requests_per_minute_are_exact_and_each_key_has_its_own(
-    cluster: ScriptedCluster, tmp_path: Path
-) -> None:
+async def test_requests_per_minute_are_exact_and_each_key_has_its_own(cluster: ScriptedCluster, tmp_path: Path) -> None:
     keys = {name: key(name, requests_per_minute=3) for name in ("alice", "bob", "crowd")}
     async with gateway(cluster, tmp_path, **keys) as (http, _):
         replies = await asyncio.gather(*(ask(http, "crowd") for _ in range(50)))

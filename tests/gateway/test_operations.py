@@ -31,9 +31,7 @@ async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
         return text
 
 
-async def test_metrics_follow_the_requests(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
+async def test_metrics_follow_the_requests(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     cluster.cached_tokens = 1
     usage = (await post(http, PATH, TEXT))["usage"]
     text = await get(http, "/metrics")
@@ -141,10 +139,7 @@ async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster: Scripted
     cluster.scripts = [finishes, stalls]
     async with aiohttp.ClientSession() as http:
         async with running_gateway(cluster, drain_s=0.5) as url:
-            asking = [
-                asyncio.ensure_future(http.post(f"{url}/v1/completions", json=TEXT))
-                for _ in range(2)
-            ]
+            asking = [asyncio.ensure_future(http.post(f"{url}/v1/completions", json=TEXT)) for _ in range(2)]
             await cluster.until(lambda: len(cluster.reports) == 1 and len(cluster.submissions) == 2)
             asyncio.get_running_loop().call_later(0.05, finishing.set)
         replies = await asyncio.gather(*asking)

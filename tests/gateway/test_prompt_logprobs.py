@@ -101,9 +101,7 @@ def test_a_token_that_is_not_among_the_likeliest_is_told_of_beside_them(
         ("plain", "<|bos|>"),
     ],
 )
-def test_offsets_are_places_in_the_echoed_text(
-    tokenizer: Tokenizer, prompt: str, before: str
-) -> None:
+def test_offsets_are_places_in_the_echoed_text(tokenizer: Tokenizer, prompt: str, before: str) -> None:
     ids = tokenizer.encode(before + prompt, add_special_tokens=False)
     behind = len(ids) - 1
     found = PromptLogprobs(

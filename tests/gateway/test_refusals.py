@@ -271,9 +271,7 @@ async def test_api_keys_guard_what_costs(cluster: ScriptedCluster) -> None:
             assert reply.status == 200
 
 
-OVERLOADED = conductor_pb2.Overloaded(
-    predicted_ttft_s=12.5, predicted_tbt_s=0.25, retry_after_s=3.2, reason="busy"
-)
+OVERLOADED = conductor_pb2.Overloaded(predicted_ttft_s=12.5, predicted_tbt_s=0.25, retry_after_s=3.2, reason="busy")
 TOO_LONG = common_pb2.Failure(code="invalid_request", message="too long for any pool")
 
 
@@ -319,9 +317,7 @@ async def test_a_new_request_waits_for_the_successor_of_the_only_worker(
     assert await asked == 200
 
 
-async def test_failures_of_workers_have_their_status(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
+async def test_failures_of_workers_have_their_status(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     """Three losses are enough, each at another worker."""
 
     def failing(error: MoonserveError) -> Script:

@@ -161,9 +161,7 @@ async def check_every_break(
         (TEXT_PATH, TEXT | {"max_tokens": 12, "stop": "or no", "n": 2, "logprobs": 1}),
     ],
 )
-async def test_an_answer_goes_on_from_any_event(
-    cluster: ScriptedCluster, path: str, body: dict[str, Any]
-) -> None:
+async def test_an_answer_goes_on_from_any_event(cluster: ScriptedCluster, path: str, body: dict[str, Any]) -> None:
     await check_every_break(cluster, path, body)
 
 
@@ -176,9 +174,7 @@ async def test_characters_of_several_tokens_are_neither_lost_nor_doubled(
     assert told(whole)[0].text == "日本🎉 ja"
 
 
-async def test_a_tool_call_goes_on_within_its_arguments(
-    cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
+async def test_a_tool_call_goes_on_within_its_arguments(cluster: ScriptedCluster, tokenizer: Tokenizer) -> None:
     cluster.tokens = [*tokenizer.encode(CALL, add_special_tokens=False), *tokenizer.eos_token_ids]
     whole = await check_every_break(
         cluster, CHAT_PATH, CHAT | {"tools": [WEATHER], "max_tokens": 99}, tool_call_parser="hermes"

@@ -52,9 +52,7 @@ OTHER = sign("d1", 0.1)
         ([sign("d0", 9.0), sign("d1", 0.1, draining=True)], set()),
     ],
 )
-def test_who_is_heard_by_nobody_is_lost_when_somebody_else_is_there(
-    signs: list[Sign], lost: set[str]
-) -> None:
+def test_who_is_heard_by_nobody_is_lost_when_somebody_else_is_there(signs: list[Sign], lost: set[str]) -> None:
     assert silent(signs) == lost
 
 

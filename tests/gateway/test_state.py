@@ -196,9 +196,7 @@ def test_a_placement_with_who_has_a_successor_is_given_back() -> None:
         ("no worker", 0, None),  # taken out of service in order
     ],
 )
-def test_so_many_lost_attempts_are_enough(
-    error: str, num_tokens: int, num_lost: int | None
-) -> None:
+def test_so_many_lost_attempts_are_enough(error: str, num_tokens: int, num_lost: int | None) -> None:
     """Who breaks every decode worker must not meet them all."""
     state = new_state(max_tokens=1_000)
     state.handle(event_of(state, "due"), 0.0)
@@ -218,9 +216,7 @@ def test_so_many_lost_attempts_are_enough(
 def test_cached_tokens_are_those_of_the_first_attempt() -> None:
     state = new_state()
     for cached in (2, 500):
-        report = PrefillReport(
-            request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0
-        )
+        report = PrefillReport(request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0)
         state.handle(Reported(attempt=1, report=report), 1.0)
     assert state.cached_tokens == 2
 
@@ -248,9 +244,5 @@ def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once
     indexes = [token.index for piece in emitted for token in piece.tokens]
     assert indexes == list(range(len(indexes)))
     assert "".join(piece.text for piece in emitted) == "abcdefg"[: len(indexes)]
-    ends = [
-        each
-        for each in actions
-        if isinstance(each, Fail) or (each in emitted and each.finish_reason)
-    ]
+    ends = [each for each in actions if isinstance(each, Fail) or (each in emitted and each.finish_reason)]
     assert len(ends) == (state.phase in (Phase.FINISHED, Phase.FAILED))

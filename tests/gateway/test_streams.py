@@ -88,9 +88,7 @@ async def test_a_stream_says_the_same_as_a_whole_reply(
             every = [one.token_ids for one in told.values()]
             assert all(ids == tuple(cluster.tokens[: len(ids)]) for ids in every)
             first = chunks[0].get("prompt_token_ids") or list(told[0].prompt_token_ids)
-            assert first == (
-                whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
-            )
+            assert first == (whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"])
 
 
 async def test_characters_are_whole_in_chunks_of_plain_ascii(
@@ -116,9 +114,7 @@ async def test_a_stop_string_across_tokens_is_cut_and_cancels_the_rest(
     assert {instance for instance, _ in cluster.cancels} == {"prefill-0", "decode-0"}
 
 
-async def test_choices_sample_with_consecutive_seeds(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
+async def test_choices_sample_with_consecutive_seeds(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     await events(http, "/v1/completions", TEXT | {"n": 3, "seed": 2**64 - 1})
     seeds = sorted(message.sampling.seed for message in cluster.submissions)
     assert seeds == [0, 1, 2**64 - 1]

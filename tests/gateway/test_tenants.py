@@ -23,9 +23,7 @@ async def ask(http: aiohttp.ClientSession, key: str | None, user: str = "bob") -
 
 async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: ScriptedCluster) -> None:
     """A key of nobody in particular is the tenant without a name."""
-    async with clients_of(
-        cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")
-    ) as http:
+    async with clients_of(cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")) as http:
         for wrong in (None, "alice", "alice=one", "wo=="):
             assert await ask(http, wrong) == 401
         for key, tenant in (("one", "alice"), ("t=wo==", "bob"), ("three", "")):

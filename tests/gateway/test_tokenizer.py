@@ -48,12 +48,10 @@ def test_texts_encode_and_decode_as_transformers_does(text: str, special: bool) 
 @pytest.mark.parametrize("generation_prompt", [True, False])
 def test_the_models_chat_template_renders_as_transformers_does(generation_prompt: bool) -> None:
     text = OURS.template.render(MESSAGES, add_generation_prompt=generation_prompt)
-    assert text == REFERENCE.apply_chat_template(
-        MESSAGES, tokenize=False, add_generation_prompt=generation_prompt
-    )
-    ids = REFERENCE.apply_chat_template(
-        MESSAGES, add_generation_prompt=generation_prompt, return_dict=True
-    )["input_ids"]
+    assert text == REFERENCE.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=generation_prompt)
+    ids = REFERENCE.apply_chat_template(MESSAGES, add_generation_prompt=generation_prompt, return_dict=True)[
+        "input_ids"
+    ]
     assert OURS.encode(text, add_special_tokens=False) == ids
 
 

@@ -51,9 +51,7 @@ async def test_a_chat_completion_has_openais_form(
     assert tokenized["tokens"] == expected
 
 
-async def test_all_four_shapes_of_prompts_work(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
+async def test_all_four_shapes_of_prompts_work(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     for prompt, count in (("hi", 1), (["hi", "ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)):
         cluster.submissions.clear()
         body = await post(http, TEXT_PATH, {"prompt": prompt, "n": 2, "max_tokens": 2})
@@ -118,9 +116,7 @@ async def test_the_placement_request_carries_salted_keys_targets_and_who_asks(
     headers = {"x-slo-ttft-ms": "500", "x-slo-tbt-ms": "25", "x-session-id": "tuesday"}
     await post(http, TEXT_PATH, body, **headers)
     place, submission = cluster.places[0], cluster.submissions[0]
-    assert place.block_keys == pack_keys(
-        block_keys(root_key("f00d", salt_of(None, "tenant")), ids, BLOCK_SIZE)
-    )
+    assert place.block_keys == pack_keys(block_keys(root_key("f00d", salt_of(None, "tenant")), ids, BLOCK_SIZE))
     assert submission.block_keys == place.block_keys
     assert (place.num_prompt_tokens, place.max_tokens, place.tenant) == (len(ids), 3, "u")
     assert (place.ttft_slo_s, place.tbt_slo_s, place.session_id) == (0.5, 0.025, "tuesday")
@@ -146,9 +142,7 @@ async def test_the_last_message_is_continued(
         assert cut_behind(rendered, ChatMessage(role="assistant", content=said)) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "text"), [({}, " to be"), ({"include_stop_str_in_output": True}, " to be or")]
-)
+@pytest.mark.parametrize(("change", "text"), [({}, " to be"), ({"include_stop_str_in_output": True}, " to be or")])
 async def test_a_stop_string_is_part_of_the_text_where_it_shall_be(
     http: aiohttp.ClientSession, change: dict[str, Any], text: str
 ) -> None:

@@ -46,9 +46,7 @@ class Node:
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
         """Damages one byte of the node's segment behind its back."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text()
-        for match in re.finditer(
-            r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:moonserve:objects", maps, re.MULTILINE
-        ):
+        for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:moonserve:objects", maps, re.MULTILINE):
             start, end = (int(text, 16) for text in match.groups())
             if end - start >= segment_bytes:
                 break
@@ -91,9 +89,7 @@ async def connected(
 
 
 async def stats_of(client: BlockStores, store: Endpoint) -> kvstore_pb2.StoreStatsReply:
-    reply: kvstore_pb2.StoreStatsReply = await client.ask(
-        store, "Stats", kvstore_pb2.StoreStatsRequest()
-    )
+    reply: kvstore_pb2.StoreStatsReply = await client.ask(store, "Stats", kvstore_pb2.StoreStatsRequest())
     return reply
 
 
@@ -128,15 +124,10 @@ def key(number: int) -> BlockKey:
     return BlockKey((number + 1).to_bytes(16, "little"))  # zeros are no key
 
 
-def chain_of(
-    local: Segment, numbers: range, length: int, *, pieces: int = 1
-) -> tuple[list[PutObject], Spots]:
+def chain_of(local: Segment, numbers: range, length: int, *, pieces: int = 1) -> tuple[list[PutObject], Spots]:
     """A chain of objects whose bytes lie back to back in `local`, each in `pieces` pieces in reverse order."""
     size = length // pieces
-    offsets = [
-        [index * length + n * size for n in reversed(range(pieces))]
-        for index in range(len(numbers))
-    ]
+    offsets = [[index * length + n * size for n in reversed(range(pieces))] for index in range(len(numbers))]
     spots = Spots.scattered(local, offsets, size)
     objects = [
         PutObject(

@@ -42,9 +42,7 @@ def test_any_sequence_conserves_the_segment(units: int, steps: list[Step]) -> No
 def test_equal_sizes_fill_the_segment_without_waste() -> None:
     allocator = Allocator(10 * ALIGNMENT)
     offsets = [allocator.allocate(ALIGNMENT) for _ in range(10)]
-    assert sorted(offset for offset in offsets if offset is not None) == [
-        n * ALIGNMENT for n in range(10)
-    ]
+    assert sorted(offset for offset in offsets if offset is not None) == [n * ALIGNMENT for n in range(10)]
     assert allocator.allocate(1) is None
     allocator.validate((n * ALIGNMENT, ALIGNMENT) for n in range(10))
 

@@ -32,9 +32,7 @@ class Alone(CatchingUp):
     second answer takes until `answering`."""
 
     def __init__(self, node: Node) -> None:
-        remembering = Remembering(
-            node.state, node.mover, Removals(1, 0.0), None, lambda: 1.0, lambda: None
-        )
+        remembering = Remembering(node.state, node.mover, Removals(1, 0.0), None, lambda: 1.0, lambda: None)
         super().__init__("store-0", EmbeddedRegistry(), remembering, node.state, Channels(TOKEN))
         self.replaced = False
         self.num_asked = 0
@@ -121,9 +119,7 @@ async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forg
             tmp_path / PRESENCE_FILE_NAME,
         )
         again = Counting("store-0", registry, life.remembering, life.node.state, channels)
-        endpoint = Endpoint(
-            instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host=""
-        )
+        endpoint = Endpoint(instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host="")
         seat = Seat(registry, Member(endpoint=endpoint, role=STORE_ROLE, owner="owner"))
         async with running(seat.run()), running(again.run(seat)):
             await until(lambda: again.rounds >= 3)

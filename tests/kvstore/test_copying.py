@@ -50,9 +50,7 @@ class Target:
         return await self.service.Copy(request, NOBODY)
 
     async def reserve(self) -> kvstore_pb2.StoreReserveReply:
-        request = kvstore_pb2.StoreReserveRequest(
-            reservation_id="other", ttl_s=10.0, wait_s=NEVER_S
-        )
+        request = kvstore_pb2.StoreReserveRequest(reservation_id="other", ttl_s=10.0, wait_s=NEVER_S)
         request.wishes.add(key=key(0), length=SIZE)
         return await self.service.Reserve(request, NOBODY)
 

@@ -75,9 +75,7 @@ def test_reads_of_a_follower_that_does_not_listen_are_bounded() -> None:
     assert len(log.take_reads(follower)) == KEPT_EVENTS * KEY_BYTES
 
 
-async def messages(
-    log: EventLog, num_objects: int, next_seq: int, count: int
-) -> list[kvstore_pb2.StoreEvents]:
+async def messages(log: EventLog, num_objects: int, next_seq: int, count: int) -> list[kvstore_pb2.StoreEvents]:
     """The first messages to a follower of a node with so many objects."""
     state = make_state(4 * 256 * max(num_objects, 1), log)
     wishes = chain(*range(1, num_objects + 1))

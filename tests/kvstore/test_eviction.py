@@ -178,9 +178,7 @@ def test_a_policy_keeps_few_bytes_per_block(name: str) -> None:
 @pytest.mark.parametrize("name", eviction.POLICY_NAMES)
 @settings(deadline=None)
 @given(used=st.lists(st.sampled_from(RECORDS), max_size=40), cut=st.integers(0, 40))
-def test_many_uses_at_once_count_as_one_after_the_other(
-    name: str, used: list[Record], cut: int
-) -> None:
+def test_many_uses_at_once_count_as_one_after_the_other(name: str, used: list[Record], cut: int) -> None:
     at_once, one_by_one = (make_with(name, RECORDS) for _ in range(2))
     for part in (used[:cut], used[cut:]):
         at_once.used_all(np.array(part, np.int64))
@@ -216,9 +214,7 @@ ALONE = NO_RECORD
     [
         pytest.param("lru", [ALONE] * 4, [0], [1, 2, 3, 0], id="lru: used longest ago"),
         pytest.param("fifo", [ALONE] * 3, [0], [0, 1, 2], id="fifo: uses do not count"),
-        pytest.param(
-            "lfu", [ALONE] * 4, [0, 0, 1, 2], [3, 1, 2, 0], id="lfu: used least, then lru"
-        ),
+        pytest.param("lfu", [ALONE] * 4, [0, 0, 1, 2], [3, 1, 2, 0], id="lfu: used least, then lru"),
         # Read once is not enough, and being read later does not help.
         pytest.param("s3-fifo", [ALONE] * 3, [0, 0, 2, 1], [1, 2, 0], id="s3-fifo: read twice"),
         pytest.param("length-aware", [ALONE, 0, ALONE, 1], [3], [1, 0, 2, 3], id="deeper first"),
@@ -226,9 +222,7 @@ ALONE = NO_RECORD
         pytest.param("length-aware", [9, 0, 1, ALONE], [], [2, 1, 0, 3], id="from what is here"),
     ],
 )
-def test_what_goes_first(
-    name: str, parents: list[Record], used: list[Record], order: list[Record]
-) -> None:
+def test_what_goes_first(name: str, parents: list[Record], used: list[Record], order: list[Record]) -> None:
     policy = eviction.make(name)
     for record, parent in enumerate(parents):
         add(policy, record, parent)

@@ -17,11 +17,7 @@ def test_every_promise_names_tests_that_exist() -> None:
     assert len(promises) > 50
     silent = [row for row in promises if not NAMED.search(row)]
     assert not silent
-    missing = [
-        f"{path}::{test}"
-        for path, test in NAMED.findall("\n".join(promises))
-        if test not in names_in(path)
-    ]
+    missing = [f"{path}::{test}" for path, test in NAMED.findall("\n".join(promises)) if test not in names_in(path)]
     assert not missing
 
 
@@ -30,8 +26,4 @@ def names_in(path: str) -> set[str]:
     beside = ROOT / "tests" / "kvstore" / path
     file = beside if beside.exists() else ROOT / "tests" / path
     tree = ast.parse(file.read_text())
-    return {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

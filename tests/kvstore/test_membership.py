@@ -30,15 +30,11 @@ class IndexingConductor(conductor_pb2_grpc.ConductorServicer):
         async with self._changed:
             await within(PATIENCE_S, self._changed.wait_for(holds))
 
-    async def Register(
-        self, request: conductor_pb2.RegisterRequest, context: Any
-    ) -> conductor_pb2.RegisterReply:
+    async def Register(self, request: conductor_pb2.RegisterRequest, context: Any) -> conductor_pb2.RegisterReply:
         self.registrations.append(request)
         return conductor_pb2.RegisterReply(heartbeat_interval_s=0.2, lease_s=5.0)
 
-    async def Heartbeat(
-        self, request: conductor_pb2.HeartbeatRequest, context: Any
-    ) -> conductor_pb2.HeartbeatReply:
+    async def Heartbeat(self, request: conductor_pb2.HeartbeatRequest, context: Any) -> conductor_pb2.HeartbeatReply:
         events = request.events
         parents = unpack_keys(events.added_parents)
         applied = self.directory.apply(
@@ -55,9 +51,7 @@ class IndexingConductor(conductor_pb2_grpc.ConductorServicer):
             self._changed.notify_all()
         return conductor_pb2.HeartbeatReply(known=True, resync=not applied)
 
-    async def Deregister(
-        self, request: conductor_pb2.DeregisterRequest, context: Any
-    ) -> conductor_pb2.DeregisterReply:
+    async def Deregister(self, request: conductor_pb2.DeregisterRequest, context: Any) -> conductor_pb2.DeregisterReply:
         self.directory.drop(InstanceId(request.instance_id))
         return conductor_pb2.DeregisterReply()
 

@@ -70,13 +70,7 @@ class Node:
         return content
 
     def present(self, numbers: range) -> list[int]:
-        return [
-            n
-            for n, there in zip(
-                numbers, self.state.catalog.present([*map(key, numbers)]), strict=True
-            )
-            if there
-        ]
+        return [n for n, there in zip(numbers, self.state.catalog.present([*map(key, numbers)]), strict=True) if there]
 
 
 def ignore(*_: object) -> None:
@@ -240,9 +234,7 @@ async def for_ever(seconds: float) -> None:
 
 
 @asynccontextmanager
-async def node_with_cold_objects(
-    folder: Path, calls: FaultyCalls, clock: Clock
-) -> AsyncIterator[tuple[Node, SsdTier]]:
+async def node_with_cold_objects(folder: Path, calls: FaultyCalls, clock: Clock) -> AsyncIterator[tuple[Node, SsdTier]]:
     """Sixty objects, most of them on disk only."""
     options = DiskOptions(calls=calls, clock=clock, sleep=for_ever, ring=False)
     node, disk = await with_disk(folder, options)

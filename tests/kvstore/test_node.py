@@ -101,9 +101,7 @@ class Raw:
         return reply
 
     async def commit(self, name: str, number: int, digest: int) -> list[bytes]:
-        request = kvstore_pb2.StoreCommitRequest(
-            reservation_id=name, keys=[key(number)], checksums=[digest]
-        )
+        request = kvstore_pb2.StoreCommitRequest(reservation_id=name, keys=[key(number)], checksums=[digest])
         reply = await self._channels.call(self.stub.Commit, request, timeout_s=PATIENCE_S)
         return list(reply.corrupt)
 

@@ -51,9 +51,7 @@ class Life:
 @asynccontextmanager
 async def life_in(folder: Path) -> AsyncIterator[Life]:
     node, disk = await with_disk(folder)
-    remembering = Remembering(
-        node.state, node.mover, Removals(1, 0.0), folder, lambda: 1.0, lambda: None
-    )
+    remembering = Remembering(node.state, node.mover, Removals(1, 0.0), folder, lambda: 1.0, lambda: None)
     await remembering.load(is_first_life=False)
     life = Life(node, disk, remembering)
     yield life
@@ -197,9 +195,7 @@ async def test_what_was_about_to_follow_a_torn_record_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, append = Node(), RemovalFile.append
-    remembering = Remembering(
-        node.state, node.mover, Removals(1, 0.0), tmp_path, lambda: 1.0, lambda: None
-    )
+    remembering = Remembering(node.state, node.mover, Removals(1, 0.0), tmp_path, lambda: 1.0, lambda: None)
     await remembering.load(is_first_life=False)
 
     def torn(file: RemovalFile, removals: list[tuple[BlockKey, int, float]]) -> None:

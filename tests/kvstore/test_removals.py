@@ -125,9 +125,7 @@ class Generations(RuleBasedStateMachine):
 
 
 TestGenerations = Generations.TestCase
-TestGenerations.settings = settings(
-    max_examples=examples(50), stateful_step_count=40, deadline=None
-)
+TestGenerations.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 
 
 def test_a_long_past_is_remembered_less_finely_and_never_too_late() -> None:

@@ -48,9 +48,7 @@ class TwoTiers(TwoTiersInTruth):
     def put(self, chain: int, first: int, size: int, tenant: str, pin: Pin, at_once: bool) -> None:
         self.put_chain(chain, first, size, tenant, pin, at_once=at_once)
 
-    def put_chain(
-        self, chain: int, first: int, size: int, tenant: str, pin: Pin, *, at_once: bool
-    ) -> None:
+    def put_chain(self, chain: int, first: int, size: int, tenant: str, pin: Pin, *, at_once: bool) -> None:
         name = f"put-{self.new_number()}"
         wishes = [
             Wish(
@@ -133,9 +131,7 @@ class TwoTiers(TwoTiersInTruth):
         lease = self.state.readers.lease(name, keys, TTL_S, self.now)
         assert len(lease.objects) <= [*present, False].index(False)
         self.begin(lease.loads)
-        assert (
-            self.state.readers.lease(name, keys, TTL_S, self.now).loads == () or not lease.objects
-        )
+        assert self.state.readers.lease(name, keys, TTL_S, self.now).loads == () or not lease.objects
         if lease.objects:
             self.waiting[name] = lease
             self.settle_if_ready(name)

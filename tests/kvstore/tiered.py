@@ -29,9 +29,7 @@ def keys(*numbers: int) -> list[BlockKey]:
     return [key(number) for number in numbers]
 
 
-def chain(
-    *numbers: int, length: int = ALIGNMENT, tenant: str = "", pin: Pin = Pin.NONE
-) -> list[Wish]:
+def chain(*numbers: int, length: int = ALIGNMENT, tenant: str = "", pin: Pin = Pin.NONE) -> list[Wish]:
     """Wishes for the blocks `numbers`, each the parent of the next."""
     parents = [None, *map(key, numbers)]
     return [
@@ -117,9 +115,7 @@ class Tiered:
         assert stored is not None
         self.state.catalog.leave_memory(stored)
 
-    def recover(
-        self, number: int, generation: int, *, parent: int | None = None, pin: Pin = Pin.NONE
-    ) -> bool:
+    def recover(self, number: int, generation: int, *, parent: int | None = None, pin: Pin = Pin.NONE) -> bool:
         """As a restart finds an object on disk."""
         found = DiskObject(
             key=key(number),

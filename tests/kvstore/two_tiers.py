@@ -99,9 +99,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         usage = self.state.catalog.usage()
         assert usage.num_objects == len(self.law.tiers)
         arriving = sum(store.disk_bytes for store in self.stores)
-        assert (
-            usage.disk_live_bytes == 0 or usage.disk_live_bytes + arriving <= usage.disk_limit_bytes
-        )
+        assert usage.disk_live_bytes == 0 or usage.disk_live_bytes + arriving <= usage.disk_limit_bytes
 
     @invariant()
     def readers_of_the_index_see_what_was_committed_or_nothing(self) -> None:

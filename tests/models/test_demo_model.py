@@ -193,10 +193,7 @@ def test_functions_are_cut_out_whole_and_samples_depend_on_the_random_state_alon
     assert function.bare_source == f"def area(self, width, height=2):\n{body}"
     assert function.source.startswith("def area(self, width, height=2):\n    '''Return")
     assert function.source.endswith(body)
-    first, second = (
-        [data.make_chat(function, rng) for _ in range(20)]
-        for rng in (random.Random(7), random.Random(7))
-    )
+    first, second = ([data.make_chat(function, rng) for _ in range(20)] for rng in (random.Random(7), random.Random(7)))
     assert first == second
     rng = random.Random(7)
     for _ in range(50):

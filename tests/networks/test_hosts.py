@@ -49,9 +49,7 @@ def sockets(net: Network) -> Iterator[list[socket.socket]]:
         net.shape(host, Link())
 
 
-def test_links_are_as_slow_and_as_lossy_as_they_are_told_to_be(
-    net: Network, sockets: list[socket.socket]
-) -> None:
+def test_links_are_as_slow_and_as_lossy_as_they_are_told_to_be(net: Network, sockets: list[socket.socket]) -> None:
     there = (net.address(1), PORT)
     net.shape(0, Link(delay_s=0.05))
     sent_at = time.monotonic()
@@ -92,9 +90,7 @@ def test_a_cut_is_of_one_direction_and_heals(net: Network, sockets: list[socket.
         assert heard != b"lost"
 
 
-def test_an_isolated_host_hears_and_is_heard_by_nobody(
-    net: Network, sockets: list[socket.socket]
-) -> None:
+def test_an_isolated_host_hears_and_is_heard_by_nobody(net: Network, sockets: list[socket.socket]) -> None:
     cut = [net.counts(host).cut for host in (0, 1)]
     net.isolate(1)
     sockets[0].sendto(b"x", (net.address(1), PORT))

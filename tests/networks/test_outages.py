@@ -50,8 +50,6 @@ def test_no_token_is_wrong_and_the_cluster_comes_back(
     assert sum(report.outcomes.values()) > 0
 
 
-def test_packets_that_are_lost_and_late_change_no_token(
-    cluster: HostsCluster, known: Mapping[str, str]
-) -> None:
+def test_packets_that_are_lost_and_late_change_no_token(cluster: HostsCluster, known: Mapping[str, str]) -> None:
     link = Link(delay_s=0.01, loss=0.02, bytes_per_s=12.5e6)
     assert degraded(cluster, link, known) == {"right": len(known)}

@@ -22,9 +22,7 @@ PROFILE = PrefillProfile(c0=0.01, c1=0.01, c2=0.0)  # slower than any store at f
 
 
 def endpoint(name: str, *, epoch: int = 1) -> Endpoint:
-    return Endpoint(
-        instance_id=name, epoch=epoch, rpc_address=f"{name}:1", transfer_address=name, host="here"
-    )
+    return Endpoint(instance_id=name, epoch=epoch, rpc_address=f"{name}:1", transfer_address=name, host="here")
 
 
 HOME = endpoint("store-0")
@@ -49,9 +47,7 @@ def make_request(
         token_ids=tuple(token_ids),
         num_prompt_tokens=len(token_ids) - num_emitted,
         block_keys=tuple(block_keys(root_key(fingerprint), token_ids, block_size)),
-        sampling=SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids
-        ),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids),
         priority=priority,
         timeout_s=timeout_s,
     )
@@ -68,8 +64,7 @@ def make_placement(
         prefill=endpoint("prefill-0"),
         decode=endpoint("decode-0"),
         prefix_sources=tuple(
-            PrefixSource(store=store, first_block=first, num_blocks=count)
-            for store, first, count in sources
+            PrefixSource(store=store, first_block=first, num_blocks=count) for store, first, count in sources
         ),
         rank=rank,
     )
@@ -159,9 +154,7 @@ def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
         slices=tuple(
             ev.SliceDone(
                 request_id=plan.slice.request_id,
-                sampled=Sampled(request_id=plan.slice.request_id, token_id=token_id)
-                if plan.slice.samples
-                else None,
+                sampled=Sampled(request_id=plan.slice.request_id, token_id=token_id) if plan.slice.samples else None,
                 checksums=tuple((index, 1000 + index) for index in plan.complete),
             )
             for plan in step.plans

@@ -149,15 +149,11 @@ async def cluster(
             decoding(path, decode_blocks, ranks=decode_ranks, device=device)
         )
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = stack.enter_context(
-            computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, device=device)
-        )
+        thread = stack.enter_context(computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, device=device))
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         engine, fingerprint = GatedEngine(thread), thread.engine.fingerprint
         landings = GatedLandings(channels, fingerprint=fingerprint, ttl_s=LANDING_TTL_S)
-        pool = BlockPool(
-            num_blocks, on_added=lambda *_: None, on_removed=lambda key: state.evicted(key)
-        )
+        pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda key: state.evicted(key))
         limits = Limits(
             block_size=BLOCK_SIZE,
             block_bytes=layout.block_bytes,
@@ -168,9 +164,7 @@ async def cluster(
             layered_loads=layered_loads,
             spare_wait_s=spare_wait_s,
         )
-        state = PrefillState(
-            pool, limits, lease_prefix="prefill-0", profile=profile, home_store=home_store
-        )
+        state = PrefillState(pool, limits, lease_prefix="prefill-0", profile=profile, home_store=home_store)
         service = PrefillService(
             state,
             engine=engine,

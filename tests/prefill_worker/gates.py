@@ -61,9 +61,7 @@ class GatedEngine:
     ) -> list[Sampled | None]:
         await self.gate.pass_through()
         self.num_tokens += sum(piece.num_tokens for piece in slices)
-        return await self.thread.execute(
-            slices, on_layer, before_attention=before_attention, hidden=hidden
-        )
+        return await self.thread.execute(slices, on_layer, before_attention=before_attention, hidden=hidden)
 
 
 class GatedStores(BlockStores):
@@ -80,9 +78,7 @@ class GatedStores(BlockStores):
         self.damaged_turns: set[int] = set()
         """In these a byte of the last block comes out wrong."""
 
-    async def transfer(
-        self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float
-    ) -> None:
+    async def transfer(self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float) -> None:
         if self.num_turns >= self.num_ungated_turns:
             await self.turns.pass_through()
         turn, self.num_turns = self.num_turns, self.num_turns + 1
@@ -90,9 +86,7 @@ class GatedStores(BlockStores):
         if turn in self.damaged_turns:
             transfer.local.buffer[transfer.rows[-1, LOCAL]] ^= 0xFF
 
-    async def read(
-        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float
-    ) -> list[int]:
+    async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
         await self.gate.pass_through()
         await asyncio.sleep(self.delay_s)
         return await super().read(store, keys, spots, deadline_s=PATIENCE_S)

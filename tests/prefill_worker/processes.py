@@ -14,9 +14,7 @@ from tests.worker.parts import TOKEN
 
 
 @asynccontextmanager
-async def process_of(
-    module: str, *flags: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def process_of(module: str, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A process and its RPC address, once it is ready; killed at the end if it still runs."""
     read_fd, write_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(

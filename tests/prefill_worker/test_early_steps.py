@@ -33,9 +33,7 @@ def load(walk: Walk, name: str = NAME, *, num_cached: int = 0, first: int = 0) -
     walk.grant(actions, num_cached=num_cached)
 
 
-def progress(
-    num_layers: int, *, seconds: float, name: str = NAME, num_blocks: int = 4
-) -> ev.PrefixProgress:
+def progress(num_layers: int, *, seconds: float, name: str = NAME, num_blocks: int = 4) -> ev.PrefixProgress:
     return ev.PrefixProgress(
         request_id=RequestId(name),
         num_blocks=num_blocks,

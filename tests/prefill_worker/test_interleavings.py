@@ -123,12 +123,7 @@ class PrefillWorkers(RuleBasedStateMachine):
             case act.Fail():
                 assert action.request_id in self.live, "a failure after the end"
                 self.live.remove(action.request_id)
-            case (
-                act.WithdrawReservation()
-                | act.ReleaseLanding()
-                | act.PrefetchPrefix()
-                | act.SkipPrefix()
-            ):
+            case act.WithdrawReservation() | act.ReleaseLanding() | act.PrefetchPrefix() | act.SkipPrefix():
                 pass
 
     def wait(self, name: str, answer: Answer) -> None:
@@ -151,9 +146,7 @@ class PrefillWorkers(RuleBasedStateMachine):
     def answer_reserve(self, action: act.ReserveLanding) -> Answer:
         refused = ev.LandingRefused(request_id=action.request_id, error=LOST)
         num_full = action.num_tokens // 4
-        return lambda how: (
-            granted(action, num_cached=num_full if how == "odd" else 0) if how != "bad" else refused
-        )
+        return lambda how: granted(action, num_cached=num_full if how == "odd" else 0) if how != "bad" else refused
 
     def answer_load(self, action: act.LoadPrefix) -> Answer:
         num_keys = sum(len(part.keys) for part in action.parts)
@@ -183,9 +176,7 @@ class PrefillWorkers(RuleBasedStateMachine):
 
     def answer_writes(self, name: RequestId) -> Answer:
         return lambda how: (
-            ev.WritesFailed(request_id=name, error=LOST)
-            if how == "bad"
-            else ev.WritesDone(request_id=name)
+            ev.WritesFailed(request_id=name, error=LOST) if how == "bad" else ev.WritesDone(request_id=name)
         )
 
     def answer_step(self, action: act.RunStep) -> Answer:

@@ -37,9 +37,7 @@ def landing(block_ids: Sequence[int]) -> Landing:
     )
 
 
-def plan_of(
-    table: Sequence[int], target: Sequence[int], start: int, end: int, complete: Sequence[int]
-) -> SlicePlan:
+def plan_of(table: Sequence[int], target: Sequence[int], start: int, end: int, complete: Sequence[int]) -> SlicePlan:
     return SlicePlan(
         slice=Slice(
             request_id=RequestId("r"),
@@ -70,9 +68,7 @@ def test_neighbours_on_both_sides_become_one_range() -> None:
     target=st.permutations(range(6)),
     bounds=st.tuples(st.integers(0, 24), st.integers(0, 24)).filter(lambda b: b[0] != b[1]),
 )
-def test_a_chunk_writes_exactly_its_own_tokens(
-    table: list[int], target: list[int], bounds: tuple[int, int]
-) -> None:
+def test_a_chunk_writes_exactly_its_own_tokens(table: list[int], target: list[int], bounds: tuple[int, int]) -> None:
     start, end = sorted(bounds)
     moved: dict[int, int] = {}
     for there, own, length in token_runs(table, target, start, end, LAYOUT).tolist():
@@ -80,9 +76,7 @@ def test_a_chunk_writes_exactly_its_own_tokens(
         moved.update(zip(range(own, own + length), range(there, there + length), strict=True))
     size, token_bytes = LAYOUT.block_size, LAYOUT.token_bytes
     expected = {
-        table[token // size] * LAYOUT.piece_bytes + token % size * token_bytes + byte: target[
-            token // size
-        ]
+        table[token // size] * LAYOUT.piece_bytes + token % size * token_bytes + byte: target[token // size]
         * LAYOUT.piece_bytes
         + token % size * token_bytes
         + byte
@@ -102,9 +96,7 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
 ) -> None:
     monkeypatch.setattr(landing_module, "MIN_BATCH_BYTES", min_batch_bytes)
     table, target = [7, 2, 3], [4, 9, 10]
-    with TransferEngine(
-        cluster_token="secret", options=TransferOptions(transports=("tcp",))
-    ) as transfer:
+    with TransferEngine(cluster_token="secret", options=TransferOptions(transports=("tcp",))) as transfer:
         segment = transfer.allocate(LAYOUT.pool_bytes(OWN_BLOCKS))
         segment.buffer[:] = bytes(i % 251 for i in range(segment.nbytes))
         memory = KvMemory(segment, LAYOUT, OWN_BLOCKS)
@@ -136,8 +128,7 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
         def block_checksum(block: int, num_tokens: int) -> int:
             length = num_tokens * LAYOUT.token_bytes
             return checksum(
-                segment.buffer[start : start + length]
-                for start in memory.spots_of([block]).offsets[0].tolist()
+                segment.buffer[start : start + length] for start in memory.spots_of([block]).offsets[0].tolist()
             )
 
         [sums] = writer.checksums()

@@ -47,9 +47,7 @@ async def mortal_store(
 
 
 @asynccontextmanager
-async def reading(
-    model_path: Path, *, spare_wait_s: float = PATIENCE_S, device: str = "cpu"
-) -> AsyncIterator[Cluster]:
+async def reading(model_path: Path, *, spare_wait_s: float = PATIENCE_S, device: str = "cpu") -> AsyncIterator[Cluster]:
     """A worker that reads every prefix layer by layer."""
     async with cluster(
         model_path,
@@ -86,9 +84,7 @@ async def assert_right(c: Cluster, names: Sequence[str] = ("r",)) -> dict[str, i
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-staged"])
-async def test_tokens_are_the_same_and_only_the_rest_is_computed(
-    model_path: Path, device: str
-) -> None:
+async def test_tokens_are_the_same_and_only_the_rest_is_computed(model_path: Path, device: str) -> None:
     """Also where what arrives has to be loaded to a device, and what is computed to be stored. What was loaded serves
     later prompts."""
     async with stored_prompt(model_path) as store, reading(model_path, device=device) as c:
@@ -106,9 +102,7 @@ async def test_tokens_are_the_same_and_only_the_rest_is_computed(
 
 
 @pytest.mark.parametrize("turn", [0, NUM_LAYERS - 1])
-async def test_a_corrupt_block_is_found_and_what_was_computed_behind_it_is_dropped(
-    model_path: Path, turn: int
-) -> None:
+async def test_a_corrupt_block_is_found_and_what_was_computed_behind_it_is_dropped(model_path: Path, turn: int) -> None:
     """In one layer of the last block. The store's own copy is good, but the reader cannot know."""
     async with stored_prompt(model_path) as store, reading(model_path) as c:
         c.stores.damaged_turns.add(turn)
@@ -121,9 +115,7 @@ async def test_a_corrupt_block_is_found_and_what_was_computed_behind_it_is_dropp
 
 
 @pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
-async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(
-    model_path: Path, transports: str
-) -> None:
+async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(model_path: Path, transports: str) -> None:
     """Over shm its memory stays mapped, and what had been verified by its writer is still right. Afterwards nobody is
     there, which means computing."""
     async with (

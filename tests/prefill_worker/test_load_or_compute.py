@@ -97,9 +97,7 @@ class Requests:
         """Whether the prefix was read, which takes `read_s`."""
         self.num_sent += 1
         name, sources = f"r{self.num_sent}", [(store, 0, 2)]
-        actions = self.walk.submit(
-            name, NUM_TOKENS, first=1000 * self.num_sent, sources=sources, max_tokens=1, at=now
-        )
+        actions = self.walk.submit(name, NUM_TOKENS, first=1000 * self.num_sent, sources=sources, max_tokens=1, at=now)
         was_read = bool(all_of(actions, act.LoadPrefix))
         if was_read:
             read = ev.PartRead(store=store, num_bytes=2 * BLOCK_BYTES, seconds=read_s)
@@ -198,9 +196,7 @@ def test_small_prefixes_are_read_in_few_turns_or_at_once() -> None:
     ("num_blocks", "busy_s", "expected"),
     [(200, 0.0, 1), (200, 10.0, None), (2, 0.0, None)],
 )
-def test_what_gains_nothing_is_read_at_once(
-    num_blocks: int, busy_s: float, expected: int | None
-) -> None:
+def test_what_gains_nothing_is_read_at_once(num_blocks: int, busy_s: float, expected: int | None) -> None:
     choice = chosen(loads_of(Layers(8)), num_blocks, busy_s)
     assert (choice.num_parts, choice.layers_at_once) == (1, expected)
 
@@ -209,9 +205,7 @@ def test_what_gains_nothing_is_read_at_once(
     ("reads", "seconds", "num_parts"),
     [("auto", 100.0, 0), ("always", 100.0, 1), ("auto", 0.001, 1), ("never", 0.001, 0)],
 )
-def test_what_is_slow_to_read_is_computed_unless_told_otherwise(
-    reads: str, seconds: float, num_parts: int
-) -> None:
+def test_what_is_slow_to_read_is_computed_unless_told_otherwise(reads: str, seconds: float, num_parts: int) -> None:
     loads = loads_of(Layers(1), reads)
     for _ in range(20):
         read = ev.PartRead(store=HOME, num_bytes=200 << 20, seconds=seconds)

@@ -91,9 +91,7 @@ class Group:
     def followers(self) -> list[int]:
         """Their process ids."""
         pid = self.leader.pid
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @asynccontextmanager

@@ -45,8 +45,7 @@ def test_what_a_request_overtakes_does_not_keep_it_from_being_prepared() -> None
     """Two are prepared, as many as look ahead; a third of their kind waits, one that goes before them does not."""
     walk = Walk(lookahead=2, budget=4, num_blocks=64, home=None)
     prepared = [
-        bool(all_of(walk.submit(f"long{n}", 16, first=100 * n, rank=100.0), act.ReserveLanding))
-        for n in range(3)
+        bool(all_of(walk.submit(f"long{n}", 16, first=100 * n, rank=100.0), act.ReserveLanding)) for n in range(3)
     ]
     assert prepared == [True, True, False]
     short = only(walk.submit("short", 4, first=900, rank=1.0, at=5.0), act.ReserveLanding)

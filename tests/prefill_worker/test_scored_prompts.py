@@ -86,8 +86,7 @@ def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
         for plan in there:
             pretend(plan.slice)
         sampled = [
-            Sampled(request_id=plan.slice.request_id, token_id=42) if plan.slice.samples else None
-            for plan in there
+            Sampled(request_id=plan.slice.request_id, token_id=42) if plan.slice.samples else None for plan in there
         ]
         reply = done_to_wire(there, sampled, [()] * len(there), is_last=True)
         back = [sampled_from_wire(*both) for both in zip(reply.slices, step.plans, strict=True)]

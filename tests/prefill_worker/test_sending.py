@@ -48,20 +48,14 @@ def sender(engine: FakeEngine) -> Sender:
 
 def write(address: str, nbytes: int) -> ScatterTransfer:
     local: Any = None
-    return ScatterTransfer(
-        Op.WRITE, local, RemoteSegment(address, 1), scatter.rows((0, 0, nbytes)), 1
-    )
+    return ScatterTransfer(Op.WRITE, local, RemoteSegment(address, 1), scatter.rows((0, 0, nbytes)), 1)
 
 
 def endpoint(epoch: int, address: str, name: str = "decode-0") -> Endpoint:
-    return Endpoint(
-        instance_id=name, epoch=epoch, rpc_address="", transfer_address=address, host="h"
-    )
+    return Endpoint(instance_id=name, epoch=epoch, rpc_address="", transfer_address=address, host="h")
 
 
-def test_what_waits_before_a_write_to_the_same_peer_adds_to_its_time(
-    engine: FakeEngine, sender: Sender
-) -> None:
+def test_what_waits_before_a_write_to_the_same_peer_adds_to_its_time(engine: FakeEngine, sender: Sender) -> None:
     sender.submit(write("a", 100))
     sender.submit(write("a", 300))
     sender.submit(write("b", 200))
@@ -70,9 +64,7 @@ def test_what_waits_before_a_write_to_the_same_peer_adds_to_its_time(
     assert engine.deadlines_s == [2.0, 5.0, 3.0, 4.5]
 
 
-def test_a_write_that_cannot_start_costs_the_next_nothing(
-    engine: FakeEngine, sender: Sender
-) -> None:
+def test_a_write_that_cannot_start_costs_the_next_nothing(engine: FakeEngine, sender: Sender) -> None:
     engine.is_closed = True
     with pytest.raises(InvalidRequest):
         sender.submit(write("a", 1000))
@@ -81,18 +73,14 @@ def test_a_write_that_cannot_start_costs_the_next_nothing(
     assert engine.deadlines_s == [2.0]
 
 
-def test_a_later_incarnation_means_that_the_earlier_one_is_dead(
-    engine: FakeEngine, sender: Sender
-) -> None:
+def test_a_later_incarnation_means_that_the_earlier_one_is_dead(engine: FakeEngine, sender: Sender) -> None:
     for met in (endpoint(1, "old"), endpoint(1, "old"), endpoint(2, "new"), endpoint(1, "old")):
         sender.met(met)
     sender.met(endpoint(9, "other", "decode-1"))
     assert engine.forgotten == ["old"]
 
 
-def test_only_so_many_peers_are_remembered(
-    engine: FakeEngine, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_so_many_peers_are_remembered(engine: FakeEngine, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "MAX_KNOWN", 2)
     for name in ("a", "b", "c"):
         sender.met(endpoint(1, name, name))

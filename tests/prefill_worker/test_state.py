@@ -68,9 +68,7 @@ def test_a_long_prompt_runs_in_chunks_that_send_only_their_own_tokens() -> None:
         ([2, 6], "b"),  # 6 · c1 is more than the 5 · c1 that one step costs before its first token
     ],
 )
-def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(
-    lengths: list[int], in_step: str
-) -> None:
+def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(lengths: list[int], in_step: str) -> None:
     walk = Walk(budget=8, num_blocks=64, profile=PROFILE)
     first = walk.start("a", 4)
     for name, length in zip("bcd", lengths, strict=False):
@@ -176,9 +174,7 @@ def test_a_request_for_one_token_never_reserves() -> None:
     walk.assert_drained()
 
 
-def test_a_request_that_stops_with_its_first_token_gives_its_landing_back_after_the_writes() -> (
-    None
-):
+def test_a_request_that_stops_with_its_first_token_gives_its_landing_back_after_the_writes() -> None:
     walk = Walk(home=None)
     step = walk.start(stop_token_ids=frozenset({42}))
     first = only(walk.done(step), act.SendFirstToken)

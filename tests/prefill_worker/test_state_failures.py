@@ -71,9 +71,7 @@ def test_a_lost_lease_fails_the_request() -> None:
     walk.assert_drained()
 
 
-def test_corrupt_blocks_are_dropped_recomputed_and_sent_again_without_a_second_first_token() -> (
-    None
-):
+def test_corrupt_blocks_are_dropped_recomputed_and_sent_again_without_a_second_first_token() -> None:
     walk = Walk(budget=16, home=None)
     walk.commit(num_tokens=10)
     step = only(walk.corrupt(1), act.RunStep)

@@ -28,12 +28,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)]
-)
-async def test_any_sizes_give_the_tokens_of_one_engine(
-    prefill_ranks: int, decode_ranks: int, model_path: Path
-) -> None:
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)])
+async def test_any_sizes_give_the_tokens_of_one_engine(prefill_ranks: int, decode_ranks: int, model_path: Path) -> None:
     """What one computed, the other takes over in the middle: the same layout, the same fingerprint, verified blocks."""
     sizes = {"prefill_ranks": prefill_ranks, "decode_ranks": decode_ranks}
     async with cluster(model_path, **sizes) as c:  # type: ignore[arg-type]
@@ -45,9 +41,7 @@ async def test_any_sizes_give_the_tokens_of_one_engine(
 
 
 @pytest.mark.parametrize(("writing", "reading"), [(2, 1), (1, 2), (4, 2)])
-async def test_a_store_does_not_know_how_many_ranks_made_a_block(
-    writing: int, reading: int, model_path: Path
-) -> None:
+async def test_a_store_does_not_know_how_many_ranks_made_a_block(writing: int, reading: int, model_path: Path) -> None:
     """Put by a worker of one size, read and computed on by one of another."""
     async with (
         cluster(model_path, home_store="store-0", prefill_ranks=writing) as writer,

@@ -73,22 +73,16 @@ class Walk:
     ) -> Sequence[Action]:
         return self.handle(submitted(request, sources=sources, rank=rank), at)
 
-    def grant(
-        self, actions: Iterable[Action], *, num_cached: int = 0, at: float | None = None
-    ) -> Sequence[Action]:
+    def grant(self, actions: Iterable[Action], *, num_cached: int = 0, at: float | None = None) -> Sequence[Action]:
         """The decode worker's answer to the reservation among these."""
         return self.handle(granted(only(actions, act.ReserveLanding), num_cached=num_cached), at)
 
-    def start(
-        self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any
-    ) -> act.RunStep:
+    def start(self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any) -> act.RunStep:
         """Submits a request and grants its landing; gives its first step."""
         submission = self.submit(name, num_tokens, **options)
         return only(self.grant(submission, num_cached=num_cached), act.RunStep)
 
-    def done(
-        self, step: act.RunStep, at: float | None = None, *, token_id: int = 42
-    ) -> Sequence[Action]:
+    def done(self, step: act.RunStep, at: float | None = None, *, token_id: int = 42) -> Sequence[Action]:
         return self.handle(step_done(step, token_id=token_id), at)
 
     def written(self, name: str = "r", at: float | None = None) -> Sequence[Action]:

@@ -50,9 +50,7 @@ class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.Leaders
 
     async def Who(self, request: Any, context: Any) -> leadership_pb2.WhoReply:
         await self.answers.wait()
-        return leadership_pb2.WhoReply(
-            leads=self.epoch > 0, epoch=self.epoch, leader_address=self.hint
-        )
+        return leadership_pb2.WhoReply(leads=self.epoch > 0, epoch=self.epoch, leader_address=self.hint)
 
 
 class Rig:
@@ -194,9 +192,7 @@ async def test_a_hint_leads_to_a_conductor_that_was_not_known(rig: Rig) -> None:
     assert await explain(rig.client()) == "unknown"
 
 
-async def test_of_two_that_say_they_lead_the_later_epoch_counts(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_two_that_say_they_lead_the_later_epoch_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.conductors.ASK_TIMEOUT_S", LONG_ENOUGH_S)  # both are heard
     rig.a.epoch, rig.b.epoch = 1, 2
     assert await explain(rig.client()) == "b"

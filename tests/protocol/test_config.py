@@ -78,9 +78,7 @@ def test_bad_input_is_one_line_that_helps(argv: list[str], message: str) -> None
         (b"name = '\xff'\n", "not valid TOML"),
     ],
 )
-def test_a_file_that_says_something_else_is_one_line_that_helps(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_a_file_that_says_something_else_is_one_line_that_helps(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "c.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
@@ -104,8 +102,6 @@ def test_help_lists_every_flag() -> None:
         parse("--help")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("17", 17), ("1KiB", 1024), ("2 GB", 2 * 10**9), ("0.5MiB", 2**19)]
-)
+@pytest.mark.parametrize(("text", "size"), [("17", 17), ("1KiB", 1024), ("2 GB", 2 * 10**9), ("0.5MiB", 2**19)])
 def test_sizes_have_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size

@@ -33,15 +33,11 @@ def test_only_full_blocks_have_keys(token_ids: list[int], block_size: int) -> No
 
 
 @given(tokens, tokens, st.integers(1, 9))
-def test_keys_are_equal_exactly_as_far_as_the_prefixes_are(
-    left: list[int], right: list[int], block_size: int
-) -> None:
+def test_keys_are_equal_exactly_as_far_as_the_prefixes_are(left: list[int], right: list[int], block_size: int) -> None:
     shared = 0
     while left[shared : shared + 1] == right[shared : shared + 1] and shared < len(left):
         shared += 1
-    pairs = zip(
-        block_keys(ROOT, left, block_size), block_keys(ROOT, right, block_size), strict=False
-    )
+    pairs = zip(block_keys(ROOT, left, block_size), block_keys(ROOT, right, block_size), strict=False)
     for index, (a, b) in enumerate(pairs):
         assert (a == b) == ((index + 1) * block_size <= shared)
 
@@ -55,7 +51,4 @@ def test_other_salts_and_other_models_share_no_key() -> None:
 def test_keys_do_not_change_between_releases() -> None:
     """Stored blocks outlive a process; a changed derivation must be a deliberate act."""
     assert root_key("fp", "salt").hex() == "cc91f09f4b56fa5a817f04b6957a0a02"
-    assert (
-        block_keys(root_key("fp", "salt"), [1, 2, 3, 4], 2)[1].hex()
-        == "fbab2c9d58ee818ad82ef9503e1affda"
-    )
+    assert block_keys(root_key("fp", "salt"), [1, 2, 3, 4], 2)[1].hex() == "fbab2c9d58ee818ad82ef9503e1affda"

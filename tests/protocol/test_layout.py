@@ -29,16 +29,12 @@ def test_pieces_tile_the_pool_without_gap_or_overlap(layout: KvLayout, num_block
 
 
 @given(layouts, st.integers(0, 40))
-def test_blocks_for_is_the_smallest_number_that_holds_the_tokens(
-    layout: KvLayout, num_tokens: int
-) -> None:
+def test_blocks_for_is_the_smallest_number_that_holds_the_tokens(layout: KvLayout, num_tokens: int) -> None:
     blocks = layout.blocks_for(num_tokens)
     assert blocks * layout.block_size >= num_tokens > (blocks - 1) * layout.block_size
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "reason"), [("float16", 1, "float16"), ("int8", 6, "a multiple of 4")]
-)
+@pytest.mark.parametrize(("dtype", "head_dim", "reason"), [("float16", 1, "float16"), ("int8", 6, "a multiple of 4")])
 def test_what_kv_cannot_be_kept_in_is_refused(dtype: str, head_dim: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype)

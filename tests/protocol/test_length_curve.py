@@ -61,9 +61,7 @@ def test_the_mean_that_remains_is_numpy_s_within_a_bin(lengths: list[int], edge:
 
 
 @given(_lengths, st.integers(0, 6000), st.integers(1, 6000))
-def test_what_remains_is_between_one_token_and_the_limit(
-    lengths: list[int], generated: int, max_tokens: int
-) -> None:
+def test_what_remains_is_between_one_token_and_the_limit(lengths: list[int], generated: int, max_tokens: int) -> None:
     curve = curve_of(lengths)
     found = remaining(curve, generated, max_tokens)
     if generated >= max_tokens:
@@ -161,9 +159,7 @@ def test_tenants_without_end_do_not_fill_memory() -> None:
 def test_any_reports_leave_valid_curves(reports: list[tuple[int, int, int, str]]) -> None:
     lengths = OutputLengths()
     for num_tokens, max_tokens, prompt_tokens, tenant in reports:
-        lengths.observe(
-            num_tokens, max_tokens=max_tokens, prompt_tokens=prompt_tokens, tenant=tenant
-        )
+        lengths.observe(num_tokens, max_tokens=max_tokens, prompt_tokens=prompt_tokens, tenant=tenant)
         expected = lengths.expected(max_tokens=100, prompt_tokens=prompt_tokens, tenant=tenant)
         assert 1.0 - 1e-9 <= expected <= 100.0
     lengths.validate()

@@ -12,9 +12,7 @@ from protocol import native
 from protocol.native import CompilerError, load_library
 from tests.compilers import has_compiler
 
-pytestmark = pytest.mark.skipif(
-    not has_compiler(), reason="needs a C compiler (.ci/system-packages)"
-)
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler (.ci/system-packages)")
 
 
 def source(folder: Path, value: int) -> Path:
@@ -41,9 +39,7 @@ def test_what_a_source_includes_is_a_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "outer.h").write_text('#pragma once\n#include "inner.h"\n')
     (tmp_path / "parts" / "inner.h").write_text('#define VALUE 1\n#include "outer.h"\n')
-    path.write_text(
-        '#include <stdint.h>\n#include "parts/outer.h"\nint sum(void) { return VALUE; }\n'
-    )
+    path.write_text('#include <stdint.h>\n#include "parts/outer.h"\nint sum(void) { return VALUE; }\n')
     assert load_library(path, [], cache).sum() == 1
     (tmp_path / "parts" / "inner.h").write_text("#define VALUE 2\n")
     assert load_library(path, [], cache).sum() == 2
@@ -54,8 +50,7 @@ def test_what_a_source_includes_is_a_part_of_it(tmp_path: Path) -> None:
 def test_a_cpp_file_goes_to_the_cpp_compiler_and_the_first_time_is_told(tmp_path: Path) -> None:
     path = tmp_path / "twice.cpp"
     path.write_text(
-        "template <int N> int times(int x) { return N * x; }\n"
-        'extern "C" int twice(int x) { return times<2>(x); }\n'
+        'template <int N> int times(int x) { return N * x; }\nextern "C" int twice(int x) { return times<2>(x); }\n'
     )
     told: list[str] = []
     for _ in range(2):

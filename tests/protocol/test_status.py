@@ -49,9 +49,7 @@ async def test_a_processs_facts_come_with_its_readiness_and_no_descriptor_stays_
     assert not any(os.path.samestat(path.stat(), opened) for path in paths)
 
 
-@pytest.mark.parametrize(
-    ("entries", "reason"), [([Failed("no such model")], "no such model"), ([], "it ended")]
-)
+@pytest.mark.parametrize(("entries", "reason"), [([Failed("no such model")], "no such model"), ([], "it ended")])
 async def test_why_a_process_will_not_serve(entries: list[Report], reason: str) -> None:
     """In its own words, or that there were none."""
     with pytest.raises(NotReady, match=reason):

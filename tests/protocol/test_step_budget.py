@@ -19,9 +19,7 @@ A800 = PrefillProfile(c0=0.0, c1=1.15e-4, c2=7.3e-10)
 
 def test_a_step_of_32_long_sequences_leaves_room_for_less_than_a_block_of_512() -> None:
     """44.8 ms of decoding under a target of 0.1 s: 55.2 ms are 415 tokens behind 12,000."""
-    chunk = StepBudget(decode=DECODE, prefill=A800, most_step_s=0.1).chunk_tokens(
-        0.0448, 12_000, 8_192
-    )
+    chunk = StepBudget(decode=DECODE, prefill=A800, most_step_s=0.1).chunk_tokens(0.0448, 12_000, 8_192)
     assert chunk == 415
 
 

@@ -18,11 +18,7 @@ def page(registry: CollectorRegistry) -> list[str]:
     return [line for line in lines if "_created" not in line]
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from((0.0, *BOUNDS, 0.002, 7.0)) | st.floats(0, 10), st.integers(0, 3))
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from((0.0, *BOUNDS, 0.002, 7.0)) | st.floats(0, 10), st.integers(0, 3))))
 def test_they_tell_the_same(observed: list[tuple[float, int]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     count, durations = Count("c", "counts", LABELS), Durations("d_s", "lasts", LABELS, BOUNDS)

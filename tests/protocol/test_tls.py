@@ -146,9 +146,7 @@ def _grpc_credentials(authority: Authority, files: Files | None) -> grpc.Channel
     roots = authority.certificate.read_bytes()
     if files is None:
         return grpc.ssl_channel_credentials(roots)
-    return grpc.ssl_channel_credentials(
-        roots, files.key.read_bytes(), files.certificate.read_bytes()
-    )
+    return grpc.ssl_channel_credentials(roots, files.key.read_bytes(), files.certificate.read_bytes())
 
 
 def _context(authority: Authority, files: Files | None) -> ssl.SSLContext:
@@ -235,9 +233,7 @@ def test_a_process_is_given_all_three_files_or_none(authority: Authority) -> Non
         files_in({"MOONSERVE_TLS_KEY": "key.pem"})
 
 
-def test_files_that_peers_would_refuse_are_refused_at_start(
-    authority: Authority, other: Authority
-) -> None:
+def test_files_that_peers_would_refuse_are_refused_at_start(authority: Authority, other: Authority) -> None:
     good = authority.sign("good", names="IP:127.0.0.1").tls
     with pytest.raises(ConfigError, match=r"nowhere/key\.pem: No such file"):
         load(replace(good, key=Path("/nowhere/key.pem")))

@@ -67,9 +67,7 @@ def test_a_part_hangs_below_its_request_in_the_clients_trace(tmp_path: Path) -> 
         ("00-" + "0" * 32 + "-b7ad6b7169203331-01", 1.0, True),
     ],
 )
-def test_clients_decide_and_else_the_ratio(
-    tmp_path: Path, incoming: str, ratio: float, is_traced: bool
-) -> None:
+def test_clients_decide_and_else_the_ratio(tmp_path: Path, incoming: str, ratio: float, is_traced: bool) -> None:
     with writing(tmp_path, ratio) as tracer:
         assert (tracer.begin("request", incoming) is not None) == is_traced
 

@@ -126,9 +126,7 @@ def test_a_submission_arrives_as_it_was(
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 @pytest.mark.parametrize("logprobs", [None, Logprobs(-0.5), Logprobs(-0.5, ((7, -0.5), (8, -1.0)))])
 def test_tokens_arrive_as_they_were(reason: FinishReason | None, logprobs: Logprobs | None) -> None:
-    sent = Token(
-        request_id=RequestId("r"), index=3, token_id=7, logprobs=logprobs, finish_reason=reason
-    )
+    sent = Token(request_id=RequestId("r"), index=3, token_id=7, logprobs=logprobs, finish_reason=reason)
     assert token_from_wire(token_to_wire(sent), with_logprobs=logprobs is not None) == sent
 
 

@@ -28,9 +28,7 @@ class Expected:
         path = demo_model_path()
         prompt: list[int] = AutoTokenizer.from_pretrained(path)(PROMPT)["input_ids"]
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
-        )
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
         return cls(prompt, output[0, len(prompt) :].tolist())
 
     @classmethod

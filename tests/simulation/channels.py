@@ -37,12 +37,8 @@ class _Channel:
     def unary_unary(
         self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., Any]:
-        async def call(
-            request: Any, *, timeout: float, metadata: Any = (), wait_for_ready: bool = False
-        ) -> Any:
-            asked = Call(
-                self._network, self._life, self._address, path, request_serializer(request), timeout
-            )
+        async def call(request: Any, *, timeout: float, metadata: Any = (), wait_for_ready: bool = False) -> Any:
+            asked = Call(self._network, self._life, self._address, path, request_serializer(request), timeout)
             return response_deserializer(await asked.answer(wait_for_ready))
 
         return call
@@ -52,9 +48,7 @@ class _Channel:
     ) -> Callable[..., Any]:
         def call(request: Any, *, metadata: Any = ()) -> Stream:
             data = request_serializer(request)
-            return Stream(
-                self._network, self._life, self._address, path, data, response_deserializer
-            )
+            return Stream(self._network, self._life, self._address, path, data, response_deserializer)
 
         return call
 

@@ -45,9 +45,7 @@ class Asked:
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
         prompt = (*shared, *own)
         sampling = SamplingParams(
-            max_tokens=rng.randint(1, max_model_len - len(prompt) - 1)
-            if rng.random() < 0.2
-            else rng.randint(1, 12),
+            max_tokens=rng.randint(1, max_model_len - len(prompt) - 1) if rng.random() < 0.2 else rng.randint(1, 12),
             temperature=rng.choice((0.0, 1.0)),
             seed=rng.getrandbits(32),
             stop_token_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice((0, 0, 2)))),

@@ -55,9 +55,7 @@ class Medium(Disk):
 class SimulatedDisk:
     """`DiskTier` of one life of a node."""
 
-    def __init__(
-        self, medium: Medium, rng: random.Random, moved: Moved, health_changed: HealthChanged
-    ) -> None:
+    def __init__(self, medium: Medium, rng: random.Random, moved: Moved, health_changed: HealthChanged) -> None:
         self.medium = medium
         self.health = Health.GOOD
         self.counters: dict[str, int] = {}
@@ -89,9 +87,7 @@ class SimulatedDisk:
             self.medium.lose()
             self._health_changed(self.health, "it is lost")
 
-    async def recover(
-        self, progress: Callable[[float], None]
-    ) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
+    async def recover(self, progress: Callable[[float], None]) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
         found = self.medium.recover()
         self._rng.shuffle(found)
         for begin in range(0, len(found), PIECE):

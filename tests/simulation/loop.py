@@ -79,9 +79,7 @@ OUTSIDE = contextvars.Context()
 class VirtualLoop(asyncio.AbstractEventLoop):
     """What asyncio's own tasks, futures, events, timeouts and queues need of a loop, and `run_in_executor`."""
 
-    def __init__(
-        self, rng: random.Random, on_problem: Callable[[str, BaseException | None], None]
-    ) -> None:
+    def __init__(self, rng: random.Random, on_problem: Callable[[str, BaseException | None], None]) -> None:
         self._now = 0.0
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
@@ -104,14 +102,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     call_soon_threadsafe = call_soon
 
-    def call_later(
-        self, delay: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         return self.call_at(self._now + max(0.0, delay), callback, *args, context=context)
 
-    def call_at(
-        self, when: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._ties), handle))
         return handle
@@ -208,10 +202,7 @@ def _end(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         coroutine: Any = task.get_coro()
-        if (
-            inspect.iscoroutine(coroutine)
-            and inspect.getcoroutinestate(coroutine) == "CORO_CREATED"
-        ):
+        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == "CORO_CREATED":
             # What it was to await, too: since Python 3.13 that lives on in it, and complains when it is collected.
             for held in filter(inspect.iscoroutine, coroutine.cr_frame.f_locals.values()):
                 held.close()

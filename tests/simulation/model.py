@@ -90,10 +90,7 @@ class Pool:
         sequence = self._sequences.setdefault(piece.request_id, _Sequence())
         sequence.follow(tokens)
         for place, part in _runs(piece, 0, piece.start):
-            if (
-                self._keys[place] != sequence.keys[part]
-                or self._values[place] != sequence.values[part]
-            ):
+            if self._keys[place] != sequence.keys[part] or self._values[place] != sequence.values[part]:
                 problem(f"{piece.request_id} computes from wrong KV before {part.stop // _TOKEN}")
         for place, part in _runs(piece, piece.start, piece.end):
             self._keys[place] = sequence.keys[part]
@@ -148,8 +145,7 @@ class Engine:
             raise RuntimeError("the device fell off the bus")
         lost, self._lost = self._lost, set()
         sampled = [
-            _garbage(piece) if piece.follows and piece.request_id in lost else self._sample(piece)
-            for piece in slices
+            _garbage(piece) if piece.follows and piece.request_id in lost else self._sample(piece) for piece in slices
         ]
         self._last = {each.request_id: each.token_id for each in sampled if each is not None}
         return sampled

@@ -179,9 +179,7 @@ class PoolClient:
 
     async def _read(self, node: PoolNode, keys: Sequence[BlockKey]) -> None:
         asked_at = self._loop.time()
-        lease = await self._stores.lease(
-            node.endpoint(node.transfer.address), keys, ttl_s=LEASE_S, timeout_s=CALL_S
-        )
+        lease = await self._stores.lease(node.endpoint(node.transfer.address), keys, ttl_s=LEASE_S, timeout_s=CALL_S)
         self.outcomes["misses"] += len(keys) - len(lease.objects)
         damaged, objects = self._transfer.num_damaged, lease.objects
         rows = [(o.offset, n * ROOM, o.length) for n, o in enumerate(objects)]

@@ -126,9 +126,7 @@ Rows = list[tuple[int, int, int]]
 class _Moving:
     """A transfer under way."""
 
-    def __init__(
-        self, engine: SimulatedTransfer, transfer: ScatterTransfer, ends_at: float
-    ) -> None:
+    def __init__(self, engine: SimulatedTransfer, transfer: ScatterTransfer, ends_at: float) -> None:
         self.transfer = transfer
         self.batch = Batch(1, 1, lambda: None)
         self._engine = engine

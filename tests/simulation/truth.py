@@ -51,9 +51,7 @@ class Truth:
         """Whether a restart found what had been removed."""
         return found.generation <= self._gone.get((node, found.key), 0)
 
-    def leftovers(
-        self, known: set[tuple[BlockKey, int]], objects: Iterable[StoredObject]
-    ) -> list[str]:
+    def leftovers(self, known: set[tuple[BlockKey, int]], objects: Iterable[StoredObject]) -> list[str]:
         """Objects that were there before a removal of which somebody knows."""
         last: dict[BlockKey, float] = {}
         for key, removal_id in known:

@@ -25,9 +25,7 @@ REDIAL_S = 0.2
 class Call:
     """A unary call, from its begin to its answer."""
 
-    def __init__(
-        self, network: Network, caller: Life, address: str, path: str, data: bytes, timeout_s: float
-    ) -> None:
+    def __init__(self, network: Network, caller: Life, address: str, path: str, data: bytes, timeout_s: float) -> None:
         self._network, self._loop = network, network.loop
         self._caller, self._address, self._path, self._data = caller, address, path, data
         self._ends_at = self._loop.time() + timeout_s
@@ -35,9 +33,7 @@ class Call:
         self._connections: list[Connection] = []
 
     async def answer(self, wait_for_ready: bool) -> bytes:
-        timer = self._loop.call_at(
-            self._ends_at, self._settle, rpc_error(TOO_LATE, "Deadline Exceeded")
-        )
+        timer = self._loop.call_at(self._ends_at, self._settle, rpc_error(TOO_LATE, "Deadline Exceeded"))
         try:
             self._begin(wait_for_ready)
             return await self._answer
@@ -107,9 +103,7 @@ class Call:
 
         self._network.send(self._caller, server.life, arrive, after_s)
 
-    def _serve(
-        self, server: Server, connection: Connection, loses_answer: bool, is_copy: bool
-    ) -> None:
+    def _serve(self, server: Server, connection: Connection, loses_answer: bool, is_copy: bool) -> None:
         """At the server."""
         if connection.is_over:
             return
@@ -118,9 +112,7 @@ class Call:
         if not is_copy:
             self._loop.call_at(self._ends_at, connection.task.cancel)
 
-    async def _handle(
-        self, server: Server, connection: Connection, loses_answer: bool, is_copy: bool
-    ) -> None:
+    async def _handle(self, server: Server, connection: Connection, loses_answer: bool, is_copy: bool) -> None:
         handler = server.handlers[self._path]
         context = Context(self._loop, self._ends_at)
         outcome: bytes | Exception

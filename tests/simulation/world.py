@@ -124,9 +124,7 @@ class World:
         address = _WELL_KNOWN.get(name, f"{name}:{port}")
         process = self.processes[name] = self.kinds[name](self, life, address)
         self.note(f"start {life!r} at {address}")
-        self.loop.call_later(
-            BOOT_S if life.epoch > 1 else 0.0, self._boot, process, context=OUTSIDE
-        )
+        self.loop.call_later(BOOT_S if life.epoch > 1 else 0.0, self._boot, process, context=OUTSIDE)
 
     def _boot(self, process: Process) -> None:
         if process.life.is_alive:
@@ -200,9 +198,7 @@ class World:
             asked.gateway_died(self.loop)
             return
         front = self.rng.choice(fronts)
-        self.note(
-            f"{asked.request_id} asks {front.life!r}: {len(asked.prompt)} + {len(asked.expected)}"
-        )
+        self.note(f"{asked.request_id} asks {front.life!r}: {len(asked.prompt)} + {len(asked.expected)}")
         front.life.ends.append(lambda: asked.gateway_died(self.loop))
         front.life.spawn(asked.run(front, self.loop))
 
@@ -278,9 +274,7 @@ class World:
         present = {each.endpoint.instance_id: each.endpoint.epoch for each in view.instances}
         members = [p.life for p in self.processes.values() if p.role is not None]
         fronts = [p for p in self.processes.values() if isinstance(p, Front)]
-        return all(present.get(life.name) == life.epoch for life in members) and all(
-            front.is_ready for front in fronts
-        )
+        return all(present.get(life.name) == life.epoch for life in members) and all(front.is_ready for front in fronts)
 
     def _is_quiet(self) -> bool:
         is_quiet = all(p.is_up and not p.unrest() for p in self.processes.values())
@@ -362,9 +356,7 @@ class World:
         log.addHandler(listener)
         try:
             with (
-                mock.patch.object(
-                    secrets, "token_hex", lambda n: f"{self.rng.getrandbits(8 * n):0{2 * n}x}"
-                ),
+                mock.patch.object(secrets, "token_hex", lambda n: f"{self.rng.getrandbits(8 * n):0{2 * n}x}"),
                 mock.patch.object(secrets, "randbits", self.rng.getrandbits),
                 mock.patch.object(Stamp, "now", self._stamp),
             ):

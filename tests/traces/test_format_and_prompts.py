@@ -52,9 +52,7 @@ def test_large_hash_ids_differ_at_once() -> None:
 @given(st.integers(1, 200_000), st.sampled_from([1.0, 0.5, 0.0625]))
 def test_scaling_keeps_lengths_within_the_hash_ids(length: int, scale: float) -> None:
     ids = tuple(range(-(-length // 512)))
-    scaled = TraceRecord(arrived_s=10, input_length=length, output_length=8, hash_ids=ids).scaled(
-        scale, 0.5, 2.0
-    )
+    scaled = TraceRecord(arrived_s=10, input_length=length, output_length=8, hash_ids=ids).scaled(scale, 0.5, 2.0)
     assert scaled.input_length == max(1, round(length * scale))
     assert scaled.input_length <= len(ids) * scaled.tokens_per_hash
     assert (scaled.arrived_s, scaled.output_length) == (5, 4)

@@ -75,8 +75,7 @@ async def send(response: web.StreamResponse, entry: dict[str, Any]) -> None:
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     records = [
-        {"timestamp": 40 * n, "input_length": 1000 + n, "output_length": 24, "hash_ids": [0, n + 1]}
-        for n in range(6)
+        {"timestamp": 40 * n, "input_length": 1000 + n, "output_length": 24, "hash_ids": [0, n + 1]} for n in range(6)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -91,9 +90,7 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
         scale_outputs=1 / 8,
     )
     report = await replay(config)
-    assert sorted(len(body["prompt"]) for body in bodies) == sorted(
-        round((1000 + n) / 32) for n in range(6)
-    )
+    assert sorted(len(body["prompt"]) for body in bodies) == sorted(round((1000 + n) / 32) for n in range(6))
     assert {body["max_tokens"] for body in bodies} == {3}
     assert all(body["prompt"][:16] == bodies[0]["prompt"][:16] for body in bodies)
     assert (report["completed"], report["rejected"], report["failed"]) == (4, 2, 0)
@@ -102,9 +99,7 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
     assert report["ideal_hit_ratio"] > report["hit_ratio"] > 0
 
 
-async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(
-    serve: Serve, tmp_path: Path
-) -> None:
+async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(serve: Serve, tmp_path: Path) -> None:
     """Tenant and priority of a record are the request's; where it names none, the request does not either."""
     path = tmp_path / "trace.jsonl"
     plain = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
@@ -138,9 +133,7 @@ async def test_requests_of_one_instant_are_sent_in_the_order_of_the_trace() -> N
     assert paced == list(range(300))
 
 
-async def test_a_trace_that_cannot_fit_is_refused_before_anything_is_sent(
-    serve: Serve, trace: Path
-) -> None:
+async def test_a_trace_that_cannot_fit_is_refused_before_anything_is_sent(serve: Serve, trace: Path) -> None:
     bodies: list[dict[str, Any]] = []
     config = ReplayConfig(trace=str(trace), url=await serve(endpoint(bodies)))
     with pytest.raises(ConfigError, match="--scale-lengths"):
@@ -218,9 +211,7 @@ async def test_fetch_downloads_and_verifies_the_traces_only(serve: Serve, tmp_pa
     assert (tmp_path / "a.jsonl").read_bytes() == files["a.jsonl"]
 
 
-async def test_a_damaged_download_is_refused_and_leaves_nothing(
-    serve: Serve, tmp_path: Path
-) -> None:
+async def test_a_damaged_download_is_refused_and_leaves_nothing(serve: Serve, tmp_path: Path) -> None:
     url = await serve(hosting({"a.jsonl": b"x"}, damaged=True))
     with pytest.raises(ConfigError, match="arrived damaged"):
         await asyncio.to_thread(fetch, FetchConfig(into=str(tmp_path), listing=f"{url}/listing"))

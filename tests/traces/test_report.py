@@ -69,9 +69,7 @@ def test_rejected_and_failed_requests_are_misses_beside_the_latencies() -> None:
 def test_scripts_that_read_a_report_of_vllm_bench_serve_find_its_names() -> None:
     """Those of its JSON result that are about all requests together, as its version 0.31 writes them."""
     latencies = [
-        f"{kind}_{name}_ms"
-        for kind in ("mean", "median", "std", "p99")
-        for name in ("ttft", "tpot", "itl", "e2el")
+        f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")
     ]
     totals = [
         "num_prompts",

@@ -16,9 +16,7 @@ from protocol.errors import InvalidRequest, PeerLost
 from transfer.rdma.device import Gid, Port
 from transfer.rdma.fabric import CHAIN, Completion, Limits, PairAddress, Runs
 
-LIMITS = Limits(
-    max_message_bytes=1 << 20, max_send_requests=256, max_outstanding_reads=16, path_mtu=5
-)
+LIMITS = Limits(max_message_bytes=1 << 20, max_send_requests=256, max_outstanding_reads=16, path_mtu=5)
 
 
 @dataclass
@@ -110,9 +108,7 @@ class Request:
 
 
 class FakePair:
-    def __init__(
-        self, wire: Wire, completions: FakeCompletionQueue, depths: tuple[int, int], serves: bool
-    ) -> None:
+    def __init__(self, wire: Wire, completions: FakeCompletionQueue, depths: tuple[int, int], serves: bool) -> None:
         self.wire = wire
         self.completions = completions
         self.send_depth, self.receive_depth = depths
@@ -134,9 +130,7 @@ class FakePair:
     def read(self, token: int, runs: Runs, local_key: int, remote_key: int) -> None:
         self._post(Request(token, True, runs, local_key, remote_key, None))
 
-    def write(
-        self, token: int, runs: Runs, local_key: int, remote_key: int, immediate: int | None
-    ) -> None:
+    def write(self, token: int, runs: Runs, local_key: int, remote_key: int, immediate: int | None) -> None:
         self._post(Request(token, False, runs, local_key, remote_key, immediate))
 
     def _post(self, request: Request) -> None:
@@ -215,9 +209,7 @@ class FakeDevice:
         self.limits = LIMITS
         self.is_closed = False
 
-    def register(
-        self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool
-    ) -> FakeRegion:
+    def register(self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool) -> FakeRegion:
         if self.is_closed:
             raise InvalidRequest("the device is closed")
         return FakeRegion(self.wire, address, nbytes, remote_read, remote_write)
@@ -225,9 +217,7 @@ class FakeDevice:
     def make_completion_queue(self, capacity: int) -> FakeCompletionQueue:
         return FakeCompletionQueue(capacity)
 
-    def make_queue_pair(
-        self, completions: object, *, send_depth: int, receive_depth: int, serves: bool
-    ) -> FakePair:
+    def make_queue_pair(self, completions: object, *, send_depth: int, receive_depth: int, serves: bool) -> FakePair:
         assert isinstance(completions, FakeCompletionQueue)
         return FakePair(self.wire, completions, (send_depth, receive_depth), serves)
 

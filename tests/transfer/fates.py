@@ -127,9 +127,7 @@ class Fates:
         session.close = partial(self._close, session, session.close)
         return session
 
-    def _ask(
-        self, session: Any, ask: Callable[[Slice, Feed], bool], part: Slice, feed: Feed
-    ) -> bool:
+    def _ask(self, session: Any, ask: Callable[[Slice, Feed], bool], part: Slice, feed: Feed) -> bool:
         self.on_carry(part, feed.deadline_at())
         fate = self._of("slice")
         match fate:
@@ -148,9 +146,7 @@ class Fates:
                 raise PeerLost("broken")
         return ask(part, feed)
 
-    def _send_late(
-        self, session: Any, ask: Callable[[Slice, Feed], bool], part: Slice, feed: Feed
-    ) -> None:
+    def _send_late(self, session: Any, ask: Callable[[Slice, Feed], bool], part: Slice, feed: Feed) -> None:
         key, reached = part.rows.tobytes(), threading.Event()
         with self._lock:
             self._late[key] = reached

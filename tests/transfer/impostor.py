@@ -23,9 +23,7 @@ from transfer.tcp.frames import HEADER_BYTES, Header, decode
 class Impostor:
     """Serves one connection after the other with `serve`, until it raises."""
 
-    def __init__(
-        self, serve: Callable[[Connection, Credentials], None], transport: str = "tcp"
-    ) -> None:
+    def __init__(self, serve: Callable[[Connection, Credentials], None], transport: str = "tcp") -> None:
         self._serve = serve
         self._credentials = Credentials(TOKEN.encode(), secrets.token_bytes(16))
         if transport == "shm":

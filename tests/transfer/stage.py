@@ -42,9 +42,7 @@ class Guarded:
         self._all = bytearray(nbytes + 2 * GUARD)
         self._edge = secrets.token_bytes(GUARD)
         self._all[:GUARD] = self._all[-GUARD:] = self._edge
-        self.segment = engine.register(
-            memoryview(self._all)[GUARD : GUARD + nbytes], readable=readable
-        )
+        self.segment = engine.register(memoryview(self._all)[GUARD : GUARD + nbytes], readable=readable)
 
     @property
     def buffer(self) -> memoryview:
@@ -184,9 +182,7 @@ def while_running(work: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def request_of(
-    kind: Kind, stage: Stage, *, rows: list[tuple[int, int, int]], nbytes: int = 0
-) -> bytes:
+def request_of(kind: Kind, stage: Stage, *, rows: list[tuple[int, int, int]], nbytes: int = 0) -> bytes:
     """Sealed as it should be, whatever it says."""
     header = Header(
         kind=kind,

@@ -23,9 +23,7 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(
-    ("size", "registered"), [(1, False), (1, True), (4097, True), (9 << 20, False)]
-)
+@pytest.mark.parametrize(("size", "registered"), [(1, False), (1, True), (4097, True), (9 << 20, False)])
 def test_bytes_arrive_as_they_were_sent_and_come_back(
     make_pair: Callable[..., Pair], size: int, registered: bool
 ) -> None:
@@ -169,10 +167,7 @@ def unsound(pair: Pair) -> list[Any]:
         pair.read(end, 0, 1),
         pair.read(-1, 0, 1),
         replace(write, window_id=-1),
-        *(
-            replace(read, remote=RemoteSegment(pair.far.address, segment_id))
-            for segment_id in (-1, 1 << 64)
-        ),
+        *(replace(read, remote=RemoteSegment(pair.far.address, segment_id)) for segment_id in (-1, 1 << 64)),
         *(ScatterTransfer(Op.READ, pair.local, pair.remote, each) for each in rows),
     ]
 

@@ -59,10 +59,7 @@ class TwoRails:
         self.proxies = [Proxy(rail.endpoint, host) for rail, host in zip(rails, RAILS, strict=True)]
         for proxy in self.proxies:
             closing.callback(proxy.close)
-        behind = tuple(
-            replace(rail, endpoint=proxy.endpoint)
-            for rail, proxy in zip(rails, self.proxies, strict=True)
-        )
+        behind = tuple(replace(rail, endpoint=proxy.endpoint) for rail, proxy in zip(rails, self.proxies, strict=True))
         self.address = str(replace(address, rails={"tcp": behind}))
         self.local = self.near.allocate(NBYTES)
         self.memory = self.far.allocate(NBYTES, readable=True)

@@ -100,9 +100,7 @@ def slow_down(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("harm", [silence, slow_down])
-def test_nothing_of_a_read_arrives_after_its_deadline(
-    stage: Stage, harm: Callable[[Proxy], None]
-) -> None:
+def test_nothing_of_a_read_arrives_after_its_deadline(stage: Stage, harm: Callable[[Proxy], None]) -> None:
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address))
     harm(proxy)
@@ -183,9 +181,7 @@ def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stal
 
 
 @both_ways
-def test_a_slice_with_a_flipped_byte_is_noticed_counted_and_sent_again(
-    stage: Stage, op: Op
-) -> None:
+def test_a_slice_with_a_flipped_byte_is_noticed_counted_and_sent_again(stage: Stage, op: Op) -> None:
     proxy, address = stage.proxy()
     proxy.flip = Trouble(CARRIED[op], at=1 << 20)
     stage.run(stage.transfer(op, address))

@@ -39,9 +39,7 @@ def lanes_of(bench: Pair) -> list[Lane]:
     return list(peer._lanes.values())
 
 
-def test_batches_keep_their_deadlines_while_a_caller_has_the_session(
-    bench: Pair, fates: Fates
-) -> None:
+def test_batches_keep_their_deadlines_while_a_caller_has_the_session(bench: Pair, fates: Fates) -> None:
     bench.run(write(bench))
     fates.orders["list"] = [Fate.SILENT]
 
@@ -103,9 +101,7 @@ def test_a_rail_that_does_not_connect_is_left_for_another_long_before_the_deadli
     assert fates.connect_s[0] <= 0.1
 
 
-def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(
-    make_bench: MakeBench, fates: Fates
-) -> None:
+def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(make_bench: MakeBench, fates: Fates) -> None:
     bench = make_bench(num_rails=2)
     fates.orders["slice"] = [Fate.SILENT]
     long = bench.near.submit([write(bench)], deadline_s=NEVER_S)
@@ -120,9 +116,7 @@ def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(
         long.wait(PATIENCE_S)
 
 
-def test_a_cancelled_batch_is_begun_no_more_and_what_is_under_way_ends_first(
-    bench: Pair, fates: Fates
-) -> None:
+def test_a_cancelled_batch_is_begun_no_more_and_what_is_under_way_ends_first(bench: Pair, fates: Fates) -> None:
     bench.run(write(bench))
     under_way, go_on = threading.Event(), threading.Event()
 
@@ -173,9 +167,7 @@ def test_a_bug_of_the_transport_ends_the_batch_and_nothing_else(
     assert "transfer failed" in caplog.text
 
 
-def test_a_peer_that_is_forgotten_while_it_is_dialled_is_not_served_any_more(
-    bench: Pair, fates: Fates
-) -> None:
+def test_a_peer_that_is_forgotten_while_it_is_dialled_is_not_served_any_more(bench: Pair, fates: Fates) -> None:
     fates.on["slice"] = lambda: pytest.fail("a slice was sent")
     fates.orders["connect"] = [Fate.SILENT]
     batch = bench.near.submit([write(bench)], deadline_s=NEVER_S)
@@ -198,9 +190,7 @@ def test_connections_beyond_the_cap_go_when_they_fall_idle(
     assert len(bench.near._endpoints) == 1
 
 
-def test_an_eviction_that_meets_a_busy_lane_is_heeded_when_it_falls_idle(
-    bench: Pair, fates: Fates
-) -> None:
+def test_an_eviction_that_meets_a_busy_lane_is_heeded_when_it_falls_idle(bench: Pair, fates: Fates) -> None:
     bench.run(write(bench))
     (lane,) = lanes_of(bench)
     fates.on["slice"] = lane.disconnect_when_idle
@@ -209,9 +199,7 @@ def test_an_eviction_that_meets_a_busy_lane_is_heeded_when_it_falls_idle(
     until(lambda: not lane.connected)
 
 
-def test_no_thread_to_be_had_is_an_error_of_the_batch(
-    bench: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_to_be_had_is_an_error_of_the_batch(bench: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -247,9 +235,7 @@ def test_what_an_unfenced_connection_left_behind_is_stored_late(bench: Pair, fat
     assert bench.memory.buffer[:4096] == bench.local.buffer[:4096]
 
 
-def test_a_fence_that_fails_fails_its_parts_and_does_not_try_for_ever(
-    bench: Pair, fates: Fates
-) -> None:
+def test_a_fence_that_fails_fails_its_parts_and_does_not_try_for_ever(bench: Pair, fates: Fates) -> None:
     fates.orders["slice"] = [Fate.LOST]
     fates.orders["fence"] = [Fate.LOST] * 1000
     with pytest.raises(PeerLost, match="fence"):
@@ -258,9 +244,7 @@ def test_a_fence_that_fails_fails_its_parts_and_does_not_try_for_ever(
 
 
 @pytest.mark.parametrize("is_met_again", [False, True])
-def test_a_later_write_fences_what_an_earlier_batch_left_behind(
-    bench: Pair, fates: Fates, is_met_again: bool
-) -> None:
+def test_a_later_write_fences_what_an_earlier_batch_left_behind(bench: Pair, fates: Fates, is_met_again: bool) -> None:
     fail_and_leave_a_write_behind(bench, fates)
     before = bytes(bench.memory.buffer)
     if is_met_again:

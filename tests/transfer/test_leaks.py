@@ -162,9 +162,7 @@ def test_nothing_is_kept_of_peers_that_have_gone() -> None:
     assert after.mappings <= before.mappings + 30
     assert after.resident_bytes <= before.resident_bytes + (6 << 20)
     usage = cycles.near.usage()
-    assert usage == EngineUsage(
-        num_segments=1, segment_bytes=NBYTES, num_windows=0, num_served=0, num_endpoints=0
-    )
+    assert usage == EngineUsage(num_segments=1, segment_bytes=NBYTES, num_windows=0, num_served=0, num_endpoints=0)
     assert not cycles.near._peers.met
     assert not cycles.local.num_users
     cycles.near.close()

@@ -65,9 +65,7 @@ def test_nothing_is_left_of_engines_that_were_closed_and_of_peers_that_were_lost
     assert after == before
 
 
-def test_an_idle_peer_that_is_gone_costs_no_thread(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_peer_that_is_gone_costs_no_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.lane.IDLE_S", 0.01)
     pair.run(pair.read(0, 0, 10))
     (peer,) = pair.near._peers.met.values()
@@ -140,9 +138,7 @@ def test_a_source_that_was_deregistered_and_one_that_replaced_it_are_told_apart(
         pair.near.deregister(local)
 
 
-def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(
-    pair: Pair, transport: str
-) -> None:
+def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(pair: Pair, transport: str) -> None:
     endpoint, view = parse(pair.far.address).rails[transport][0].endpoint, pair.memory.buffer
     pair.far.close()
     pair.far.close()
@@ -168,9 +164,7 @@ def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(
 def test_what_cannot_be_started_says_so(token: str, host: str, transports: tuple[str, ...]) -> None:
     before = census()
     with pytest.raises(ConfigError):
-        TransferEngine(
-            cluster_token=token, options=TransferOptions(host=host, transports=transports)
-        ).start()
+        TransferEngine(cluster_token=token, options=TransferOptions(host=host, transports=transports)).start()
     assert census() == before
 
 
@@ -210,9 +204,7 @@ def test_memory_that_cannot_be_registered_is_refused(pair: Pair) -> None:
         pair.near.allocate(0)
 
 
-def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

@@ -44,9 +44,7 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
     assert to.local.buffer[4096:8192] == b"x" * 4096
 
 
-def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
+def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(make_engine: Make, peer: PeerInProcess) -> None:
     """Over tcp the others wait behind the first, over shm they are under way beside it."""
     to = WritesTo(make_engine(max_in_flight_bytes=1), peer)
     run(to.engine, to.transfer)
@@ -89,9 +87,7 @@ def test_opening_a_silent_peer_has_all_its_time(
 
 
 @pytest.mark.parametrize("transport", ["shm"])
-def test_what_ended_before_the_peer_fell_silent_stays_ended(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
+def test_what_ended_before_the_peer_fell_silent_stays_ended(make_engine: Make, peer: PeerInProcess) -> None:
     """Mapped memory can be read while its owner is stopped; only the owner can store."""
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.read, to.transfer)
@@ -105,9 +101,7 @@ def test_what_ended_before_the_peer_fell_silent_stays_ended(
 
 
 @pytest.mark.parametrize("transport", ["tcp"])  # names of Unix sockets never return
-def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP then connects the socket to itself, and nobody would ever answer or hang up. With 28,000 ports it happens
     once in some ten thousand deaths; here the port is forced."""
     address = parse(pair.far.address)
@@ -134,9 +128,7 @@ def held_port() -> socket.socket:
     return held
 
 
-def test_forgetting_a_peer_fails_its_batches_now_and_so_does_closing(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
+def test_forgetting_a_peer_fails_its_batches_now_and_so_does_closing(make_engine: Make, peer: PeerInProcess) -> None:
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.transfer)
     for give_up in (lambda: to.engine.forget(to.remote.address), to.engine.close):

@@ -38,9 +38,7 @@ def test_compilers_have_nothing_to_complain_about(compiler: str, tmp_path: Path)
     compile_strictly(compiler, native.SOURCE, C_FLAGS, tmp_path)
 
 
-def test_without_compiled_code_it_is_said_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_compiled_code_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="compiler"):
@@ -135,9 +133,7 @@ def test_iovecs_are_the_same_bytes_in_the_same_order(triples: list[tuple[int, in
         places = [base + row[column] + i for row in triples for i in range(row[LENGTH])]
         assert [start + i for start, length in made for i in range(length)] == places
         assert all(length for _, length in made)
-        assert all(
-            start + length != after for (start, length), (after, _) in itertools.pairwise(made)
-        )
+        assert all(start + length != after for (start, length), (after, _) in itertools.pairwise(made))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +228,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(pair: Sockets) ->
     into=st.lists(st.integers(0, 50), max_size=20),
     size=st.integers(1, 500),
 )
-def test_pieces_of_any_length_on_either_side_are_one_stream(
-    out: list[int], into: list[int], size: int
-) -> None:
+def test_pieces_of_any_length_on_either_side_are_one_stream(out: list[int], into: list[int], size: int) -> None:
     content, landed = random.Random(size).randbytes(size), bytearray(size)
     near, far = unix_pair()
     with near, far:

@@ -24,9 +24,7 @@ TLS = {name: f"{name}.pem" for name in ("tls_certificate", "tls_key", "tls_autho
         (Patience, {"slowest_bytes_s": 0}, "above 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_words(
-    kind: Any, options: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_meant_is_refused_in_words(kind: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         kind(**options)
 

@@ -33,15 +33,11 @@ def test_merging_keeps_every_byte_in_order(steps: Runs) -> None:
     for side in (REMOTE, LOCAL):
         assert positions(merged, side) == positions(rows, side)
     for first, second in itertools.pairwise(merged.tolist()):
-        assert first[REMOTE] + first[LENGTH] != second[REMOTE] or (
-            first[LOCAL] + first[LENGTH] != second[LOCAL]
-        )
+        assert first[REMOTE] + first[LENGTH] != second[REMOTE] or (first[LOCAL] + first[LENGTH] != second[LOCAL])
 
 
 @given(runs, st.integers(1, 40), st.integers(1, 7))
-def test_groups_are_the_same_bytes_and_no_larger_than_allowed(
-    made: Runs, limit_bytes: int, limit_rows: int
-) -> None:
+def test_groups_are_the_same_bytes_and_no_larger_than_allowed(made: Runs, limit_bytes: int, limit_rows: int) -> None:
     rows = scatter.rows(*made)
     groups = list(scatter.cut(rows, limit_bytes, limit_rows))
     assert all(scatter.total(group) <= limit_bytes for group in groups)
@@ -53,9 +49,7 @@ def test_groups_are_the_same_bytes_and_no_larger_than_allowed(
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 near_an_edge = st.sampled_from([-1, 0, 1, 50, 99, 100, 101, 2**62, 2**63 - 1, -(2**63)]) | int64
-fitting = st.integers(0, 100).flatmap(
-    lambda start: st.tuples(st.just(start), int64, st.integers(0, 100 - start))
-)
+fitting = st.integers(0, 100).flatmap(lambda start: st.tuples(st.just(start), int64, st.integers(0, 100 - start)))
 
 
 @given(st.lists(st.tuples(near_an_edge, int64, near_an_edge) | fitting, max_size=3))

@@ -215,9 +215,7 @@ nonsense = st.builds(
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)])
 @settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    is_peer=st.booleans(), said=st.binary(min_size=1, max_size=200) | nonsense, waits=st.booleans()
-)
+@given(is_peer=st.booleans(), said=st.binary(min_size=1, max_size=200) | nonsense, waits=st.booleans())
 def test_what_is_no_handshake_or_no_request_ends_its_connection_only_and_stores_nothing(
     pair: Pair, is_peer: bool, said: bytes, waits: bool
 ) -> None:

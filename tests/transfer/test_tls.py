@@ -61,9 +61,7 @@ def test_a_target_refuses_an_initiator_that_its_authority_did_not_sign(
 
 
 @pytest.mark.usefixtures("unrehearsed")
-def test_an_expired_certificate_is_refused_on_either_side(
-    make_engine: Make, authority: Authority
-) -> None:
+def test_an_expired_certificate_is_refused_on_either_side(make_engine: Make, authority: Authority) -> None:
     ours, theirs = make_engine(), make_engine(files=authority.sign("expired", days=-1))
     with pytest.raises(Unauthenticated, match="expired"):
         read(ours, theirs)
@@ -71,9 +69,7 @@ def test_an_expired_certificate_is_refused_on_either_side(
         read(theirs, ours)
 
 
-def test_a_certificate_for_other_addresses_is_refused(
-    make_engine: Make, authority: Authority
-) -> None:
+def test_a_certificate_for_other_addresses_is_refused(make_engine: Make, authority: Authority) -> None:
     near = make_engine()
     read(near, make_engine(files=authority.sign("nameless")))
     read(near, make_engine(files=authority.sign("named", names="DNS:store-0")))

@@ -205,9 +205,7 @@ async def decoding(
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        pooled = computing(
-            path, num_blocks, segment.buffer, ranks=ranks, kv_dtype=kv_dtype, device=device
-        )
+        pooled = computing(path, num_blocks, segment.buffer, ranks=ranks, kv_dtype=kv_dtype, device=device)
         thread = stack.enter_context(pooled)
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         channels = Channels(TOKEN)

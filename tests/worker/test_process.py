@@ -72,24 +72,19 @@ class Cluster:
         return await answered(lambda: self._find(name, num_blocks))
 
     async def _find(self, name: str, num_blocks: int) -> conductor_pb2.InstanceView | None:
-        named = (
-            each for each in (await self.view()).instances if each.endpoint.instance_id == name
-        )
+        named = (each for each in (await self.view()).instances if each.endpoint.instance_id == name)
         return next((each for each in named if each.indexed_blocks >= num_blocks), None)
 
     async def view(self) -> conductor_pb2.ClusterView:
         stub = conductor_pb2_grpc.ConductorStub(self.channels.to(self.conductor))
         request = conductor_pb2.GetClusterRequest()
-        view: conductor_pb2.ClusterView = await self.channels.call(
-            stub.GetCluster, request, timeout_s=PATIENCE_S
-        )
+        view: conductor_pb2.ClusterView = await self.channels.call(stub.GetCluster, request, timeout_s=PATIENCE_S)
         return view
 
     async def submit(self, name: str, first: int, max_tokens: int) -> None:
         """A prompt of twenty tokens."""
         prefill, decode = [
-            endpoint_from_wire((await self.member(worker)).endpoint)
-            for worker in ("prefill-0", "decode-0")
+            endpoint_from_wire((await self.member(worker)).endpoint) for worker in ("prefill-0", "decode-0")
         ]
         request = make_request(
             name,
@@ -141,9 +136,7 @@ async def cluster(model: Path) -> AsyncIterator[Cluster]:
     async with serving(serve_conductor, ConductorConfig(cluster_token=TOKEN)) as facts:
         made = Cluster(facts["rpc"])
         common = options(model, conductor=made.conductor, home_store="store-0")
-        store = StoreConfig(
-            instance_id="store-0", cluster_token=TOKEN, conductor=made.conductor, dram=4 * 2**20
-        )
+        store = StoreConfig(instance_id="store-0", cluster_token=TOKEN, conductor=made.conductor, dram=4 * 2**20)
         prefill = PrefillConfig(instance_id="prefill-0", metrics_port=made.metrics_port, **common)
         decode = DecodeConfig(instance_id="decode-0", **common)
         async with serving(serve_store, store):

@@ -39,9 +39,7 @@ def run(config: AnalyzeConfig) -> int:
     """Prints and writes what was measured, and returns the exit code. Raises ConfigError."""
     capacities = _check(config)
     path = Path(config.trace)
-    statistics = analyze(
-        read_checked(path, config.limit), window_s=config.window_s, capacities_tokens=capacities
-    )
+    statistics = analyze(read_checked(path, config.limit), window_s=config.window_s, capacities_tokens=capacities)
     print(format_statistics(statistics, path.name))
     if config.json:
         text = json.dumps({"trace": path.name, **statistics}, indent=2)

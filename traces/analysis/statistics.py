@@ -82,10 +82,7 @@ def analyze(
 
 
 def _lru(curve: HitCurve, capacities_tokens: Sequence[int]) -> dict[str, Any]:
-    points = [
-        {"capacity_tokens": capacity, "hit_ratio": curve.ratio(capacity)}
-        for capacity in capacities_tokens
-    ]
+    points = [{"capacity_tokens": capacity, "hit_ratio": curve.ratio(capacity)} for capacity in capacities_tokens]
     distances = {f"p{percent}": curve.distance_percentile(percent) for percent in PERCENTS}
     return {
         "curve": [*points, {"capacity_tokens": None, "hit_ratio": curve.ratio(None)}],

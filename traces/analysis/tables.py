@@ -48,17 +48,12 @@ def _spreads(statistics: Mapping[str, Any]) -> str:
         ("turn new tokens", statistics["sessions"]["turn_new_tokens"], ",.0f"),
         ("turns a session", statistics["sessions"]["turns"], ",.2f"),
     ]
-    cells = [
-        [label, *(_cell(figures[column], style) for column in _COLUMNS)]
-        for label, figures, style in rows
-    ]
+    cells = [[label, *(_cell(figures[column], style) for column in _COLUMNS)] for label, figures, style in rows]
     return text_table(["", *_COLUMNS], cells)
 
 
 def _arrivals(arrivals: Mapping[str, Any]) -> str:
-    dispersion = "  ".join(
-        f"{window} {_cell(value, '.2f')}" for window, value in arrivals["dispersion"].items()
-    )
+    dispersion = "  ".join(f"{window} {_cell(value, '.2f')}" for window, value in arrivals["dispersion"].items())
     return "\n".join(
         [
             f"duration      {arrivals['duration_s']:>10,.1f} s, "
@@ -81,17 +76,13 @@ def _curve(lru: Mapping[str, Any]) -> str:
         for point in lru["curve"]
     ]
     distances = lru["reuse_distance_tokens"]
-    text = "  ".join(
-        f"{name} {_cell(distances[name], ',')}" for name in ("p10", "p50", "p90", "p99")
-    )
+    text = "  ".join(f"{name} {_cell(distances[name], ',')}" for name in ("p10", "p50", "p90", "p99"))
     table = text_table(["LRU cache, tokens", "hit ratio", "of ideal"], rows)
     return f"{table}\nreuse distance, distinct tokens between uses: {text}"
 
 
 def _sharing(prefixes: Mapping[str, Any]) -> str:
-    ranks = "  ".join(
-        f"{point['rank']}: {point['uses']:,}" for point in prefixes["popularity"][::4]
-    )
+    ranks = "  ".join(f"{point['rank']}: {point['uses']:,}" for point in prefixes["popularity"][::4])
     return (
         f"blocks        {prefixes['num_blocks']:>10,}, used once {prefixes['used_once_share']:.1%}\n"
         f"popularity    uses by rank  {ranks}"

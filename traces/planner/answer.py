@@ -61,9 +61,7 @@ class Answer:
             "--ttft-slo": f"{self.options.ttft_slo:g}",
             "--tbt-slo": f"{self.options.tbt_slo:g}",
         }
-        return " ".join(
-            ["moonserve serve MODEL", *(f"{flag} {word}" for flag, word in words.items())]
-        )
+        return " ".join(["moonserve serve MODEL", *(f"{flag} {word}" for flag, word in words.items())])
 
 
 def format_answer(answer: Answer) -> str:

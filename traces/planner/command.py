@@ -37,9 +37,7 @@ class PlanConfig:
     trace: str = option(help="trace file, JSON lines; also as the first argument")
     slo_ttft: float = option(30.0, help="objective for the first token, seconds")
     slo_tbt: float = option(0.1, help="objective between tokens, seconds")
-    target: float = option(
-        0.9, help="share of requests that must keep both, for the smallest cluster"
-    )
+    target: float = option(0.9, help="share of requests that must keep both, for the smallest cluster")
     nodes: int = option(16, help="machines there are")
     policies: tuple[str, ...] = option(
         (PUBLISHED_POLICY, DEFAULT_POLICY),
@@ -53,9 +51,7 @@ class PlanConfig:
         None,
         help="the largest cache of a prefill machine, tokens of KV; the profile's if not given",
     )
-    admission: str = option(
-        SimulateConfig.admission, help="as in moonserve simulate", choices=ADMISSIONS
-    )
+    admission: str = option(SimulateConfig.admission, help="as in moonserve simulate", choices=ADMISSIONS)
     speedup: float = option(1.0, help="factor on the trace's clock: what if there were more users?")
     limit: int | None = option(None, help="only this many requests, the first ones")
     processes: int = option(2, help="simulations at once")
@@ -64,9 +60,7 @@ class PlanConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after `plan`; the first one may be the trace. 1: no cluster met the target."""
-    return run_command(
-        PlanConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED
-    )
+    return run_command(PlanConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED)
 
 
 def run(config: PlanConfig) -> int:
@@ -140,9 +134,7 @@ class Trial:
     num_processes: int
 
     @classmethod
-    def of(
-        cls, common: SimulateConfig, limit: int | None, folder: Path, num_processes: int
-    ) -> Trial:
+    def of(cls, common: SimulateConfig, limit: int | None, folder: Path, num_processes: int) -> Trial:
         """Raises ConfigError for a trace, options or a folder that cannot be used."""
         specs = [spec for _, spec in specs_of(common)]  # one per policy
         for spec in specs:
@@ -177,9 +169,7 @@ class Trial:
                 progress.show("simulations", done.num_done, done.num_all, text)
 
             with progress.busy(f"{len(clusters)} clusters on {part}"):
-                do_missing(
-                    runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell
-                )
+                do_missing(runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell)
         return [score_of(self.archive.read(run)) for run in runs]
 
     def _run(self, cluster: Cluster, share: float) -> Run:

@@ -159,9 +159,7 @@ def _thrifty(best: Scored, caches: Sequence[Scored]) -> Scored:
     return thrifty
 
 
-def _best(
-    question: Question, num_machines: int, policies: Sequence[str], evaluate: Evaluate
-) -> list[Scored]:
+def _best(question: Question, num_machines: int, policies: Sequence[str], evaluate: Evaluate) -> list[Scored]:
     """The finalists on the whole trace, the best first."""
     step = max(math.ceil((num_machines - 1) / _MAX_DIVISIONS), 1)
     divisions = list(range(1, num_machines, step))
@@ -195,10 +193,7 @@ def _clusters(
 def _scored(clusters: Sequence[Cluster], share: float, evaluate: Evaluate) -> list[Scored]:
     """In the order of the clusters."""
     scores = evaluate(clusters, share)
-    return [
-        Scored(cluster=cluster, score=score, share=share)
-        for cluster, score in zip(clusters, scores, strict=True)
-    ]
+    return [Scored(cluster=cluster, score=score, share=share) for cluster, score in zip(clusters, scores, strict=True)]
 
 
 def _by_merit(scored: Sequence[Scored]) -> list[Scored]:
@@ -206,9 +201,7 @@ def _by_merit(scored: Sequence[Scored]) -> list[Scored]:
     return sorted(scored, key=lambda each: each.score.merit, reverse=True)
 
 
-def _smallest(
-    question: Question, best: Scored, evaluate: Evaluate
-) -> tuple[Scored | None, Scored | None]:
+def _smallest(question: Question, best: Scored, evaluate: Evaluate) -> tuple[Scored | None, Scored | None]:
     """The smallest that meets the target, and the best of one machine fewer, which does not."""
     if best.score.effective < question.target:
         return None, None

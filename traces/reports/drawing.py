@@ -85,8 +85,6 @@ def legend(figure: Any, least: int = 2) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if len(labels) >= least:
         names = [text if len(text) <= 40 else f"{text[:39]}…" for text in labels]
-        figure.legend(
-            handles, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False
-        )
+        figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         rows = math.ceil(len(labels) / 2)
         figure.set_figheight(figure.get_figheight() + 0.17 * rows)

@@ -38,9 +38,7 @@ class Table:
 def templates() -> jinja2.Environment:
     """Every text from outside is escaped."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    return jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 
 def write_page(results: Sequence[SimulationResult], folder: Path | str) -> Path:

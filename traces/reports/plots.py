@@ -46,8 +46,7 @@ class Subject:
 
 def subjects_of(results: Sequence[SimulationResult]) -> list[Subject]:
     return [
-        Subject(number=number, result=result, figures=summary(result))
-        for number, result in enumerate(results, start=1)
+        Subject(number=number, result=result, figures=summary(result)) for number, result in enumerate(results, start=1)
     ]
 
 
@@ -114,9 +113,7 @@ def _distribution(
             if sample.size:
                 x, y = cumulative(sample, len(subject.result.outcomes))
                 xs = np.maximum([*x, high], low)
-                panel.plot(
-                    xs, [*y, y[-1]], drawstyle="steps-post", label=subject.title, **subject.line
-                )
+                panel.plot(xs, [*y, y[-1]], drawstyle="steps-post", label=subject.title, **subject.line)
         legend(figure)
 
     return (image(name, draw),)
@@ -134,9 +131,7 @@ def cumulative(ordered: Floats, num_requests: int) -> tuple[Floats, Floats]:
 def rejections(subjects: Sequence[Subject]) -> Section:
     """Requests that did not complete, by reason, when they arrived."""
     found = {
-        each.number: [
-            (o.arrived_s, error_of(o)) for o in each.result.outcomes if o.end is not End.COMPLETED
-        ]
+        each.number: [(o.arrived_s, error_of(o)) for o in each.result.outcomes if o.end is not End.COMPLETED]
         for each in subjects
     }
     counts = Counter(reason for errors in found.values() for _, reason in errors)
@@ -216,9 +211,7 @@ def replicas(subjects: Sequence[Subject]) -> Section:
             for rank in RANKS:
                 held = [(s.at_s, s.replicas[rank - 1]) for s in samples if len(s.replicas) >= rank]
                 if held:
-                    panel.plot(
-                        *zip(*held, strict=True), drawstyle="steps-post", label=f"rank {rank}"
-                    )
+                    panel.plot(*zip(*held, strict=True), drawstyle="steps-post", label=f"rank {rank}")
             panel.set_ylim(bottom=0)
             legend(figure)
 
@@ -227,9 +220,7 @@ def replicas(subjects: Sequence[Subject]) -> Section:
     return Section(
         title="Replicas of popular blocks",
         note="Machines that hold the block of each rank of popularity (uses so far) at that moment.",
-        images=tuple(
-            drawn(s) for s in subjects if any(each.replicas for each in s.result.replicas)
-        ),
+        images=tuple(drawn(s) for s in subjects if any(each.replicas for each in s.result.replicas)),
         is_narrow=True,
     )
 
@@ -277,9 +268,7 @@ def kinds_of(samples: Sequence[InstanceSample]) -> dict[str, list[str]]:
     for sample in samples:
         name = sample.instance_id
         kinds[re.sub(r"[-_.:/ ]*\d+$", "", name) or "instances"].add(name)
-    return {
-        kind: sorted(names, key=lambda name: (len(name), name)) for kind, names in kinds.items()
-    }
+    return {kind: sorted(names, key=lambda name: (len(name), name)) for kind, names in kinds.items()}
 
 
 def table_of(samples: Sequence[InstanceSample], names: Sequence[str]) -> tuple[Floats, str]:

@@ -40,10 +40,7 @@ def results_to_json(results: Sequence[SimulationResult]) -> str:
 def _result(result: SimulationResult) -> dict[str, Any]:
     stored = {field.name: getattr(result, field.name) for field in fields(result)}
     for name, row_type in _ROWS.items():
-        stored[name] = {
-            column.name: [getattr(row, column.name) for row in stored[name]]
-            for column in fields(row_type)
-        }
+        stored[name] = {column.name: [getattr(row, column.name) for row in stored[name]] for column in fields(row_type)}
     return {"summary": summary(result), **stored}
 
 

@@ -87,10 +87,7 @@ _MAX_NAME = 32
 
 def format_summary(results: Sequence[SimulationResult]) -> str:
     """One row per result; rejections stand beside the latencies that they bought."""
-    rows = [
-        [_short(" ".join(each.name.split())), *cells(summary(each)), f"{each.wall_s:.1f}"]
-        for each in results
-    ]
+    rows = [[_short(" ".join(each.name.split())), *cells(summary(each)), f"{each.wall_s:.1f}"] for each in results]
     return text_table(("result", *COLUMNS, "took s"), rows)
 
 

@@ -87,10 +87,7 @@ def finding(subject: Subject, results: Results) -> Finding:
     distinct = len({hash_id for record in subject.records for hash_id in record.hash_ids})
     most = (total - distinct) / total
     rooms = [room for room in _ROOMS if f"lru {room}" in results]
-    ratios = {
-        name: [results[f"{name} {room}"].counters[HITS] / total for room in rooms]
-        for name in _PUBLISHED
-    }
+    ratios = {name: [results[f"{name} {room}"].counters[HITS] / total for room in rooms] for name in _PUBLISHED}
     rows = [Row("unlimited", most, published=_UNLIMITED)]
     rows += [
         Row(
@@ -102,10 +99,7 @@ def finding(subject: Subject, results: Results) -> Finding:
         for name, line in ratios.items()
         for room, ours in zip(rooms, line, strict=True)
     ]
-    lines = [
-        Line(name, tuple(zip(map(float, rooms), line, strict=True)))
-        for name, line in ratios.items()
-    ]
+    lines = [Line(name, tuple(zip(map(float, rooms), line, strict=True))) for name, line in ratios.items()]
     published = tuple(zip(map(float, _ROOMS), _PUBLISHED["lru"], strict=True))
     lines.append(Line("published, LRU, other trace", published, is_published=True))
     plot = Plot(
@@ -125,9 +119,7 @@ def _claims(ratios: dict[str, list[float]], most: float) -> dict[str, bool]:
         "with the largest cache LRU ≥ LFU ≥ LengthAware (within half a point)": (
             lru[-1] >= lfu[-1] - _TIE and lfu[-1] >= length[-1] - _TIE
         ),
-        "no policy exceeds unlimited room": all(
-            ratio <= most for line in ratios.values() for ratio in line
-        ),
+        "no policy exceeds unlimited room": all(ratio <= most for line in ratios.values() for ratio in line),
     }
 
 

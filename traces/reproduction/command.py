@@ -63,20 +63,14 @@ class ReproduceConfig:
 
     trace: str = option(help="trace file, JSON lines; also as the first argument")
     out: str = option("out/reproduce", help="folder for index.html, results.json and the runs")
-    only: tuple[str, ...] = option(
-        (), help=f"these figures, commas between: {', '.join(f.name for f in FIGURES)}"
-    )
-    quick: bool = option(
-        False, help="only the first tenth of the trace: minutes less, other numbers"
-    )
+    only: tuple[str, ...] = option((), help=f"these figures, commas between: {', '.join(f.name for f in FIGURES)}")
+    quick: bool = option(False, help="only the first tenth of the trace: minutes less, other numbers")
     processes: int = option(2, help="simulations at once")
 
 
 def main(argv: Sequence[str]) -> int:
     """`argv`: the arguments after the verb; the first one may be the trace."""
-    return run_command(
-        ReproduceConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED
-    )
+    return run_command(ReproduceConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED)
 
 
 def run(config: ReproduceConfig) -> int:
@@ -141,9 +135,7 @@ def _beside(path: Path) -> Mapping[str, Sequence[TraceRecord]]:
     }
 
 
-def _simulate(
-    wanted: Mapping[str, Mapping[str, Work]], trace: TraceFile, archive: Archive, processes: int
-) -> int:
+def _simulate(wanted: Mapping[str, Mapping[str, Work]], trace: TraceFile, archive: Archive, processes: int) -> int:
     """Returns how many there were to do; those that several figures want count once."""
     names: dict[Work, str] = {}
     for figure, works in wanted.items():

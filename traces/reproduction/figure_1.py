@@ -116,9 +116,7 @@ def _claims(
 ) -> dict[str, bool]:
     ordered = all(gains[0.1][index] >= gains[0.2][index] >= gains[0.3][index] for index in range(2))
     claims = {
-        "at least 95 % of the pool's requests are effective at 100 ms, speed 1": (
-            pool[0.1][0] >= _LEAST_EFFECTIVE
-        ),
+        "at least 95 % of the pool's requests are effective at 100 ms, speed 1": (pool[0.1][0] >= _LEAST_EFFECTIVE),
         "the stricter the limit, the larger the gain": ordered,
     }
     if subject.is_conversation:
@@ -146,10 +144,7 @@ def _gain_plot(subject: Subject, gains: Mapping[float, Sequence[float]]) -> Plot
         for tbt in TBT_SLOS_S
     ]
     if subject.is_conversation:
-        marks = (
-            (_crossing(_SPEEDS, gains[tbt], gain), 1 + gain)
-            for tbt, gain in _PUBLISHED_GAINS.items()
-        )
+        marks = ((_crossing(_SPEEDS, gains[tbt], gain), 1 + gain) for tbt, gain in _PUBLISHED_GAINS.items())
         points = tuple((speed, gain) for speed, gain in marks if speed is not None)
         lines.append(Line("published", points, is_published=True))
     return Plot(

@@ -61,9 +61,7 @@ def finding(subject: Subject, results: Results) -> Finding:
 
 
 def _claims(subject: Subject, hits: Mapping[str, float]) -> dict[str, bool]:
-    claims = {
-        "the pool finds more than any local cache": all(hits[_GLOBAL] > hits[n] for n in _LOCAL)
-    }
+    claims = {"the pool finds more than any local cache": all(hits[_GLOBAL] > hits[n] for n in _LOCAL)}
     if subject.is_conversation:
         near = abs(hits[_GLOBAL] - _STATED_GLOBAL) <= 0.015
         claims["global hit ratio 0.36 ± 0.015"] = near

@@ -31,8 +31,7 @@ def finding(subject: Subject, results: Results) -> Finding:
     top = _mean_of_top(samples[-1], 10)
     peak = max(_mean_of_top(sample, 10) for sample in samples)
     rows = [
-        Row(f"machines with the block of rank {rank:,}, at the end", _at_rank(samples[-1], rank))
-        for rank in _RANKS
+        Row(f"machines with the block of rank {rank:,}, at the end", _at_rank(samples[-1], rank)) for rank in _RANKS
     ]
     rows += [
         Row("mean over the ten most popular, at the end", top),
@@ -49,12 +48,8 @@ def finding(subject: Subject, results: Results) -> Finding:
     return Finding(
         rows=tuple(rows),
         claims={
-            "the most popular block lies on every machine at the end": (
-                _at_rank(samples[-1], 1) == machines
-            ),
-            "the ten most popular lie on three quarters of the machines at their peak": (
-                peak >= 0.75 * machines
-            ),
+            "the most popular block lies on every machine at the end": (_at_rank(samples[-1], 1) == machines),
+            "the ten most popular lie on three quarters of the machines at their peak": (peak >= 0.75 * machines),
             "and over time on more machines than the thousand most popular": (
                 _over_time(samples, 10) > _over_time(samples, NUM_RANKS)
             ),

@@ -28,10 +28,7 @@ _WHY = (
 
 def runs(_subject: Subject) -> Mapping[str, Work]:
     model = MOONCAKE.model
-    return {
-        f"{gbit}": pooled(model=replace(model, nic_bytes_per_s=gbit * _BYTES_PER_GBIT))
-        for gbit in _GBIT
-    }
+    return {f"{gbit}": pooled(model=replace(model, nic_bytes_per_s=gbit * _BYTES_PER_GBIT)) for gbit in _GBIT}
 
 
 def finding(_subject: Subject, results: Results) -> Finding:
@@ -63,13 +60,9 @@ def _claims(means: Mapping[int, float], tbts: Mapping[int, float]) -> dict[str, 
     """Of mean TTFT and p90 TBT by Gbit/s."""
     fast = means[_GBIT[-1]]
     return {
-        "below 2 s from 100 Gbit/s on": all(
-            s < _UNDER_S for gbit, s in means.items() if gbit >= _KNEE
-        ),
+        "below 2 s from 100 Gbit/s on": all(s < _UNDER_S for gbit, s in means.items() if gbit >= _KNEE),
         "flat above 100 Gbit/s: 100 and 400 differ by less than 15 %": means[_KNEE] <= 1.15 * fast,
-        "the slower the network, the longer, and most so at the low end": _falls_ever_less(
-            list(means.values())
-        ),
+        "the slower the network, the longer, and most so at the low end": _falls_ever_less(list(means.values())),
         "a sharp rise below 100: at 24 Gbit/s twice the TTFT of 400": means[_GBIT[0]] >= 2 * fast,
         "the sharp rise is in the wait for KV: at 24 Gbit/s ten times the p90 TBT of 400": (
             tbts[_GBIT[0]] >= 10 * tbts[_GBIT[-1]]

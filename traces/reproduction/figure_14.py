@@ -79,9 +79,7 @@ def _saved(cold: RequestOutcome, warm: RequestOutcome) -> float:
     return 1 - warm.ttft_s / cold.ttft_s
 
 
-def _points(
-    pairs: Mapping[int, Sequence[RequestOutcome]], which: int
-) -> tuple[tuple[float, float], ...]:
+def _points(pairs: Mapping[int, Sequence[RequestOutcome]], which: int) -> tuple[tuple[float, float], ...]:
     return tuple((n * _BLOCK, pair[which].ttft_s or 0.0) for n, pair in pairs.items())
 
 

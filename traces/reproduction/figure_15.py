@@ -86,9 +86,7 @@ def _claims(subject: Subject, shares: Mapping[str, Mapping[int, float]]) -> dict
     ours, dear = shares[_OURS], shares[_DEAR]
     best = max(dear, key=lambda n: dear[n])
     return {
-        "few prefill machines cost most: 5P11D keeps 77 % ± 5": (
-            abs(ours[5] - _PUBLISHED[5]) <= 0.05
-        ),
+        "few prefill machines cost most: 5P11D keeps 77 % ± 5": (abs(ours[5] - _PUBLISHED[5]) <= 0.05),
         "with dearer decoding: best at 8P8D or 10P6D, lower at both ends": (
             best in (8, 10) and dear[5] < dear[best] - 0.05 > dear[11]
         ),

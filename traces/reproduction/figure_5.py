@@ -70,9 +70,7 @@ def _rows(subject: Subject, ours: Mapping[str, float], division: str) -> list[Ro
     ]
     return [
         *rows,
-        Row(
-            f"global ÷ local cache-aware{division}", _last_two(ours), subject.published(3.07 / 3.58)
-        ),
+        Row(f"global ÷ local cache-aware{division}", _last_two(ours), subject.published(3.07 / 3.58)),
     ]
 
 

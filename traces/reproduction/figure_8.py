@@ -38,18 +38,13 @@ def runs(_subject: Subject) -> Mapping[str, Work]:
 def finding(subject: Subject, results: Results) -> Finding:
     pool = mean_device_s(results["pool"])
     ratios = {name: mean_device_s(results[name]) / pool for name in _PUBLISHED}
-    rows = [
-        Row(f"{name} ÷ pool", ratios[name], subject.published(published))
-        for name, published in _PUBLISHED.items()
-    ]
+    rows = [Row(f"{name} ÷ pool", ratios[name], subject.published(published)) for name, published in _PUBLISHED.items()]
     rows += [
         Row("device time of a prompt, pool", pool, unit="s"),
         Row("saved against plain vLLM", 1 - 1 / ratios["vLLM"], subject.published(0.36), unit="%"),
         Row("hit ratio of the pool", hit_ratio(results["pool"]), unit="%"),
     ]
-    order = [
-        ratios[f"vLLM{kind}"] for kind in (" with chunked prefill", "", " with prefix caching")
-    ]
+    order = [ratios[f"vLLM{kind}"] for kind in (" with chunked prefill", "", " with prefix caching")]
     claims = {"chunked prefill > plain > prefix caching > pool": order[0] > order[1] > order[2] > 1}
     if subject.is_conversation:
         claims["plain ÷ pool is 1.54 ± 0.08"] = abs(ratios["vLLM"] - 1.54) <= 0.08

@@ -57,9 +57,7 @@ class _Way:
 
 _BASELINE = _Way("baseline, when the prompt is computed", "late", published=4_183)
 _EARLY = _Way("early, by the decode load now", "current", double_check=True, published=3_771)
-_PREDICTIVE = _Way(
-    "early, by the predicted decode load", "predicted", double_check=True, published=3_589
-)
+_PREDICTIVE = _Way("early, by the predicted decode load", "predicted", double_check=True, published=3_589)
 _UNCHECKED_EARLY = _Way("by the decode load now, unchecked", "current")
 _UNCHECKED = _Way("by the predicted decode load, unchecked", "predicted")
 _WAYS = (_BASELINE, _EARLY, _PREDICTIVE, _UNCHECKED_EARLY, _UNCHECKED)
@@ -98,8 +96,7 @@ def _claims(results: Results) -> dict[str, bool]:
             wasted[_PREDICTIVE] < wasted[_BASELINE] / 10
         ),
         "predictive leaves most requests effective, and without the second look more than the other two": (
-            kept[_PREDICTIVE] == max(kept.values())
-            and kept[_UNCHECKED] > max(kept[_BASELINE], kept[_EARLY])
+            kept[_PREDICTIVE] == max(kept.values()) and kept[_UNCHECKED] > max(kept[_BASELINE], kept[_EARLY])
         ),
     }
 

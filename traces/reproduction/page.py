@@ -114,9 +114,7 @@ def to_json(subject: Subject, found: Sequence[tuple[Figure, Finding]], *, quick:
                 "setting": figure.setting,
                 "missing": figure.missing(subject),
                 "rows": [{**asdict(row), "ratio": row.ratio} for row in finding.rows],
-                "claims": [
-                    {"text": text, "holds": holds} for text, holds in finding.claims.items()
-                ],
+                "claims": [{"text": text, "holds": holds} for text, holds in finding.claims.items()],
                 "why": finding.why,
                 "plots": finding.plots,
             }

@@ -87,6 +87,4 @@ def _share_of_tokens(tree: PrefixTree, records: Sequence[TraceRecord]) -> float:
     return hits * records[0].tokens_per_hash / sum(r.input_length for r in records)
 
 
-FIGURE = Figure(
-    name="table-2", title="Table 2: the traces", setting="Counted in the files.", finding=finding
-)
+FIGURE = Figure(name="table-2", title="Table 2: the traces", setting="Counted in the files.", finding=finding)

@@ -76,9 +76,7 @@ def hit_ratio(result: SimulationResult) -> float:
 
 def effective(result: SimulationResult, tbt_slo_s: float, ttft_slo_s: float = TTFT_SLO_S) -> float:
     """Share of all requests that completed within both limits."""
-    good = sum(
-        each.is_effective(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in result.outcomes
-    )
+    good = sum(each.is_effective(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in result.outcomes)
     return good / len(result.outcomes)
 
 

@@ -145,9 +145,7 @@ class Batch:
         if self._segment is None or self._blocks_until(self._segment.num_steps) <= 0:
             return
         steps = min(self._steps_done(now) + 1, self._segment.num_steps)
-        self._segment = self._segment._replace(
-            num_steps=max(steps, self._steps_with_room(self._segment.num_steps))
-        )
+        self._segment = self._segment._replace(num_steps=max(steps, self._steps_with_room(self._segment.num_steps)))
 
     def advance(self, now: float) -> list[Outcome]:
         """What happened until `now`, in order."""
@@ -226,9 +224,7 @@ class Batch:
             if not sequence.num_blocks:
                 # A later one must not take the blocks that this one waits for.
                 num_blocks = -(-sequence.tokens // self._block_size)
-                may_restore = may_restore and self._blocks.restore(
-                    sequence, num_blocks, self.num_holders
-                )
+                may_restore = may_restore and self._blocks.restore(sequence, num_blocks, self.num_holders)
                 if not may_restore:
                     continue
             self.waiting.remove(sequence)

@@ -115,9 +115,7 @@ class Cluster:
     def _note_who_computes(self, now: float) -> None:
         """Steps of others take longer, or less long, from their next one on."""
         is_news = [
-            self._host.note(
-                node.name, node.machine.is_computing, decodes=isinstance(node, DecodeNode)
-            )
+            self._host.note(node.name, node.machine.is_computing, decodes=isinstance(node, DecodeNode))
             for node in self._wakes.touched
         ]
         for decode in self.decodes if any(is_news) else ():
@@ -177,9 +175,7 @@ class Cluster:
         assert isinstance(prefill, PrefillNode) and isinstance(decode, DecodeNode)  # noqa: PT018
         return prefill, decode
 
-    def _prefill_did(
-        self, node: PrefillNode, outcomes: Iterable[PrefillOutcome], now: float
-    ) -> None:
+    def _prefill_did(self, node: PrefillNode, outcomes: Iterable[PrefillOutcome], now: float) -> None:
         self._wakes.touch(node)
         for outcome in outcomes:
             journey = self._journey_of.get(outcome.prompt.request_id)
@@ -234,9 +230,7 @@ class Cluster:
             first = 0 if chunk.first == chunk.prompt.cached else chunk.first
             num_bytes = (chunk.end - first) * self.spec.model.kv_bytes_per_token
             target = self._machines_of(journey)[1].name
-            self.handoffs.send(
-                chunk.prompt.request_id, node.name, target, num_bytes, chunk.ends_at, now
-            )
+            self.handoffs.send(chunk.prompt.request_id, node.name, target, num_bytes, chunk.ends_at, now)
 
     def _computed(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
         back_s = self._host.back_s(node.name, goes_on=node.machine.is_computing)

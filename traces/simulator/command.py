@@ -47,9 +47,7 @@ class SimulateConfig:
         LLAMA3_70B_8XA800.name,
         help=f"{', '.join(PROFILES)}, or a file that moonserve profile --json wrote",
     )
-    policy: tuple[str, ...] = option(
-        (PUBLISHED_POLICY,), help=f"placement, commas between: {POLICY_CHOICES}"
-    )
+    policy: tuple[str, ...] = option((PUBLISHED_POLICY,), help=f"placement, commas between: {POLICY_CHOICES}")
     balancing_threshold: float = option(
         1.25, help="fetch a prefix when the best in the cluster is this many times longer"
     )
@@ -61,29 +59,19 @@ class SimulateConfig:
     tenant_weights: tuple[str, ...] = option(
         (), help="shares of the trace's tenants, as alice=2,bob=0.5; 1 where not given"
     )
-    scheduling_policy: str = option(
-        "fcfs", help="order of a prefill machine's queue", choices=("fcfs", "priority")
-    )
-    eviction: str = option(
-        DEFAULT_EVICTION, help="what leaves a machine's memory first", choices=EVICTION_NAMES
-    )
-    pool: str = option(
-        "global", help="whether prefixes are read from other machines", choices=("global", "local")
-    )
+    scheduling_policy: str = option("fcfs", help="order of a prefill machine's queue", choices=("fcfs", "priority"))
+    eviction: str = option(DEFAULT_EVICTION, help="what leaves a machine's memory first", choices=EVICTION_NAMES)
+    pool: str = option("global", help="whether prefixes are read from other machines", choices=("global", "local"))
     ttft_slo: float = option(30.0, help="objective for the first token, seconds")
     tbt_slo: float = option(0.1, help="objective between tokens, seconds")
     block_size: int = option(TOKENS_PER_HASH, help="tokens per block, and per hash id of the trace")
     chunk_tokens: int = option(8192, help="prompt tokens computed at once")
     prefill_group: int = option(1, help="machines that prefill one prompt together")
     heartbeat_interval_s: float = option(1.0, help="how often machines report, seconds")
-    nic_gbit: float | None = option(
-        None, help="a machine's network, Gbit/s; the profile's if not given"
-    )
+    nic_gbit: float | None = option(None, help="a machine's network, Gbit/s; the profile's if not given")
     dram_tokens: int | None = option(None, help="of KV in a machine's part of the pool, likewise")
     disk_tokens: int | None = option(None, help="of KV on a machine's disk, likewise")
-    faults: tuple[str, ...] = option(
-        (), help="INSTANCE@SECONDS[+SECONDS][:silent], commas between: prefill-3@600+60"
-    )
+    faults: tuple[str, ...] = option((), help="INSTANCE@SECONDS[+SECONDS][:silent], commas between: prefill-3@600+60")
     role_switching: str = option(
         "off",
         help="whether machines change between prefill and decode as load demands; both = a run of each",
@@ -94,9 +82,7 @@ class SimulateConfig:
         help="whether decode machines prefill prompts themselves where that is sooner; both = a run of each",
         choices=("off", "on", "both"),
     )
-    coupled: tuple[str, ...] = option(
-        (), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}"
-    )
+    coupled: tuple[str, ...] = option((), help=f"baselines beside it, on as many machines: {', '.join(_COUPLED)}")
     seed: int = option(0, help="of the random policy")
     report: str | None = option(None, help="folder for index.html and results.json")
 
@@ -170,9 +156,7 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
         )
 
 
-def _variants(
-    config: SimulateConfig, name: str, spec: ClusterSpec
-) -> Iterator[tuple[str, ClusterSpec]]:
+def _variants(config: SimulateConfig, name: str, spec: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
     """Who prefills: as the cluster is divided, decode machines too, or as roles change."""
     if config.role_switching != "on" and config.conditional_disaggregation != "on":
         yield name, spec

@@ -93,9 +93,7 @@ class ConditionalCluster(Cluster):
             return
         journey, prompt = self._journey_of[loaded.request_id], self._prompts[loaded.request_id]
         prompt.loaded_at, prompt.cached = now, loaded.num_blocks * self._block_size
-        outcomes = node.machine.read(
-            loaded.request_id, prompt.num_tokens, prompt.cached, journey.num_remaining, now
-        )
+        outcomes = node.machine.read(loaded.request_id, prompt.num_tokens, prompt.cached, journey.num_remaining, now)
         self._decode_did(node, outcomes, now)
 
     def _sampled(self, node: DecodeNode, outcome: Sampled, now: float) -> None:

@@ -81,11 +81,7 @@ class CoupledCluster:
             case Sample():
                 self.samples.instances += (sample_of(machine, now) for machine in self.machines)
                 return [Timed(now + _SAMPLE_INTERVAL_S, Sample())] if self._num_open else []
-        return [
-            each
-            for node in self._wakes.take_touched()
-            for each in self._wakes.of_machine(node, now)
-        ]
+        return [each for node in self._wakes.take_touched() for each in self._wakes.of_machine(node, now)]
 
     def _arrive(self, journey: Journey, now: float) -> None:
         tokens = journey.num_tokens + journey.num_outputs

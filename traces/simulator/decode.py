@@ -135,9 +135,7 @@ class DecodeMachine:
         )
         return self._join(sequence, now)
 
-    def read(
-        self, request_id: str, num_tokens: int, cached: int, remaining: int, now: float
-    ) -> list[DecodeOutcome]:
+    def read(self, request_id: str, num_tokens: int, cached: int, remaining: int, now: float) -> list[DecodeOutcome]:
         """The first `cached` tokens of a granted prompt are here; it computes the others itself. `remaining` tokens
         are to come, the first one included."""
         sequence = Sequence(

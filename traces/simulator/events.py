@@ -70,18 +70,7 @@ class Sample(NamedTuple):
     """Time to write down how things stand."""
 
 
-Event = (
-    Arrive
-    | PlaceAgain
-    | LandingKnown
-    | TakeOver
-    | Wake
-    | Beat
-    | Consider
-    | FaultBegins
-    | FaultEnds
-    | Sample
-)
+Event = Arrive | PlaceAgain | LandingKnown | TakeOver | Wake | Beat | Consider | FaultBegins | FaultEnds | Sample
 
 
 _NETWORK = ""  # beside the names of machines
@@ -120,9 +109,7 @@ class Wakes:
     def of_network(self, network: Network, now: float) -> Iterator[Timed[Event]]:
         return self._next(_NETWORK, None, network.wake_at, now)
 
-    def _next(
-        self, name: str, node: Node | None, at: float | None, now: float
-    ) -> Iterator[Timed[Event]]:
+    def _next(self, name: str, node: Node | None, at: float | None, now: float) -> Iterator[Timed[Event]]:
         if at is not None and self._woken_at.get(name) != at:
             self._woken_at[name] = at
             yield Timed(max(at, now), Wake(node))

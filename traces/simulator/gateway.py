@@ -64,9 +64,7 @@ class Gateway:
         reason = reply.reason if isinstance(reply, Rejected) else reply.error.code
         if journey.attempt > 1 and may_recover:
             if not isinstance(reply, Rejected):  # there is nobody else: only the dead stay excluded
-                journey.excluded = frozenset(
-                    name for (name, _), at in journey.lost.items() if now < at + DOUBT_S
-                )
+                journey.excluded = frozenset(name for (name, _), at in journey.lost.items() if now < at + DOUBT_S)
             self._pause(journey, reason, now)
         elif isinstance(reply, Rejected):
             journey.predicted_ttft_s = reply.predicted_ttft_s
@@ -98,9 +96,7 @@ class Gateway:
         if now >= journey.impatient_at:
             self.end(journey, End.FAILED, reason, now)
 
-    def first_token(
-        self, journey: Journey, prompt: Prompt, now: float, back_s: float = 0.0
-    ) -> None:
+    def first_token(self, journey: Journey, prompt: Prompt, now: float, back_s: float = 0.0) -> None:
         """The prompt is computed; the token comes to its client `back_s` later."""
         assert prompt.started_at is not None
         queue_s = max(prompt.started_at - prompt.submitted_at - prompt.load_s, 0.0)

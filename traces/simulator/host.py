@@ -87,9 +87,7 @@ class Host:
         num_prefills = self._others(name).count(False) + goes_on
         return self._overheads.handoff_s * _at(self._crowding.handoff, num_prefills)
 
-    def _of(
-        self, beside_decoding: Sequence[float], beside_prefills: Sequence[float], name: str | None
-    ) -> float:
+    def _of(self, beside_decoding: Sequence[float], beside_prefills: Sequence[float], name: str | None) -> float:
         others = self._others(name)
         factors = beside_decoding if any(others) else beside_prefills or beside_decoding
         return _at(factors, len(others))

@@ -57,9 +57,7 @@ class Loaded(NamedTuple):
 class PrefixLoads:
     """All that are under way."""
 
-    def __init__(
-        self, network: Network, stores: Mapping[str, PrefillNode], block_bytes: int
-    ) -> None:
+    def __init__(self, network: Network, stores: Mapping[str, PrefillNode], block_bytes: int) -> None:
         """`stores`: the machines by the names of their store nodes."""
         self._network = network
         self._stores = stores
@@ -172,12 +170,7 @@ class PrefixLoads:
 
     def validate(self) -> None:
         """Raises AssertionError unless every flow belongs to exactly one part of a load under way."""
-        flows = [
-            (flow, load, part)
-            for load in self._loads.values()
-            for part in load.parts
-            for flow in part.flows
-        ]
+        flows = [(flow, load, part) for load in self._loads.values() for part in load.parts for flow in part.flows]
         assert len(flows) == len(self._of_flow)
         assert all(self._of_flow[flow] == (load, part) for flow, load, part in flows)
         assert not any(load.is_done for load in self._loads.values()), "a load waits for nothing"
@@ -199,9 +192,7 @@ class Handoffs:
         self._handoffs: dict[str, _Handoff] = {}
         self._of_flow: dict[FlowId, str] = {}
 
-    def send(
-        self, request_id: str, source: str, target: str, num_bytes: int, ends_at: float, now: float
-    ) -> None:
+    def send(self, request_id: str, source: str, target: str, num_bytes: int, ends_at: float, now: float) -> None:
         """A chunk's KV, which comes into being until `ends_at`, from one machine to another."""
         links = [f"{source}/out", f"{target}/in"]
         flow = self._network.start(links, num_bytes, now, not_before=ends_at)

@@ -160,9 +160,7 @@ class Workshop:
             turnover_s=spec.model.overheads.turnover_s,
         )
 
-    def prompt(
-        self, journey: Journey, placement: Placement, node: PrefillNode, now: float
-    ) -> Prompt:
+    def prompt(self, journey: Journey, placement: Placement, node: PrefillNode, now: float) -> Prompt:
         """Of a request that arrives there now."""
         node.num_submitted += 1
         priority = journey.record.priority if self._spec.scheduling_policy == "priority" else 0
@@ -208,9 +206,7 @@ class Workshop:
                 prefill=spec.model.prefill,
                 most_step_s=spec.chunk_share * spec.tbt_slo_s,
             )
-        return DecodeMachine(
-            spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s, budget
-        )
+        return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s, budget)
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:
         """Bytes per second of every link: in and out, memory to devices, disk."""
@@ -222,8 +218,7 @@ class Workshop:
             "disk": model.disk_bytes_per_s,
         }
         return {
-            f"{node.name}/{link}": rate
-            * (self._spec.prefill_group if isinstance(node, PrefillNode) else 1)
+            f"{node.name}/{link}": rate * (self._spec.prefill_group if isinstance(node, PrefillNode) else 1)
             for node in nodes
             for link, rate in rates.items()
         }

@@ -204,9 +204,7 @@ def _do(work: Work, trace: TraceFile, path: Path) -> float:
     """In whichever process. Returns the seconds that it took. Raises ConfigError, also for a full disk."""
     began = time.perf_counter()
     text = results_to_json([work.do(_records(trace))])
-    partial = path.with_suffix(
-        f".{os.getpid()}"
-    )  # whole or not at all: others may look, or do the same
+    partial = path.with_suffix(f".{os.getpid()}")  # whole or not at all: others may look, or do the same
     try:
         partial.write_bytes(gzip.compress(text.encode(), _COMPRESSION, mtime=0))
         partial.replace(path)

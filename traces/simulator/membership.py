@@ -91,9 +91,7 @@ def _registrations(node: PrefillNode | DecodeNode, spec: ClusterSpec) -> Iterato
         fingerprint=model.name,
         num_blocks=model.device_tokens * group // spec.block_size,
         # What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time.
-        prefill_profile=replace(
-            model.prefill, c1=model.prefill.c1 / group, c2=model.prefill.c2 / group
-        ),
+        prefill_profile=replace(model.prefill, c1=model.prefill.c1 / group, c2=model.prefill.c2 / group),
         decode_profile=model.decode,
         home_store=home if spec.pool == "global" else None,
         max_num_seqs=model.max_num_seqs if home is None else 0,
@@ -104,9 +102,7 @@ def _registrations(node: PrefillNode | DecodeNode, spec: ClusterSpec) -> Iterato
     )
 
 
-def _prefill_heartbeats(
-    node: PrefillNode, spec: ClusterSpec, changes: BlockChanges | None
-) -> Iterator[Event]:
+def _prefill_heartbeats(node: PrefillNode, spec: ClusterSpec, changes: BlockChanges | None) -> Iterator[Event]:
     machine = node.machine
     load = Load(
         num_waiting=machine.num_waiting,
@@ -131,9 +127,7 @@ def _prefill_heartbeats(
 
 def _load_of(store: Store, spec: ClusterSpec) -> Load:
     block_bytes = spec.model.kv_bytes_per_token * spec.block_size
-    return Load(
-        free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes
-    )
+    return Load(free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes)
 
 
 def _decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:
@@ -147,6 +141,4 @@ def _decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:
         context_tokens=machine.context_tokens(now),
         num_preemptions=machine.num_preemptions,
     )
-    return Heartbeat(
-        instance_id=InstanceId(node.name), epoch=node.epoch, load=load, draining=node.is_draining
-    )
+    return Heartbeat(instance_id=InstanceId(node.name), epoch=node.epoch, load=load, draining=node.is_draining)

@@ -44,9 +44,7 @@ def fair_rates(demands: Sequence[Demand], capacity: Mapping[int, float]) -> list
     while rising:
         level, bottleneck = _first_full(left, num_on)
         limited = [i for i in rising if demands[i].limit <= level]
-        full = limited or [
-            i for i in rising if bottleneck is None or bottleneck in demands[i].links
-        ]
+        full = limited or [i for i in rising if bottleneck is None or bottleneck in demands[i].links]
         for i in full:
             rates[i] = min(demands[i].limit, level)
             for link in demands[i].links:
@@ -125,9 +123,7 @@ class Network:
             heapq.heappop(self._ends)
         return None
 
-    def start(
-        self, links: Sequence[str], num_bytes: float, now: float, not_before: float = 0.0
-    ) -> FlowId:
+    def start(self, links: Sequence[str], num_bytes: float, now: float, not_before: float = 0.0) -> FlowId:
         """A flow of `num_bytes` that ends no sooner than `not_before`. It may end at once: see `advance`."""
         self._num_started += 1
         flow = _Flow(

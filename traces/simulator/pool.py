@@ -146,9 +146,7 @@ class Store:
                 break
             self._catalog.hold(stored)
             objects.append(stored)
-        self._catalog.used(
-            reversed(objects)
-        )  # as a lease does: a chain's head is the last to leave
+        self._catalog.used(reversed(objects))  # as a lease does: a chain's head is the last to leave
         return Held(tuple(objects))
 
     def let_go(self, held: Held) -> None:

@@ -35,9 +35,7 @@ from traces.output import writing
 from traces.simulator.spec import ModelProfile
 
 _KV_BYTES_PER_TOKEN = 327_680  # l · (2d / gqa) · s: 80 · (2 · 8192 / 8) · 2 bytes
-_DECODE_PER_TOKEN_S = (0.031 - 0.026) / (
-    131_072 - 8_192
-)  # of context, from the two published points
+_DECODE_PER_TOKEN_S = (0.031 - 0.026) / (131_072 - 8_192)  # of context, from the two published points
 # Not published: one more sequence in the batch costs its matrix products, 2 · 70e9 flop at half of 8 · 312 TFLOP/s.
 _DECODE_PER_SEQUENCE_S = 2 * 70e9 / (0.5 * 8 * 312e12)
 
@@ -65,9 +63,7 @@ FORMAT = "moonserve model profile 1"
 _PROFILE = TypeAdapter(ModelProfile)
 
 
-def write_profile(
-    profile: ModelProfile, path: Path, *, measured: Mapping[str, Any] | None = None
-) -> None:
+def write_profile(profile: ModelProfile, path: Path, *, measured: Mapping[str, Any] | None = None) -> None:
     """As JSON, whole or not at all. Raises ConfigError when the file cannot be written."""
     content = {"format": FORMAT, **dataclasses.asdict(profile), "measured": dict(measured or {})}
     partial = path.with_name(path.name + ".partial")
@@ -85,9 +81,7 @@ def read_profile(path: Path) -> ModelProfile:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ConfigError(
-            f'{path} needs "format": "{FORMAT}"; moonserve profile --json writes such'
-        )
+        raise ConfigError(f'{path} needs "format": "{FORMAT}"; moonserve profile --json writes such')
     content.pop("measured", None)
     try:
         profile = _PROFILE.validate_json(json.dumps(content), strict=True)
@@ -96,8 +90,6 @@ def read_profile(path: Path) -> ModelProfile:
         raise ConfigError(f"{path}: {'; '.join(faults)}") from error
     except InvalidRequest as error:  # of the formulae's coefficients
         raise ConfigError(f"{path}: {error.message}") from error
-    if not any(dataclasses.astuple(profile.prefill)) or not any(
-        dataclasses.astuple(profile.decode)
-    ):
+    if not any(dataclasses.astuple(profile.prefill)) or not any(dataclasses.astuple(profile.decode)):
         raise ConfigError(f"{path}: one of c0, c1 and c2 must be above 0, of prefill and of decode")
     return profile

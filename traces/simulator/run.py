@@ -19,20 +19,14 @@ from traces.simulator.sampling import key_of
 from traces.simulator.spec import ClusterSpec, CoupledSpec
 
 
-def simulate(
-    spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord], *, name: str = ""
-) -> SimulationResult:
+def simulate(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord], *, name: str = "") -> SimulationResult:
     """What a cluster makes of a trace. Equal arguments give equal results, but for `wall_s`.
 
     Raises ConfigError for a spec or a trace that cannot be simulated.
     """
     began_s = time.perf_counter()
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    cluster = (
-        CoupledCluster(spec, journeys)
-        if isinstance(spec, CoupledSpec)
-        else cluster_of(spec, journeys)
-    )
+    cluster = CoupledCluster(spec, journeys) if isinstance(spec, CoupledSpec) else cluster_of(spec, journeys)
     clock: Clock[Event] = Clock()
     clock.run(cluster.begin(), cluster.handle)
     began_at = min((journey.record.arrived_s for journey in journeys), default=0.0)
@@ -57,9 +51,7 @@ def cluster_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> Cluster:
     return Cluster(spec, journeys) if spec.roles is None else SwitchingCluster(spec, journeys)
 
 
-def journeys_of(
-    records: Sequence[TraceRecord], block_size: int, max_model_len: int
-) -> list[Journey]:
+def journeys_of(records: Sequence[TraceRecord], block_size: int, max_model_len: int) -> list[Journey]:
     """One per request; an answer ends where the model's length does, and is at least one token.
 
     Raises ConfigError when the trace's ids do not stand for blocks of this size.

@@ -64,9 +64,7 @@ class Run(NamedTuple):
 # Gap ÷ step time in equal shares, shortest first, by the number of others; the last ones also for more.
 Spread = Sequence[Sequence[float]]
 
-_GOLDEN = (
-    math.sqrt(5) - 1
-) / 2  # its multiples fill the unit interval evenly, however many they are
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples fill the unit interval evenly, however many they are
 
 
 def gaps_of(runs: Sequence[Run], segments: Sequence[Segment], spread: Spread = ()) -> list[float]:
@@ -81,9 +79,7 @@ def gaps_of(runs: Sequence[Run], segments: Sequence[Segment], spread: Spread = (
         if first < len(gaps):  # else its first step is not done yet
             waits.append((first, waited_s))
     if spread:
-        others = [
-            s.num_others for _, b, e in runs for s in segments[b:e] for _ in range(s.num_steps)
-        ]
+        others = [s.num_others for _, b, e in runs for s in segments[b:e] for _ in range(s.num_steps)]
         gaps = _spread(gaps, others, spread)
     for first, waited_s in waits:
         gaps[first] += waited_s

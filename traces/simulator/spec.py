@@ -28,21 +28,13 @@ class Overheads:
     """What serving adds to computing and to moving KV, in seconds; each is measured where nothing else is under way."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    request_s: NotNegative = (
-        0.0  # HTTP, keys, placement, submission, and the first token's way back
-    )
-    gateway_s: NotNegative = (
-        0.0  # of it, what a gateway works, by turns with all of the same moment
-    )
+    request_s: NotNegative = 0.0  # HTTP, keys, placement, submission, and the first token's way back
+    gateway_s: NotNegative = 0.0  # of it, what a gateway works, by turns with all of the same moment
     back_s: NotNegative = 0.0  # of it, the first token's way back
-    late_back_s: NotNegative = (
-        0.0  # by which that takes longer while its machine goes on with another
-    )
+    late_back_s: NotNegative = 0.0  # by which that takes longer while its machine goes on with another
     turnover_s: NotNegative = 0.0  # by which handing a prompt off delays the one right after it
     landing_s: NotNegative = 0.0  # from asking a decode machine for blocks to having them
-    handoff_s: NotNegative = (
-        0.0  # from a prompt's last chunk to its place in a decode step, KV aside
-    )
+    handoff_s: NotNegative = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside
 
 
 CROWDED_BATCH = 4
@@ -152,9 +144,7 @@ class ClusterSpec:
         if self.admission not in ADMISSIONS:
             raise ConfigError(f"--admission is {self.admission!r}; one of {', '.join(ADMISSIONS)}")
         if self.scheduling_policy not in ("fcfs", "priority"):
-            raise ConfigError(
-                f"--scheduling-policy is {self.scheduling_policy!r}; fcfs or priority"
-            )
+            raise ConfigError(f"--scheduling-policy is {self.scheduling_policy!r}; fcfs or priority")
         if self.pool not in ("global", "local"):
             raise ConfigError(f"--pool is {self.pool!r}; global or local")
         if min(self.ttft_slo_s, self.tbt_slo_s, self.heartbeat_interval_s) <= 0:
@@ -162,13 +152,9 @@ class ClusterSpec:
         if self.block_size < 1 or self.prefill_group < 1 or self.chunk_tokens < 1:
             raise ConfigError("--block-size, --prefill-group and --chunk-tokens must be at least 1")
         if self.roles is not None and self.conditional:
-            raise ConfigError(
-                "--role-switching and --conditional-disaggregation exclude each other"
-            )
+            raise ConfigError("--role-switching and --conditional-disaggregation exclude each other")
         if self.roles is not None and (self.faults or self.prefill_group > 1):
-            raise ConfigError(
-                "--role-switching goes neither with --faults nor with --prefill-group"
-            )
+            raise ConfigError("--role-switching goes neither with --faults nor with --prefill-group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +175,6 @@ class CoupledSpec:
     def check(self) -> None:
         """Raises ConfigError that says what to change."""
         if self.num_instances < 1 or self.block_size < 1 or self.max_num_batched_tokens < 1:
-            raise ConfigError(
-                "--coupled, --block-size and --max-num-batched-tokens must be at least 1"
-            )
+            raise ConfigError("--coupled, --block-size and --max-num-batched-tokens must be at least 1")
         if min(self.ttft_slo_s, self.tbt_slo_s) <= 0:
             raise ConfigError("SLOs must be above 0")

@@ -31,9 +31,7 @@ class SynthesizeConfig:
 
     out: str = option(help="file to write, JSON lines")
     like: str | None = option(None, help="a trace whose statistics to reproduce")
-    preset: str | None = option(
-        None, help="figures of the published traces", choices=tuple(PRESETS)
-    )
+    preset: str | None = option(None, help="figures of the published traces", choices=tuple(PRESETS))
     requests: int | None = option(
         None, help="number of requests; without --duration that of the preset or the given trace"
     )

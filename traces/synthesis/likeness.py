@@ -77,9 +77,7 @@ class Fit:
 def fit(records: Sequence[TraceRecord]) -> Fit:
     """Raises ConfigError when there is too little to learn from."""
     if len(records) < MIN_REQUESTS:
-        raise ConfigError(
-            f"{len(records)} requests are too few to be like; a trace needs {MIN_REQUESTS}"
-        )
+        raise ConfigError(f"{len(records)} requests are too few to be like; a trace needs {MIN_REQUESTS}")
     if records[-1].arrived_s <= records[0].arrived_s:
         raise ConfigError("all requests come at once, so there is no rate to be like")
     tree = prefix_tree(records)
@@ -106,9 +104,7 @@ def fit(records: Sequence[TraceRecord]) -> Fit:
     return Fit(donors)
 
 
-def _reuse(
-    record: TraceRecord, visit: Visit, records: Sequence[TraceRecord], uses: Sequence[int]
-) -> Reuse | None:
+def _reuse(record: TraceRecord, visit: Visit, records: Sequence[TraceRecord], uses: Sequence[int]) -> Reuse | None:
     """Whole blocks only, unless the prompt repeats an earlier one to its end. `uses`: of each block, before this."""
     if not visit.runs:
         return None
@@ -281,9 +277,7 @@ class _Likeness:
             uses=reuse.uses,
         )
 
-    def _continued(
-        self, earlier: Prompt, depth: int, donor: Donor, wish: Wish, length: int
-    ) -> Prompt:
+    def _continued(self, earlier: Prompt, depth: int, donor: Donor, wish: Wish, length: int) -> Prompt:
         """A prompt that begins with `depth` blocks of the earlier one."""
         turn = earlier.turn + 1 if wish.turn else 1
         uses = earlier.uses + 1 if depth <= earlier.shared else 2
@@ -294,9 +288,7 @@ class _Likeness:
         length += (depth - wish.blocks) * TOKENS_PER_HASH
         return self._made(earlier.chain[:depth], wish.trunk, length, wish.now_s, uses, turn)
 
-    def _made(
-        self, base: Chain, trunk: TrunkKey, length: int, at_s: float, uses: int = 1, turn: int = 1
-    ) -> Prompt:
+    def _made(self, base: Chain, trunk: TrunkKey, length: int, at_s: float, uses: int = 1, turn: int = 1) -> Prompt:
         """A prompt of `length` tokens that begins with `base` and is new behind it."""
         num_new = -(-length // TOKENS_PER_HASH) - len(base)
         return Prompt(

@@ -173,9 +173,7 @@ class Past:
         for prompt in self._all:
             prompt.validate()
 
-    def _around(
-        self, line: _Line | None, wish: Wish, fits: Callable[[Prompt], bool]
-    ) -> list[Prompt]:
+    def _around(self, line: _Line | None, wish: Wish, fits: Callable[[Prompt], bool]) -> list[Prompt]:
         return line.around(wish.arrived_s, fits) if line else []
 
     def _lines_of(self, prompt: Prompt) -> Iterator[tuple[_Lines, tuple[TrunkKey, int]]]:

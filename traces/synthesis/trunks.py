@@ -49,9 +49,7 @@ class Trunk:
 NO_TRUNK = Trunk((), 0)
 
 
-def trunks_of(
-    tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]
-) -> list[Trunk]:
+def trunks_of(tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]) -> list[Trunk]:
     """Of each request the deepest trunk, in whole blocks. `turns`: number of each request in its session."""
     popular = _popular_blocks(tree, records, turns)
     span_s = (records[-1].arrived_s - records[0].arrived_s) * _LASTING_SHARE
@@ -66,9 +64,7 @@ def trunks_of(
     return trunks
 
 
-def _popular_blocks(
-    tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]
-) -> dict[int, float]:
+def _popular_blocks(tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]) -> dict[int, float]:
     """Blocks that many sessions begin with, and the seconds from their first use to their last."""
     sessions = [0] * tree.num_blocks
     first: dict[int, int] = {}
@@ -120,6 +116,4 @@ class TrunkChains:
         if round_number <= self._round:
             return
         self._round = round_number
-        self._chains = {
-            key: chain for key, chain in self._chains.items() if not 0 < key[1] < round_number
-        }
+        self._chains = {key: chain for key, chain in self._chains.items() if not 0 < key[1] < round_number}

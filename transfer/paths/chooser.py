@@ -71,19 +71,14 @@ class PathChooser:
         assert len(set(paths)) == len(paths)
         self._topology = topology
         self._health = health
-        self._tracks = {
-            path: _Track(path, path.rails, Speed(nominal_bandwidth(path))) for path in paths
-        }
+        self._tracks = {path: _Track(path, path.rails, Speed(nominal_bandwidth(path))) for path in paths}
         names = dict.fromkeys(path.transport for path in paths)
         self._by_transport = {
-            name: [track for track in self._tracks.values() if track.path.transport == name]
-            for name in names
+            name: [track for track in self._tracks.values() if track.path.transport == name] for name in names
         }
         self._only = paths[0] if len(paths) == 1 else None
 
-    def choose(
-        self, location: str, nbytes: int, now: float, tried: Collection[Path] = ()
-    ) -> Path | None:
+    def choose(self, location: str, nbytes: int, now: float, tried: Collection[Path] = ()) -> Path | None:
         """The path for a slice of `nbytes` from or to local memory at `location`; None: all are tried."""
         if self._only is not None:
             return None if self._only in tried else self._only
@@ -133,9 +128,7 @@ class PathChooser:
     ) -> _Track | None:
         candidates = tracks
         if tried or not self._health.all_healthy:
-            candidates = [
-                track for track in tracks if track.path not in tried and self._usable(track, now)
-            ]
+            candidates = [track for track in tracks if track.path not in tried and self._usable(track, now)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         # What is neither measured nor told is taken to be as good as the best: it is tried.

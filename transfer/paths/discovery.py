@@ -56,10 +56,7 @@ def read_machine(sysfs: Path = SYSFS) -> Machine:
 
 
 def _numa_distances(sysfs: Path) -> dict[int, dict[int, int]]:
-    nodes = sorted(
-        int(path.name.removeprefix("node"))
-        for path in (sysfs / "devices/system/node").glob("node[0-9]*")
-    )
+    nodes = sorted(int(path.name.removeprefix("node")) for path in (sysfs / "devices/system/node").glob("node[0-9]*"))
     distances: dict[int, dict[int, int]] = {}
     for node in nodes:
         text = read_text(sysfs / f"devices/system/node/node{node}/distance") or ""
@@ -186,9 +183,7 @@ def local_tcp_rails(hosts: Sequence[str]) -> list[Rail]:
     return tcp_rails([_resolved(host) for host in hosts], read_addresses(), read_machine())
 
 
-def tcp_rails(
-    addresses: Sequence[str], own: Sequence[InterfaceAddress], machine: Machine
-) -> list[Rail]:
+def tcp_rails(addresses: Sequence[str], own: Sequence[InterfaceAddress], machine: Machine) -> list[Rail]:
     """Pure part of `local_tcp_rails`; each rail's endpoint is its address. Raises ConfigError."""
     rails: list[Rail] = []
     for address in addresses:
@@ -206,9 +201,7 @@ def tcp_rails(
         if any(rail.name == name for rail in rails):
             raise ConfigError(f"the address {address} is given twice")
         device = machine.devices.get(interface or "")
-        numa_node, bandwidth = (
-            (device.numa_node, device.bandwidth_bytes_s) if device else (None, None)
-        )
+        numa_node, bandwidth = (device.numa_node, device.bandwidth_bytes_s) if device else (None, None)
         rails.append(Rail("tcp", name, address, numa_node, bandwidth))
     return rails
 
@@ -220,9 +213,7 @@ def owner_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
 
 def reachable_addresses(own: Sequence[InterfaceAddress]) -> list[str]:
     """Those that other machines may reach: neither loopback nor link-local."""
-    return [
-        str(address) for _, address in own if not address.is_loopback and not address.is_link_local
-    ]
+    return [str(address) for _, address in own if not address.is_loopback and not address.is_link_local]
 
 
 def read_addresses() -> list[InterfaceAddress]:

@@ -66,13 +66,9 @@ def decide(machine: Machine, rails: Sequence[Rail]) -> Topology:
     devices = [_device_of(machine, name, rails) for name in names]
     matrix: dict[str, Preference] = {}
     for node in sorted(machine.numa_distances):
-        matrix[f"cpu:{node}"] = _split(
-            {device.name: _numa_distance(machine, node, device) for device in devices}
-        )
+        matrix[f"cpu:{node}"] = _split({device.name: _numa_distance(machine, node, device) for device in devices})
     for index, gpu in enumerate(machine.gpus):
-        matrix[f"cuda:{index}"] = _split(
-            {device.name: _gpu_distance(machine, gpu, device) for device in devices}
-        )
+        matrix[f"cuda:{index}"] = _split({device.name: _gpu_distance(machine, gpu, device) for device in devices})
     return Topology(matrix)
 
 

@@ -44,9 +44,7 @@ class RemoteKey(NamedTuple):
 
 
 def pack_pair(pair: QueuePair, gid: bytes, lid: int, limits: Limits) -> bytes:
-    return _PAIR.pack(
-        pair.number, pair.first_packet, gid, lid, limits.path_mtu, limits.max_outstanding_reads
-    )
+    return _PAIR.pack(pair.number, pair.first_packet, gid, lid, limits.path_mtu, limits.max_outstanding_reads)
 
 
 def unpack_pairs(data: bytes | bytearray, limits: Limits) -> list[PairAddress]:

@@ -70,9 +70,7 @@ class Port:
         link = "Ethernet" if self.is_ethernet else "InfiniBand"
         speed = f", {self.bandwidth_bytes_s * 8e-9:g} Gb/s" if self.bandwidth_bytes_s else ""
         numa = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
-        return (
-            f"{self.name} {self.state.lower()} {link}{speed}{numa}, {self.gid or 'no usable GID'}"
-        )
+        return f"{self.name} {self.state.lower()} {link}{speed}{numa}, {self.gid or 'no usable GID'}"
 
 
 def discover(sysfs: Path = SYSFS) -> list[Port]:

@@ -118,9 +118,7 @@ class Device(Protocol):
     """Its address on InfiniBand."""
     limits: Limits
 
-    def register(
-        self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool
-    ) -> Region:
+    def register(self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool) -> Region:
         """Raises InvalidRequest."""
 
     def make_completion_queue(self, capacity: int) -> CompletionQueue: ...

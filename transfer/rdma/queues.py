@@ -100,8 +100,7 @@ def _bases(remote_base: int, local_base: int) -> Rows:
 def _cut(run: list[int], limit_bytes: int) -> list[tuple[int, int, int]]:
     remote, local, nbytes = run
     return [
-        (remote + start, local + start, min(limit_bytes, nbytes - start))
-        for start in range(0, nbytes, limit_bytes)
+        (remote + start, local + start, min(limit_bytes, nbytes - start)) for start in range(0, nbytes, limit_bytes)
     ]
 
 

@@ -79,9 +79,7 @@ class RegisteredMemory:
                 if region is not None:
                     region.close()
 
-    def _registered(
-        self, regions: dict[Segment, Region], segment: Segment, *, remote_write: bool
-    ) -> Region:
+    def _registered(self, regions: dict[Segment, Region], segment: Segment, *, remote_write: bool) -> Region:
         if segment.segment_id in self._removed:
             raise InvalidRequest(f"segment {segment.segment_id} is not registered")
         region = regions.get(segment)

@@ -61,16 +61,13 @@ class _Flight:
 class RdmaSession(StreamSession):
     """A session over queue pairs and a TCP connection. Owns both; the rail is shared."""
 
-    def __init__(
-        self, dial: Dial, connection: Connection, agreed: Agreement, rail: DeviceRail
-    ) -> None:
+    def __init__(self, dial: Dial, connection: Connection, agreed: Agreement, rail: DeviceRail) -> None:
         super().__init__(dial, connection, agreed)
         self._rail = rail
         self._max_in_flight = max(self._max_in_flight, _MIN_IN_FLIGHT_BYTES)
         self._pairs = PairSet(rail, QUEUE_PAIRS, serves=False)
         self._queues: list[SendQueue[_Flight]] = [
-            SendQueue(pair, number + 1, self._pairs.send_depth)
-            for number, pair in enumerate(self._pairs.pairs)
+            SendQueue(pair, number + 1, self._pairs.send_depth) for number, pair in enumerate(self._pairs.pairs)
         ]
         self._waiter = Waiter(connection.descriptor, self._pairs.completions)
         self._keys: dict[int, RemoteKey] = {}
@@ -171,9 +168,7 @@ class RdmaSession(StreamSession):
             window_id=part.window_id or 0,
             source_id=flight.queue,
             nbytes=part.nbytes,
-            checksum=scatter.checksum(part.local.buffer, part.rows, LOCAL)
-            if self._checksums
-            else 0,
+            checksum=scatter.checksum(part.local.buffer, part.rows, LOCAL) if self._checksums else 0,
         )
         self._ask(flight, self.request(header, part.rows))
 

@@ -107,29 +107,21 @@ class VerbsDevice:
             path_mtu=int(attributes.active_mtu),
         )
 
-    def register(
-        self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool
-    ) -> Region:
+    def register(self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool) -> Region:
         enums = pyverbs().enums
         access = enums.IBV_ACCESS_LOCAL_WRITE
         access |= enums.IBV_ACCESS_REMOTE_READ if remote_read else 0
         access |= enums.IBV_ACCESS_REMOTE_WRITE if remote_write else 0
         make = pyverbs().mr.MR
         hint = f"{self.port.name} cannot register {nbytes} bytes (ulimit -l, or memory of a file?)"
-        region: Any = _made(
-            lambda: make(self._domain, nbytes, int(access), address=address), hint, InvalidRequest
-        )
+        region: Any = _made(lambda: make(self._domain, nbytes, int(access), address=address), hint, InvalidRequest)
         keys = {"local_key": int(region.lkey), "remote_key": int(region.rkey)}
         return cast("Region", SimpleNamespace(**keys, close=region.close))
 
     def make_completion_queue(self, capacity: int) -> VerbsCompletionQueue:
-        return _made(
-            lambda: VerbsCompletionQueue(self._context, capacity), "no more completion queues"
-        )
+        return _made(lambda: VerbsCompletionQueue(self._context, capacity), "no more completion queues")
 
-    def make_queue_pair(
-        self, completions: Any, *, send_depth: int, receive_depth: int, serves: bool
-    ) -> VerbsQueuePair:
+    def make_queue_pair(self, completions: Any, *, send_depth: int, receive_depth: int, serves: bool) -> VerbsQueuePair:
         def make(max_inline_bytes: int) -> VerbsQueuePair:
             cap = pyverbs().qp.QPCap(
                 max_send_wr=send_depth,
@@ -182,9 +174,7 @@ class VerbsQueuePair:
 
     def __init__(self, domain: Any, port: Port, completions: Any, cap: Any, serves: bool) -> None:
         pv = pyverbs()
-        init = pv.qp.QPInitAttr(
-            qp_type=pv.enums.IBV_QPT_RC, scq=completions, rcq=completions, cap=cap, sq_sig_all=0
-        )
+        init = pv.qp.QPInitAttr(qp_type=pv.enums.IBV_QPT_RC, scq=completions, rcq=completions, cap=cap, sq_sig_all=0)
         self._pair = pv.qp.QP(domain, init)
         self._port = port
         self._serves = serves
@@ -352,9 +342,7 @@ def _route(port: Port, peer: PairAddress) -> Any:
     assert port.gid is not None
     gid = addr.GID(":".join(peer.gid[i : i + 2].hex() for i in range(0, 16, 2)))
     route = addr.GlobalRoute(dgid=gid, sgid_index=port.gid.index, hop_limit=_HOP_LIMIT)
-    return addr.AHAttr(
-        gr=route, is_global=int(port.is_ethernet), port_num=port.number, dlid=peer.lid
-    )
+    return addr.AHAttr(gr=route, is_global=int(port.is_ethernet), port_num=port.number, dlid=peer.lid)
 
 
 def _made(make: Callable[[], _Made], failure: str, kind: type[MoonserveError] = PeerLost) -> _Made:

@@ -114,9 +114,7 @@ class ProcessMemory:
             if len(self._scratch) < nbytes:
                 self._scratch = bytearray(nbytes)
             packed = address_of(self._scratch)
-            self.copy(
-                packed, np.stack((rows[:, 1 - to_column], packed_at, lengths), 1), to_column=LOCAL
-            )
+            self.copy(packed, np.stack((rows[:, 1 - to_column], packed_at, lengths), 1), to_column=LOCAL)
             places = np.stack((rows[:, to_column], packed_at, lengths), 1)
             return data_plane().rows_equal(to, packed, places, column=REMOTE)
 

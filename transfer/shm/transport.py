@@ -174,6 +174,4 @@ class ShmTarget(StreamTarget):
         if source is None:
             raise InvalidRequest(f"segment {header.source_id} of the initiator was never offered")
         scatter.require_inside(rows, LOCAL, source.nbytes)
-        self._copier.copy(
-            source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window
-        )
+        self._copier.copy(source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window)

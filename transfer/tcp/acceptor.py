@@ -54,9 +54,7 @@ class Acceptor:
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._accept, name=f"transfer-accept {rail.endpoint}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._accept, name=f"transfer-accept {rail.endpoint}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -95,9 +93,7 @@ class Acceptor:
             except OSError:  # it has hung up already, and the socket knows no peer any more
                 sock.close()
                 return
-            thread = threading.Thread(
-                target=self._serve, args=(target,), name="transfer-target", daemon=True
-            )
+            thread = threading.Thread(target=self._serve, args=(target,), name="transfer-target", daemon=True)
             self._serving[target.connection] = thread
             try:
                 thread.start()

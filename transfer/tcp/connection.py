@@ -250,9 +250,7 @@ class Connection:
         return end
 
     def _pump(self, timeout_ns: int) -> End:
-        return self._plane.pump(
-            self._sock.fileno(), self._flow, timeout_ns=timeout_ns, spin_ns=_SPIN_NS
-        )
+        return self._plane.pump(self._sock.fileno(), self._flow, timeout_ns=timeout_ns, spin_ns=_SPIN_NS)
 
     def keep_time(self) -> None:
         """Raises PeerLost when the deadline has passed; looks up."""

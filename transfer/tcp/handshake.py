@@ -42,9 +42,7 @@ class Agreement:
     checksums: bool
 
 
-def initiate(
-    connection: Connection, credentials: Credentials, instance: bytes, *, checksums: bool
-) -> Agreement:
+def initiate(connection: Connection, credentials: Credentials, instance: bytes, *, checksums: bool) -> Agreement:
     """Raises Unauthenticated, Incompatible, or PeerLost (another incarnation answered)."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, checksums, mine)
@@ -76,9 +74,7 @@ def _receive_challenge(connection: Connection, hello: bytes) -> tuple[int, bytes
     return their_flags, theirs
 
 
-def respond(
-    connection: Connection, credentials: Credentials, connection_id: int, *, checksums: bool
-) -> Agreement:
+def respond(connection: Connection, credentials: Credentials, connection_id: int, *, checksums: bool) -> Agreement:
     """The same errors, after the initiator has been told."""
     hello = connection.receive_bytes(_HELLO.size)
     magic, version, their_flags, theirs = _HELLO.unpack(hello)

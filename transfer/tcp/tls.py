@@ -32,9 +32,7 @@ _CHUNK_BYTES = 128 << 10
 class TlsConnection(Connection):
     """Passes no descriptors; everything else as `Connection`. Raises Unauthenticated in the first wait."""
 
-    def __init__(
-        self, sock: socket.socket, context: ssl.SSLContext, *, peer_ip: str | None = None
-    ) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, peer_ip: str | None = None) -> None:
         """`peer_ip`: what an initiator dials; a target has none."""
         super().__init__(sock)
         self._peer_ip = peer_ip

@@ -121,9 +121,7 @@ def _plain(sock: socket.socket, ip: str) -> Connection:
     return Connection(sock)
 
 
-def open_connection(
-    dial: Dial, make: Callable[[socket.socket, str], Connection] = _plain
-) -> Connection:
+def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection] = _plain) -> Connection:
     """Begins to connect to the remote rail, from the local one. Raises PeerLost."""
     host, _, port = dial.remote.endpoint.rpartition(":")
     try:

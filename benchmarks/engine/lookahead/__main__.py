@@ -81,8 +81,7 @@ def replay(load: Load, policy: Policy) -> dict[str, float]:
 def synthetic_loads(count: int, seed: int) -> list[Load]:
     """All at once: whoever ends is followed by another."""
     return [
-        Load(name, synthetic(lengths, count, ALL_AT_ONCE, seed), POOLS[name])
-        for name, lengths in SYNTHETIC.items()
+        Load(name, synthetic(lengths, count, ALL_AT_ONCE, seed), POOLS[name]) for name, lengths in SYNTHETIC.items()
     ]
 
 
@@ -132,9 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="the conversation trace")
     parser.add_argument("--limit", type=int, help="its first requests only")
     parser.add_argument("--requests", type=int, default=4000, help="of each drawn load")

@@ -80,9 +80,7 @@ def tenants(draw: random.Random, done: float) -> tuple[int, int, str]:
     return _lognormal(draw, 800, 0.8, 16_384), _lognormal(draw, median, 0.5, 4096), name
 
 
-SYNTHETIC: dict[str, Lengths] = {
-    each.__name__: each for each in (chat, documents, reasoning, drifting, tenants)
-}
+SYNTHETIC: dict[str, Lengths] = {each.__name__: each for each in (chat, documents, reasoning, drifting, tenants)}
 
 
 def synthetic(lengths: Lengths, count: int, per_s: float, seed: int) -> list[Wish]:

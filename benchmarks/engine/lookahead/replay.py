@@ -66,8 +66,7 @@ class Tables:
 
     def _claims(self) -> list[Holder]:
         return [
-            Holder(each, each.blocks, self._times_preempted.get(each.request_id, 0))
-            for each in self._holders.values()
+            Holder(each, each.blocks, self._times_preempted.get(each.request_id, 0)) for each in self._holders.values()
         ]
 
     def admit(self, sequence: Sequence) -> bool:

@@ -50,9 +50,7 @@ class Transformers:
     def run(self, shape: Shape, steps: int) -> Turn:
         length = shape.prompt or shape.context
         vocab_size = self._config.vocab_size
-        prompts = torch.tensor(
-            [prompt_tokens(row, length, vocab_size) for row in range(shape.batch)]
-        )
+        prompts = torch.tensor([prompt_tokens(row, length, vocab_size) for row in range(shape.batch)])
         if shape.prompt is not None:
             prefill = _Steps(Watch())
             self._generate(prompts, 1, DynamicCache(), prefill)
@@ -61,9 +59,7 @@ class Transformers:
         self._generate(prompts, steps + 1, self._cache(shape), decode)
         return decode.turn()
 
-    def _generate(
-        self, prompts: torch.Tensor, tokens: int, cache: DynamicCache, steps: _Steps
-    ) -> torch.Tensor:
+    def _generate(self, prompts: torch.Tensor, tokens: int, cache: DynamicCache, steps: _Steps) -> torch.Tensor:
         whole: torch.Tensor = self._model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),

@@ -84,9 +84,7 @@ class Vllm:
 
     def _add(self, prompt: Sequence[int], count: int) -> str:
         """Its internal name."""
-        params = SamplingParams(
-            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         given = f"request-{next(self._names)}"
         name: str = self._engine.add_request(given, {"prompt_token_ids": list(prompt)}, params)
         return name

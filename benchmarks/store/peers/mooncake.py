@@ -31,9 +31,7 @@ Call = tuple[str, list[str], list[int], list[int]]
 
 def connected(master: str, segment_bytes: int) -> Any:
     store = MooncakeDistributedStore()
-    if store.setup(
-        "127.0.0.1", "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master
-    ):
+    if store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master):
         raise OSError("setup failed")
     return store
 

@@ -114,10 +114,7 @@ def _rest(blocks: list[View], count: int) -> list[View]:
 
 def _views(pool: Bytes, load: Load, end: int) -> list[list[View]]:
     whole, length = View(pool.data), load.block_bytes
-    return [
-        [whole[at : at + length] for at in batch[..., end].reshape(-1).tolist()]
-        for batch in load.batches()
-    ]
+    return [[whole[at : at + length] for at in batch[..., end].reshape(-1).tolist()] for batch in load.batches()]
 
 
 def _set_buffers(connection: socket.socket, mode: str) -> None:

@@ -21,9 +21,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def _join(port: int, rank: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=TIMEOUT
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=TIMEOUT)
 
 
 class _Ends:
@@ -33,9 +31,7 @@ class _Ends:
         self._pool, self._peer, self._end = pool, peer, end
 
     def tensors(self, batch: Offsets, block_bytes: int) -> list[torch.Tensor]:
-        return [
-            self._pool[at : at + block_bytes] for at in batch[..., self._end].flatten().tolist()
-        ]
+        return [self._pool[at : at + block_bytes] for at in batch[..., self._end].flatten().tolist()]
 
     def post(self, blocks: list[torch.Tensor], *, sends: bool) -> list[Any]:
         start = dist.isend if sends else dist.irecv

@@ -130,9 +130,7 @@ def _attend_part(
         offsets = token_offsets(positions, seen, table, token_stride, BLOCK_SIZE) + head_offset
         tile_keys = load_tokens(keys, offsets, seen, HEAD_DIM, HEAD_COLUMNS)
         tile_values = load_tokens(values, offsets, seen, HEAD_DIM, HEAD_COLUMNS)
-        best, total, output = fold(
-            group, tile_keys, tile_values, seen[None, :], scale, best, total, output
-        )
+        best, total, output = fold(group, tile_keys, tile_values, seen[None, :], scale, best, total, output)
     results = (row * tl.num_programs(1) * GROUP + heads) * num_parts + part
     tl.store(bests + results, best, mask=members < GROUP)
     tl.store(totals + results, total, mask=members < GROUP)
@@ -159,9 +157,7 @@ def _join_parts(
     weights = tl.where(written, tl.exp2(best - tl.where(written, highest, 0.0)), 0.0)
     total = tl.sum(weights * tl.load(totals + results, mask=written, other=0.0), 0)
     inside = written[:, None] & (columns < HEAD_DIM)[None, :]
-    sums = tl.load(
-        unfinished + results[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0
-    )
+    sums = tl.load(unfinished + results[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     joined = tl.sum(sums * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(
         output + place * HEAD_DIM + columns,

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 
-def add_norm(
-    hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-) -> torch.Tensor:
+def add_norm(hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of hidden + added, times weight [size]; hidden [rows, size] becomes the sum. `added`: None = nothing.
 
     The norm is computed in float32 and rounded to the compute dtype before the weight is applied, as in transformers.
@@ -56,9 +54,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     rows, width = gate_up.shape
     inner = width // 2
     output = gate_up.new_empty((rows, inner))
-    _swiglu[(rows, triton.cdiv(inner, _TILE))](
-        gate_up, output, INNER=inner, TILE=_TILE, num_warps=4
-    )
+    _swiglu[(rows, triton.cdiv(inner, _TILE))](gate_up, output, INNER=inner, TILE=_TILE, num_warps=4)
     return output
 
 

@@ -54,9 +54,7 @@ class ChunkBatch:
     tiles: torch.Tensor
 
 
-def plan_tiles(
-    chunks: Sequence[tuple[int, int, int]], tokens_per_tile: int
-) -> npt.NDArray[np.int32]:
+def plan_tiles(chunks: Sequence[tuple[int, int, int]], tokens_per_tile: int) -> npt.NDArray[np.int32]:
     """`ChunkBatch.tiles` for chunks (first row, start, end), those that see most first: they take longest."""
     tiles = [
         (index, row + first, start + first, min(tokens_per_tile, end - start - first))

@@ -108,9 +108,7 @@ class ResponseEvents(Chunks):
         assert isinstance(message, _OpenMessage)
         message.text += text
         message.logprobs += logprobs
-        return events + self._event(
-            "response.output_text.delta", **message.place, delta=text, logprobs=logprobs
-        )
+        return events + self._event("response.output_text.delta", **message.place, delta=text, logprobs=logprobs)
 
     def _call(self, call: Mapping[str, Any]) -> str:
         events, function = "", call.get("function") or {}
@@ -123,9 +121,7 @@ class ResponseEvents(Chunks):
         if not arguments:
             return events
         opened_call.arguments += arguments
-        return events + self._event(
-            "response.function_call_arguments.delta", **opened_call.place, delta=arguments
-        )
+        return events + self._event("response.function_call_arguments.delta", **opened_call.place, delta=arguments)
 
     def _goes_on(self, call: Mapping[str, Any]) -> bool:
         """Whether it is the open one."""
@@ -133,13 +129,9 @@ class ResponseEvents(Chunks):
 
     def _begin(self, opened: _OpenMessage | _OpenCall) -> str:
         self._open = opened
-        events = self._event(
-            "response.output_item.added", output_index=opened.index, item=opened.begun()
-        )
+        events = self._event("response.output_item.added", output_index=opened.index, item=opened.begun())
         if isinstance(opened, _OpenMessage):
-            events += self._event(
-                "response.content_part.added", **opened.place, part=_text_part("")
-            )
+            events += self._event("response.content_part.added", **opened.place, part=_text_part(""))
         return events
 
     def _close(self) -> str:
@@ -149,9 +141,9 @@ class ResponseEvents(Chunks):
             return ""
         item = opened.done(self._finish_reason)
         self._items.append(item)
-        return "".join(
-            self._event(kind, **fields) for kind, fields in opened.closing()
-        ) + self._event("response.output_item.done", output_index=opened.index, item=item)
+        return "".join(self._event(kind, **fields) for kind, fields in opened.closing()) + self._event(
+            "response.output_item.done", output_index=opened.index, item=item
+        )
 
     def _event(self, kind: str, **fields: Any) -> str:
         data = {"type": kind, "sequence_number": self._sequence_number, **fields}

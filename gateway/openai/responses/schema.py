@@ -31,9 +31,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "moderation": (None,),
 }
 # They concern a service that this server is not.
-_HARMLESS = frozenset(
-    {"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"}
-)
+_HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"})
 # Without reasoning there is nothing to encrypt.
 _INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 

@@ -120,9 +120,7 @@ class ToolPlanner:
         names = tuple(functions)
         grammar = await self._grammar(body, choice, functions, format, form)
         if grammar and body.ignore_eos:
-            raise refused(
-                "an answer that must call ends with the end-of-sequence token", "ignore_eos"
-            )
+            raise refused("an answer that must call ends with the end-of-sequence token", "ignore_eos")
         if grammar:
             await self._checker.check(grammar, "tools")
         return ToolPlan(grammar=grammar, format=format, names=names)
@@ -208,9 +206,7 @@ def _functions(body: ChatBody) -> dict[str, tuple[int, Function]]:
     return found
 
 
-def _named(
-    choice: NamedChoice, functions: Mapping[str, tuple[int, Function]]
-) -> tuple[int, Function]:
+def _named(choice: NamedChoice, functions: Mapping[str, tuple[int, Function]]) -> tuple[int, Function]:
     name = choice.function.name
     if name not in functions:
         offered = ", ".join(functions)

@@ -36,9 +36,7 @@ COEFFICIENTS = st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 
 
 
 @given(COEFFICIENTS, SEEDS)
-def test_a_fit_predicts_exact_points_and_errs_by_the_noise_of_others(
-    c: tuple[float, float, float], seed: int
-) -> None:
+def test_a_fit_predicts_exact_points_and_errs_by_the_noise_of_others(c: tuple[float, float, float], seed: int) -> None:
     """With 5 % of noise on 200 points, the truth is within 5 % of nearly all predictions."""
     random = np.random.default_rng(seed)
     n = random.integers(16, 100_000, 200)
@@ -66,9 +64,7 @@ def test_a_report_of_errors_names_the_worst_points_first_and_no_points_cannot_be
 
 
 @given(linear=st.floats(0.5, 2.0), square=st.floats(0.5, 2.0), seed=SEEDS)
-def test_a_formula_that_is_wrong_in_its_shape_is_set_right(
-    linear: float, square: float, seed: int
-) -> None:
+def test_a_formula_that_is_wrong_in_its_shape_is_set_right(linear: float, square: float, seed: int) -> None:
     """Both coefficients were measured badly, each by a factor of its own; prompts of all lengths are then predicted."""
     cost = PrefillCost(PrefillProfile(c0=2e-3, c1=4e-5, c2=5e-8))
     truth = PrefillProfile(c0=linear * 2e-3, c1=linear * 4e-5, c2=square * 5e-8)
@@ -97,9 +93,7 @@ def test_decode_steps_follow_and_impossible_reports_are_ignored() -> None:
 SECONDS = st.floats(1e-4, 10.0)
 
 
-@given(
-    usual=st.lists(st.tuples(SECONDS, SECONDS), min_size=30, max_size=30), wild=st.floats(0.0, 1e6)
-)
+@given(usual=st.lists(st.tuples(SECONDS, SECONDS), min_size=30, max_size=30), wild=st.floats(0.0, 1e6))
 def test_one_wild_report_among_usual_ones_moves_predictions_by_a_bounded_share(
     usual: list[tuple[float, float]], wild: float
 ) -> None:
@@ -167,9 +161,7 @@ def test_a_changed_machine_is_known_after_the_stated_number_of_reports(
 
 
 @given(SEEDS, st.floats(0.02, CLIP), st.floats(0.3, 3.0))
-def test_noise_moves_the_factor_by_a_third_of_its_own_deviation(
-    seed: int, sigma: float, truth: float
-) -> None:
+def test_noise_moves_the_factor_by_a_third_of_its_own_deviation(seed: int, sigma: float, truth: float) -> None:
     """Clipping only ever makes it steadier. The bounds leave room for 2,000 dependent samples."""
     correction, logs = settled(math.log(truth)), []
     for one in np.random.default_rng(seed).normal(0.0, sigma, 2_000).tolist():
@@ -213,9 +205,7 @@ def reported(overhead: Overhead, landing_s: float, *, lands_only: bool) -> None:
 def test_a_landing_delays_only_who_does_not_wait_anyway_and_prefixes_say_nothing_of_it() -> None:
     overhead = Overhead()
     overhead.observe(Times(ttft_s=1.0), 0.0, lands_only=True)
-    assert overhead.seconds(0.0) == 0.0, (
-        "before anything was reported, and after a report without terms"
-    )
+    assert overhead.seconds(0.0) == 0.0, "before anything was reported, and after a report without terms"
     reported(overhead, 0.004, lands_only=True)
     for _ in range(20):
         reported(overhead, 3.0, lands_only=False)
@@ -224,9 +214,7 @@ def test_a_landing_delays_only_who_does_not_wait_anyway_and_prefixes_say_nothing
 
 
 @given(usual=st.floats(1e-3, 0.1), wild=st.lists(st.floats(-1.0, 100.0), max_size=3))
-def test_the_middle_follows_what_is_usual_and_not_what_is_wild(
-    usual: float, wild: list[float]
-) -> None:
+def test_the_middle_follows_what_is_usual_and_not_what_is_wild(usual: float, wild: list[float]) -> None:
     """Each wild report moves it by at most 6.2 %, and that of a tenth of a millisecond more."""
     middle = Middle()
     for seconds in [usual] * 5 + wild:

@@ -100,9 +100,7 @@ def test_a_registry_that_answers_is_told_from_one_that_does_not() -> None:
         ({"netdev": "eth2", "is_ethernet": False}, OK, "InfiniBand"),
     ],
 )
-def test_an_rdma_port_is_judged_by_state_gid_and_route(
-    port: dict[str, Any], state: State, word: str
-) -> None:
+def test_an_rdma_port_is_judged_by_state_gid_and_route(port: dict[str, Any], state: State, word: str) -> None:
     netdev = port.get("netdev", "eth1")
     gid = Gid(3, IPv6Address("::ffff:10.0.0.5").packed, "RoCE v2", netdev)
     made = Port(

@@ -158,8 +158,7 @@ def put_chain(node: Node, keys: Sequence[BlockKey], num_bytes: int = 4096) -> No
             digest = checksum([local.buffer])
             parents = [None, *keys]
             wishes = [
-                PutObject(key=key, parent=parent, checksum=digest)
-                for key, parent in zip(keys, parents, strict=False)
+                PutObject(key=key, parent=parent, checksum=digest) for key, parent in zip(keys, parents, strict=False)
             ]
             spots = Spots.checked(local, [0] * len(wishes), [num_bytes] * len(wishes))
             result = await client.put(endpoint, wishes, spots)

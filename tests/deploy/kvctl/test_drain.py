@@ -99,9 +99,7 @@ def test_what_finds_no_place_is_listed_and_a_full_cluster_does_not_chase_its_own
             assert "they will evict what is cold there" in said.err
 
 
-def test_what_is_only_on_disk_is_drained_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_only_on_disk_is_drained_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Three times what memory holds; write-through, so that nothing is evicted before it is on disk."""
     values = {f"cold-{n}": os.urandom(8) * 25_000 for n in range(120)}
     ssd = ("--ssd", f"{tmp_path}:512MiB", "--ssd-write-through")
@@ -186,6 +184,4 @@ def _ask(address: str, method: str, request: Any) -> None:
 
 def _start_drain(made: Stage, name: str) -> subprocess.Popen[str]:
     command = [*PATIENTLY, "--registry", made.registry, "drain", name]
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **ENVIRON}, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRON}, stderr=subprocess.PIPE, text=True)

@@ -45,9 +45,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert words in line
 
 
-def test_registry_and_token_come_from_the_environment(
-    pair: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_registry_and_token_come_from_the_environment(pair: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     said = Kvctl(capsys)("nodes", environ={**ENVIRON, "MOONSERVE_REGISTRY": pair.registry})
     assert said.code == 0
     assert "store-1" in said.out

@@ -17,9 +17,7 @@ def key(number: int) -> BlockKey:
 def forest_of(shape: list[tuple[int, int, bool]]) -> dict[BlockKey, Resident]:
     """Each object follows the one so many before it, which may be elsewhere; with 0, none."""
     return {
-        key(number): Resident(
-            key(number), key(number - back) if back else None, length, in_memory=in_memory
-        )
+        key(number): Resident(key(number), key(number - back) if back else None, length, in_memory=in_memory)
         for number, (back, length, in_memory) in enumerate(shape)
     }
 

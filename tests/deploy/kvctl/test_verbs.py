@@ -37,9 +37,7 @@ def test_ls_shows_what_was_asked_for_and_says_how_many_more(pair: Stage, kvctl: 
         assert (said.code, said.out, said.err) == (0, "", "no objects\n")
 
 
-def test_stat_shows_an_object_and_its_chain_up_to_the_head_or_where_it_is_broken(
-    pair: Stage, kvctl: Kvctl
-) -> None:
+def test_stat_shows_an_object_and_its_chain_up_to_the_head_or_where_it_is_broken(pair: Stage, kvctl: Kvctl) -> None:
     keys = chain_keys("stat", 5)
     put_chain(pair.nodes["store-0"], keys)
     [record] = kvctl.json("stat", keys[-1].hex())

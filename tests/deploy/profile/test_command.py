@@ -26,9 +26,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalCluster.stop, "__defaults__", (PATIENCE_S,))
 
 
-def test_a_profile_is_measured_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_is_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a tiny model, in a second: the file is the report, and what a simulation reads."""
     make_model("llama", model := tmp_path / "tiny", tie_word_embeddings=True)
     written = tmp_path / "profile.json"

@@ -113,9 +113,7 @@ def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
 
 
 @given(slow=st.floats(0.5, 4.0), others=st.integers(1, 3))
-def test_crowding_is_told_from_a_machine_that_is_slow_at_all_times(
-    slow: float, others: int
-) -> None:
+def test_crowding_is_told_from_a_machine_that_is_slow_at_all_times(slow: float, others: int) -> None:
     """Both sides of the comparison were measured later than the formulae, when everything took `slow` times as long."""
     prompts = [prompt(1024, num_others=n, slow=slow * (1 + n / 4)) for n in range(others + 1)]
     found = terms_of(observed(beside_prompts=prompts), CHUNK)
@@ -236,9 +234,7 @@ def test_crowding_is_told_apart_for_one_sequence_and_for_a_batch(slow: float) ->
     bursts = []
     for num_seqs, factor in ((1, slow), (4, 2.0)):
         step_s = factor * DECODE.step_s(num_seqs, num_seqs * 510)
-        streams = [
-            answered("prefill-0", 0.0, 0.1, step_s=step_s, num_steps=20) for _ in range(num_seqs)
-        ]
+        streams = [answered("prefill-0", 0.0, 0.1, step_s=step_s, num_steps=20) for _ in range(num_seqs)]
         longest = answered("prefill-0", 0.1, 9.0, step_s=step_s, num_steps=1)
         bursts.append([*streams, longest])
     crowding = terms_of(observed(bursts=bursts), CHUNK).crowding
@@ -269,9 +265,7 @@ def queued(turnover_s: float) -> list[Answered]:
     free_at = 0.005
     for tokens in (100, 300, 500, 700):
         first_token_at = free_at + PREFILL.seconds(tokens, 0)
-        one = answered(
-            "prefill-0", free_at, first_token_at, step_s=0.01, num_steps=0, num_tokens=tokens
-        )
+        one = answered("prefill-0", free_at, first_token_at, step_s=0.01, num_steps=0, num_tokens=tokens)
         later = (first_token_at, first_token_at + 0.01)
         found.append(replace(one, sent_at=0.0, token_at=later))
         free_at = first_token_at + turnover_s

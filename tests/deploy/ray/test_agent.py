@@ -45,9 +45,7 @@ async def at(lives: Lives, stage: str) -> Report:
     return await answered(asked)
 
 
-async def test_a_stop_during_a_restart_is_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stop_during_a_restart_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "_is_current", lambda assignment: True)  # Ray is not there
     lives = Lives(directory(tmp_path))
     await lives.begin()

@@ -72,9 +72,7 @@ def test_nothing_follows_before_a_change_has_shown_its_effect() -> None:
         (loads([0.9], [0.6, 0.6], can_change=True), 11, [Change(role=P)]),
     ],
 )
-def test_what_follows_a_load_that_lasts(
-    seen: list[WorkerLoad], seconds: int, expected: list[Change]
-) -> None:
+def test_what_follows_a_load_that_lasts(seen: list[WorkerLoad], seconds: int, expected: list[Change]) -> None:
     assert changes(Autoscaler(TERMS, BOUNDS), seen, 0, seconds) == expected
 
 
@@ -88,9 +86,7 @@ def test_nobody_leaves_while_anybody_comes() -> None:
     other=st.floats(0.0, 2.5),
     count=st.integers(1, 3),
 )
-def test_a_constant_load_is_never_answered_by_going_back_and_forth(
-    work: float, other: float, count: int
-) -> None:
+def test_a_constant_load_is_never_answered_by_going_back_and_forth(work: float, other: float, count: int) -> None:
     """Work is shared out evenly. After the first change every later one has the same direction."""
     scaler, counts = Autoscaler(TERMS, BOUNDS), {P: count, D: count}
     steps: dict[Role, list[int]] = {P: [], D: []}

@@ -149,9 +149,7 @@ class Deployed:
 
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, "-m", "deploy", "deploy", *arguments, "--address", address]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -288,9 +286,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def test_scaling_adds_a_worker_and_draining_takes_one_away(
-    cluster: Deployed, expected: list[list[int]]
-) -> None:
+def test_scaling_adds_a_worker_and_draining_takes_one_away(cluster: Deployed, expected: list[list[int]]) -> None:
     with Checking(cluster, expected):
         cluster.command("scale", "prefill=3")
         assert cluster.names("prefill") == {"prefill-0", "prefill-1", "prefill-2"}
@@ -301,9 +297,7 @@ def test_scaling_adds_a_worker_and_draining_takes_one_away(
         cluster.deployment.wish(Scale(kind=Kind.STORE, count=3))
 
 
-def test_a_controller_that_dies_starts_again_and_changes_nothing(
-    cluster: Deployed, expected: list[list[int]]
-) -> None:
+def test_a_controller_that_dies_starts_again_and_changes_nothing(cluster: Deployed, expected: list[list[int]]) -> None:
     """And an actor that dies takes its process along, and Ray starts both again on their host."""
     status = cluster.deployment.status()
     before = cluster.processes()

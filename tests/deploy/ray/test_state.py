@@ -271,9 +271,7 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
     assert not world.state.is_restarting
 
 
-@pytest.mark.parametrize(
-    ("need", "names"), [(0.9, {"decode-0", "decode-1", "decode-2"}), (0.1, {"decode-0"})]
-)
+@pytest.mark.parametrize(("need", "names"), [(0.9, {"decode-0", "decode-1", "decode-2"}), (0.1, {"decode-0"})])
 def test_load_that_lasts_changes_the_number_of_workers(need: float, names: set[str]) -> None:
     """By what the conductor says of workers; the one that is used least leaves."""
     terms = {"up_hold_s": 1, "down_hold_s": 1, "cool_down_s": 0}

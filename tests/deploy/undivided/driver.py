@@ -22,9 +22,7 @@ from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, requ
 from tests.scores import is_whole
 from worker.events import Submitted
 
-STORE = Endpoint(
-    instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host"
-)
+STORE = Endpoint(instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host")
 # A decode step takes 4 ms and a millisecond per sequence, a token of a prompt 1 ms.
 BUDGET = StepBudget(
     decode=DecodeProfile(c0=0.004, c1=0.001, c2=0.0),
@@ -36,17 +34,11 @@ BUDGET = StepBudget(
 class UndividedDriver(Driver):
     """Its prompts are submitted; landings go on as before."""
 
-    def __init__(
-        self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int
-    ) -> None:
+    def __init__(self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int) -> None:
         super().__init__(num_blocks, **changes)
-        self.pool = BlockPool(
-            num_blocks, on_added=lambda key, parent: None, on_removed=self._removed
-        )
+        self.pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=self._removed)
         self.publishing = Publishing(self.pool, max_in_flight=2, max_pending=4)
-        self.state = UndividedState(
-            self.pool, replace(limits(**changes), budget=budget), self.publishing
-        )
+        self.state = UndividedState(self.pool, replace(limits(**changes), budget=budget), self.publishing)
         self.loads: list[LoadPrefix] = []
         self.seals: list[SealBlocks] = []
         self.puts: list[PutBlocks] = []
@@ -95,9 +87,7 @@ class UndividedDriver(Driver):
 
     # -- what the world does
 
-    def submit(
-        self, prompt: Sequence[int], request_id: str = "r", *, num_stored: int = 0, **wishes: Any
-    ) -> list[Any]:
+    def submit(self, prompt: Sequence[int], request_id: str = "r", *, num_stored: int = 0, **wishes: Any) -> list[Any]:
         """`num_stored`: leading blocks that the store has."""
         for index, key in enumerate(keys_of(prompt)):
             self._contents[key] = prompt[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

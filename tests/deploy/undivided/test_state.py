@@ -156,9 +156,7 @@ class UndividedWorker(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = UndividedDriver(
-            9, max_num_seqs=3, max_num_batched_tokens=40, max_model_len=30
-        )
+        self.driver = UndividedDriver(9, max_num_seqs=3, max_num_batched_tokens=40, max_model_len=30)
         self.driver.find_home()
         self.count = 0
         self.excused: set[str] = set()
@@ -174,9 +172,7 @@ class UndividedWorker(RuleBasedStateMachine):
         num_stored=st.integers(0, 3),
         num_scored_top=st.sampled_from([None, None, 2]),
     )
-    def submit(
-        self, prompt: list[int], max_tokens: int, num_stored: int, num_scored_top: int | None
-    ) -> None:
+    def submit(self, prompt: list[int], max_tokens: int, num_stored: int, num_scored_top: int | None) -> None:
         name = self.name()
         self.submitted.append(name)
         gateway = "even" if self.count % 2 == 0 else "odd"
@@ -257,9 +253,7 @@ class UndividedWorker(RuleBasedStateMachine):
 
 
 TestUndividedWorker = UndividedWorker.TestCase
-TestUndividedWorker.settings = settings(
-    max_examples=examples(60), stateful_step_count=40, deadline=None
-)
+TestUndividedWorker.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_a_scored_prompt_is_computed_whole_and_shares_what_it_computed() -> None:

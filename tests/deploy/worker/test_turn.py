@@ -34,9 +34,7 @@ async def test_a_command_ends_the_turn_names_the_next_role_and_is_not_turned_rou
     assert decode.next_role is Role.PREFILL
 
 
-async def test_the_process_ends_the_turn_and_nothing_follows_even_if_a_switch_was_on_its_way() -> (
-    None
-):
+async def test_the_process_ends_the_turn_and_nothing_follows_even_if_a_switch_was_on_its_way() -> None:
     decode, process = turn()
     decode.switch_to(Role.PREFILL)
     async with running(decode.end_with_process()):
@@ -81,8 +79,6 @@ async def test_a_process_that_is_to_stop_when_idle_grants_all_the_time() -> None
 
 def test_options_that_forbid_one_of_the_roles_are_told_at_the_start() -> None:
     with pytest.raises(ConfigError, match="max-num-seqs"):
-        WorkerConfig(
-            instance_id="w", model="m", role="prefill", max_num_batched_tokens=8, max_num_seqs=16
-        )
+        WorkerConfig(instance_id="w", model="m", role="prefill", max_num_batched_tokens=8, max_num_seqs=16)
     with pytest.raises(ConfigError, match="role-drain-s"):
         WorkerConfig(instance_id="w", model="m", role="prefill", role_drain_s=-1.0)

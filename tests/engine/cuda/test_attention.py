@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-pytest.importorskip(
-    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
-)
+pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 from benchmarks.gpu_check.cases import TOLERANCES, AttentionCase, AttentionInputs, relative_error
 from engine.attention.base import Geometry

@@ -12,9 +12,7 @@ import pytest
 
 from tests.thoroughness import THOROUGH
 
-pytest.importorskip(
-    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
-)
+pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 SHARED_BYTES = 99 * 1024
 """Of a program on the GPUs that have least of it (compute capability 8.6 and 8.9)."""

@@ -12,9 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-pytest.importorskip(
-    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
-)
+pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 from engine.attention.base import Geometry
 from engine.config import load_model_config
@@ -63,9 +61,7 @@ def graphed_engine(pair: Pair, captures: Captures, device: torch.device) -> tupl
 
 
 @pytest.mark.parametrize("name", ["llama-biases-llama3", "mistral-window", "qwen3-biases"])
-def test_tokens_equal_those_of_transformers(
-    name: str, pairs: dict[str, Pair], device: torch.device
-) -> None:
+def test_tokens_equal_those_of_transformers(name: str, pairs: dict[str, Pair], device: torch.device) -> None:
     engine = pairs[name].engine(device=str(device), **TRITON)
     assert (engine.kernels_name, engine.attention_name) == ("triton", "triton")
     prompts = [random_prompt(length, seed=length) for length in (1, 70)]
@@ -102,9 +98,7 @@ def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: tor
         assert int(piece.isfinite().all(-1).all(-1).sum()) == 3 * 22
 
 
-def test_steps_whose_layers_are_waited_for_run_without_a_graph(
-    llama: Pair, device: torch.device
-) -> None:
+def test_steps_whose_layers_are_waited_for_run_without_a_graph(llama: Pair, device: torch.device) -> None:
     captures = Captures()
     engine, _ = graphed_engine(llama, captures, device)
     prompt = random_prompt(5)

@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip(
-    "triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'"
-)
+pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 from benchmarks.gpu_check.cases import TOLERANCES, relative_error
 from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
@@ -55,9 +53,7 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk-norm"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 24), (12, 4, 64), (2, 2, 256)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 24), (12, 4, 64), (2, 2, 256)])
 def test_rotation_and_what_is_stored(
     heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> None:

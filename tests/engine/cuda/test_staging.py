@@ -33,9 +33,7 @@ def raw(piece: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(("per_slot", "num_slots"), [(1, 1), (2, 2), (16, 3)])
-def test_stored_blocks_lie_where_the_layout_says(
-    per_slot: int, num_slots: int, device: torch.device
-) -> None:
+def test_stored_blocks_lie_where_the_layout_says(per_slot: int, num_slots: int, device: torch.device) -> None:
     pool = random_pool(device)
     memory = allocate(LAYOUT.pool_bytes(NUM_BLOCKS))
     staging = HostStaging(pool, memory, blocks_per_slot=per_slot, num_slots=num_slots)
@@ -76,9 +74,7 @@ def test_nothing_is_told_before_it_is_there(device: torch.device) -> None:
     per_slot=st.integers(1, 4),
     num_slots=st.integers(1, 3),
 )
-def test_any_order_of_stores_and_loads(
-    moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int
-) -> None:
+def test_any_order_of_stores_and_loads(moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int) -> None:
     """Against plain copies, each settled before the next so that both have one meaning."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pool, twin = random_pool(device), random_pool(device)
@@ -101,7 +97,5 @@ def test_any_order_of_stores_and_loads(
             staging.load(layer, blocks)()
     assert told == list(range(stores))
     for one, other in ((pool, twin), (host, twin_host)):
-        for piece, expected in zip(
-            (*one.keys, *one.values), (*other.keys, *other.values), strict=True
-        ):
+        for piece, expected in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
             assert torch.equal(piece, expected)

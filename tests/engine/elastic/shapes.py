@@ -15,9 +15,7 @@ LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtyp
 
 def paging(num_pages: int, blocks_per_page: int = 2) -> Paging:
     """Pages of that many blocks; where they lie does not matter."""
-    return Paging(
-        num_pages=num_pages, num_slabs=1, blocks_per_page=blocks_per_page, span_bytes=PAGE
-    )
+    return Paging(num_pages=num_pages, num_slabs=1, blocks_per_page=blocks_per_page, span_bytes=PAGE)
 
 
 def resident_bytes(address: int, nbytes: int) -> int:

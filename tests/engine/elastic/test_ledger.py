@@ -234,9 +234,7 @@ def test_processes_that_take_at_once_never_get_more_than_the_budget_and_the_dead
     assert [each.name for each in ledger.rows()] == ["survivor"]
 
 
-def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(
-    path: Path, ledger: Ledger
-) -> None:
+def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(path: Path, ledger: Ledger) -> None:
     row = ledger.claim("worker", 0, BUDGET)
     assert ledger.take(row, 2, MIB) == 2
     stopped = start(STOPPED, str(path))
@@ -252,9 +250,7 @@ def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(
         end(stopped)
 
 
-def test_who_starts_waits_for_who_has_the_lock(
-    path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_starts_waits_for_who_has_the_lock(path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it may wait for its turn longer than others try to take something."""
     late: list[Ledger] = []
     for begin in (
@@ -325,9 +321,7 @@ def test_a_smaller_budget_is_asked_back_and_a_larger_one_can_be_taken(
     assert worker.take(99) == 4
 
 
-def test_a_restarted_worker_finds_its_place_and_the_budget_of_those_who_live(
-    path: Path, ledger: Ledger
-) -> None:
+def test_a_restarted_worker_finds_its_place_and_the_budget_of_those_who_live(path: Path, ledger: Ledger) -> None:
     ledger.claim("stays", 0, BUDGET)
     again = Ledger(path, budget=1)
     assert again.budget == BUDGET
@@ -393,9 +387,7 @@ class _Looking:
         return self._nbytes
 
 
-def test_nobody_sees_less_than_was_held_while_some_is_given_back(
-    path: Path, ledger: Ledger
-) -> None:
+def test_nobody_sees_less_than_was_held_while_some_is_given_back(path: Path, ledger: Ledger) -> None:
     """Giving needs no lock, so another may take at any moment of it."""
     other = Ledger(path, budget=BUDGET)
     giving, taking = ledger.claim("giving", 0, BUDGET), other.claim("taking", 0, BUDGET)

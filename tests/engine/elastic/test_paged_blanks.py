@@ -33,9 +33,7 @@ class Shared(Supply):
         return self.asked
 
 
-def make(
-    reserve: Reserve | None = None, supply: Supply | None = None
-) -> tuple[BlockPool, PagedBlanks]:
+def make(reserve: Reserve | None = None, supply: Supply | None = None) -> tuple[BlockPool, PagedBlanks]:
     shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
     reserve = reserve or Reserve(low=0, high=0, idle_s=1.0)
     blanks = PagedBlanks(shape, supply or Supply(NUM_PAGES), reserve=reserve)
@@ -170,9 +168,7 @@ class PagedPool(RuleBasedStateMachine):
         assert self.blanks.num_held_pages == 0
 
 
-PagedPool.TestCase.settings = settings(
-    max_examples=examples(25), stateful_step_count=30, deadline=None
-)
+PagedPool.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
 test_nothing_is_lost_whatever_comes_and_goes = PagedPool.TestCase
 
 
@@ -198,9 +194,7 @@ def test_cached_blocks_keep_their_pages_until_somebody_needs_them() -> None:
     assert pool.match_prefix(keys(PER_PAGE)) == blocks
 
 
-def test_a_few_pages_are_populated_ahead_while_blocks_come_and_go_and_none_when_they_do_not() -> (
-    None
-):
+def test_a_few_pages_are_populated_ahead_while_blocks_come_and_go_and_none_when_they_do_not() -> None:
     pool, blanks = make(Reserve(low=2, high=3, idle_s=5.0))
     blocks = pool.allocate(1)
     assert blocks is not None
@@ -290,9 +284,7 @@ def test_a_pool_takes_over_what_can_be_found_and_the_memory_of_nothing_else() ->
     assert left_behind is not None
     publish(pool, cached)
     pool.release(cached)
-    later = BlockPool(
-        NUM_BLOCKS, on_added=lambda *_: None, on_removed=lambda _: None, blanks=blanks
-    )
+    later = BlockPool(NUM_BLOCKS, on_added=lambda *_: None, on_removed=lambda _: None, blanks=blanks)
     later.take_over(pool)
     later.validate()
     settle(blanks, 100.0)

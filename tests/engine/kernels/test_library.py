@@ -15,8 +15,6 @@ SOURCES = sorted(Path(engine.__file__).parent.rglob("*.cpp"))
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_compilers_have_nothing_to_complain_about(
-    compiler: str, source: Path, tmp_path: Path
-) -> None:
+def test_compilers_have_nothing_to_complain_about(compiler: str, source: Path, tmp_path: Path) -> None:
     """Parsed and typed only: optimising takes ten times as long."""
     compile_strictly(compiler, source, (*FLAGS, "-fsyntax-only"), tmp_path)

@@ -205,9 +205,7 @@ def test_compiling_is_told_once(llama: Pair, tmp_path: Path) -> None:
 def test_rows_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
     pair = Pair(tmp_path, make_model("llama", tmp_path, intermediate_size=95))
     with pytest.raises(ConfigError, match="intermediate_size 95 is odd; or --kernels torch"):
-        make_kernels(
-            "auto", *replica(pair, "bfloat16"), num_threads=1, cache_folder=kernels_folder()
-        )
+        make_kernels("auto", *replica(pair, "bfloat16"), num_threads=1, cache_folder=kernels_folder())
     float_kernels, _ = native_kernels(pair, "float32")
     step = make_step(list(range(5)))
     assert_alike(run(float_kernels, step, 2), run(torch_kernels(pair, "float32")[0], step, 2))

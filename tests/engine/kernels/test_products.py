@@ -18,9 +18,7 @@ from tests.engine.kernels.calls import DTYPES, library, random_tensor
 from tests.thoroughness import examples
 
 
-def product(
-    matrix: Matrix, x: torch.Tensor, outputs: int, processor: str = "native"
-) -> torch.Tensor:
+def product(matrix: Matrix, x: torch.Tensor, outputs: int, processor: str = "native") -> torch.Tensor:
     """x [rows, in], its rows perhaps apart."""
     out = torch.full((len(x) + 1, outputs), 7.0, dtype=x.dtype)
     structure = matrix.structure()
@@ -35,9 +33,7 @@ def gate(matrix: Matrix, x: torch.Tensor, inner: int) -> torch.Tensor:
     width = -(-inner // LANES) * LANES
     out = torch.empty(len(x), width, dtype=x.dtype)
     structure = matrix.structure()
-    library(x.dtype).gate(
-        ctypes.addressof(structure), x.data_ptr(), x.stride(0), len(x), out.data_ptr()
-    )
+    library(x.dtype).gate(ctypes.addressof(structure), x.data_ptr(), x.stride(0), len(x), out.data_ptr())
     return out[:, :inner]
 
 
@@ -61,9 +57,7 @@ def assert_within(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tens
     assert off <= 0, f"off by {off:.1e} more than rounding explains"
 
 
-def assert_exact(
-    found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
+def assert_exact(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """As near to the exact product as sums in float32, in any order, rounded once to the dtype, must be."""
     expected = exact(x, weight, bias)
     once = 0.0 if found.dtype == torch.float32 else 2.0**-8

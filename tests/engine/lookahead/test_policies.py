@@ -78,9 +78,7 @@ def test_lookahead_s_victim_costs_least_and_is_never_the_first_in_rank() -> None
     assert tables.gives_way(requests[1]) is requests[3], "it gave way once and is spared"
 
 
-@pytest.mark.parametrize(
-    ("num_seqs", "tokens", "share"), [(10, 1000.0, 0.5), (20, 1000.0, 0.25), (10, 2000.0, 0.25)]
-)
+@pytest.mark.parametrize(("num_seqs", "tokens", "share"), [(10, 1000.0, 0.5), (20, 1000.0, 0.25), (10, 2000.0, 0.25)])
 def test_a_preemption_is_weighed_against_the_steps_of_an_empty_place(
     num_seqs: int, tokens: float, share: float
 ) -> None:

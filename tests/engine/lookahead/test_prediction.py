@@ -32,9 +32,7 @@ def alive(predictor: Predictor, request: Asking, steps: int) -> float:
 def test_what_remains_of_a_running_request_is_that_of_those_who_came_so_far() -> None:
     """Half of all end after 10 tokens, the others after 1,000: whoever passed 10 has 1,000 before it."""
     predictor = learned([10, 1000] * 100)
-    assert alive(predictor, Asking(0, max_tokens=FAR, generated=0), 20) == pytest.approx(
-        0.5, abs=0.1
-    )
+    assert alive(predictor, Asking(0, max_tokens=FAR, generated=0), 20) == pytest.approx(0.5, abs=0.1)
     assert alive(predictor, Asking(0, max_tokens=FAR, generated=20), 850) > 0.9
 
 
@@ -74,9 +72,7 @@ def test_too_few_ends_say_nothing() -> None:
         min_size=1, max_size=8,
     ),
 )  # fmt: skip
-def test_probabilities_fall_with_time_and_end_at_the_limit(
-    lengths: list[int], requests: list[Asking]
-) -> None:
+def test_probabilities_fall_with_time_and_end_at_the_limit(lengths: list[int], requests: list[Asking]) -> None:
     alive = learned(lengths).alive(requests, HORIZONS)
     assert ((alive >= 0.0) & (alive <= 1.0 + 1e-9)).all()
     assert (np.diff(alive, axis=1) <= 1e-9).all()

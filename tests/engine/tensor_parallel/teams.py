@@ -101,7 +101,4 @@ def sharing(
     library = RanksLibrary(kernels_folder())
     memory = mmap.mmap(-1, library.memory_bytes(size))
     watched = [[own for own, _ in pairs], *([other] for _, other in pairs)]
-    return [
-        Ranks(library, memory, rank=n, size=size, sockets=watched[n], patience_s=patience_s)
-        for n in range(size)
-    ]
+    return [Ranks(library, memory, rank=n, size=size, sockets=watched[n], patience_s=patience_s) for n in range(size)]

@@ -27,9 +27,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_ranks_give_the_tokens_of_transformers(
-    name: str, kernels: str, pairs: dict[str, Pair]
-) -> None:
+def test_two_ranks_give_the_tokens_of_transformers(name: str, kernels: str, pairs: dict[str, Pair]) -> None:
     """Every family, biases and windows included, with either kernels."""
     with team(pairs[name].path, 2, kernels=kernels) as engine:
         pairs[name].check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)

@@ -15,15 +15,11 @@ from engine.tensor_parallel.team import Leading, OnLayer
 from protocol.errors import PeerLost
 from tests.thoroughness import examples
 
-numbers = st.lists(st.integers(0, 2**40), max_size=20).map(
-    lambda values: torch.tensor(values, dtype=torch.int64)
-)
+numbers = st.lists(st.integers(0, 2**40), max_size=20).map(lambda values: torch.tensor(values, dtype=torch.int64))
 
 
 spans = st.builds(
-    lambda start, length, blocks: Span(
-        start, start + length, np.array(blocks, dtype=np.int64), start + length // 2
-    ),
+    lambda start, length, blocks: Span(start, start + length, np.array(blocks, dtype=np.int64), start + length // 2),
     st.integers(0, 1000),
     st.integers(1, 1000),
     st.lists(st.integers(0, 1000), max_size=5),

@@ -27,9 +27,7 @@ records = st.builds(
     digest=st.binary(max_size=8).map(digest_of),
     tenant=texts,
     priority=st.none() | st.integers(-(2**31), 2**31 - 1),
-    limits=st.builds(
-        KeyLimits, requests_per_minute=counts, tokens_per_minute=counts, streams=counts
-    ),
+    limits=st.builds(KeyLimits, requests_per_minute=counts, tokens_per_minute=counts, streams=counts),
     note=texts,
 )
 

@@ -43,10 +43,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def two_gateways(redis: RedisServer) -> AsyncIterator[list[Limiter]]:
     redis.ask("FLUSHALL")
-    made = [
-        Limiter(SharedLimits(redis.url, deadline_s=PATIENCE_S), CollectorRegistry())
-        for _ in range(2)
-    ]
+    made = [Limiter(SharedLimits(redis.url, deadline_s=PATIENCE_S), CollectorRegistry()) for _ in range(2)]
     yield made
     for limiter in made:
         await limiter.close()
@@ -80,9 +77,7 @@ async def test_a_request_is_charged_as_a_whole_or_not_at_all_and_accounts_end_by
     assert 0 < left_ms <= 61_000  # a minute until the bucket is full, and a second more
 
 
-async def test_places_are_shared_and_those_of_the_dead_end(
-    shared: SharedLimits, redis: RedisServer
-) -> None:
+async def test_places_are_shared_and_those_of_the_dead_end(shared: SharedLimits, redis: RedisServer) -> None:
     limits = KeyLimits(streams=2)
     for name in ("1", "2"):
         assert (await shared.admit("k", name, limits, 5)).refused_by is None

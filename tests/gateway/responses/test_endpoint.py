@@ -22,10 +22,7 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def prompts(cluster: ScriptedCluster, tokenizer: Tokenizer) -> list[str]:
-    return [
-        tokenizer.decode(unpack_tokens(each.token_ids)[: each.num_prompt_tokens])
-        for each in cluster.submissions
-    ]
+    return [tokenizer.decode(unpack_tokens(each.token_ids)[: each.num_prompt_tokens]) for each in cluster.submissions]
 
 
 async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(
@@ -84,12 +81,8 @@ async def test_a_later_response_goes_on_behind_an_earlier_one(
     client: openai.AsyncOpenAI, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
     """Its prompt is the conversation: earlier input and output, its own instructions, its own input."""
-    first = await client.responses.create(
-        model="demo", input="one", instructions="be brief", max_output_tokens=3
-    )
-    await client.responses.create(
-        model="demo", input="two", previous_response_id=first.id, max_output_tokens=1
-    )
+    first = await client.responses.create(model="demo", input="one", instructions="be brief", max_output_tokens=3)
+    await client.responses.create(model="demo", input="two", previous_response_id=first.id, max_output_tokens=1)
     before, after = prompts(cluster, tokenizer)
     assert "be brief" in before
     assert "be brief" not in after
@@ -97,9 +90,7 @@ async def test_a_later_response_goes_on_behind_an_earlier_one(
 
 
 async def test_what_was_not_to_be_stored_cannot_be_continued(client: openai.AsyncOpenAI) -> None:
-    first = await client.responses.create(
-        model="demo", input="one", store=False, max_output_tokens=1
-    )
+    first = await client.responses.create(model="demo", input="one", store=False, max_output_tokens=1)
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="demo", input="two", previous_response_id=first.id)
     assert caught.value.param == "previous_response_id"
@@ -110,8 +101,7 @@ async def test_responses_are_their_tenants(cluster: ScriptedCluster) -> None:
     keys = ("alice=a-key", "bob=b-key")
     async with running_gateway(cluster, tenant_keys=keys) as url:
         alice, bob = (
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-            for key in ("a-key", "b-key")
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in ("a-key", "b-key")
         )
         response = await alice.responses.create(model="demo", input="hi", max_output_tokens=1)
         assert (await alice.responses.retrieve(response.id)).id == response.id

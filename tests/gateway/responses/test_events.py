@@ -88,9 +88,7 @@ def test_a_text_is_the_same_in_deltas_items_and_the_end(texts: list[str], reason
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
 
 
-_turns = st.lists(
-    st.tuples(st.booleans(), st.lists(st.text(max_size=5), min_size=1, max_size=4)), max_size=5
-)
+_turns = st.lists(st.tuples(st.booleans(), st.lists(st.text(max_size=5), min_size=1, max_size=4)), max_size=5)
 
 
 @given(_turns)
@@ -114,9 +112,7 @@ def test_items_open_and_close_one_after_the_other(turns: list[tuple[bool, list[s
             assert [event["output_index"]] == open_items
     assert not open_items
     calls = [item for item in events[-1]["response"]["output"] if item["type"] == "function_call"]
-    assert [item["arguments"] for item in calls] == [
-        "".join(parts) for is_call, parts in turns if is_call
-    ]
+    assert [item["arguments"] for item in calls] == ["".join(parts) for is_call, parts in turns if is_call]
 
 
 def test_text_behind_a_call_may_come_in_one_delta_with_the_calls_end() -> None:
@@ -142,14 +138,10 @@ def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
     token_ids = tokenizer.encode("\U0001f389", add_special_tokens=False)
     assert len(token_ids) > 1
     wants = Wants(usage=True, token_ids=False, logprobs=True)
-    events = ResponseEvents(
-        ChatChunks(HEADING, wants, tokenizer, [()]), HEADING, BODY, lambda response: None
-    )
+    events = ResponseEvents(ChatChunks(HEADING, wants, tokenizer, [()]), HEADING, BODY, lambda response: None)
     decoder, text = tokenizer.decoder(), ""
     for index, token_id in enumerate(token_ids):
-        token = Token(
-            request_id=RequestId("r"), index=index, token_id=token_id, logprobs=Logprobs(-0.5)
-        )
+        token = Token(request_id=RequestId("r"), index=index, token_id=token_id, logprobs=Logprobs(-0.5))
         text += events.piece(Piece(index=0, text=decoder.push(token_id), tokens=(token,)))
     [delta] = of("output_text.delta", parsed(text))
     told = [byte for entry in delta["logprobs"] for byte in entry["bytes"]]

@@ -55,10 +55,8 @@ _json = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["type", "role", "content", "text", "output", "call_id", "name"])
-            | st.text(max_size=4),
-            inner
-            | st.sampled_from(["message", "function_call", "function_call_output", "input_text"]),
+            st.sampled_from(["type", "role", "content", "text", "output", "call_id", "name"]) | st.text(max_size=4),
+            inner | st.sampled_from(["message", "function_call", "function_call_output", "input_text"]),
             max_size=5,
         )
     ),

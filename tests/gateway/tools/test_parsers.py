@@ -133,9 +133,7 @@ TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=5), max_size=8).map("
 
 @given(st.data(), st.sampled_from(sorted(FORMATS)), TEXTS, st.booleans(), st.booleans())
 @settings(max_examples=examples(400), deadline=None)
-def test_pieces_do_not_matter(
-    data: st.DataObject, kind: str, text: str, is_eager: bool, is_cut: bool
-) -> None:
+def test_pieces_do_not_matter(data: st.DataObject, kind: str, text: str, is_eager: bool, is_cut: bool) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), label="cuts"))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = read(kind, [text], is_eager=is_eager, is_cut=is_cut)

@@ -65,9 +65,7 @@ def call(kind: str, name: str, arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "between"), [("hermes", "\n"), ("llama3_json", "; ")])
-async def test_required_calls_are_calls_of_what_is_offered(
-    kind: str, between: str, tokenizer: Tokenizer
-) -> None:
+async def test_required_calls_are_calls_of_what_is_offered(kind: str, between: str, tokenizer: Tokenizer) -> None:
     good, other = call(kind, "add", '{"a": 3}'), call(kind, "now", "{}")
     plan = await plan_of(kind, tools=TOOLS, tool_choice="required")
     assert allows(plan, good, tokenizer)
@@ -86,9 +84,7 @@ async def test_required_calls_are_calls_of_what_is_offered(
 
 @pytest.mark.parametrize("kind", FORMATS)
 async def test_a_free_choice_is_free_until_it_calls(kind: str, tokenizer: Tokenizer) -> None:
-    assert (await plan_of(kind, tools=TOOLS)) == (
-        await plan_of(kind, tools=TOOLS, tool_choice="auto")
-    )
+    assert (await plan_of(kind, tools=TOOLS)) == (await plan_of(kind, tools=TOOLS, tool_choice="auto"))
     free = await plan_of(kind, tools=TOOLS)
     assert free is not None
     assert free.grammar == ""
@@ -154,9 +150,7 @@ async def test_schemas_that_cannot_be_followed_are_refused_for_strict_functions_
     ],
     ids=str,
 )
-async def test_what_cannot_be_is_refused(
-    kind: str | None, fields: dict[str, Any], param: str
-) -> None:
+async def test_what_cannot_be_is_refused(kind: str | None, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         await plan_of(kind, **fields)
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -53,9 +53,7 @@ async def read(client: BlockStores, store: Endpoint, numbers: range, spots: Spot
 
 @ways
 @pytest.mark.parametrize("num_blocks", [3, INLINE_BYTES // BLOCK + 1, 4 * INLINE_BYTES // BLOCK])
-async def test_the_leading_run_comes_back_into_its_pieces(
-    node: Node, way: str, num_blocks: int
-) -> None:
+async def test_the_leading_run_comes_back_into_its_pieces(node: Node, way: str, num_blocks: int) -> None:
     """Twice, since the first call attaches and connects; the number of bytes decides how."""
     first = 10_000 * num_blocks + (way == "tcp") * 1000
     numbers = range(first, first + num_blocks)
@@ -107,9 +105,7 @@ async def test_a_block_of_another_length_is_refused(node: Node, way: str) -> Non
 
 
 @ways
-async def test_what_is_only_on_disk_is_read_under_a_lease(
-    way: str, tmp_path: os.PathLike[str]
-) -> None:
+async def test_what_is_only_on_disk_is_read_under_a_lease(way: str, tmp_path: os.PathLike[str]) -> None:
     flags = ("--dram", str(4 * 2**20), "--ssd", f"{tmp_path}:64MiB")
     with running_node(*flags) as own:
         async with connected(own.rpc_address, way) as (client, transfer, store):

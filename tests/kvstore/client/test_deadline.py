@@ -11,9 +11,7 @@ HUNDRED_S = int(PATIENCE.slowest_bytes_s) * 100
 """So many bytes may take so long."""
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "left_s", "allowed_s"), [(None, PATIENCE.base_s, 100), (50.0, 50.0, 0)]
-)
+@pytest.mark.parametrize(("timeout_s", "left_s", "allowed_s"), [(None, PATIENCE.base_s, 100), (50.0, 50.0, 0)])
 def test_bytes_extend_only_a_time_that_the_caller_has_not_set(
     timeout_s: float | None, left_s: float, allowed_s: float
 ) -> None:

@@ -69,9 +69,7 @@ def test_a_damaged_replica_is_dropped_and_counted_and_another_one_serves(
 
 
 @both_ways
-def test_readers_go_on_with_another_replica_when_a_node_is_killed(
-    pool: Pool, transports: tuple[str, ...]
-) -> None:
+def test_readers_go_on_with_another_replica_when_a_node_is_killed(pool: Pool, transports: tuple[str, ...]) -> None:
     name, value = fresh(), os.urandom(3 * 2**20)
     first, second, _ = pool.rank_of(name)
     pool.put_at(first, name, value)
@@ -101,9 +99,7 @@ def test_readers_go_on_with_another_replica_when_a_node_is_killed(
 
 
 @both_ways
-def test_what_only_a_killed_node_had_is_unreachable_and_not_missing(
-    pool: Pool, transports: tuple[str, ...]
-) -> None:
+def test_what_only_a_killed_node_had_is_unreachable_and_not_missing(pool: Pool, transports: tuple[str, ...]) -> None:
     name = fresh()
     with pool.store(transports) as store:
         store.put(name, VALUE)
@@ -120,9 +116,7 @@ def test_what_only_a_killed_node_had_is_unreachable_and_not_missing(
 
 
 @both_ways
-def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(
-    pool: Pool, transports: tuple[str, ...]
-) -> None:
+def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(pool: Pool, transports: tuple[str, ...]) -> None:
     name, other = fresh(), fresh()
     first, second, _ = pool.rank_of(name)
     while pool.rank_of(other)[0] != first:

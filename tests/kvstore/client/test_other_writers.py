@@ -49,9 +49,7 @@ def test_a_node_is_not_given_up_for_another_writer_that_takes_too_long(
         assert not any(each.resting for each in store.nodes())
 
 
-def test_each_of_several_other_writers_is_waited_for(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_several_other_writers_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the key of one of them is free before the others have ended."""
     names, value = [b"given up", b"still written"], os.urandom(BLOCK)
     with store_of(f"node://{node.rpc_address}") as store:

@@ -13,9 +13,7 @@ from kvstore.client.placement import Placement
 from protocol.keys import BlockKey
 
 keys = st.binary(min_size=16, max_size=16).map(BlockKey)
-weights = st.dictionaries(
-    st.text(min_size=1, max_size=8), st.floats(0.1, 1e12), min_size=1, max_size=12
-)
+weights = st.dictionaries(st.text(min_size=1, max_size=8), st.floats(0.1, 1e12), min_size=1, max_size=12)
 
 
 def ranked(key: BlockKey, nodes: dict[str, float]) -> list[str]:
@@ -29,10 +27,7 @@ def home(key: BlockKey, nodes: dict[str, float]) -> str:
 
 
 def many_keys(count: int) -> list[BlockKey]:
-    return [
-        BlockKey(hashlib.blake2b(number.to_bytes(4, "little"), digest_size=16).digest())
-        for number in range(count)
-    ]
+    return [BlockKey(hashlib.blake2b(number.to_bytes(4, "little"), digest_size=16).digest()) for number in range(count)]
 
 
 @given(keys, weights)

@@ -35,9 +35,7 @@ def test_keys_are_stored_at_home_and_chains_stay_together(shared_pool: Pool) -> 
 
 
 @both_ways
-def test_a_key_away_from_home_is_found_wherever_it_is(
-    shared_pool: Pool, transports: tuple[str, ...]
-) -> None:
+def test_a_key_away_from_home_is_found_wherever_it_is(shared_pool: Pool, transports: tuple[str, ...]) -> None:
     name, missing = fresh(), fresh()
     shared_pool.put_at(shared_pool.rank_of(name)[2], name, VALUE)
     with shared_pool.store(transports) as store:

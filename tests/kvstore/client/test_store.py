@@ -96,9 +96,7 @@ async def test_a_value_of_any_size_comes_back(store: Either, length: int) -> Non
 
 
 @pytest.mark.parametrize("chained", [False, True])
-async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(
-    store: Either, chained: bool
-) -> None:
+async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(store: Either, chained: bool) -> None:
     first = int.from_bytes(os.urandom(8), "little")
     keys = chain([key(first + n) for n in range(4)]) if chained else [fresh() for _ in range(4)]
     pairs = [(key, os.urandom(size)) for key, size in zip(keys, (10, 0, BLOCK, 1), strict=True)]
@@ -191,9 +189,7 @@ async def test_another_value_under_a_key_is_refused_until_the_first_is_removed(
     assert await store.get(name) == b"two"
 
 
-async def test_writers_of_one_key_at_once_all_succeed_and_one_stores(
-    store: Either, node: Node
-) -> None:
+async def test_writers_of_one_key_at_once_all_succeed_and_one_stores(store: Either, node: Node) -> None:
     name, value = fresh(), os.urandom(2**20)
     before = (await store.stats()).counters
 
@@ -305,9 +301,7 @@ def test_use_is_reported_at_the_latest_when_a_client_closes(own_node: Node) -> N
         store.batch_remove([*names, b"one more"])
 
 
-def test_who_has_not_the_token_or_names_nobody_is_told(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_not_the_token_or_names_nobody_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONSERVE_CLUSTER_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="MOONSERVE_CLUSTER_TOKEN"):
         connect("node://127.0.0.1:1")

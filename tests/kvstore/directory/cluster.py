@@ -43,9 +43,7 @@ class Questions:
         self._channels = channels
 
     async def nodes(self) -> dict[str, directory_pb2.StoreNodeView]:
-        reply = await self._channels.call(
-            self._stub.GetNodes, directory_pb2.GetNodesRequest(), timeout_s=PATIENCE_S
-        )
+        reply = await self._channels.call(self._stub.GetNodes, directory_pb2.GetNodesRequest(), timeout_s=PATIENCE_S)
         return {node.endpoint.instance_id: node for node in reply.nodes}
 
     async def holders(self, keys: Sequence[BlockKey]) -> list[set[str]]:

@@ -70,9 +70,7 @@ class Scene:
         self.reads: list[bytes] = []
         self.ahead_s = 0.0
         self._loop = asyncio.get_running_loop()
-        endpoint = Endpoint(
-            instance_id=A, epoch=1, rpc_address=address, transfer_address="", host="h"
-        )
+        endpoint = Endpoint(instance_id=A, epoch=1, rpc_address=address, transfer_address="", host="h")
         self.follower = Follower(
             Member(endpoint=endpoint, role="store", owner="o"),
             self.directory,
@@ -89,9 +87,7 @@ class Scene:
         return messages
 
     async def until_held(self, numbers: set[int]) -> None:
-        await self.until(
-            lambda: {n for n in range(20) if self.directory.holders(key(n))} == numbers
-        )
+        await self.until(lambda: {n for n in range(20) if self.directory.holders(key(n))} == numbers)
         self.directory.validate()
 
     async def until(self, holds: Callable[[], bool]) -> None:

@@ -25,9 +25,7 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
 
 def _mount(*arguments: str) -> str:
     """Why it was refused."""
-    return subprocess.run(
-        ["mount", *arguments], check=False, capture_output=True, text=True
-    ).stderr.strip()
+    return subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True).stderr.strip()
 
 
 @contextlib.contextmanager

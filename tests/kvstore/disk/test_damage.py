@@ -102,9 +102,7 @@ async def test_a_torn_tail_is_cut_off_and_reported_and_all_before_it_is_kept(
         pytest.param(SEGMENT - PAGE + 50, id="trailer"),
     ],
 )
-async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(
-    tmp_path: Path, offset: int
-) -> None:
+async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(tmp_path: Path, offset: int) -> None:
     path = await sealed(tmp_path)
     flip(path, offset)
     async with opened(tmp_path) as stand:

@@ -70,9 +70,7 @@ async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss
         await stand.settled()
         memory = [bytearray(write.object.length) for write in writes]
         reads = [
-            DiskRead(
-                object=write.object, place=stand.owner.places[write.object], memory=memoryview(into)
-            )
+            DiskRead(object=write.object, place=stand.owner.places[write.object], memory=memoryview(into))
             for write, into in zip(writes, memory, strict=True)
         ]
         with stuck(calls):
@@ -90,9 +88,7 @@ async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
     async with opened(tmp_path, options) as stand:
         writes = [written(number) for number in range(4)]
         places = await stand.tier.write(writes)
-        stand.owner.places.update(
-            {w.object: p for w, p in zip(writes, places, strict=True) if p is not None}
-        )
+        stand.owner.places.update({w.object: p for w, p in zip(writes, places, strict=True) if p is not None})
         assert places[1] is not None
         calls.bad_offset = (places[1] & 0xFFFFFFFF) * 4096 + 5000
         got = await asyncio.gather(*(stand.get(write.object) for write in writes))
@@ -128,9 +124,7 @@ async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Pa
         assert await stand.get(written(1).object) is None
         assert await stand.put([written(2)]) == [False]
         await stand.tier.forget([written(1).object])
-        assert (
-            "is gone" in stand.owner.health[-1][1] or "cannot be read" in stand.owner.health[-1][1]
-        )
+        assert "is gone" in stand.owner.health[-1][1] or "cannot be read" in stand.owner.health[-1][1]
         shutil.move(tmp_path / "elsewhere", tmp_path / "tier")
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD

@@ -88,10 +88,7 @@ async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
         with stuck(calls):
             first = asyncio.create_task(stand.forget(written(0, 100).object))
             await until_it_hangs(calls)
-            others = [
-                asyncio.create_task(stand.forget(written(number, 100).object))
-                for number in range(1, 8)
-            ]
+            others = [asyncio.create_task(stand.forget(written(number, 100).object)) for number in range(1, 8)]
             for number in range(3):
                 await stand.put([written(100 + number, 100)])
         await asyncio.gather(first, *others)

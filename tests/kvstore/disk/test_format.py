@@ -97,9 +97,7 @@ def test_a_page_holds_its_full_number_of_tombstones() -> None:
 
 
 def test_the_longest_tenant_fits_into_a_header() -> None:
-    about = DiskObject(
-        key=BlockKey(bytes(16)), parent=None, length=1, checksum=2, generation=3, tenant="t" * 1024
-    )
+    about = DiskObject(key=BlockKey(bytes(16)), parent=None, length=1, checksum=2, generation=3, tenant="t" * 1024)
     header = disk_format.decode_header(memoryview(header_of(Record(about, 1))), HERE)
     assert header is not None
     assert header.record == Record(about, 1)

@@ -36,9 +36,7 @@ def read_of(stand: Stand, number: int) -> tuple[DiskRead, memoryview]:
 
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
-async def test_a_write_that_hangs_is_refused_and_never_comes_back(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path, kind: str) -> None:
     calls, clock, options = hanging(kind)
     async with opened(tmp_path, options) as stand:
         assert await stand.put([written(1)]) == [True]

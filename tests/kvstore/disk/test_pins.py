@@ -47,9 +47,7 @@ async def test_pins_outlast_compaction_of_their_objects_and_of_themselves(tmp_pa
     pinned = [written(number, generation=number) for number in range(1, 4)]
     async with opened(tmp_path) as stand:
         await stand.put(pinned)
-        await stand.tier.repin(
-            [change(write.object, 10 + n, Pin.HARD) for n, write in enumerate(pinned)]
-        )
+        await stand.tier.repin([change(write.object, 10 + n, Pin.HARD) for n, write in enumerate(pinned)])
         before = [stand.owner.places[write.object] for write in pinned]
         await churn_until(stand, lambda: moved_away(stand, pinned, before))
     async with opened(tmp_path) as stand:
@@ -58,10 +56,7 @@ async def test_pins_outlast_compaction_of_their_objects_and_of_themselves(tmp_pa
 
 
 def moved_away(stand: Stand, writes: list[DiskWrite], before: list[Place]) -> bool:
-    return all(
-        stand.owner.places[write.object] != place
-        for write, place in zip(writes, before, strict=True)
-    )
+    return all(stand.owner.places[write.object] != place for write, place in zip(writes, before, strict=True))
 
 
 async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:

@@ -102,8 +102,7 @@ def test_what_lands_is_what_a_system_call_reads(
             there = [os.pread(file, num * PAGE, page * PAGE) for page, num in batch]
             wanted = [num * PAGE for _, num in batch]
             assert found == [
-                content if len(content) == nbytes else None
-                for content, nbytes in zip(there, wanted, strict=True)
+                content if len(content) == nbytes else None for content, nbytes in zip(there, wanted, strict=True)
             ]
 
     try:
@@ -131,9 +130,7 @@ async def test_one_that_fails_spoils_none_of_the_others(file: int) -> None:
     closed = os.dup(file)
     os.close(closed)
     memory = bytearray(PAGE)
-    flight = await ended(
-        ring, Doing.READ, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])]
-    )
+    flight = await ended(ring, Doing.READ, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])])
     assert [flight.is_whole(0), flight.is_whole(1)] == [True, False]
     assert memory == os.pread(file, PAGE, PAGE)
     ring.close()
@@ -213,9 +210,7 @@ async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> N
         assert max(known) == 2
 
 
-async def test_what_the_ring_cannot_do_a_thread_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_ring_cannot_do_a_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that lie on no page, one of them too long to be copied by the loop; with all pages in use; where nothing
     lands whole."""
     ring_or_skip().close()

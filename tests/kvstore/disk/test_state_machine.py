@@ -51,9 +51,7 @@ class TierMachine(RuleBasedStateMachine):
         self.stand = self.run(self.open())
 
     async def open(self) -> Stand:
-        return await self.stack.enter_async_context(
-            opened(self.folder / "tier", self.options, CAPACITY)
-        )
+        return await self.stack.enter_async_context(opened(self.folder / "tier", self.options, CAPACITY))
 
     @rule(lengths=st.lists(st.integers(0, 30_000), min_size=1, max_size=6))
     def write(self, lengths: list[int]) -> None:

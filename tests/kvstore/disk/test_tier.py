@@ -53,15 +53,11 @@ async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_pa
         assert all(await stand.put(writes))
         for write in writes:
             assert await stand.get(write.object) == bytes(write.memory)
-    assert await found_in(tmp_path, options, capacity=8 * 256 * PAGE) == {
-        write.object for write in writes
-    }
+    assert await found_in(tmp_path, options, capacity=8 * 256 * PAGE) == {write.object for write in writes}
 
 
 async def test_what_fits_into_no_segment_or_header_is_refused(tmp_path: Path) -> None:
-    largest = (
-        SEGMENT - 4 * PAGE
-    )  # beside the segment's head, the object's header and two pages of footer
+    largest = SEGMENT - 4 * PAGE  # beside the segment's head, the object's header and two pages of footer
     async with opened(tmp_path) as stand:
         assert [stand.tier.takes(largest), stand.tier.takes(largest + 1)] == [True, False]
         assert await stand.put([written(1, largest + 1)]) == [False]

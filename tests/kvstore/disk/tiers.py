@@ -50,9 +50,7 @@ class Owner:
 
     def moved(self, about: DiskObject, source: Place, target: Place) -> bool:
         identity = about.key, about.generation  # its pin may have changed since it was written
-        known = next(
-            (each for each in self.places if (each.key, each.generation) == identity), None
-        )
+        known = next((each for each in self.places if (each.key, each.generation) == identity), None)
         if known is None or self.places[known] != source:
             return False
         self.places[known] = target
@@ -111,9 +109,7 @@ class Stand:
 
 
 @contextlib.asynccontextmanager
-async def opened(
-    folder: Path, options: DiskOptions = SMALL, capacity: int = CAPACITY
-) -> AsyncIterator[Stand]:
+async def opened(folder: Path, options: DiskOptions = SMALL, capacity: int = CAPACITY) -> AsyncIterator[Stand]:
     """Opened and recovered; what was found is with its owner."""
     owner = Owner()
     tier = await SsdTier.open(folder, capacity, options, owner.moved, owner.health_changed)

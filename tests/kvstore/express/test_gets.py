@@ -113,9 +113,7 @@ def served(published: Published) -> Iterator[Serving]:
         serving.ends_with()
 
 
-def get(
-    numbers: Sequence[int], rooms: Sequence[int], budget: int = 2**20, deadline_ms: int = 30_000
-) -> bytes:
+def get(numbers: Sequence[int], rooms: Sequence[int], budget: int = 2**20, deadline_ms: int = 30_000) -> bytes:
     head = frames.question(Kind.GET, len(numbers), deadline_ms, budget)
     return head + b"".join(map(key, numbers)) + np.array(rooms, np.uint64).tobytes()
 
@@ -155,9 +153,7 @@ def test_every_get_is_answered_as_the_index_says_however_its_bytes_come(
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_a_get_of_more_keys_than_there_is_room_for_ends_the_connection(
-    published: Published, extra: int
-) -> None:
+def test_a_get_of_more_keys_than_there_is_room_for_ends_the_connection(published: Published, extra: int) -> None:
     numbers = [number % (NUM_VALUES + 1) for number in range(MOST_KEYS + extra)]
     rooms = [0] * len(numbers)
     serving = Serving(published)

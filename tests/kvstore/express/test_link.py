@@ -31,9 +31,7 @@ def landed(memory: bytearray, lengths: list[int], link: Link) -> list[memoryview
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(SIZES, st.booleans()), max_size=8), st.integers(1, 300_000))
-def test_each_value_has_its_own_checksum_however_it_was_cut(
-    values: list[tuple[int, bool]], piece: int
-) -> None:
+def test_each_value_has_its_own_checksum_however_it_was_cut(values: list[tuple[int, bool]], piece: int) -> None:
     """Those that nobody wants are passed over: 0."""
     lengths = [length for length, _ in values]
     data = np.random.default_rng(piece).bytes(sum(lengths))
@@ -50,10 +48,7 @@ def test_each_value_has_its_own_checksum_however_it_was_cut(
     try:
         memory = bytearray(max(1, len(data)))
         places = landed(memory, lengths, link)
-        wanted = [
-            place if is_wanted else None
-            for place, (_, is_wanted) in zip(places, values, strict=True)
-        ]
+        wanted = [place if is_wanted else None for place, (_, is_wanted) in zip(places, values, strict=True)]
         found = checksums_on_arrival(link, wanted, lengths, time.monotonic() + 30.0)
     finally:
         sender.join()

@@ -215,9 +215,7 @@ def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
     assert reserved(store) == 0
 
 
-def test_of_two_writers_the_first_stores_and_the_second_is_told(
-    store: KvStore, local: Segment
-) -> None:
+def test_of_two_writers_the_first_stores_and_the_second_is_told(store: KvStore, local: Segment) -> None:
     key = fresh()
     with link_to(store) as first, link_to(store) as second:
         send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
@@ -259,14 +257,11 @@ def test_a_refused_put_is_told_why_and_the_connection_goes_on(store: KvStore) ->
     [
         frames.question(Kind.PUT, 1, 1000, frames.MAX_BYTES + 1),
         frames.question(Kind.PUT, 1, 1000, 5) + frames.wishes([fresh()], [NO_PARENT], [6]),
-        frames.question(Kind.PUT, 2, 1000, 4)
-        + frames.wishes([fresh(), fresh()], [NO_PARENT] * 2, [2**64 - 4, 8]),
+        frames.question(Kind.PUT, 2, 1000, 4) + frames.wishes([fresh(), fresh()], [NO_PARENT] * 2, [2**64 - 4, 8]),
     ],
     ids=["bytes", "sum", "overflow"],
 )
-def test_whoever_breaks_the_rules_is_cut_off_and_the_node_serves_on(
-    store: KvStore, question: bytes
-) -> None:
+def test_whoever_breaks_the_rules_is_cut_off_and_the_node_serves_on(store: KvStore, question: bytes) -> None:
     with link_to(store) as link:
         send(link, question, FAR_AHEAD)
         assert is_ended(link)

@@ -41,9 +41,7 @@ class Starting:
     def __init__(self, flags: Iterable[str], environment: Mapping[str, str], output: Path) -> None:
         self.output = output
         with output.open("ab") as said:
-            self._starting = processes.start(
-                "kvstore", *flags, token=TOKEN, environment=environment, stderr=said
-            )
+            self._starting = processes.start("kvstore", *flags, token=TOKEN, environment=environment, stderr=said)
         self.process = self._starting.process
 
     def ready(self) -> Node:
@@ -151,9 +149,7 @@ class Pool:
 
         return self.backstage.ask(ask(), PATIENCE_S)
 
-    def ask(
-        self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S
-    ) -> Any:
+    def ask(self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         """A unary call of a node. Raises as it."""
 
         async def call() -> Any:
@@ -208,12 +204,8 @@ class Pool:
             lost = [name for name in held if not self._is_right(store, name)]
             back = [name for name in gone if store.get(name) is not None]
         said = self.said()
-        assert not lost, (
-            f"{len(lost)} of {len(held)} that must be held are lost: {lost[:3]}\n{said}"
-        )
-        assert not back, (
-            f"{len(back)} of {len(gone)} that were removed are back: {back[:3]}\n{said}"
-        )
+        assert not lost, f"{len(lost)} of {len(held)} that must be held are lost: {lost[:3]}\n{said}"
+        assert not back, f"{len(back)} of {len(gone)} that were removed are back: {back[:3]}\n{said}"
         assert sum(len(self.verify(node_id)) for node_id in self.running) == corrupt
         self.add_up()
         return found

@@ -124,9 +124,7 @@ def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_pa
             store.put(b"replaced", b"old")
         with pool.store() as store:
             with pool.frozen("store-1"):
-                until(
-                    lambda: len(store.nodes()) == 2
-                )  # the registry gives it 10 s, its readers another 6
+                until(lambda: len(store.nodes()) == 2)  # the registry gives it 10 s, its readers another 6
                 assert store.batch_remove(removed) == 0
                 store.put(b"replaced", b"new")
             until(lambda: len(store.nodes()) == 3)

@@ -31,9 +31,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def reserving(length: int, key: bytes = KEY, **fields: Any) -> pb.StoreReserveRequest:
     of_wish = {name: fields.pop(name) for name in ("parent", "tenant", "pin") if name in fields}
     wish = pb.StoreReserveRequest.Wish(key=key, length=length, **of_wish)
-    return pb.StoreReserveRequest(
-        **{"reservation_id": os.urandom(8).hex(), "ttl_s": 5.0, **fields}, wishes=[wish]
-    )
+    return pb.StoreReserveRequest(**{"reservation_id": os.urandom(8).hex(), "ttl_s": 5.0, **fields}, wishes=[wish])
 
 
 def leasing(*keys: bytes, ttl_s: float = 5.0) -> pb.StoreLeaseRequest:

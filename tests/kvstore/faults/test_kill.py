@@ -27,9 +27,7 @@ NUM_SEGMENTS = 8
 
 
 @both_ways
-def test_a_node_killed_during_a_put_keeps_nothing_half_written(
-    tmp_path: Path, transports: tuple[str, ...]
-) -> None:
+def test_a_node_killed_during_a_put_keeps_nothing_half_written(tmp_path: Path, transports: tuple[str, ...]) -> None:
     rng = random.Random(1)
     flags = ("--dram", "16MiB", "--ssd-write-through")
     with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
@@ -138,9 +136,7 @@ def last_segment(pool: Pool) -> int:
 
 
 @pytest.mark.parametrize("victim", ["store-0", "store-1", "directory"])
-def test_a_node_killed_during_replication_leaves_whole_replicas(
-    tmp_path: Path, victim: str
-) -> None:
+def test_a_node_killed_during_replication_leaves_whole_replicas(tmp_path: Path, victim: str) -> None:
     port = free_port()
     flags = ("--dram", "64MiB", "--ssd-write-through")
     with (

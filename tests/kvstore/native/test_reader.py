@@ -259,9 +259,7 @@ def located(
     rooms = np.full(count, room, np.uint64)
     num_pieces = reader.locate(b"".join(map(key_of, numbers)), rooms, budget, rows, pieces)
     told = [[extent >> 32, extent & 2**32 - 1, *rest] for _, extent, *rest in rows.tolist()]
-    return told, [
-        ctypes.string_at(address, nbytes) for address, nbytes in pieces[:num_pieces].tolist()
-    ]
+    return told, [ctypes.string_at(address, nbytes) for address, nbytes in pieces[:num_pieces].tolist()]
 
 
 def test_a_batch_is_located_with_the_memory_of_what_fits() -> None:

@@ -75,9 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
         if (entry := self.model.get(key)) is not None:
             for _ in range(times):
                 self.index.relocate(key, offset)
-            self.model[key] = Entry(
-                entry.record, entry.generation, entry.checksum, entry.length, offset
-            )
+            self.model[key] = Entry(entry.record, entry.generation, entry.checksum, entry.length, offset)
 
     @rule(number=numbers, times=st.sampled_from([1, 1, 20]))
     def remove(self, number: int, times: int) -> None:
@@ -160,9 +158,7 @@ def test_any_sequence_of_calls_agrees_with_pythons_own_containers(
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_compilers_have_nothing_to_complain_about(
-    compiler: str, source: Path, tmp_path: Path
-) -> None:
+def test_compilers_have_nothing_to_complain_about(compiler: str, source: Path, tmp_path: Path) -> None:
     compile_strictly(compiler, source, C_FLAGS, tmp_path)
 
 

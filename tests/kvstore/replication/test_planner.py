@@ -33,13 +33,9 @@ class Cluster:
     def __init__(self, **hosts: str) -> None:
         self.directory = Directory()
         self.heat = Heat(threshold=HITS, window_s=10.0)
-        self.planner = Planner(
-            self.directory, self.heat, Limits(extra_replicas=EXTRA, cool_s=COOL_S)
-        )
+        self.planner = Planner(self.directory, self.heat, Limits(extra_replicas=EXTRA, cool_s=COOL_S))
         self.nodes = {
-            InstanceId(name): NodeView(
-                instance_id=InstanceId(name), host=host, free_bytes=50, capacity_bytes=100
-            )
+            InstanceId(name): NodeView(instance_id=InstanceId(name), host=host, free_bytes=50, capacity_bytes=100)
             for name, host in hosts.items()
         }
         self.now = 1000.0
@@ -199,14 +195,10 @@ def test_replicas_are_made_where_the_head_is_rather_than_a_third_time() -> None:
 
 
 def pins_of(**pinned: list[int]) -> Pins:
-    return Pins(
-        pinned={InstanceId(n): frozenset(key(b) for b in blocks) for n, blocks in pinned.items()}
-    )
+    return Pins(pinned={InstanceId(n): frozenset(key(b) for b in blocks) for n, blocks in pinned.items()})
 
 
-UNKNOWN_B = Pins(
-    pinned=pins_of(a=[0, 1]).pinned | pins_of(c=[0, 1]).pinned, unknown=frozenset({InstanceId("b")})
-)
+UNKNOWN_B = Pins(pinned=pins_of(a=[0, 1]).pinned | pins_of(c=[0, 1]).pinned, unknown=frozenset({InstanceId("b")}))
 
 
 @pytest.mark.parametrize(
@@ -219,18 +211,14 @@ UNKNOWN_B = Pins(
         (UNKNOWN_B, ""),
     ],
 )
-def test_fewer_replicas_leave_the_fullest_nodes_first_and_pinned_ones_last(
-    pins: Pins, dropped: str
-) -> None:
+def test_fewer_replicas_leave_the_fullest_nodes_first_and_pinned_ones_last(pins: Pins, dropped: str) -> None:
     """Never the last replica, and none of a node that does not tell its pins; children go first."""
     cluster = Cluster(a="h1", b="h2", c="h3")
     for name, free in (("a", 10), ("b", 20), ("c", 90)):
         cluster.change(name, free_bytes=free)
         cluster.hold(name, range(2))
     plan = cluster.planner.plan_change([key(0), key(1)], 1, cluster.nodes, cluster.now, pins)
-    assert [(drop.node, numbers(drop.keys)) for drop in plan.drops] == [
-        (node, [1, 0]) for node in dropped
-    ]
+    assert [(drop.node, numbers(drop.keys)) for drop in plan.drops] == [(node, [1, 0]) for node in dropped]
 
 
 class AnyHistory(RuleBasedStateMachine):

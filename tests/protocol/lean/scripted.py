@@ -102,9 +102,7 @@ class ServerProcess:
 def server_process(loop: str = "asyncio") -> Iterator[ServerProcess]:
     """`loop`: asyncio or uvloop."""
     command = [sys.executable, "-m", "tests.protocol.lean.scripted", loop]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield ServerProcess(process, **json.loads(process.stdout.readline()))

@@ -47,9 +47,7 @@ async def stub(store: ScriptedStore, channels: Channels) -> AsyncIterator[Any]:
     await server.stop(0)
 
 
-async def test_a_cancelled_call_cancels_its_handler(
-    stub: Any, store: ScriptedStore, channels: Channels
-) -> None:
+async def test_a_cancelled_call_cancels_its_handler(stub: Any, store: ScriptedStore, channels: Channels) -> None:
     call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=NEVER_S))
     await store.begun.get()
     call.cancel()
@@ -57,13 +55,8 @@ async def test_a_cancelled_call_cancels_its_handler(
     assert (await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)).present
 
 
-async def test_a_call_cancelled_while_dialling_leaves_the_dial_to_others(
-    stub: Any, channels: Channels
-) -> None:
-    first, second = (
-        asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S))
-        for _ in range(2)
-    )
+async def test_a_call_cancelled_while_dialling_leaves_the_dial_to_others(stub: Any, channels: Channels) -> None:
+    first, second = (asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     assert (await second).present
@@ -117,9 +110,7 @@ async def test_more_waiting_calls_than_one_client_may_have_are_refused(
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_deadlines_end_calls_each_in_its_own_time(
-    stub: Any, store: ScriptedStore, channels: Channels
-) -> None:
+async def test_deadlines_end_calls_each_in_its_own_time(stub: Any, store: ScriptedStore, channels: Channels) -> None:
     patient = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
     for timeout_s in (0.06, 0.03, 0.001):
         with pytest.raises(DeadlineExceeded):

@@ -38,9 +38,7 @@ async def store() -> ScriptedStore:
 
 
 @pytest.fixture
-async def server(
-    store: ScriptedStore, certificates: Certificates | None
-) -> AsyncIterator[RpcServer]:
+async def server(store: ScriptedStore, certificates: Certificates | None) -> AsyncIterator[RpcServer]:
     server = RpcServer(TOKEN, certificates)
     server.add_lean("KvStore", store)
     await server.start("127.0.0.1", 0)
@@ -65,9 +63,7 @@ def address(server: RpcServer, kind: str) -> str:
 
 
 @pytest.fixture(params=["asyncio", "threads"])
-async def call(
-    address: str, certificates: Certificates | None, request: pytest.FixtureRequest
-) -> AsyncIterator[Call]:
+async def call(address: str, certificates: Certificates | None, request: pytest.FixtureRequest) -> AsyncIterator[Call]:
     """Calls a method by name with a request and a time limit."""
     if request.param == "threads":
         channel = SyncChannel(address, TOKEN, certificates)
@@ -99,9 +95,7 @@ async def test_a_call_without_any_time_left_is_the_deadlines(call: Call, timeout
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_an_error_arrives_as_the_class_that_was_raised(
-    call: Call, store: ScriptedStore, waits: bool
-) -> None:
+async def test_an_error_arrives_as_the_class_that_was_raised(call: Call, store: ScriptedStore, waits: bool) -> None:
     store.error = StaleLease("too late", lease_id="l-1")
     with pytest.raises(StaleLease, match="too late") as caught:
         await call("Remove", kvstore_pb2.StoreRemoveRequest(corrupt=waits))
@@ -119,17 +113,13 @@ async def test_an_unexpected_error_tells_nothing_of_the_inside_but_is_logged(
     assert list((await call("Exists", EXISTS)).present) == [True, False]
 
 
-async def test_a_handler_that_returns_no_message_is_an_internal_error(
-    call: Call, store: ScriptedStore
-) -> None:
+async def test_a_handler_that_returns_no_message_is_an_internal_error(call: Call, store: ScriptedStore) -> None:
     store.commit_reply = None
     with pytest.raises(MoonserveError, match="internal error"):
         await call("Commit", kvstore_pb2.StoreCommitRequest())
 
 
-async def test_a_handler_that_is_late_is_told_and_so_is_its_caller(
-    call: Call, store: ScriptedStore
-) -> None:
+async def test_a_handler_that_is_late_is_told_and_so_is_its_caller(call: Call, store: ScriptedStore) -> None:
     async def late() -> bool:
         await call("Exists", EXISTS)  # the connection stands
         with pytest.raises(DeadlineExceeded):
@@ -148,9 +138,7 @@ async def test_large_messages_pass_both_ways(call: Call, store: ScriptedStore) -
     assert list(reply.corrupt) == keys
 
 
-async def test_messages_over_the_limit_are_refused_and_the_connection_lives(
-    call: Call, store: ScriptedStore
-) -> None:
+async def test_messages_over_the_limit_are_refused_and_the_connection_lives(call: Call, store: ScriptedStore) -> None:
     too_large = [bytes(MAX_MESSAGE_BYTES)]
     with pytest.raises(InvalidRequest, match="larger than the limit"):
         await call("Exists", kvstore_pb2.StoreExistsRequest(keys=too_large))
@@ -165,9 +153,7 @@ async def test_what_the_servicer_does_not_implement_is_incompatible(call: Call) 
         await call("Stats", kvstore_pb2.StoreStatsRequest())
 
 
-async def test_many_calls_at_once_get_each_their_own_reply_in_any_order(
-    call: Call, store: ScriptedStore
-) -> None:
+async def test_many_calls_at_once_get_each_their_own_reply_in_any_order(call: Call, store: ScriptedStore) -> None:
     sizes = list(range(100))
     random.Random(0).shuffle(sizes)
     waiting = [asyncio.ensure_future(call("Lease", lease(str(n), n))) for n in sizes[:8]]
@@ -179,9 +165,7 @@ async def test_many_calls_at_once_get_each_their_own_reply_in_any_order(
     assert [reply.segment_id for reply in await asyncio.gather(*waiting)] == sizes[:8]
 
 
-async def test_a_server_that_stops_ends_its_calls(
-    call: Call, store: ScriptedStore, server: RpcServer
-) -> None:
+async def test_a_server_that_stops_ends_its_calls(call: Call, store: ScriptedStore, server: RpcServer) -> None:
     await call("Exists", EXISTS)
     pending = asyncio.ensure_future(call("Lease", lease()))
     await store.begun.get()

@@ -197,9 +197,7 @@ async def test_many_may_begin_to_wait_for_one_future_in_one_turn() -> None:
     async def body() -> str:
         return str(await shared)
 
-    asyncio.get_running_loop().call_soon(
-        lambda: started.set_result([eager.start(body()) for _ in range(3)])
-    )
+    asyncio.get_running_loop().call_soon(lambda: started.set_result([eager.start(body()) for _ in range(3)]))
     tasks = await started
     shared.set_result("x")
     assert await asyncio.gather(*tasks) == ["x", "x", "x"]

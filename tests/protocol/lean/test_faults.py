@@ -94,9 +94,7 @@ async def test_a_killed_peer_is_lost_at_once_for_threads(peer: ServerProcess) ->
             stub.Exists(EXISTS, timeout=NEVER_S)
 
 
-async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(
-    peer: ServerProcess, stub: Any
-) -> None:
+async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(peer: ServerProcess, stub: Any) -> None:
     cancelled = asyncio.create_task(stub.Lease(LEASE, timeout=NEVER_S))
     with pytest.raises(DeadlineExceeded):
         await stub.Lease(LEASE, timeout=0.02)
@@ -104,9 +102,7 @@ async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(
     assert (await stub.Exists(EXISTS, timeout=PATIENCE_S)).present
 
 
-async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(
-    peer: ServerProcess, stub: Any
-) -> None:
+async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(peer: ServerProcess, stub: Any) -> None:
     threads = SyncChannel(peer.tcp, TOKEN)
     await stub.Exists(EXISTS, timeout=PATIENCE_S)
     threads.call("/moonserve.KvStore/Exists", b"", timeout_s=PATIENCE_S)
@@ -122,9 +118,7 @@ async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(
     threads.close()
 
 
-async def test_a_stopped_peer_that_is_dialled_is_the_deadlines(
-    peer: ServerProcess, stub: Any
-) -> None:
+async def test_a_stopped_peer_that_is_dialled_is_the_deadlines(peer: ServerProcess, stub: Any) -> None:
     stop(peer.process.pid)
     with pytest.raises(DeadlineExceeded):
         await stub.Exists(EXISTS, timeout=0.05)
@@ -206,9 +200,7 @@ UNKNOWN_METHOD = frames.request(1, 999, 1.0, b"")
 
 
 @pytest.mark.parametrize("violation", [IMPOSSIBLE, UNKNOWN_METHOD], ids=["oversize", "method"])
-async def test_a_violation_after_the_handshake_ends_the_connection(
-    address: str, violation: bytes
-) -> None:
+async def test_a_violation_after_the_handshake_ends_the_connection(address: str, violation: bytes) -> None:
     client = await Raw.dial(address)
     await client.prove()
     client.writer.write(violation)
@@ -218,9 +210,7 @@ async def test_a_violation_after_the_handshake_ends_the_connection(
 
 async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(address: str) -> None:
     with SyncChannel(address, TOKEN) as channel, pytest.raises(InvalidRequest, match="malformed"):
-        await asyncio.to_thread(
-            channel.call, "/moonserve.KvStore/Exists", b"\xff\xff", timeout_s=PATIENCE_S
-        )
+        await asyncio.to_thread(channel.call, "/moonserve.KvStore/Exists", b"\xff\xff", timeout_s=PATIENCE_S)
 
 
 async def test_a_request_and_its_cancel_in_one_packet(address: str, store: ScriptedStore) -> None:
@@ -232,9 +222,7 @@ async def test_a_request_and_its_cancel_in_one_packet(address: str, store: Scrip
     await client.close()
 
 
-async def test_an_id_in_use_is_a_violation_that_ends_both_calls(
-    address: str, store: ScriptedStore
-) -> None:
+async def test_an_id_in_use_is_a_violation_that_ends_both_calls(address: str, store: ScriptedStore) -> None:
     client = await Raw.dial(address)
     await client.prove()
     lease = frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString())
@@ -243,9 +231,7 @@ async def test_an_id_in_use_is_a_violation_that_ends_both_calls(
     assert await store.cancelled.get() == "l"
 
 
-async def test_a_client_that_hangs_up_cancels_its_handlers(
-    address: str, store: ScriptedStore
-) -> None:
+async def test_a_client_that_hangs_up_cancels_its_handlers(address: str, store: ScriptedStore) -> None:
     client = await Raw.dial(address)
     await client.prove()
     client.writer.write(frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString()))
@@ -254,9 +240,7 @@ async def test_a_client_that_hangs_up_cancels_its_handlers(
     assert await store.cancelled.get() == "l"
 
 
-async def test_a_stranger_that_says_nothing_is_cut_off(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stranger_that_says_nothing_is_cut_off(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as impatient:
         impatient.setattr(served, "HANDSHAKE_S", 0.05)
         silent, slow = await Raw.dial(address), await Raw.dial(address)
@@ -323,9 +307,7 @@ NO_FAILURE = b"\xff\xff"
 STRANGE_FAILURE = common_pb2.Failure(code=PeerLost.code, ids={"message": "m", "self": "s"})
 
 
-@pytest.mark.parametrize(
-    "payload", [NO_FAILURE, STRANGE_FAILURE.SerializeToString()], ids=["garbage", "ids"]
-)
+@pytest.mark.parametrize("payload", [NO_FAILURE, STRANGE_FAILURE.SerializeToString()], ids=["garbage", "ids"])
 async def test_a_failure_that_cannot_be_read_ends_its_call(payload: bytes) -> None:
     async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         header = await reader.readexactly(frames.REQUEST.size)
@@ -336,9 +318,7 @@ async def test_a_failure_that_cannot_be_read_ends_its_call(payload: bytes) -> No
     await require_lost(Liar(fail))
 
 
-async def test_a_client_that_reads_nothing_is_not_read_from(
-    address: str, store: ScriptedStore
-) -> None:
+async def test_a_client_that_reads_nothing_is_not_read_from(address: str, store: ScriptedStore) -> None:
     """Replies to it do not pile up in the server's memory, and it gets all of them later."""
     store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=[bytes(1 << 20)])
     client = await Raw.dial(address)

@@ -31,9 +31,7 @@ def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(requests, max_size=8), st.lists(st.integers(0, 10**4), max_size=12))
-def test_requests_survive_any_cut_of_the_stream(
-    sent: list[tuple[int, int, int, bytes]], cuts: list[int]
-) -> None:
+def test_requests_survive_any_cut_of_the_stream(sent: list[tuple[int, int, int, bytes]], cuts: list[int]) -> None:
     stream = b"".join(frames.request(i, m, ms / 1000, body) for i, m, ms, body in sent)
     reader = frames.request_reader()
     found = [request for piece in pieces(stream, cuts) for request in reader.feed(piece)]

@@ -59,9 +59,7 @@ async def channel(over_grpc: ScriptedStore) -> AsyncIterator[RoutedChannel]:
 def call(channel: RoutedChannel, method: str, request: Any) -> asyncio.Task[Any]:
     stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[arg-type]
     metadata = ((TOKEN_HEADER, TOKEN),)
-    return asyncio.create_task(
-        getattr(stub, method)(request, timeout=PATIENCE_S, metadata=metadata)
-    )
+    return asyncio.create_task(getattr(stub, method)(request, timeout=PATIENCE_S, metadata=metadata))
 
 
 async def dial(channel: RoutedChannel, metadata: Any) -> None:
@@ -151,9 +149,7 @@ async def test_an_address_that_failed_is_not_dialled_again_at_once(channel: Rout
 
 
 @pytest.mark.parametrize("text", ["", "host lean+unix://name", "here lean+unix://n lean://h:1 x"])
-async def test_metadata_that_name_no_lean_address_are_ignored(
-    channel: RoutedChannel, text: str
-) -> None:
+async def test_metadata_that_name_no_lean_address_are_ignored(channel: RoutedChannel, text: str) -> None:
     channel.learn([(LEAN_HEADER, text), ("another", "a b c"), (f"{LEAN_HEADER}-bin", b"a b c")])
     assert channel._dialling is None
 

@@ -56,9 +56,7 @@ async def test_many_threads_share_a_channel(address: str, spin_s: float) -> None
     with SyncChannel(address, TOKEN, spin_s=spin_s) as channel, ThreadPoolExecutor(8) as threads:
 
         def work() -> bool:
-            return all(
-                channel.call(PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT for _ in range(100)
-            )
+            return all(channel.call(PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT for _ in range(100))
 
         loop = asyncio.get_running_loop()
         assert all(await asyncio.gather(*(loop.run_in_executor(threads, work) for _ in range(8))))
@@ -110,9 +108,7 @@ async def test_a_call_waits_for_what_dialling_and_sending_have_left_of_its_time(
         assert clock.limits[-1] == 40.0
 
 
-async def test_a_reply_that_comes_in_pieces_has_one_time_for_all(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reply_that_comes_in_pieces_has_one_time_for_all(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, receive = Clock(monkeypatch), SyncConnection._receive_into
     pieces: list[int] = []
 

@@ -32,9 +32,7 @@ def test_without_a_folder_each_life_has_its_own_owner() -> None:
 
 def test_a_folder_of_another_id_is_refused_with_what_to_do(tmp_path: Path) -> None:
     load_or_create(tmp_path, "store-0")
-    with pytest.raises(
-        ConfigError, match=r"belongs to store-0, not to store-1: start with that id"
-    ):
+    with pytest.raises(ConfigError, match=r"belongs to store-0, not to store-1: start with that id"):
         load_or_create(tmp_path, "store-1")
 
 

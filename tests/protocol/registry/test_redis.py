@@ -53,9 +53,7 @@ async def test_a_server_that_restarted_empty_refuses_renewals_and_gives_later_ep
     assert fresh.endpoint.epoch > before.endpoint.epoch
 
 
-async def test_a_watch_goes_on_over_a_kill_and_a_stop(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_a_watch_goes_on_over_a_kill_and_a_stop(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     patient = open_redis(redis_server.url)
     registry = open_redis(redis_server.url, deadline_s=DEADLINE_S, poll_s=0.1)
     watching: Any = registry.watch()
@@ -153,17 +151,12 @@ async def test_a_server_whose_clock_was_set_back_stays_above_what_it_gave(
     assert (await registry.join(member())).endpoint.epoch == int(in_2040) + 1
 
 
-async def test_an_ended_lease_leaves_nothing_but_its_epoch(
-    shared_redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_an_ended_lease_leaves_nothing_but_its_epoch(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
     registry = open_redis(shared_redis.url, prefix="traces", poll_s=0.1)
     await registry.join(member("a"), ttl_s=0.3)
     await registry.leave(await registry.join(member("b")))
     await watched_until(registry, lambda members: not members)
-    assert (
-        shared_redis.ask("EXISTS", "traces:members", "traces:member:a", "traces:member:b")
-        == b":0\r\n"
-    )
+    assert shared_redis.ask("EXISTS", "traces:members", "traces:member:a", "traces:member:b") == b":0\r\n"
     assert shared_redis.ask("HLEN", "traces:epochs") == b":2\r\n"
 
 
@@ -186,9 +179,7 @@ async def test_a_member_that_cannot_be_read_is_the_peers_fault(
         await registry.members()
 
 
-async def test_a_full_server_is_a_peer_error_with_its_reason(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_a_full_server_is_a_peer_error_with_its_reason(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     registry = open_redis(redis_server.url)
     redis_server.ask("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(PeerError, match="maxmemory"):
@@ -217,18 +208,14 @@ async def test_a_password_is_used_and_never_shown(
             assert "hunter" not in text
 
 
-async def test_a_server_is_reached_by_its_unix_socket(
-    shared_redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_a_server_is_reached_by_its_unix_socket(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
     by_path = open_redis(f"unix://{shared_redis.socket_path}", prefix="local", poll_s=0.1)
     joined = await by_path.join(member())
     assert await watched_until(by_path, bool) == [joined]
     assert await open_redis(shared_redis.url, prefix="local").members() == [joined]
 
 
-async def test_a_numbered_database_is_a_cluster_of_its_own(
-    shared_redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_a_numbered_database_is_a_cluster_of_its_own(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
     third = open_redis(f"{shared_redis.url}/3", prefix="numbered")
     joined = await third.join(member())
     by_path = open_redis(f"unix://{shared_redis.socket_path}?db=3", prefix="numbered")

@@ -270,9 +270,7 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
     async with seated(holders[0].seat) as a, seated(holders[1].seat) as b, seated(holders[2].seat):
         before = [await holder.epoch() for holder in holders]
         watching = asyncio.create_task(
-            watched_until(
-                registry, lambda m: [x.endpoint.epoch for x in m] > before and len(m) == 3
-            )
+            watched_until(registry, lambda m: [x.endpoint.epoch for x in m] > before and len(m) == 3)
         )
         redis_server.kill()
         for _ in holders:
@@ -286,9 +284,7 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
         assert told.count("cannot be used") == 3
 
 
-async def test_leaving_without_a_registry_does_not_hang(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_leaving_without_a_registry_does_not_hang(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     registry = open_redis(redis_server.url, deadline_s=1.0)
     holder = Holder(registry, member())
     async with asyncio.timeout(PATIENCE_S):

@@ -51,27 +51,21 @@ def guarded() -> Iterator[Guarded]:
         yield Guarded(master, replica, sentinel)
 
 
-async def test_the_server_is_found_through_a_sentinel(
-    guarded: Guarded, open_redis: OpenRedis
-) -> None:
+async def test_the_server_is_found_through_a_sentinel(guarded: Guarded, open_redis: OpenRedis) -> None:
     registry = open_redis(guarded.url)
     joined = await registry.join(member())
     assert b"store-0" in guarded.master.ask("SMEMBERS", "moonserve:members")
     assert await registry.members() == [joined]
 
 
-async def test_a_service_that_the_sentinels_do_not_know_is_peer_lost(
-    guarded: Guarded, open_redis: OpenRedis
-) -> None:
+async def test_a_service_that_the_sentinels_do_not_know_is_peer_lost(guarded: Guarded, open_redis: OpenRedis) -> None:
     registry = open_redis(guarded.url.replace("/main", "/other"))
     with pytest.raises(PeerLost, match="No master found for 'other'"):
         await registry.members()
 
 
 @pytest.mark.slow  # the Sentinel waits until the server is down, votes, and promotes: 2 to 6 s
-async def test_a_failover_is_followed_by_seats_and_watchers(
-    guarded: Guarded, open_redis: OpenRedis
-) -> None:
+async def test_a_failover_is_followed_by_seats_and_watchers(guarded: Guarded, open_redis: OpenRedis) -> None:
     registry = open_redis(guarded.url, deadline_s=0.5, poll_s=0.1)
     seat = Seat(registry, member(), renew_every_s=0.2)
     watching: Any = open_redis(guarded.url, deadline_s=0.5, poll_s=0.1).watch()

@@ -15,9 +15,7 @@ _UNAVAILABLE = 77  # automake's "skipped"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.rdma.guest", description=__doc__)
     parser.add_argument("--prepare", action="store_true", help="fetch the kernel package and stop")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="kill it after S seconds"
-    )
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="kill it after S seconds")
     parser.add_argument("--results", type=Path, help="folder seen as /run/job in the guest")
     parser.add_argument("command", nargs="*", help="one argument is taken as a shell command")
     given = parser.parse_args()

@@ -86,9 +86,7 @@ def _package() -> str:
 
 def _run(command: list[str], folder: str) -> str:
     try:
-        return subprocess.run(
-            command, cwd=folder, check=True, capture_output=True, text=True
-        ).stdout
+        return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError as error:
         raise GuestUnavailable(f"{command[0]} is not installed") from error
     except subprocess.CalledProcessError as error:

@@ -174,9 +174,7 @@ def _lay_out(job: str, results: Path) -> None:
     )
 
 
-def _boot(
-    command: Sequence[str], complaints: Path, timeout_s: float, say: Callable[[str], None]
-) -> bool:
+def _boot(command: Sequence[str], complaints: Path, timeout_s: float, say: Callable[[str], None]) -> bool:
     """Whether it had to be killed."""
     with (
         complaints.open("wb") as stderr,
@@ -214,6 +212,4 @@ def _exit_code(results: Path) -> int:
     except FileNotFoundError as error:
         log = results / _KERNEL_LOG
         last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-        raise GuestFailed(
-            f"the guest ended without an exit code; the kernel's last words:\n{last}"
-        ) from error
+        raise GuestFailed(f"the guest ended without an exit code; the kernel's last words:\n{last}") from error

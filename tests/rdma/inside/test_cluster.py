@@ -84,9 +84,7 @@ async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None
         model = {"model": str(demo_model_path()), "block_size": BLOCK_SIZE, "kernels": "torch"}
         worker = {**kv, **model, **small, "cache_dir": str(tmp_path)}
         await start(serve_store, StoreConfig(instance_id="store-0", dram=64 * MIB, **kv))
-        await start(
-            serve_prefill, PrefillConfig(instance_id="prefill-0", home_store="store-0", **worker)
-        )
+        await start(serve_prefill, PrefillConfig(instance_id="prefill-0", home_store="store-0", **worker))
         await start(serve_decode, DecodeConfig(instance_id="decode-0", **worker))
         gateway = GatewayConfig(model=str(demo_model_path()), port=0, **common)
         url = (await start(serve_gateway, gateway))["http"]
@@ -102,9 +100,6 @@ async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None
         async def stored() -> bool:
             instances = await asyncio.to_thread(shown, url)
             # The answer's blocks come behind the prompt's.
-            return bool(
-                instances["store-0"]["indexed_blocks"]
-                >= len(choice["prompt_token_ids"]) // BLOCK_SIZE
-            )
+            return bool(instances["store-0"]["indexed_blocks"] >= len(choice["prompt_token_ids"]) // BLOCK_SIZE)
 
         await answered(stored, START_TIMEOUT_S)

@@ -67,18 +67,13 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def there_and_back(
-    engine: TransferEngine, remote: Remote, places: list[tuple[int, int]], seed: int
-) -> None:
+def there_and_back(engine: TransferEngine, remote: Remote, places: list[tuple[int, int]], seed: int) -> None:
     """Random bytes are written to each (offset, length), read into other memory, and compared."""
     nbytes = max(offset + length for offset, length in places)
     out, back = engine.allocate(nbytes), engine.allocate(nbytes)
     out.buffer[:] = random.Random(seed).randbytes(nbytes)
     engine.submit(
-        [
-            Transfer(Op.WRITE, out, at, remote.segment, at, length, remote.window_id)
-            for at, length in places
-        ],
+        [Transfer(Op.WRITE, out, at, remote.segment, at, length, remote.window_id) for at, length in places],
         deadline_s=120,
     ).wait()
     engine.submit(
@@ -99,9 +94,7 @@ def test_a_thousand_small_transfers_of_all_sizes(engine: TransferEngine, shared:
 
 def large_reads(engine: TransferEngine, remote: Remote, rounds: int = 8) -> list[Transfer]:
     local = engine.allocate(8 * LARGE)
-    return [
-        Transfer(Op.READ, local, i * LARGE, remote.segment, i * LARGE, LARGE) for i in range(8)
-    ] * rounds
+    return [Transfer(Op.READ, local, i * LARGE, remote.segment, i * LARGE, LARGE) for i in range(8)] * rounds
 
 
 def test_a_peer_killed_mid_batch_fails_it_and_its_successor_is_served(

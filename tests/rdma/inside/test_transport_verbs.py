@@ -21,9 +21,7 @@ class End:
     def __init__(self, device: Device, *, serves: bool) -> None:
         self.device = device
         self.completions: CompletionQueue = device.make_completion_queue(512)
-        self.pair: QueuePair = device.make_queue_pair(
-            self.completions, send_depth=128, receive_depth=8, serves=serves
-        )
+        self.pair: QueuePair = device.make_queue_pair(self.completions, send_depth=128, receive_depth=8, serves=serves)
 
     @property
     def address(self) -> PairAddress:
@@ -85,9 +83,7 @@ def test_memory_without_permission_cannot_be_read(device: Device, ends: tuple[En
     memory, target = bytearray(b"x" * 4096), bytearray(4096)
     secret = device.register(address_of(memory), 4096, remote_read=False, remote_write=True)
     into = device.register(address_of(target), 4096, remote_read=False, remote_write=False)
-    near.pair.read(
-        1, [(address_of(memory), address_of(target), 4096)], into.local_key, secret.remote_key
-    )
+    near.pair.read(1, [(address_of(memory), address_of(target), 4096)], into.local_key, secret.remote_key)
     assert near.next().failure == "rem access"
     assert target == bytes(4096)
     secret.close()
@@ -100,13 +96,9 @@ def test_a_failed_pair_ends_its_peers_requests(device: Device, ends: tuple[End, 
     source = device.register(address_of(memory), 4096, remote_read=True, remote_write=False)
     into = device.register(address_of(target), 4096, remote_read=False, remote_write=False)
     far.pair.fail()
-    near.pair.read(
-        1, [(address_of(memory), address_of(target), 4096)], into.local_key, source.remote_key
-    )
+    near.pair.read(1, [(address_of(memory), address_of(target), 4096)], into.local_key, source.remote_key)
     assert near.next().failure == "retry exc"
-    near.pair.read(
-        2, [(address_of(memory), address_of(target), 4096)], into.local_key, source.remote_key
-    )
+    near.pair.read(2, [(address_of(memory), address_of(target), 4096)], into.local_key, source.remote_key)
     assert near.next().failure == "wr flush"
     assert target == bytes(4096)
     source.close()

@@ -21,15 +21,11 @@ class Conductor(Process):
 
     async def start(self) -> None:
         terms = self.world.terms
-        limits = ConductorLimits(
-            ttft_slo_s=1e6, tbt_slo_s=1e6, placement_ttl_s=60.0, num_decisions=64
-        )
+        limits = ConductorLimits(ttft_slo_s=1e6, tbt_slo_s=1e6, placement_ttl_s=60.0, num_decisions=64)
         policy = make_policy(terms.policy, 1.5, terms.seed)
         # Its books are many arrays: proving them after each heartbeat would take most of the time.
         self.state = self.checked(ConductorState(policy, limits), seldom=(Heartbeat, Tick))
-        self.service = ConductorService(
-            self.state, SCHEDULER_METRICS, self.life.clock, away_after_s=limits.lease_s / 2
-        )
+        self.service = ConductorService(self.state, SCHEDULER_METRICS, self.life.clock, away_after_s=limits.lease_s / 2)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, self.server)
 
     async def serve(self) -> None:

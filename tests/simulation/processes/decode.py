@@ -35,9 +35,7 @@ class Decode(Worker):
         self.make_transfer()
         segment = self.transfer.allocate(LAYOUT.pool_bytes(terms.decode_blocks))
         self.blocks = BlockLog(lambda: self.pool.keys())
-        self.pool = BlockPool(
-            terms.decode_blocks, on_added=self.blocks.added, on_removed=self.blocks.removed
-        )
+        self.pool = BlockPool(terms.decode_blocks, on_added=self.blocks.added, on_removed=self.blocks.removed)
         self.state = self.checked(DecodeState(self.pool, self._limits(), None, self._costs()))
         self.service = DecodeService(
             self.state,
@@ -87,9 +85,7 @@ class Decode(Worker):
             return None
         # So dear that the store is nearly always worth it.
         dear = PrefillProfile(c0=0.03, c1=1.0, c2=0.0)
-        return KeepingCosts(
-            prefill=dear, block_bytes=LAYOUT.block_bytes, host=self.life.name, with_answers=True
-        )
+        return KeepingCosts(prefill=dear, block_bytes=LAYOUT.block_bytes, host=self.life.name, with_answers=True)
 
     def _look(self) -> None:
         if self.finder is not None:

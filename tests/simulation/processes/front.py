@@ -40,9 +40,7 @@ class Front(Process):
             request_timeout_s=self.world.terms.time_limit_s,
         )
         tokenizer: Any = SpelledOut()
-        self.gateway = Gateway(
-            config, self.channels, tokenizer, REQUEST_METRICS, Tracer(), rpc_address=""
-        )
+        self.gateway = Gateway(config, self.channels, tokenizer, REQUEST_METRICS, Tracer(), rpc_address="")
 
     @property
     def is_ready(self) -> bool:

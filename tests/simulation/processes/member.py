@@ -32,9 +32,7 @@ class Member(Process):
         self.transfer = SimulatedTransfer(self.world.network, self.life, self.world.engines)
 
     def registration(self) -> conductor_pb2.RegisterRequest:
-        return conductor_pb2.RegisterRequest(
-            endpoint=endpoint_to_wire(self.endpoint(self.transfer.address))
-        )
+        return conductor_pb2.RegisterRequest(endpoint=endpoint_to_wire(self.endpoint(self.transfer.address)))
 
     def load(self) -> conductor_pb2.Load:
         raise NotImplementedError
@@ -44,9 +42,7 @@ class Member(Process):
         return []
 
     async def serve(self) -> None:
-        self.membership = Membership(
-            self.channels, CONDUCTOR, self.registration(), self.load, self.blocks
-        )
+        self.membership = Membership(self.channels, CONDUCTOR, self.registration(), self.load, self.blocks)
         self._belonging = asyncio.ensure_future(self.membership.run())
         await until_one_fails([self._belonging, *self.watched()])
 

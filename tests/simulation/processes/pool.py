@@ -48,9 +48,7 @@ class PoolDirectory(Process):
     async def start(self) -> None:
         self.index = Directory()
         self.registry = EmbeddedRegistry(self.life.clock, lambda: self.life.epoch << 40)
-        registry_pb2_grpc.add_RegistryServicer_to_server(
-            RegistryService(self.registry), self.server
-        )
+        registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.registry), self.server)
         self._following = Following(self.index, self.channels, lambda keys: None, self.life.clock)
 
     async def serve(self) -> None:
@@ -122,9 +120,7 @@ class PoolNode(Process):
         self.service.mover.expect(self.disk)
         self.state.catalog.use_disk(self.disk)
         registry = RemoteRegistry(DIRECTORY, "token", channels=self.channels)
-        self.catching_up = CatchingUp(
-            name, registry, self.service.remembering, self.state, self.channels
-        )
+        self.catching_up = CatchingUp(name, registry, self.service.remembering, self.state, self.channels)
         self.seat = Seat(
             registry,
             Member(endpoint=self.endpoint(self.transfer.address), role=STORE_ROLE, owner=name),
@@ -185,9 +181,9 @@ class PoolNode(Process):
     def validate(self) -> None:
         self.state.validate()
         visible = list(self.state.catalog.objects())
-        assert self.shown.expected == {
-            o.key: (o.generation, o.checksum, o.tier) for o in visible
-        }, "what it announced is not what it shows"
+        assert self.shown.expected == {o.key: (o.generation, o.checksum, o.tier) for o in visible}, (
+            "what it announced is not what it shows"
+        )
         medium = self.disk.medium
         for stored in visible:
             if stored.offset is not None:

@@ -35,9 +35,7 @@ class Prefill(Worker):
         self.make_transfer()
         segment = self.transfer.allocate(LAYOUT.pool_bytes(terms.prefill_blocks))
         self.blocks = BlockLog(lambda: self.pool.keys())
-        self.pool = BlockPool(
-            terms.prefill_blocks, on_added=self.blocks.added, on_removed=self._removed
-        )
+        self.pool = BlockPool(terms.prefill_blocks, on_added=self.blocks.added, on_removed=self._removed)
         self.state = self.checked(self._state())
         memory = KvMemory(segment, LAYOUT, terms.prefill_blocks)  # type: ignore[arg-type]
         self.service = PrefillService(
@@ -45,9 +43,7 @@ class Prefill(Worker):
             engine=self.engine(segment.buffer, terms.prefill_blocks),
             memory=memory,
             transfer=self.transfer,  # type: ignore[arg-type]
-            landings=LandingClient(
-                self.channels, fingerprint=FINGERPRINT, ttl_s=terms.landing_ttl_s
-            ),
+            landings=LandingClient(self.channels, fingerprint=FINGERPRINT, ttl_s=terms.landing_ttl_s),
             stores=BlockStores(
                 self.channels,
                 self.transfer,  # type: ignore[arg-type]
@@ -59,9 +55,7 @@ class Prefill(Worker):
             clock=self.life.clock,
         )
         self.finder = self.find_home(self.service.home_found)
-        servicer = PrefillServicer(
-            self.service, block_size=LAYOUT.block_size, vocab_size=VOCABULARY
-        )
+        servicer = PrefillServicer(self.service, block_size=LAYOUT.block_size, vocab_size=VOCABULARY)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server)
 
     def _removed(self, key: BlockKey) -> None:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from traces.format import TOKENS_PER_HASH, TraceRecord
 
 
-def records_of(
-    paths: Sequence[Sequence[int]], *, short: int = 0, gap_s: float = 1.0
-) -> list[TraceRecord]:
+def records_of(paths: Sequence[Sequence[int]], *, short: int = 0, gap_s: float = 1.0) -> list[TraceRecord]:
     """One request per path of branch numbers, `gap_s` apart, each `short` tokens less than whole blocks."""
     ids: dict[tuple[int, ...], int] = {}
     return [
@@ -19,9 +17,7 @@ def records_of(
             arrived_s=index * gap_s,
             input_length=len(path) * TOKENS_PER_HASH - short,
             output_length=10,
-            hash_ids=tuple(
-                ids.setdefault(tuple(path[: depth + 1]), len(ids)) for depth in range(len(path))
-            ),
+            hash_ids=tuple(ids.setdefault(tuple(path[: depth + 1]), len(ids)) for depth in range(len(path))),
         )
         for index, path in enumerate(paths)
     ]

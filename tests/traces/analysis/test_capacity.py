@@ -22,9 +22,7 @@ def curve_of(records: list[TraceRecord]) -> HitCurve:
 
 @settings(deadline=None, max_examples=examples(30))
 @given(trees(), st.integers(6, 40))
-def test_hits_at_a_capacity_are_those_of_the_stores_catalog_under_lru(
-    paths: list[list[int]], capacity: int
-) -> None:
+def test_hits_at_a_capacity_are_those_of_the_stores_catalog_under_lru(paths: list[list[int]], capacity: int) -> None:
     """Full blocks and one token more, so that each block of the path may be a hit."""
     records = records_of(paths)
     caught = replay(eviction.make("lru"), prompts_of(records), room=capacity)

@@ -17,9 +17,7 @@ def write(path: Path, *entries: object) -> Path:
     return path
 
 
-def test_tables_and_json_tell_the_same_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_and_json_tell_the_same_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 65_005})
     figures = tmp_path / "new" / "f.json"
     assert main(["analyze", str(trace), "--json", str(figures)]) == 0

@@ -29,9 +29,7 @@ def test_batches_are_bursty() -> None:
 
 def test_turns_extend_a_prompt_and_users_of_one_system_prompt_are_strangers() -> None:
     first, second = [0, 0, 5], [0, 1, 5]
-    records = records_of(
-        [first, second, [*first, 6], [0, 2], [*second, 7], [*first, 6, 8]], gap_s=2
-    )
+    records = records_of([first, second, [*first, 6], [0, 2], [*second, 7], [*first, 6, 8]], gap_s=2)
     turns, num_sessions = turns_of(prefix_tree(records), records)
     assert num_sessions == 3
     assert [(turn.session, turn.gap_s, turn.new_tokens) for turn in turns] == [

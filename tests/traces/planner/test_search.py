@@ -89,9 +89,7 @@ def test_up_to_sixteen_machines_it_finds_the_best_of_all_and_the_smallest(
 
     # Policies join when three divisions are left, so the best may be one of the usual policy's.
     assert answer.best.score.effective >= best_of(num_machines, ["usual"])
-    enough = [
-        n for n in range(2, num_machines + 1) if best_of(n, [answer.best.cluster.policy]) >= target
-    ]
+    enough = [n for n in range(2, num_machines + 1) if best_of(n, [answer.best.cluster.policy]) >= target]
     if answer.smallest is None:
         assert answer.best.score.effective < target
     else:
@@ -111,9 +109,7 @@ def test_up_to_sixteen_machines_it_finds_the_best_of_all_and_the_smallest(
     prefill_load=st.floats(0.5, 300),
     decode_load=st.floats(0.5, 300),
 )
-def test_it_keeps_its_bound_and_repeats_itself(
-    num_machines: int, prefill_load: float, decode_load: float
-) -> None:
+def test_it_keeps_its_bound_and_repeats_itself(num_machines: int, prefill_load: float, decode_load: float) -> None:
     rule = capacity(prefill_load, decode_load)
     landscapes = Landscape(rule), Landscape(rule)
     plans = [plan(question(num_machines), each) for each in landscapes]
@@ -137,9 +133,7 @@ def test_a_smaller_cache_is_taken_as_long_as_each_larger_one_is_enough() -> None
         return 0.95 if enough else 0.8
 
     answer = found(4, rule)
-    assert [each.cluster.dram_tokens for each in answer.caches] == [
-        TOKENS >> n for n in (1, 2, 3, 4)
-    ]
+    assert [each.cluster.dram_tokens for each in answer.caches] == [TOKENS >> n for n in (1, 2, 3, 4)]
     assert answer.thrifty.cluster.dram_tokens == TOKENS // 2
 
 

@@ -51,9 +51,7 @@ def made_up(
     outcomes = [
         rejected(index, arrived_s=index / rate)
         if rejects and index % 5 == 0
-        else outcome(
-            index, arrived_s=index / rate, ttft_s=draw.expovariate(1), tbt_s=draw.expovariate(20)
-        )
+        else outcome(index, arrived_s=index / rate, ttft_s=draw.expovariate(1), tbt_s=draw.expovariate(20))
         for index in range(num_requests)
     ]
     instances = tuple(

@@ -87,9 +87,7 @@ def test_what_cannot_be_written_is_a_complaint_about_the_configuration(tmp_path:
         write_page([result("r", outcome(0))], tmp_path / "file")
 
 
-def test_a_curve_ends_below_the_whole_by_what_was_rejected_and_is_thinned_but_for_its_ends() -> (
-    None
-):
+def test_a_curve_ends_below_the_whole_by_what_was_rejected_and_is_thinned_but_for_its_ends() -> None:
     x, y = plots.cumulative(np.array([1.0, 3.0]), 4)
     assert (x.tolist(), y.tolist()) == ([1, 1, 3], [0, 0.25, 0.5])
     x, y = plots.cumulative(np.arange(10_000.0), 20_000)

@@ -69,8 +69,7 @@ def test_a_replay_and_a_simulation_of_the_same_requests_have_the_same_figures() 
         for index, each in enumerate(timelines)
     ]  # fmt: skip
     replayed = [
-        Outcome(status=200, error=None, timeline=each, prompt_tokens=100, cached_tokens=50)
-        for each in timelines
+        Outcome(status=200, error=None, timeline=each, prompt_tokens=100, cached_tokens=50) for each in timelines
     ] + [Outcome(status=429, error="busy", timeline=None)]
     report = build_report(
         [
@@ -86,9 +85,7 @@ def test_a_replay_and_a_simulation_of_the_same_requests_have_the_same_figures() 
 
 
 def test_the_table_has_a_row_per_result_with_rejections_beside_latencies() -> None:
-    lines = format_summary(
-        [result("four", *four()), result("none"), made_up("a\nname " * 9)]
-    ).splitlines()
+    lines = format_summary([result("four", *four()), result("none"), made_up("a\nname " * 9)]).splitlines()
     assert len(lines) == 4
     assert lines[0].split()[:4] == ["result", "requests", "rejected", "failed"]
     assert lines[1].split()[:7] == ["four", "4", "1", "1", "0.10", "25.0%", "12.5%"]

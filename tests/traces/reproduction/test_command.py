@@ -95,9 +95,7 @@ def test_bad_input_is_told_in_a_line(
     assert words in line
 
 
-def test_without_the_trace_it_says_where_traces_come_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_trace_it_says_where_traces_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce(tmp_path / "absent.jsonl", tmp_path / "out") == EXIT_CONFIG
     assert "moonserve traces fetch" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -14,16 +14,11 @@ from traces.reproduction.figure import CONVERSATION, Finding, Row, Subject
 from traces.reproduction.page import to_json
 from traces.simulator.results import End, RequestOutcome, SimulationResult
 
-RECORDS = [
-    TraceRecord(arrived_s=float(n), input_length=1024, output_length=10, hash_ids=(0, n + 1))
-    for n in range(10)
-]
+RECORDS = [TraceRecord(arrived_s=float(n), input_length=1024, output_length=10, hash_ids=(0, n + 1)) for n in range(10)]
 SUBJECT = Subject(name="conversation_trace.jsonl", kind=CONVERSATION, records=RECORDS)
 
 
-def result(
-    *, ttft_s: float = 1.0, tbts_s: Sequence[float] = (0.05,) * 10, num_rejected: int = 0
-) -> SimulationResult:
+def result(*, ttft_s: float = 1.0, tbts_s: Sequence[float] = (0.05,) * 10, num_rejected: int = 0) -> SimulationResult:
     """Ten requests, of which the last so many were rejected."""
     outcomes = tuple(
         RequestOutcome(
@@ -103,14 +98,10 @@ def test_figure_1_finds_the_speed_at_which_each_gain_is_the_published_one() -> N
     ("counts", "holds"),
     [((5, 4, 3), [True, True]), ((5, 4, 4), [True, False]), ((4, 4, 3), [False, True])],
 )
-def test_overload_wants_fewer_rejections_at_each_step(
-    counts: Sequence[int], holds: list[bool]
-) -> None:
+def test_overload_wants_fewer_rejections_at_each_step(counts: Sequence[int], holds: list[bool]) -> None:
     """Of the ways that look again; the other two only stand below."""
     works = overload.runs(SUBJECT)
-    results = {
-        name: result(num_rejected=count) for name, count in zip(works, (*counts, 9, 8), strict=True)
-    }
+    results = {name: result(num_rejected=count) for name, count in zip(works, (*counts, 9, 8), strict=True)}
     finding = overload.FIGURE.finding(SUBJECT, results)
     assert list(finding.claims.values())[:2] == holds
     shares = [row.ours for row in finding.rows if row.what.startswith("rejected")]
@@ -122,9 +113,7 @@ def test_overload_tells_what_was_computed_for_nothing_and_rejected_at_the_handof
     results = {name: result(num_rejected=2) for name in works}
     wasteful = result(num_rejected=4)
     late = tuple(
-        replace(each, reason="tbt_slo_at_handoff", prefill_s=2.0)
-        if each.end is End.REJECTED
-        else each
+        replace(each, reason="tbt_slo_at_handoff", prefill_s=2.0) if each.end is End.REJECTED else each
         for each in wasteful.outcomes
     )
     baseline = next(iter(works))
@@ -138,8 +127,6 @@ def test_overload_tells_what_was_computed_for_nothing_and_rejected_at_the_handof
 def test_infinite_gains_are_null_in_json() -> None:
     """vLLM may have no effective request at all; JSON has no infinity."""
     works = figure_1.runs(SUBJECT)
-    results = {
-        name: result(tbts_s=[0.05 if name.startswith("pool") else 1.0] * 10) for name in works
-    }
+    results = {name: result(tbts_s=[0.05 if name.startswith("pool") else 1.0] * 10) for name in works}
     finding = figure_1.FIGURE.finding(SUBJECT, results)
     assert "null" in to_json(SUBJECT, [(figure_1.FIGURE, finding)], quick=False)

@@ -112,9 +112,7 @@ class LiveDecode:
             timeout_s=FOREVER,
         )
         num_blocks = self.state._landings._limits.blocks_for(prompt.num_tokens)
-        commit = events.CommitRequested(
-            lease_id=LeaseId(name), request=request, checksums=(0,) * num_blocks
-        )
+        commit = events.CommitRequested(lease_id=LeaseId(name), request=request, checksums=(0,) * num_blocks)
         self._at(now + prompt.carried_s, THEN_EVENTS, commit)
 
     def _step_s(self, slices: Sequence[Slice]) -> Any:
@@ -129,9 +127,7 @@ class LiveDecode:
         return seconds
 
     def _step_done(self, slices: Sequence[Slice]) -> events.StepDone:
-        sampled = [
-            Sampled(request_id=s.request_id, token_id=7) if s.samples else None for s in slices
-        ]
+        sampled = [Sampled(request_id=s.request_id, token_id=7) if s.samples else None for s in slices]
         return events.StepDone(sampled=sampled)
 
     def _take_tokens(self, now: Any) -> None:

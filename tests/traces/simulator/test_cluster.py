@@ -206,9 +206,7 @@ SPECS = st.builds(
 
 @settings(deadline=None, max_examples=examples(40))
 @given(spec=SPECS, records=traces())
-def test_every_request_ends_once_and_nothing_leaks(
-    spec: ClusterSpec, records: list[TraceRecord]
-) -> None:
+def test_every_request_ends_once_and_nothing_leaks(spec: ClusterSpec, records: list[TraceRecord]) -> None:
     """Any cluster (machines that change roles, read prompts themselves, share a host), trace and faults, with every
     proof after every event: completed requests have all their tokens, blocks and bytes are conserved, at the end
     nothing is under way, and a second time all is the same to the byte."""
@@ -233,9 +231,7 @@ def test_every_request_ends_once_and_nothing_leaks(
         failed = {journey.reason for journey in journeys if journey.end is not End.COMPLETED}
         assert failed <= {"invalid_request"} or spec.roles is not None
     results = [replace(simulate(spec, records), wall_s=0.0) for _ in range(2)]
-    assert results[0].outcomes == tuple(
-        journey.outcome(records[0].arrived_s) for journey in journeys
-    )
+    assert results[0].outcomes == tuple(journey.outcome(records[0].arrived_s) for journey in journeys)
     assert results_to_json(results[:1]) == results_to_json(results[1:])
 
 

@@ -47,18 +47,14 @@ def test_several_runs_are_one_table_and_one_folder(
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("random", "global-cache-aware", "coupled plain"))
     first, second = (results_from_json((folder / "results.json").read_text()) for folder in folders)
-    assert [replace(each, wall_s=0.0) for each in first] == [
-        replace(each, wall_s=0.0) for each in second
-    ]
+    assert [replace(each, wall_s=0.0) for each in first] == [replace(each, wall_s=0.0) for each in second]
     assert [len(each.outcomes) for each in first] == [20, 20, 20]
     cached = [sum(outcome.cached_tokens for outcome in each.outcomes) for each in first]
     assert cached[1] > 0
     assert cached[2] == 0
 
 
-def test_fixed_and_changing_roles_stand_side_by_side(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fixed_and_changing_roles_stand_side_by_side(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", str(trace), "--role-switching"]
     for choice, names in {
         "off": ["global-cache-aware"],

@@ -126,9 +126,7 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
     for number, instant in enumerate(instants):
         at = Fraction(instant, 997)
         prefix = draw(st.sampled_from([[], list(range(4)), list(range(9)), [0, 1, 50, 51]]))
-        record = request(
-            0.0, draw(st.integers(1, 110)), draw(st.integers(1, 25)), prefix, 100 * (number + 1)
-        )
+        record = request(0.0, draw(st.integers(1, 110)), draw(st.integers(1, 25)), prefix, 100 * (number + 1))
         records.append(replace(record, arrived_s=at))
     return sorted(records, key=lambda record: record.arrived_s)
 
@@ -139,9 +137,7 @@ def test_tokens_come_when_a_loop_over_all_steps_says_so(
     records: list[TraceRecord], chunked: bool, caching: bool, budget: int
 ) -> None:
     """In exact arithmetic: plain and chunked prefill, with and without prefix caching, slots and arrivals."""
-    exact = spec(
-        model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget
-    )
+    exact = spec(model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget)
     expected = Reference(exact, records).run()
     for journey in run_coupled(exact, records):
         token_at = [journey.first_token_at]

@@ -18,9 +18,7 @@ from traces.simulator.run import simulate
 from traces.simulator.spec import ClusterSpec
 
 
-def arrivals(
-    tenant: str, *, seed: int, number: int, over_s: float, tokens: tuple[int, int]
-) -> list[TraceRecord]:
+def arrivals(tenant: str, *, seed: int, number: int, over_s: float, tokens: tuple[int, int]) -> list[TraceRecord]:
     """Prompts that share nothing, at random times."""
     random_ = random.Random(f"{tenant}{seed}")
     return [
@@ -56,9 +54,7 @@ def test_a_flood_leaves_another_tenants_p90_within_twice_of_what_it_is_alone(pol
     quiet = arrivals("quiet", seed=1, number=30, over_s=100.0, tokens=(50, 400))
     flood = arrivals("flood", seed=1, number=180, over_s=45.0, tokens=(50, 400))
     same = [replace(record, tenant="quiet") for record in flood]
-    alone, beside = (
-        percentile(ttfts(wish, records, "quiet"), 90) for records in (quiet, [*quiet, *flood])
-    )
+    alone, beside = (percentile(ttfts(wish, records, "quiet"), 90) for records in (quiet, [*quiet, *flood]))
     # A prompt of the flood that runs is not stopped: 4 s at most.
     assert beside <= 2 * alone + 4.0
     if policy != "moonserve":  # which lets short ones pass

@@ -42,9 +42,7 @@ def trace(tmp_path: Path) -> TraceFile:
             "timestamp": 700 * number,
             "input_length": 1500,
             "output_length": 5,
-            "hash_ids": [0, 1, number + 2]
-            if number % 2
-            else [3 * number + 100 + i for i in range(3)],
+            "hash_ids": [0, 1, number + 2] if number % 2 else [3 * number + 100 + i for i in range(3)],
         }
         for number in range(8)
     ]
@@ -101,9 +99,7 @@ def test_a_broken_result_is_named(trace: TraceFile, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_result_that_cannot_be_written_is_told(
-    num_processes: int, trace: TraceFile, tmp_path: Path
-) -> None:
+def test_a_result_that_cannot_be_written_is_told(num_processes: int, trace: TraceFile, tmp_path: Path) -> None:
     """From whichever process: a folder lies where it would; an error with the path, and nothing half written."""
     folder = tmp_path / "runs"
     blocked = Archive.of(folder, trace).path(RUNS[0])
@@ -129,9 +125,7 @@ def test_a_change_of_what_simulations_run_on_is_another_result(
     assert len(paths) == 3
 
 
-def test_what_cannot_be_simulated_is_refused_before_anything_is(
-    trace: TraceFile, tmp_path: Path
-) -> None:
+def test_what_cannot_be_simulated_is_refused_before_anything_is(trace: TraceFile, tmp_path: Path) -> None:
     wrong = Run(spec=replace(SPEC, num_decode=0))
     with pytest.raises(ConfigError, match="--decode"):
         done(trace, tmp_path / "runs", [RUNS[0], wrong])

@@ -33,8 +33,7 @@ def test_rates_are_max_min_fair(demands: Sequence[Demand]) -> None:
     capacity = dict(enumerate(CAPACITY.values()))
     rates = fair_rates(demands, capacity)
     on = {
-        link: [rate for demand, rate in zip(demands, rates, strict=True) if link in demand.links]
-        for link in capacity
+        link: [rate for demand, rate in zip(demands, rates, strict=True) if link in demand.links] for link in capacity
     }
     for link, link_rates in on.items():
         assert sum(link_rates) <= capacity[link] * (1 + 1e-9)

@@ -24,9 +24,7 @@ def prompt(name: str, num_tokens: int, order: int = 0, at: float = 0.0) -> Promp
     return Prompt(request_id=name, rank=(0, order), num_tokens=num_tokens, submitted_at=at)
 
 
-def prepared(
-    machine: PrefillMachine, name: str, now: float, cached: int = 0
-) -> list[PrefillOutcome]:
+def prepared(machine: PrefillMachine, name: str, now: float, cached: int = 0) -> list[PrefillOutcome]:
     return [
         *machine.landing_granted(name, now),
         *machine.prefix_loaded(name, cached, now),

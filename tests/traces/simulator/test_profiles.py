@@ -63,9 +63,7 @@ def test_what_is_written_is_read_back_and_defaults_may_be_left_out(tmp_path: Pat
         ({"crowding": {"gaps": [1]}}, "crowding.gaps.0: "),
     ],
 )
-def test_what_is_wrong_is_named_with_the_file(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_what_is_wrong_is_named_with_the_file(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigError) as caught:
         read_profile(path)

@@ -30,10 +30,7 @@ def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
     assert 1 <= cluster.counters["role_changes"] <= 2
     fixed = simulate(spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0), records)
     changing = simulate(shape, records)
-    in_time = [
-        sum(o.ttft_s is not None and o.ttft_s <= 10.0 for o in result.outcomes)
-        for result in (fixed, changing)
-    ]
+    in_time = [sum(o.ttft_s is not None and o.ttft_s <= 10.0 for o in result.outcomes) for result in (fixed, changing)]
     assert in_time[1] > 2 * in_time[0]
 
 

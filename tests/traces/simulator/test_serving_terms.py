@@ -134,8 +134,7 @@ def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: fl
 
 def prompts_of(*lengths: int) -> list[Prompt]:
     return [
-        Prompt(request_id=f"r{i}", rank=(0, i), num_tokens=length, submitted_at=0.0)
-        for i, length in enumerate(lengths)
+        Prompt(request_id=f"r{i}", rank=(0, i), num_tokens=length, submitted_at=0.0) for i, length in enumerate(lengths)
     ]
 
 

@@ -87,9 +87,7 @@ def test_figure_8_device_time_per_request(
     """Published: plain 1.56, local prefix caching 1.43, chunked prefill 1.90 times the time of the pool. The beginning
     has fewer hits to gain from."""
     runs, pooled = figure_8.runs(subject), by_policy["global cache-aware"].counters["device_s"]
-    plain, caching, chunked = (
-        runs[name].do(records).counters["device_s"] / pooled for name in BASELINES
-    )
+    plain, caching, chunked = (runs[name].do(records).counters["device_s"] / pooled for name in BASELINES)
     expected = (1.56, 1.43) if THOROUGH else (1.29, 1.25)
     assert (plain, caching) == pytest.approx(expected, abs=0.06)
     assert (1.6 if THOROUGH else 1.4) <= chunked <= 1.95

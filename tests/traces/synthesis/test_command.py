@@ -34,9 +34,7 @@ def test_the_command_is_documented_by_the_trace_that_it_made(tmp_path: Path) -> 
 def test_equal_seeds_give_equal_files_and_others_do_not(tmp_path: Path) -> None:
     def made(seed: int) -> bytes:
         out = tmp_path / "t.jsonl"
-        assert (
-            main(["synthesize", "--out", str(out), "--like", str(SMALL), "--seed", str(seed)]) == 0
-        )
+        assert main(["synthesize", "--out", str(out), "--like", str(SMALL), "--seed", str(seed)]) == 0
         return out.read_bytes()
 
     assert made(1) == made(1)
@@ -111,18 +109,14 @@ def test_bad_options_are_one_line_exit_code_2_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_model_is_named_by_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_model_is_named_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.jsonl"
     model.write_text(SMALL.read_text().replace('"input_length": ', '"input_length": 9', 1))
     assert main(["synthesize", "--out", str(tmp_path / "t"), "--like", str(model)]) == 2
     assert "model.jsonl:1: input_length" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["synthesize", "--out", str(tmp_path / "file" / "t")]) == 2
     assert main(["synthesize", "--out", str(tmp_path)]) == 2

@@ -11,9 +11,7 @@ from traces.synthesis.past import Past, Prompt, Wish
 from traces.synthesis.trunks import BlockIds, Chain
 
 
-def prompt(
-    at_s: float, chain: Chain, *, shared: int = 0, uses: int = 1, trunk: int | None = None
-) -> Prompt:
+def prompt(at_s: float, chain: Chain, *, shared: int = 0, uses: int = 1, trunk: int | None = None) -> Prompt:
     return Prompt(
         arrived_s=at_s,
         chain=chain,

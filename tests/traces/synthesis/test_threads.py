@@ -101,9 +101,7 @@ def test_questions_share_the_document_and_nothing_else() -> None:
 
 
 def test_popular_system_prompts_follow_zipf() -> None:
-    spec = WorkloadSpec(
-        session_share=0, system_prompts=3, system_zipf=1, system_tokens=Constant(512)
-    )
+    spec = WorkloadSpec(session_share=0, system_prompts=3, system_zipf=1, system_tokens=Constant(512))
     counts = [0, 0, 0]
     firsts: list[int] = []
     for record in made(spec, 6_000):

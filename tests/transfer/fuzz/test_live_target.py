@@ -169,9 +169,7 @@ def _send_all(sock: socket.socket, quarry: Quarry, said: Said) -> None:
 
 
 @pytest.mark.timeout(TOTAL_S + 600)
-def test_mutated_sessions_neither_end_the_engine_nor_get_outside(
-    quarry: Quarry, failures: list[BaseException]
-) -> None:
+def test_mutated_sessions_neither_end_the_engine_nor_get_outside(quarry: Quarry, failures: list[BaseException]) -> None:
     ends_at = time.monotonic() + TOTAL_S * 0.4
     seed = FIRST_SEED
     while time.monotonic() < ends_at:

@@ -169,9 +169,7 @@ def test_virtual_devices_sit_where_what_they_run_on_sits(fake: FakeMachine) -> N
 
 
 def test_only_graphics_devices_of_the_vendor_are_gpus(fake: FakeMachine) -> None:
-    for slot, (vendor, kind) in enumerate(
-        [("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x1234", "0x030000")]
-    ):
+    for slot, (vendor, kind) in enumerate([("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x1234", "0x030000")]):
         fake.pci("pci0000:00", f"0000:00:0{slot}.0", vendor=vendor, **{"class": kind})
     assert [gpu.name for gpu in read_machine(fake.root).gpus] == ["0000:00:00.0"]
 

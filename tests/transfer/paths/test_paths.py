@@ -191,9 +191,7 @@ class ChooserMachine(RuleBasedStateMachine):
         if outcome == "done":
             self.paths.done(way, nbytes, self.now - sent_at, self.now)
         else:
-            getattr(self.paths, outcome)(
-                *[way, nbytes, self.now][: 3 if outcome == "failed" else 2]
-            )
+            getattr(self.paths, outcome)(*[way, nbytes, self.now][: 3 if outcome == "failed" else 2])
 
     @invariant()
     def the_accounts_are_right(self) -> None:

@@ -50,9 +50,7 @@ def test_a_gpu_prefers_the_nic_below_its_own_switch() -> None:
     ]
     names = [device.name for device in devices]
     found = decide(machine(*devices, gpus=(gpu,)), rails(*names))
-    assert found.matrix["cuda:0"] == Preference(
-        ("same_switch:1",), ("same_root:1", "same_node:1", "other_node:1")
-    )
+    assert found.matrix["cuda:0"] == Preference(("same_switch:1",), ("same_root:1", "same_node:1", "other_node:1"))
 
 
 def test_several_addresses_of_one_interface_share_its_place() -> None:
@@ -71,9 +69,7 @@ def test_what_the_topology_does_not_mention_is_preferred() -> None:
 
 
 numa_nodes = st.sampled_from([None, 0, 1])
-pci_paths = st.lists(st.sampled_from(["a", "b"]), max_size=3).map(
-    lambda parts: ("pci0000:00", *parts) if parts else ()
-)
+pci_paths = st.lists(st.sampled_from(["a", "b"]), max_size=3).map(lambda parts: ("pci0000:00", *parts) if parts else ())
 places = st.tuples(numa_nodes, pci_paths)
 
 

@@ -26,9 +26,7 @@ class RecordingPair:
     def read(self, token: int, runs: Runs, local_key: int, remote_key: int) -> None:
         self.posted.append(("read", runs, None))
 
-    def write(
-        self, token: int, runs: Runs, local_key: int, remote_key: int, immediate: int | None
-    ) -> None:
+    def write(self, token: int, runs: Runs, local_key: int, remote_key: int, immediate: int | None) -> None:
         self.posted.append(("write", runs, immediate))
 
     def connect(self, peer: PairAddress) -> None: ...

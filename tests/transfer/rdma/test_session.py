@@ -32,9 +32,7 @@ def pair(wire: Wire, make_pair: Callable[..., Pair], checksums: bool) -> Pair:
     return pair
 
 
-def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(
-    pair: Pair, wire: Wire
-) -> None:
+def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(pair: Pair, wire: Wire) -> None:
     wire.freeze()
     batch = pair.near.submit([pair.write(0, 0, 1 << 20)], deadline_s=PATIENCE_S)
     assert wire.has_frozen.wait(PATIENCE_S)
@@ -45,9 +43,7 @@ def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(
     assert pair.memory.buffer == b"f" * (1 << 20)
 
 
-def test_a_read_that_hangs_ends_with_its_deadline_and_fills_nothing_later(
-    pair: Pair, wire: Wire
-) -> None:
+def test_a_read_that_hangs_ends_with_its_deadline_and_fills_nothing_later(pair: Pair, wire: Wire) -> None:
     wire.freeze()
     batch = pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=0.3)
     with pytest.raises(PeerLost):
@@ -102,9 +98,7 @@ def test_deregistering_waits_for_no_reader_that_hangs(pair: Pair, wire: Wire) ->
 
 @pytest.mark.parametrize("checksums", [True])
 @pytest.mark.parametrize("nbytes", [1, 1 << 20])
-def test_a_slice_that_is_damaged_on_the_way_is_sent_again(
-    pair: Pair, wire: Wire, nbytes: int
-) -> None:
+def test_a_slice_that_is_damaged_on_the_way_is_sent_again(pair: Pair, wire: Wire, nbytes: int) -> None:
     wire.num_to_damage = 1
     pair.run(pair.write(0, 0, nbytes))
     assert not wire.num_to_damage

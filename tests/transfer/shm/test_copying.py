@@ -58,9 +58,7 @@ def empty(segments: Segments) -> None:
 @pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("num_rows", [1, 1000])
-def test_all_bytes_arrive_in_their_places(
-    segments: Segments, num_rows: int, threads: int, verified: bool
-) -> None:
+def test_all_bytes_arrive_in_their_places(segments: Segments, num_rows: int, threads: int, verified: bool) -> None:
     length = NBYTES // num_rows
     order = random.Random(1).sample(range(num_rows), num_rows)
     rows = scatter.rows(*((one * length, i * length, length) for i, one in enumerate(order)))
@@ -74,19 +72,13 @@ def test_all_bytes_arrive_in_their_places(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_step_is_guarded_and_none_comes_after_a_refusal(
-    segments: Segments, threads: int
-) -> None:
+def test_every_step_is_guarded_and_none_comes_after_a_refusal(segments: Segments, threads: int) -> None:
     rows, guard, copier = scatter.rows((0, 0, NBYTES)), Guard(limit=3), Copier(threads)
     with pytest.raises(StaleLease):
-        copier.copy(
-            segments.source, segments.into, rows, to_column=REMOTE, verified=True, guard=guard
-        )
+        copier.copy(segments.source, segments.into, rows, to_column=REMOTE, verified=True, guard=guard)
     copier.close()
     assert guard.inside == 0
-    stored = sum(
-        any(segments.into.buffer[at : at + STEP_BYTES]) for at in range(0, NBYTES, STEP_BYTES)
-    )
+    stored = sum(any(segments.into.buffer[at : at + STEP_BYTES]) for at in range(0, NBYTES, STEP_BYTES))
     assert stored == 3
 
 

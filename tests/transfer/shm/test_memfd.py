@@ -71,9 +71,7 @@ def test_its_descriptor_lives_as_long_as_anybody_may_still_pass_it_on() -> None:
 
 @pytest.mark.parametrize("can_populate", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 5 << 20])
-def test_all_its_pages_are_there_and_zero(
-    nbytes: int, can_populate: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_its_pages_are_there_and_zero(nbytes: int, can_populate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_populate:
         monkeypatch.setattr(memfd, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
     owned = OwnedMemory(nbytes)
@@ -83,9 +81,7 @@ def test_all_its_pages_are_there_and_zero(
         owned.discard(0, 4096)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "cannot be had")]
-)
+@pytest.mark.parametrize(("code", "words"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "cannot be had")])
 def test_memory_or_descriptors_that_have_run_out_are_told_apart(
     code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

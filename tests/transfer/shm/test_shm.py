@@ -77,9 +77,7 @@ def test_memory_of_the_host_does_not_travel_on_the_connection(
 ) -> None:
     pair = make_pair(nbytes, registered=registered, checksums=checksums)
     if registered:
-        round_trip(
-            pair
-        )  # the first WRITE travels, while the peer is asked whether it may read by address
+        round_trip(pair)  # the first WRITE travels, while the peer is asked whether it may read by address
     request.getfixturevalue("no_stream")
     round_trip(pair)
     round_trip(pair)
@@ -122,9 +120,7 @@ def test_offers_under_way_while_both_ends_send_much_block_nobody(make_engine: Ma
         assert into.buffer[(2 * i + 1) * size :][:size] == bytes([i]) * size
 
 
-def test_a_copy_gone_wrong_is_never_a_success(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_gone_wrong_is_never_a_success(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(3 * MIB)
     round_trip(pair)
 
@@ -195,9 +191,7 @@ def test_memory_of_another_host_cannot_be_mapped(pair: Pair) -> None:
         pair.near.map(pair.remote, 0, 10)
 
 
-def test_another_process_reads_and_writes_memory_that_was_registered(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
+def test_another_process_reads_and_writes_memory_that_was_registered(make_engine: Make, peer: PeerInProcess) -> None:
     engine = make_engine()
     remote, window_id = peer.lend(4 * MIB, 7)
     local = engine.register(bytearray(4 * MIB))

@@ -43,9 +43,7 @@ class Target:
         self.source = OwnedMemory(NBYTES)
         self.source.view[:] = b"s" * NBYTES
 
-    def offer(
-        self, fd: int | None, *, source_id: int = 1, nbytes: int = NBYTES, base: int = 0
-    ) -> None:
+    def offer(self, fd: int | None, *, source_id: int = 1, nbytes: int = NBYTES, base: int = 0) -> None:
         header = Header(kind=Kind.OFFER, source_id=source_id, window_id=base, nbytes=nbytes)
         self.connection.send(encode(header), fd)
 
@@ -84,9 +82,7 @@ def test_what_is_offered_is_stored_where_it_belongs(target: Target) -> None:
 
 
 @pytest.mark.parametrize("row", [(0, NBYTES, 1), (0, -1, 5), (0, 1, NBYTES), (0, 1 << 62, 1)])
-def test_rows_outside_the_offered_memory_or_of_none_are_refused(
-    target: Target, row: tuple[int, int, int]
-) -> None:
+def test_rows_outside_the_offered_memory_or_of_none_are_refused(target: Target, row: tuple[int, int, int]) -> None:
     target.offer(target.source.fd)
     with pytest.raises(InvalidRequest):
         target.write(scatter.rows(row))

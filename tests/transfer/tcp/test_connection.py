@@ -77,9 +77,7 @@ def test_a_sender_that_trickles_meets_the_deadline(
     connection.set_deadline(time.monotonic() + 0.2)
     try:
         with pytest.raises(PeerLost, match="in time"):
-            connection.receive_guarded(
-                vectors((address_of(into), len(into))), contextlib.nullcontext()
-            )
+            connection.receive_guarded(vectors((address_of(into), len(into))), contextlib.nullcontext())
     finally:
         done.set()
         sender.join()

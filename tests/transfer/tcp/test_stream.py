@@ -57,9 +57,7 @@ def test_many_short_waits_do_not_outlast_the_deadline(engine: TransferEngine) ->
     ],
     ids=lambda text: text[:30].decode(),
 )
-def test_a_list_of_segments_that_is_none_loses_the_peer(
-    engine: TransferEngine, text: bytes
-) -> None:
+def test_a_list_of_segments_that_is_none_loses_the_peer(engine: TransferEngine, text: bytes) -> None:
     def answer(connection: Connection, header: Header) -> None:
         connection.send(encode(Header(kind=Kind.REPLY, entries=len(text))) + text)
 
