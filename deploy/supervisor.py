@@ -130,7 +130,7 @@ class Supervisor:
         old = replace(child)
         try:
             await self._renew(child)
-        except BaseException:
+        except BaseException:  # cancelled too: the one that still serves counts again
             if child.process is not old.process:
                 await asyncio.shield(_end(child))
             child.process, child.follower = old.process, old.follower

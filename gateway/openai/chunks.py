@@ -66,7 +66,7 @@ class Chunks(ABC):
         """A chunk for new output; empty when there is nothing to show."""
 
     def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
-        """The chunk with `x_timing`, of choices that have ended."""
+        """The chunk with `x_timing`, for choices that have ended. Responses have none: their body cannot ask for it."""
         raise NotImplementedError
 
     @abstractmethod
