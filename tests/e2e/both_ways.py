@@ -51,10 +51,7 @@ def same(choice: dict[str, Any]) -> dict[str, Any]:
     if message is None:
         return choice
     calls = [{**call, "id": _CALL_ID.sub("call", call["id"])} for call in message.get("tool_calls", [])]
-    return {
-        **choice,
-        "message": {**message, "content": message["content"] or "", "tool_calls": calls},
-    }
+    return {**choice, "message": {**message, "content": message["content"] or "", "tool_calls": calls}}
 
 
 def assert_close(one: Any, other: Any, where: str = "") -> None:

@@ -50,11 +50,7 @@ class Cluster(LocalCluster):
     """A `moonserve serve` whose processes can be looked into."""
 
     def __init__(
-        self,
-        model: Path | None,
-        *flags: str,
-        log_dir: Path,
-        environ: Mapping[str, str] | None = None,
+        self, model: Path | None, *flags: str, log_dir: Path, environ: Mapping[str, str] | None = None
     ) -> None:
         self.token = secrets.token_hex(8)
         self.headers: dict[str, str] = {}  # of every request, such as an API key
@@ -132,10 +128,7 @@ class Cluster(LocalCluster):
     def rpc_at(self, address: str, stub: Callable[..., Any], method: str, request: Message) -> Any:
         with grpc.insecure_channel(address) as channel:
             return getattr(stub(channel), method)(
-                request,
-                metadata=((TOKEN_HEADER, self.token),),
-                timeout=PATIENCE_S,
-                wait_for_ready=True,
+                request, metadata=((TOKEN_HEADER, self.token),), timeout=PATIENCE_S, wait_for_ready=True
             )
 
     def conductor_address(self, name: str = "conductor") -> str:
@@ -275,10 +268,7 @@ class Cluster(LocalCluster):
         """Kills these workers; returns when their successors, which have nothing cached, are members."""
         kills = [self.killer(name) for name in instance_ids]
         epochs = dict(zip(instance_ids, [kill() for kill in kills], strict=True))
-        self.wait_for(
-            "the successors",
-            lambda: all(self.epoch(name) > epoch for name, epoch in epochs.items()),
-        )
+        self.wait_for("the successors", lambda: all(self.epoch(name) > epoch for name, epoch in epochs.items()))
 
     def stopped(self, instance_id: str) -> AbstractContextManager[None]:
         """The process does nothing within the block, as if its machine had hung."""
@@ -320,10 +310,7 @@ def running_cluster(
 
 @contextmanager
 def small_cluster(
-    folder: Path,
-    *flags: str,
-    context: int = 1024,
-    environ: Mapping[str, str] | None = None,
+    folder: Path, *flags: str, context: int = 1024, environ: Mapping[str, str] | None = None
 ) -> Iterator[Cluster]:
     """A cluster of a small random model, `folder`/model, whose tokens are bytes, and which reads `context` of them."""
     make_model("llama", folder / "model", max_position_embeddings=context)

@@ -51,10 +51,7 @@ def main() -> int:
     limits = ("--max-time", str(args.seconds), "--continue-on-failure")
     if args.url:
         return run(args.url, *limits)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        small_cluster(Path(folder), *UNHURRIED, context=CONTEXT) as cluster,
-    ):
+    with tempfile.TemporaryDirectory() as folder, small_cluster(Path(folder), *UNHURRIED, context=CONTEXT) as cluster:
         code = run(cluster.url, *limits)
         assert not cluster.tracebacks(), cluster.logs()
         return code

@@ -21,13 +21,9 @@ _WORDS = st.one_of(
     st.text(max_size=12),
 )
 _BYTES = st.one_of(
-    st.sampled_from([b"", bytes(16), b"\1" * 16, b"short", bytes(65 * 1024), b"\xff" * 32]),
-    st.binary(max_size=40),
+    st.sampled_from([b"", bytes(16), b"\1" * 16, b"short", bytes(65 * 1024), b"\xff" * 32]), st.binary(max_size=40)
 )
-_FLOATS = st.one_of(
-    st.sampled_from([0.0, -1.0, 1e-300, 1e308, math.inf, -math.inf, math.nan]),
-    st.floats(0, 10),
-)
+_FLOATS = st.one_of(st.sampled_from([0.0, -1.0, 1e-300, 1e308, math.inf, -math.inf, math.nan]), st.floats(0, 10))
 
 
 def _whole(low: int, high: int) -> st.SearchStrategy[int]:

@@ -23,13 +23,7 @@ class BackgroundLoad(Background):
     pause of `pause_s` between requests, where life is wanted and no company in every batch."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        vocab_size: int,
-        *,
-        streams: int = 8,
-        seed: int = 0,
-        pause_s: float = 0.0,
+        self, cluster: Cluster, vocab_size: int, *, streams: int = 8, seed: int = 0, pause_s: float = 0.0
     ) -> None:
         self._flowing = [threading.Event() for _ in range(streams)]
         super().__init__(
@@ -82,13 +76,7 @@ class Regulars(Background):
     """Clients who ask for the same answers without a pause, each of one prompt, beside one who reads a long stream:
     every answer must come, and be what it was before the block."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        prompts: Sequence[list[int]],
-        num_tokens: int,
-        num_streamed: int = 0,
-    ) -> None:
+    def __init__(self, cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, num_streamed: int = 0) -> None:
         """`num_streamed`: tokens of the stream; 0 = nobody reads one."""
         self._cluster = cluster
         self._num_tokens = num_tokens

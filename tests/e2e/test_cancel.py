@@ -58,10 +58,7 @@ def wait_for_count(cluster: Cluster, name: str, at_least: int) -> None:
 
 def test_while_queued(cluster: Cluster) -> None:
     """None is handed off, and so none begun, while the decode worker has no room: the line stays."""
-    with (
-        cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing,
-        ExitStack() as clients,
-    ):
+    with cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing, ExitStack() as clients:
         for index in range(12):
             client = clients.enter_context(RawClient(cluster))
             client.ask(long_prompt(f"queued {index}"), max_tokens=100)
@@ -99,10 +96,7 @@ def test_while_the_decode_worker_cannot_grant_a_landing(cluster: Cluster) -> Non
     with cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing:
         with RawClient(cluster) as client:
             client.ask(long_prompt("reserving"), max_tokens=100)
-            cluster.wait_for(
-                "its blocks",
-                lambda: landing.renew() or cluster.status("prefill-0").load.held_blocks > 0,
-            )
+            cluster.wait_for("its blocks", lambda: landing.renew() or cluster.status("prefill-0").load.held_blocks > 0)
         wait_for_count(cluster, "cancelled_reserving", 1)
 
 

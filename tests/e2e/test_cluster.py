@@ -11,15 +11,7 @@ import pydantic
 import pytest
 
 from models import demo_model_path
-from tests.e2e.cluster import (
-    GREEDY,
-    UNHURRIED,
-    Cluster,
-    cached_of,
-    prompt_of,
-    running_cluster,
-    tokens_of,
-)
+from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, cached_of, prompt_of, running_cluster, tokens_of
 from tests.e2e.raw_http import RawClient, read_events
 from tests.e2e.reference import continuations, load_reference, num_ties
 from tests.e2e.sse import read_choice
@@ -97,9 +89,7 @@ class Paint(pydantic.BaseModel):
     is_dry: bool
 
 
-def test_the_openai_client_parses_answers_and_calls_in_the_form_it_asked_for(
-    client: openai.OpenAI,
-) -> None:
+def test_the_openai_client_parses_answers_and_calls_in_the_form_it_asked_for(client: openai.OpenAI) -> None:
     wish: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "seed": 3}
     answer = client.chat.completions.parse(**wish, response_format=Paint, temperature=1.5)
     assert isinstance(answer.choices[0].message.parsed, Paint)

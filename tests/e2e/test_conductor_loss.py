@@ -12,13 +12,7 @@ import pytest
 
 from protocol.errors import NotLeader
 from protocol.failures import failure_from_wire
-from protocol.pb import (
-    common_pb2,
-    conductor_pb2,
-    conductor_pb2_grpc,
-    leadership_pb2,
-    leadership_pb2_grpc,
-)
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
 from tests.e2e.cluster import Cluster, prompt_of, small_cluster
 from tests.e2e.load import Regulars
@@ -54,9 +48,7 @@ def who(cluster: Cluster, name: str) -> leadership_pb2.WhoReply | None:
     with grpc.insecure_channel(cluster.conductor_address(name)) as channel:
         try:
             return leadership_pb2_grpc.LeadershipStub(channel).Who(
-                leadership_pb2.WhoRequest(),
-                metadata=((TOKEN_HEADER, cluster.token),),
-                timeout=5,
+                leadership_pb2.WhoRequest(), metadata=((TOKEN_HEADER, cluster.token),), timeout=5
             )
         except grpc.RpcError:
             return None
@@ -101,9 +93,7 @@ def wait_for_placements(cluster: Cluster, clients: Regulars, began: float) -> No
     cluster.wait_for("new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS)
 
 
-def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(
-    cluster: Cluster,
-) -> None:
+def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(cluster: Cluster) -> None:
     """It is restarted before its claim has ended, and lets the standby go first (tests/conductor/test_leadership.py);
     on a machine that is busy enough it may yet be the one that leads again."""
     old, epoch = leading(cluster)
@@ -121,9 +111,7 @@ def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(
     cluster.wait_for("the restart", lambda: cluster.pids().get(old, pid) != pid)
 
 
-def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(
-    cluster: Cluster,
-) -> None:
+def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(cluster: Cluster) -> None:
     old = leader(cluster)
     [new] = set(NAMES) - {old}
     pid = cluster.pids()[old]

@@ -90,10 +90,7 @@ def test_limits_that_change_under_load_change_no_token(
 
 
 def take_while_limits_change(
-    cluster: Cluster,
-    prompts: list[list[int]],
-    expected: list[Continuation],
-    capsys: pytest.CaptureFixture[str],
+    cluster: Cluster, prompts: list[list[int]], expected: list[Continuation], capsys: pytest.CaptureFixture[str]
 ) -> int:
     """How many answers differ where two choices are equally good; fails where one differs otherwise."""
     over = threading.Event()

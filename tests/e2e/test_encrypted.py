@@ -53,9 +53,7 @@ async def test_a_peer_with_the_token_and_no_certificate_of_the_cluster_is_refuse
     async with grpc.aio.secure_channel(address, credentials) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await worker_pb2_grpc.WorkerStub(channel).GetStatus(
-                worker_pb2.GetStatusRequest(),
-                metadata=((TOKEN_HEADER, cluster.token),),
-                timeout=PATIENCE_S,
+                worker_pb2.GetStatusRequest(), metadata=((TOKEN_HEADER, cluster.token),), timeout=PATIENCE_S
             )
 
 

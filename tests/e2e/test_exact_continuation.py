@@ -34,12 +34,7 @@ ITEM: dict[str, Any] = {
     "required": ["name", "count"],
     "additionalProperties": False,
 }
-ITEMS: dict[str, Any] = {
-    "type": "array",
-    "items": ITEM,
-    "minItems": NUM_ITEMS,
-    "maxItems": NUM_ITEMS + 1,
-}
+ITEMS: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": NUM_ITEMS, "maxItems": NUM_ITEMS + 1}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -61,13 +56,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a tool": (CHAT, {**FORMED, "tools": [TOOL], "tool_choice": "required"}),
     "a schema": (
         CHAT,
-        {
-            **FORMED,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "items", "schema": ITEMS},
-            },
-        },
+        {**FORMED, "response_format": {"type": "json_schema", "json_schema": {"name": "items", "schema": ITEMS}}},
     ),
 }
 STREAMS = (
@@ -208,9 +197,7 @@ def goes_on_after_kill(cluster: Cluster, known: Known) -> bool:
     return num_moved(cluster, disturbed) > 0
 
 
-def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(
-    cluster: Cluster,
-) -> None:
+def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(cluster: Cluster) -> None:
     """It is stopped, says nothing and closes nothing. When it wakes it is a member again."""
     prompt = prompt_of("silent", 12_000)
     undisturbed = cluster.greedy(prompt, 5, cache_salt="undisturbed")

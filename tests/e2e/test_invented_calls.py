@@ -39,22 +39,14 @@ from tests.thoroughness import examples
 
 pytestmark = pytest.mark.e2e
 
-_FILES = (
-    *(conductor_pb2, directory_pb2, kvstore_pb2, leadership_pb2),
-    *(metrics_pb2, registry_pb2, worker_pb2),
-)
+_FILES = (*(conductor_pb2, directory_pb2, kvstore_pb2, leadership_pb2), *(metrics_pb2, registry_pb2, worker_pb2))
 SERVICES: dict[str, ServiceDescriptor] = {
     service.full_name: service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()
 }
 OURS = {
     "conductor": {"moonserve.Conductor", "moonserve.Metrics"},
     "store-0": {"moonserve.KvStore", "moonserve.Metrics"},
-    "prefill-0": {
-        "moonserve.Worker",
-        "moonserve.Draining",
-        "moonserve.KvMemory",
-        "moonserve.Metrics",
-    },
+    "prefill-0": {"moonserve.Worker", "moonserve.Draining", "moonserve.KvMemory", "moonserve.Metrics"},
     "decode-0": {
         "moonserve.Worker",
         "moonserve.Draining",

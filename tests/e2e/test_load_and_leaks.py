@@ -15,13 +15,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import (
-    GREEDY,
-    Cluster,
-    cached_of,
-    running_cluster,
-    tokens_of,
-)
+from tests.e2e.cluster import GREEDY, Cluster, cached_of, running_cluster, tokens_of
 from tests.e2e.raw_http import RawClient, read_events
 from tests.e2e.sse import read_choice
 from tests.patience import PATIENCE_S
@@ -70,11 +64,7 @@ def wishes(count: int, *, prompt: tuple[int, int], output: tuple[int, int], seed
     """Greedy requests of lengths between these bounds."""
     dice = random.Random(seed)
     return [
-        {
-            "prompt": dice.choices(range(256), k=dice.randint(*prompt)),
-            "max_tokens": dice.randint(*output),
-            **GREEDY,
-        }
+        {"prompt": dice.choices(range(256), k=dice.randint(*prompt)), "max_tokens": dice.randint(*output), **GREEDY}
         for _ in range(count)
     ]
 

@@ -264,8 +264,7 @@ def test_a_request_is_followed_by_its_id_through_every_process(cluster: Cluster)
     }
     for process, beginnings in expected.items():
         cluster.wait_for(
-            f"the lines of {process}",
-            lambda p=process, b=beginnings: len(about(cluster, p, "follow-me")) >= len(b),
+            f"the lines of {process}", lambda p=process, b=beginnings: len(about(cluster, p, "follow-me")) >= len(b)
         )
         messages = about(cluster, process, "follow-me")
         for message, beginning in zip(messages, beginnings, strict=False):
@@ -288,9 +287,7 @@ def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster)
                 assert "request_id" in record, record
 
 
-def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(
-    cluster: Cluster,
-) -> None:
+def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(cluster: Cluster) -> None:
     """On a busy machine all may have been said when the kill comes: then another stream is tried."""
     names = (f"survivor-{number}" for number in range(TRIES))
     name, killed = next((name, k) for name in names if (k := killed_under(cluster, name)))

@@ -59,12 +59,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "one token": {"max_tokens": 1},
     "a large seed": {**DRAWN, "seed": 2**63},
     "top_p, top_k and min_p": {**DRAWN, "top_p": 0.8, "top_k": 40, "min_p": 0.005},
-    "all penalties, drawn": {
-        **DRAWN,
-        "presence_penalty": -0.5,
-        "frequency_penalty": 0.7,
-        "repetition_penalty": 1.2,
-    },
+    "all penalties, drawn": {**DRAWN, "presence_penalty": -0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
     "logit_bias": {"logit_bias": {"17": 100.0}, "presence_penalty": 2.0},
     "several prompts": {"prompt": [PROMPT, OTHER, PROMPT], **DRAWN},
     "min_tokens": {"min_tokens": 8, "stop_token_ids": list(range(0, 256, 2))},
@@ -72,13 +67,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 33},
     "cache_salt": {"cache_salt": "pepper"},
     "priority and user": {"priority": -3, "user": "alice"},
-    "echo with logprobs of several": {
-        **DRAWN,
-        "prompt": [PROMPT, OTHER],
-        "n": 2,
-        "echo": True,
-        "logprobs": 1,
-    },
+    "echo with logprobs of several": {**DRAWN, "prompt": [PROMPT, OTHER], "n": 2, "echo": True, "logprobs": 1},
     "bad_words": {**DRAWN, **LETTERS, "bad_words": ["b", "ca", "add"]},
     "include_stop_str_in_output": {**LETTERS, "stop": ["a"], "include_stop_str_in_output": True},
     "a stop token in the text": {
@@ -92,12 +81,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         **{"presence_penalty": 1.5, "n": 2, "stop": ["zz"]},
         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": PLACE}},
     },
-    "prompt_logprobs of several": {
-        **DRAWN,
-        "prompt": [PROMPT, OTHER],
-        "n": 2,
-        "prompt_logprobs": 0,
-    },
+    "prompt_logprobs of several": {**DRAWN, "prompt": [PROMPT, OTHER], "n": 2, "prompt_logprobs": 0},
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -134,12 +118,7 @@ CHATS: dict[str, dict[str, Any]] = {
         "top_logprobs": 1,
         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
     },
-    "a tool that must be called, n": {
-        **FORMED,
-        "tools": [TOOL],
-        "tool_choice": "required",
-        "n": 2,
-    },
+    "a tool that must be called, n": {**FORMED, "tools": [TOOL], "tool_choice": "required", "n": 2},
     "a tool that may be called": {**FORMED, "tools": [TOOL], "max_tokens": 12, "logprobs": True},
 }
 
@@ -186,9 +165,7 @@ def test_a_parameter_does_the_same_apart_and_together(clusters: tuple[Cluster, C
             jsonschema.validate(json.loads(text_of(choice)), form["schema"])
 
 
-def test_every_parameter_does_the_same_beside_other_requests(
-    clusters: tuple[Cluster, Cluster],
-) -> None:
+def test_every_parameter_does_the_same_beside_other_requests(clusters: tuple[Cluster, Cluster]) -> None:
     """All at once, in other company every time."""
 
     def ask_all(num_threads: int) -> list[Any]:
@@ -210,17 +187,9 @@ def unstopped(clusters: tuple[Cluster, Cluster]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", TO_STOP)
-@pytest.mark.parametrize(
-    ("span", "includes"),
-    [((0, 1), True), ((0, 2), False), ((1, 4), True)],
-    ids=str,
-)
+@pytest.mark.parametrize(("span", "includes"), [((0, 1), True), ((0, 2), False), ((1, 4), True)], ids=str)
 def test_a_stop_string_ends_the_text_wherever_its_tokens_were_made(
-    clusters: tuple[Cluster, Cluster],
-    unstopped: dict[str, str],
-    path: str,
-    span: tuple[int, int],
-    includes: bool,
+    clusters: tuple[Cluster, Cluster], unstopped: dict[str, str], path: str, span: tuple[int, int], includes: bool
 ) -> None:
     """Each character is a token; the first is the prefill worker's, so that the second span lies across the handoff."""
     text = unstopped[path]
@@ -275,8 +244,7 @@ def test_a_second_turn_finds_the_first_ones_answer(clusters: tuple[Cluster, Clus
     num_computed = (len(known) - 1) // BLOCK_SIZE  # the last token's KV never was
     num_answered = num_computed - len(prompt) // BLOCK_SIZE
     cluster.wait_for(
-        "the answer's blocks in the store",
-        lambda: cluster.counter("decode-0", "kept_blocks") - kept == num_answered,
+        "the answer's blocks in the store", lambda: cluster.counter("decode-0", "kept_blocks") - kept == num_answered
     )
     stored = cluster.store().num_objects
     cluster.wait_for("the conductor's knowledge", lambda: cluster.num_indexed() >= stored)

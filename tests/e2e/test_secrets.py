@@ -172,9 +172,7 @@ def _provoked(site: Site) -> dict[str, str]:
     shown: dict[str, str] = {}
     for key in (API_KEY, *TENANT_KEYS.values(), WRONG_KEY):
         with httpx.Client(
-            base_url=cluster.url,
-            timeout=PATIENCE_S,
-            headers={"Authorization": f"Bearer {key}"},
+            base_url=cluster.url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {key}"}
         ) as client:
             body = {"prompt": [1, 2, 3], "max_tokens": 2}
             answer = client.post("/v1/completions", json=body)
@@ -182,13 +180,7 @@ def _provoked(site: Site) -> dict[str, str]:
             request_id = answer.headers["x-request-id"]
             shown[f"answer to {key[-4:]}"] = answer.text + str(answer.headers)
             shown[f"refusal of {key[-4:]}"] = client.post("/v1/completions", json={"n": {}}).text
-            paths = (
-                "/metrics",
-                "/v1/cluster",
-                f"/v1/requests/{request_id}/explain",
-                "/version",
-                "/ready",
-            )
+            paths = ("/metrics", "/v1/cluster", f"/v1/requests/{request_id}/explain", "/version", "/ready")
             shown |= {f"{path} for {key[-4:]}": client.get(path).text for path in paths}
     site.redis.kill()
     with cluster.client() as client, suppress(httpx.HTTPError):

@@ -122,10 +122,7 @@ def test_any_gateway_tells_the_metrics_of_all(cluster: Cluster) -> None:
     everybody = {*NAMES, "conductor", "prefill-0", "decode-0"}
     for _ in range(5):
         told = told_by_one(
-            cluster,
-            "",
-            "/metrics/cluster",
-            lambda text: list(up(text).values()) == ["1"] * len(everybody),
+            cluster, "", "/metrics/cluster", lambda text: list(up(text).values()) == ["1"] * len(everybody)
         )
         assert up(told).keys() == everybody
         for name in NAMES:

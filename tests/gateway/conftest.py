@@ -49,11 +49,7 @@ class RecordingLifecycle(Lifecycle):
 async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncIterator[str]:
     """The gateway's URL."""
     config = GatewayConfig(
-        model=str(MODEL),
-        port=0,
-        conductor=cluster.address,
-        cluster_token=CLUSTER_TOKEN,
-        drain_s=0.2,
+        model=str(MODEL), port=0, conductor=cluster.address, cluster_token=CLUSTER_TOKEN, drain_s=0.2
     )
     config = dataclasses.replace(config, **options)
     lifecycle = RecordingLifecycle()

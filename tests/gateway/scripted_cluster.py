@@ -18,13 +18,7 @@ from protocol.ids import GatewayId, RequestId
 from protocol.keys import unpack_tokens
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.prompt_logprobs import PromptLogprobs
-from protocol.request import (
-    FinishReason,
-    Logprobs,
-    PrefillReport,
-    Token,
-    finish_reason,
-)
+from protocol.request import FinishReason, Logprobs, PrefillReport, Token, finish_reason
 from protocol.rpc import RpcServer
 from protocol.streams import GatewayStreams
 from protocol.wire import sampling_from_wire
@@ -63,10 +57,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     @property
     def endpoint(self) -> common_pb2.Endpoint:
         return common_pb2.Endpoint(
-            instance_id=self.instance_id,
-            epoch=self.epoch,
-            rpc_address=self.rpc_address,
-            host="here",
+            instance_id=self.instance_id, epoch=self.epoch, rpc_address=self.rpc_address, host="here"
         )
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
@@ -278,19 +269,14 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         if self.place_replies:
             return self.place_replies.pop(0)
         chosen = [
-            next(
-                (w for w in self._alive(role) if w.instance_id not in request.excluded_instances),
-                None,
-            )
+            next((w for w in self._alive(role) if w.instance_id not in request.excluded_instances), None)
             for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
         ]
         if None in chosen:
             return conductor_pb2.PlaceReply(failure=common_pb2.Failure(code="no_worker", message="no worker is alive"))
         return conductor_pb2.PlaceReply(
             placement=common_pb2.Placement(
-                request_id=request.request_id,
-                prefill=chosen[0].endpoint,
-                decode=chosen[1].endpoint,
+                request_id=request.request_id, prefill=chosen[0].endpoint, decode=chosen[1].endpoint
             )
         )
 

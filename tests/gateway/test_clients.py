@@ -102,10 +102,7 @@ async def test_a_slow_reader_is_given_up_and_others_are_not_held_up(
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await cluster.until(lambda: len(cluster.submissions) == 1)
-        async with (
-            aiohttp.ClientSession(url) as http,
-            http.post("/v1/completions", json=TEXT) as reply,
-        ):
+        async with aiohttp.ClientSession(url) as http, http.post("/v1/completions", json=TEXT) as reply:
             assert (await reply.json())["choices"][0]["finish_reason"] == "length"
         await cluster.until(lambda: len(cluster.cancels) == 2)
         writer.transport.abort()

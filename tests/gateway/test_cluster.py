@@ -17,13 +17,7 @@ from gateway.cluster.stream import WorkerStream
 from gateway.cluster.view import Cluster
 from protocol.errors import IntegrityError, MoonserveError, NoWorker, PeerLost
 from protocol.ids import GatewayId
-from protocol.pb import (
-    common_pb2,
-    conductor_pb2,
-    conductor_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from tests.patience import NEVER_S, PATIENCE_S
@@ -88,13 +82,7 @@ def names(lost: Lost) -> list[str]:
 
 
 def endpoint(name: str, epoch: int, port: int) -> Endpoint:
-    return Endpoint(
-        instance_id=name,
-        epoch=epoch,
-        rpc_address=f"127.0.0.1:{port}",
-        transfer_address="",
-        host="h",
-    )
+    return Endpoint(instance_id=name, epoch=epoch, rpc_address=f"127.0.0.1:{port}", transfer_address="", host="h")
 
 
 async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed() -> None:
@@ -201,9 +189,7 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
 
 
 @given(streams=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), min_size=1, max_size=10))
-def test_a_stream_begins_well_exactly_where_nothing_was_missed(
-    streams: list[tuple[int, int, bool]],
-) -> None:
+def test_a_stream_begins_well_exactly_where_nothing_was_missed(streams: list[tuple[int, int, bool]]) -> None:
     """Each stream brings some batches, loses some, and may be followed by the worker giving this gateway up."""
     worker = endpoint("d0", 1, 1)
     heard, given_up, taken, is_whole = WorkerStream(endpoint=worker), 0, 0, True

@@ -5,13 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.generation.detokenize import (
-    REPLACEMENT,
-    ByteDecoder,
-    StopMatcher,
-    TextOutput,
-    WindowDecoder,
-)
+from gateway.generation.detokenize import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
 from gateway.text.tokenizer import load_tokenizer
 from tests.gateway.conftest import MODEL
 
@@ -65,10 +59,7 @@ def test_a_window_of_broken_bytes_stays_short() -> None:
     assert len(text) >= 400
 
 
-@given(
-    st.lists(st.text("ab", max_size=4), max_size=12),
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-)
+@given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 @example(["a", "b"], ["b", "ab"])
 def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is_emitted(
     deltas: list[str], stops: list[str]

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from gateway.cluster.figures import (
-    _MAX_PREFIXES,
-    _NUM_LATEST,
-    WINDOW_S,
-    DecodeFigures,
-    Figures,
-)
+from gateway.cluster.figures import _MAX_PREFIXES, _NUM_LATEST, WINDOW_S, DecodeFigures, Figures
 from protocol.keys import BlockKey
 from protocol.metrics import RequestMetrics
 from protocol.pb import common_pb2, conductor_pb2

@@ -43,16 +43,8 @@ def form(**fields: Any) -> Form | None:
         ({"guided_grammar": 'start: "a" b*\nb: "b" | "c"'}, ["a", "abcb"], ["b", "aa"]),
         ({"guided_grammar": 'root ::= "a" [0-9]+'}, ["a1", "a22"], ["a"]),
         ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 1}'], ["{}"]),
-        (
-            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-            ['{"a":1}'],
-            ['{"a": 1}'],
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "whitespace_pattern": "~"}},
-            ['{"a"~:1}'],
-            ['{"a": 1}'],
-        ),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ['{"a":1}'], ['{"a": 1}']),
+        ({"structured_outputs": {"json_object": True, "whitespace_pattern": "~"}}, ['{"a"~:1}'], ['{"a": 1}']),
         ({"structured_outputs": {"regex": "ab?"}}, ["a"], ["b"]),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, ["no"], ["n"]),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, ["x"], ["y"]),
@@ -85,10 +77,7 @@ def test_text_is_no_form_and_neither_is_nothing() -> None:
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
-        (
-            {"structured_outputs": {"structural_tag": "{}"}},
-            "structured_outputs.structural_tag",
-        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
     ],
     ids=str,
 )

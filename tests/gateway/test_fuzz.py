@@ -16,12 +16,7 @@ from gateway.http.errors import ApiError
 from gateway.openai.chunks import CompletionChunks, Heading, Wants
 from gateway.openai.models import DetokenizeBody, TokenizeBody
 from gateway.openai.responses.schema import ResponsesBody
-from gateway.openai.schema import (
-    BodyParser,
-    ChatBody,
-    CompletionBody,
-    validated,
-)
+from gateway.openai.schema import BodyParser, ChatBody, CompletionBody, validated
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
@@ -43,9 +38,7 @@ _values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "name", "function"]) | st.text(),
-            inner,
-            max_size=4,
+            st.sampled_from(["role", "content", "type", "text", "name", "function"]) | st.text(), inner, max_size=4
         )
     ),
     max_leaves=8,
@@ -74,8 +67,7 @@ def test_any_bytes_are_a_body_or_400(cls: Any, raw: bytes) -> None:
 
 
 _messages = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), _values),
-    max_size=4,
+    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), _values), max_size=4
 )
 _sources = st.lists(
     st.sampled_from(

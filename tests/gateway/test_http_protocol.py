@@ -36,10 +36,7 @@ async def connected(cluster: ScriptedCluster, **options: Any) -> AsyncIterator[S
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         try:
             yield reader, writer
-            async with (
-                aiohttp.ClientSession(url) as http,
-                http.post("/v1/completions", data=BODY) as reply,
-            ):
+            async with aiohttp.ClientSession(url) as http, http.post("/v1/completions", data=BODY) as reply:
                 assert reply.status == 200
         finally:
             writer.close()
@@ -67,10 +64,7 @@ ENDLESS = {
     "headers": (b"GET /health HTTP/1.1\r\n", b"X-A: b\r\n" * 100),
     "a path": (b"GET /", b"x" * 1_000),
     "a name of a header": (b"GET /health HTTP/1.1\r\n", b"x" * 1_000),
-    "trailers": (
-        b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
-        b"X-A: b\r\n" * 100,
-    ),
+    "trailers": (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"X-A: b\r\n" * 100),
 }
 
 
@@ -114,11 +108,7 @@ PIECES: dict[str, tuple[dict[str, Any], bytes, str]] = {
         head("X: " + "x" * 5_000) + BODY,
         "431 headers_too_large",
     ),
-    "a head that does not come whole": (
-        SOON,
-        b"POST /v1/completions HTTP/1.1\r\nHo",
-        "408 request_timeout",
-    ),
+    "a head that does not come whole": (SOON, b"POST /v1/completions HTTP/1.1\r\nHo", "408 request_timeout"),
     "nothing": (SOON, b"", ""),
     "a body that does not come whole": (SOON, head(length=1_000) + b"{", "408 request_timeout"),
     **{f"no HTTP, {i}": (NEVER, raw, "400 invalid_http") for i, raw in enumerate(RUBBISH)},
@@ -133,9 +123,7 @@ async def test_what_does_not_come_whole_or_is_no_http_is_not_waited_for(cluster:
         assert await answer_of(reader) == expected
 
 
-async def test_a_body_that_goes_on_after_its_refusal_ends_the_connection(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_a_body_that_goes_on_after_its_refusal_ends_the_connection(cluster: ScriptedCluster) -> None:
     async with connected(cluster, api_key=(), **SOON, max_body_bytes=100) as (reader, writer):
         writer.write(head(length=10**6) + b"{")
         async with asyncio.timeout(PATIENCE_S):
@@ -145,9 +133,7 @@ async def test_a_body_that_goes_on_after_its_refusal_ends_the_connection(
                     writer.write(b"x")
 
 
-async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(cluster: ScriptedCluster) -> None:
     """The head's time passes while the first request's stream goes on."""
     go_on = asyncio.Event()
 
@@ -183,13 +169,8 @@ def is_open(writer: asyncio.StreamWriter) -> bool:
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1
 
 
-async def test_more_connections_than_the_most_are_503_until_others_have_ended(
-    cluster: ScriptedCluster,
-) -> None:
-    async with (
-        running_gateway(cluster, max_connections=2, **NEVER) as url,
-        asyncio.timeout(PATIENCE_S),
-    ):
+async def test_more_connections_than_the_most_are_503_until_others_have_ended(cluster: ScriptedCluster) -> None:
+    async with running_gateway(cluster, max_connections=2, **NEVER) as url, asyncio.timeout(PATIENCE_S):
         address = urlsplit(url)
 
         async def connect() -> Streams:

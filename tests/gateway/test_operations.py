@@ -112,9 +112,7 @@ async def test_all_choices_and_attempts_are_explained_of_the_latest_request_of_a
     assert "the last 4096 requests" in error["message"]
 
 
-async def test_a_gateway_without_workers_or_conductor_is_alive_but_not_ready(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_a_gateway_without_workers_or_conductor_is_alive_but_not_ready(cluster: ScriptedCluster) -> None:
     cluster.dead |= {"decode-0", "decode-1"}
     for _ in range(2):
         async with clients_of(cluster) as http:
@@ -163,13 +161,7 @@ def untouched() -> Iterator[None]:
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["--model", "x", "--prot", "1"],
-        ["--model", "x"],
-        ["--model", str(MODEL), "--port", "taken"],
-    ],
+    "flags", [[], ["--model", "x", "--prot", "1"], ["--model", "x"], ["--model", str(MODEL), "--port", "taken"]]
 )
 def test_bad_flags_and_a_port_in_use_are_one_line_and_exit_code_2(
     flags: list[str], capfd: pytest.CaptureFixture[str]

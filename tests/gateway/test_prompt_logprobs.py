@@ -58,11 +58,7 @@ async def test_an_echoed_prompt_has_them_before_the_answers_own(
     logprobs = choice["logprobs"]
     assert choice["text"].startswith(PROMPT)
     assert logprobs["tokens"][: len(ids)] == [tokenizer.token_name(each) for each in ids]
-    assert logprobs["token_logprobs"][: len(ids) + 1] == [
-        None,
-        *(-float(at) for at in range(1, len(ids))),
-        -0.25,
-    ]
+    assert logprobs["token_logprobs"][: len(ids) + 1] == [None, *(-float(at) for at in range(1, len(ids))), -0.25]
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["top_logprobs"][1] == {
         tokenizer.token_name(0): -2.0,
@@ -74,9 +70,7 @@ async def test_an_echoed_prompt_has_them_before_the_answers_own(
     assert {len(column) for column in logprobs.values()} == {len(ids) + 3}
 
 
-def test_a_token_that_is_not_among_the_likeliest_is_told_of_beside_them(
-    tokenizer: Tokenizer,
-) -> None:
+def test_a_token_that_is_not_among_the_likeliest_is_told_of_beside_them(tokenizer: Tokenizer) -> None:
     """As OpenAI's clients expect: k + 1 entries, or k where it is one of them."""
     told = [
         Token(

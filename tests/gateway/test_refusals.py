@@ -180,9 +180,7 @@ async def test_too_many_prompts_are_refused_before_any_is_read(
 
 
 async def test_a_bug_is_an_openai_error_without_details_and_is_logged(
-    http: aiohttp.ClientSession,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(self: Tokenizer, *args: object, **options: object) -> list[int]:
         raise ZeroDivisionError("inside")
@@ -222,9 +220,7 @@ async def test_unknown_parameters_are_ignored_with_one_warning_and_so_are_conten
     assert sum("frobnicate" in record.message for record in caplog.records) == 1
 
 
-async def test_unknown_paths_are_404_wrong_methods_405_and_embeddings_400(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_unknown_paths_are_404_wrong_methods_405_and_embeddings_400(http: aiohttp.ClientSession) -> None:
     for method, path, status in (
         ("GET", TEXT_PATH, 405),
         ("DELETE", CHAT_PATH, 405),
@@ -245,9 +241,7 @@ async def test_unknown_paths_are_404_wrong_methods_405_and_embeddings_400(
             assert error["code"] == "method_not_allowed"
 
 
-async def test_bodies_over_the_limit_are_413_however_they_are_sent(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_bodies_over_the_limit_are_413_however_they_are_sent(cluster: ScriptedCluster) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield b"x" * 1000
@@ -293,10 +287,7 @@ async def test_the_conductors_own_refusals_keep_their_status(
 
 async def test_no_worker_is_503_with_retry_after(cluster: ScriptedCluster) -> None:
     cluster.dead |= {"prefill-0", "prefill-1"}
-    async with (
-        clients_of(cluster, worker_patience_s=0.0) as http,
-        http.post(TEXT_PATH, json=TEXT) as reply,
-    ):
+    async with clients_of(cluster, worker_patience_s=0.0) as http, http.post(TEXT_PATH, json=TEXT) as reply:
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         assert (await reply.json())["error"]["code"] == "no_worker"
 

@@ -31,10 +31,7 @@ CHAT = COMMON | {"messages": [{"role": "user", "content": "hello"}], "max_tokens
 TEXT = COMMON | {"prompt": "hello", "max_tokens": 8}
 WEATHER = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ghent"}}\n</tool_call>'
 

@@ -24,13 +24,7 @@ SIGNS = st.lists(
 
 
 def sign(name: str, heard_s: float, word_s: float = 9.0, *, draining: bool = False) -> Sign:
-    return Sign(
-        instance_id=name,
-        role=Role.DECODE,
-        draining=draining,
-        last_heard_s=heard_s,
-        last_word_s=word_s,
-    )
+    return Sign(instance_id=name, role=Role.DECODE, draining=draining, last_heard_s=heard_s, last_word_s=word_s)
 
 
 def silent(signs: list[Sign]) -> set[str]:
@@ -57,9 +51,7 @@ def test_who_is_heard_by_nobody_is_lost_when_somebody_else_is_there(signs: list[
 
 
 @given(SIGNS)
-def test_somebody_of_the_role_is_always_left_and_silence_is_preceded_by_lateness(
-    signs: list[Sign],
-) -> None:
+def test_somebody_of_the_role_is_always_left_and_silence_is_preceded_by_lateness(signs: list[Sign]) -> None:
     lost = silent(signs)
     for each in signs:
         if each.instance_id in lost:

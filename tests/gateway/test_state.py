@@ -230,9 +230,7 @@ STEPS = st.lists(st.integers(0, 8), min_size=1, max_size=4).map(
 
 
 @given(st.lists(STEPS, max_size=25))
-def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(
-    steps: list[str],
-) -> None:
+def test_whatever_happens_tokens_are_emitted_exactly_once_and_the_end_comes_once(steps: list[str]) -> None:
     state = new_state(max_tokens=7)
     actions: list[Any] = list(state.handle(event_of(state, "due"), 0.0))
     for step in steps:

@@ -28,12 +28,7 @@ async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
     first, *chunks = await events(http, "/v1/chat/completions", CHAT)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
-        {
-            "index": 0,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ]
     choices = [chunk["choices"][0] for chunk in chunks]
     text = "".join(choice["delta"]["content"] for choice in choices)
@@ -66,10 +61,7 @@ async def test_usage_comes_in_one_more_chunk_and_is_null_before(
         ("/v1/chat/completions", CHAT),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}),
         ("/v1/completions", TEXT),
-        (
-            "/v1/completions",
-            TEXT | {"prompt": ["hello", "you"], "n": 2, "echo": True, "logprobs": 1},
-        ),
+        ("/v1/completions", TEXT | {"prompt": ["hello", "you"], "n": 2, "echo": True, "logprobs": 1}),
         ("/v1/completions", TEXT | {"stop": "or no", "logprobs": 2, "echo": True}),
     ],
 )
@@ -211,7 +203,4 @@ async def test_the_conductor_hears_of_the_first_token_before_the_end(
     cluster.first_token_gate.set()
     await cluster.until(lambda: len(cluster.reports) == 2)
     phases = conductor_pb2.ReportRequest
-    assert [report.phase for report in cluster.reports] == [
-        phases.PHASE_FIRST_TOKEN,
-        phases.PHASE_FINISHED,
-    ]
+    assert [report.phase for report in cluster.reports] == [phases.PHASE_FIRST_TOKEN, phases.PHASE_FINISHED]

@@ -31,9 +31,7 @@ async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: Scrip
             assert cluster.places[-1].tenant == tenant
 
 
-async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(cluster: ScriptedCluster) -> None:
     async with clients_of(cluster, api_key=("three",), tenant_keys=("alice=one",)) as http:
         assert await ask(http, "one") == 200
         told = {}
@@ -48,9 +46,7 @@ async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(
     assert 0 < latest["ttft_s"] <= latest["e2e_s"]
 
 
-async def test_a_tenant_sees_its_own_decisions_and_an_operator_all(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_a_tenant_sees_its_own_decisions_and_an_operator_all(cluster: ScriptedCluster) -> None:
     keys = ("alice=one", "carol=two")
     async with clients_of(cluster, api_key=("three",), tenant_keys=keys) as http:
         assert await ask(http, "one") == 200
@@ -60,9 +56,7 @@ async def test_a_tenant_sees_its_own_decisions_and_an_operator_all(
                 assert reply.status == status
 
 
-async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(cluster: ScriptedCluster) -> None:
     """By a digest where the name is very long: the conductor keeps thousands, which would be all of its memory."""
     for options, key in (({}, None), ({"api_key": ("three",)}, "three")):
         async with clients_of(cluster, **options) as http:

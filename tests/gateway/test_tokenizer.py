@@ -59,11 +59,7 @@ def test_the_models_chat_template_renders_as_transformers_does(generation_prompt
 def test_what_templates_may_use_means_the_same_as_in_transformers(name: str) -> None:
     ours = ChatTemplate(TEMPLATES[name], {"bos_token": "<|bos|>"})
     theirs = REFERENCE.apply_chat_template(
-        MESSAGES,
-        chat_template=TEMPLATES[name],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking="yes",
+        MESSAGES, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True, enable_thinking="yes"
     )
     assert ours.render(MESSAGES, variables={"enable_thinking": "yes"}) == theirs
 
@@ -97,9 +93,7 @@ def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == {1}
 
 
-def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_error(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_error(tmp_path: Path) -> None:
     """One without any template refuses chats."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from gateway.access.key_holder import KeyHolder
-from gateway.access.key_record import (
-    ApiKey,
-    KeyLimits,
-    check_strength,
-    digest_of,
-    from_json,
-    new_key,
-)
+from gateway.access.key_record import ApiKey, KeyLimits, check_strength, digest_of, from_json, new_key
 from protocol.errors import InvalidRequest
 
 counts = st.none() | st.integers(1, 2**53)

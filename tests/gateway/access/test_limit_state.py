@@ -16,10 +16,7 @@ from tests.thoroughness import examples
 LIMITS = KeyLimits(requests_per_minute=5, tokens_per_minute=1_000, streams=3)
 
 
-@given(
-    capacity=st.integers(1, 10**6),
-    takes=st.lists(st.tuples(st.floats(0, 30), st.floats(0, 1)), max_size=40),
-)
+@given(capacity=st.integers(1, 10**6), takes=st.lists(st.tuples(st.floats(0, 30), st.floats(0, 1)), max_size=40))
 def test_in_no_time_more_is_taken_than_a_bucket_and_what_refills(
     capacity: int, takes: list[tuple[float, float]]
 ) -> None:
@@ -37,12 +34,7 @@ def test_in_no_time_more_is_taken_than_a_bucket_and_what_refills(
             assert total <= capacity * (1 + (at - begin) / 60) * (1 + 1e-7) + 1e-6
 
 
-@given(
-    capacity=st.integers(1, 10**6),
-    debt=st.floats(0, 5),
-    share=st.floats(0, 1),
-    now=st.floats(0, 10**6),
-)
+@given(capacity=st.integers(1, 10**6), debt=st.floats(0, 5), share=st.floats(0, 1), now=st.floats(0, 10**6))
 def test_who_comes_back_when_told_is_let_in_and_a_moment_before_not(
     capacity: int, debt: float, share: float, now: float
 ) -> None:

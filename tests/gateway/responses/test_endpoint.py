@@ -25,15 +25,9 @@ def prompts(cluster: ScriptedCluster, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(unpack_tokens(each.token_ids)[: each.num_prompt_tokens]) for each in cluster.submissions]
 
 
-async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(client: openai.AsyncOpenAI) -> None:
     response = await client.responses.create(
-        model="demo",
-        input="hi",
-        max_output_tokens=3,
-        top_logprobs=2,
-        include=["message.output_text.logprobs"],
+        model="demo", input="hi", max_output_tokens=3, top_logprobs=2, include=["message.output_text.logprobs"]
     )
     assert (response.output_text, response.status) == (TEXT, "incomplete")
     assert response.incomplete_details is not None
@@ -50,17 +44,11 @@ async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(
     assert "".join(entry.token for entry in part.logprobs) == TEXT
 
 
-async def test_a_stream_ends_in_the_response_that_can_be_looked_up(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_a_stream_ends_in_the_response_that_can_be_looked_up(client: openai.AsyncOpenAI) -> None:
     """By an id of which `x-request-id`, which may have slashes, is a part."""
     kinds, text, last = [], "", None
     stream = await client.responses.create(
-        model="demo",
-        input="hi",
-        max_output_tokens=3,
-        stream=True,
-        extra_headers={"x-request-id": "team/7"},
+        model="demo", input="hi", max_output_tokens=3, stream=True, extra_headers={"x-request-id": "team/7"}
     )
     async for event in stream:
         kinds.append(event.type)

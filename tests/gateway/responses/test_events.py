@@ -131,9 +131,7 @@ def test_a_call_ends_another_begins_and_text_is_between_in_one_delta() -> None:
     assert said["content"][0]["text"] == "and"
 
 
-def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
-    tokenizer: Tokenizer,
-) -> None:
+def test_logprobs_of_a_characters_first_tokens_come_with_the_character(tokenizer: Tokenizer) -> None:
     """Whose text comes with its last token."""
     token_ids = tokenizer.encode("\U0001f389", add_special_tokens=False)
     assert len(token_ids) > 1
@@ -148,9 +146,7 @@ def test_logprobs_of_a_characters_first_tokens_come_with_the_character(
     assert bytes(told).decode() == delta["delta"] == "\U0001f389"
 
 
-def test_of_a_response_that_is_cut_off_only_the_last_item_is_incomplete(
-    tokenizer: Tokenizer,
-) -> None:
+def test_of_a_response_that_is_cut_off_only_the_last_item_is_incomplete(tokenizer: Tokenizer) -> None:
     """Streamed or not, however the text comes."""
     plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
     wants = Wants(usage=True, token_ids=False, logprobs=False)

@@ -34,10 +34,7 @@ def test_what_was_used_last_stays_longest() -> None:
 
 _steps = st.lists(
     st.tuples(
-        st.sampled_from(["put", "get", "remove"]),
-        st.sampled_from("xy"),
-        st.sampled_from("abcde"),
-        st.integers(0, 900),
+        st.sampled_from(["put", "get", "remove"]), st.sampled_from("xy"), st.sampled_from("abcde"), st.integers(0, 900)
     ),
     max_size=60,
 )

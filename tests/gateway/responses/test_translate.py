@@ -17,11 +17,7 @@ def test_calls_belong_to_the_message_before_them_and_results_are_the_tools() -> 
     items: list[dict[str, Any]] = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "hm"}],
-        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hm"}]},
         {"type": "reasoning", "summary": []},
         CALL,
         {**CALL, "call_id": "c2"},

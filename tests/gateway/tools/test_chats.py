@@ -24,10 +24,7 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %};"
     "{% endfor %}"
 )
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "default": {"a": None}}},
-}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": {"a": None}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>'
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "max_tokens": 200}
 

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.tools.formats import (
-    Called,
-    HermesParser,
-    Llama3JsonParser,
-    Told,
-    ToolParser,
-)
+from gateway.openai.tools.formats import Called, HermesParser, Llama3JsonParser, Told, ToolParser
 from tests.thoroughness import examples
 
 NAMES = ("get_weather", "add")

@@ -95,9 +95,7 @@ async def test_a_free_choice_is_free_until_it_calls(kind: str, tokenizer: Tokeni
         assert not allows(strict, text, tokenizer), text
 
 
-async def test_text_around_strict_calls_is_free_and_one_call_can_be_all(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_text_around_strict_calls_is_free_and_one_call_can_be_all(tokenizer: Tokenizer) -> None:
     one = call("hermes", "add", '{"a": 3}')
     strict = await plan_of(tools=[tool(ADD, strict=True)])
     assert allows(strict, f"Well.\n{one}\n{one} so", tokenizer)
@@ -123,9 +121,7 @@ async def test_tags_that_are_special_tokens_are_those(tokenizer: Tokenizer) -> N
             await plan_of(tools=[tool(ADD, strict=True)], tool_choice=choice, special="<tool_call>")
 
 
-async def test_schemas_that_cannot_be_followed_are_refused_for_strict_functions_only(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_schemas_that_cannot_be_followed_are_refused_for_strict_functions_only(tokenizer: Tokenizer) -> None:
     plan = await plan_of(tools=[tool(NOW), tool(ODD)], tool_choice="required")
     assert allows(plan, call("hermes", "odd", '{"y": 1}'), tokenizer)
     with pytest.raises(ApiError) as caught:
