@@ -32,11 +32,7 @@ class Files:
     @property
     def flags(self) -> tuple[str, ...]:
         """Of `moonserve serve` and of every process."""
-        named = {
-            "--tls-certificate": self.certificate,
-            "--tls-key": self.key,
-            "--tls-authority": self.authority,
-        }
+        named = {"--tls-certificate": self.certificate, "--tls-key": self.key, "--tls-authority": self.authority}
         return tuple(str(part) for pair in named.items() for part in pair)
 
     def transfer_options(self) -> TransferOptions:

@@ -22,10 +22,7 @@ import pytest
 from tests.patience import PATIENCE_S
 
 # Scrollbars would be cut out of what is 390 wide; telephones lay them over.
-_FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"),
-    "--hide-scrollbars",
-)
+_FLAGS = (*("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"), "--hide-scrollbars")
 
 # Name → code of the key, and what it types.
 _KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "Escape": (27, "")}

@@ -34,11 +34,7 @@ class Starting:
 
 
 def start(
-    module: str,
-    *flags: str,
-    token: str,
-    environment: Mapping[str, str] | None = None,
-    stderr: IO[bytes] | None = None,
+    module: str, *flags: str, token: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
 ) -> Starting:
     """`python -m module flags`, with a status pipe."""
     read_fd, write_fd = os.pipe()

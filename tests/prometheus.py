@@ -55,11 +55,7 @@ class Prometheus:
 def running_prometheus(config: Path, folder: Path) -> Iterator[Prometheus]:
     """`folder`: for its data and its log."""
     port = free_port()
-    command = [
-        binary("prometheus"),
-        f"--config.file={config}",
-        f"--storage.tsdb.path={folder}/data",
-    ]
+    command = [binary("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder}/data"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

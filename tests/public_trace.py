@@ -11,6 +11,5 @@ _SHARED = Path(__file__).resolve().parents[2] / "shared/traces/conversation_trac
 TRACE = Path(os.environ.get("MOONSERVE_TRACE", _SHARED))
 
 needs_trace = pytest.mark.skipif(
-    not TRACE.exists(),
-    reason="needs the public trace: moonserve traces fetch, and its path in MOONSERVE_TRACE",
+    not TRACE.exists(), reason="needs the public trace: moonserve traces fetch, and its path in MOONSERVE_TRACE"
 )

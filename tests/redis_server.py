@@ -68,12 +68,7 @@ class RedisServer:
     def start(self) -> None:
         """On the same port as before. Returns when it answers; raises ChildProcessError when it ends instead."""
         with open(self.folder / "output", "ab") as output:
-            self._process = subprocess.Popen(
-                self._command(),
-                cwd=self.folder,
-                stdout=output,
-                stderr=output,
-            )
+            self._process = subprocess.Popen(self._command(), cwd=self.folder, stdout=output, stderr=output)
         give_up_at = time.monotonic() + START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > give_up_at:

@@ -10,13 +10,7 @@ import numpy as np
 from benchmarks.transfer import rounds
 from benchmarks.transfer.contestant import Contestant
 from benchmarks.transfer.pair import Placement
-from benchmarks.transfer.workload import (
-    POOL_BYTES,
-    SIZES,
-    differing_blocks,
-    pattern,
-    throughput,
-)
+from benchmarks.transfer.workload import POOL_BYTES, SIZES, differing_blocks, pattern, throughput
 
 LOAD = throughput("read", *SIZES["1 MiB"])
 

@@ -12,10 +12,7 @@ from tests.thoroughness import examples
 Step = tuple[bool, int]  # (allocate that many bytes) or (free the n-th live extent)
 
 
-@given(
-    st.integers(0, 64),
-    st.lists(st.tuples(st.booleans(), st.integers(0, 12 * ALIGNMENT)), max_size=80),
-)
+@given(st.integers(0, 64), st.lists(st.tuples(st.booleans(), st.integers(0, 12 * ALIGNMENT)), max_size=80))
 @settings(max_examples=examples(75), deadline=None)
 def test_any_sequence_conserves_the_segment(units: int, steps: list[Step]) -> None:
     allocator = Allocator(units * ALIGNMENT + 17)

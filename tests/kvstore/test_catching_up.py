@@ -51,9 +51,7 @@ class Alone(CatchingUp):
         await self._comparing
 
 
-async def test_what_was_compared_before_another_absence_is_compared_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_was_compared_before_another_absence_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catching_up, "COMPARED_AT_ONCE", 1)
     monkeypatch.setattr(catching_up, "COMPARE_S", 0.0)
     node = Node()
@@ -77,9 +75,7 @@ class Ignorant(CatchingUp):
         return False
 
 
-async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too(
-    tmp_path: Path,
-) -> None:
+async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too(tmp_path: Path) -> None:
     """The node was away while it still read its disk, all of which could have stayed before."""
     async with node_on(tmp_path) as node:
         node.put(1)
@@ -113,11 +109,7 @@ async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forg
         node.put(1)
         await node.mover.flush(10.0)
     async with life_in(tmp_path) as life:
-        registry, channels, noted = (
-            EmbeddedRegistry(),
-            Channels(TOKEN),
-            tmp_path / PRESENCE_FILE_NAME,
-        )
+        registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), tmp_path / PRESENCE_FILE_NAME
         again = Counting("store-0", registry, life.remembering, life.node.state, channels)
         endpoint = Endpoint(instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host="")
         seat = Seat(registry, Member(endpoint=endpoint, role=STORE_ROLE, owner="owner"))

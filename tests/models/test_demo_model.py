@@ -10,15 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models import data, demo_model_path
-from models.tokenizer import (
-    BOS,
-    EOS,
-    IM_END,
-    IM_START,
-    PAD,
-    SPECIAL_IDS,
-    VOCABULARY_SIZE,
-)
+from models.tokenizer import BOS, EOS, IM_END, IM_START, PAD, SPECIAL_IDS, VOCABULARY_SIZE
 
 AWKWARD_TEXTS = (
     "",
@@ -58,17 +50,13 @@ def test_decoding_an_encoding_gives_the_text_back(tokenizer: Tokenizer, text: st
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_vocabulary_has_the_configured_size_and_a_prompt_begins_with_bos(
-    tokenizer: Tokenizer,
-) -> None:
+def test_the_vocabulary_has_the_configured_size_and_a_prompt_begins_with_bos(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == VOCABULARY_SIZE == read_json("config.json")["vocab_size"]
     assert tokenizer.encode("import os").ids[0] == SPECIAL_IDS[BOS]
     assert tokenizer.decode(list(SPECIAL_IDS.values()), skip_special_tokens=True) == ""
 
 
-def test_python_costs_at_most_one_token_per_3_3_bytes_and_one_per_line_break(
-    tokenizer: Tokenizer,
-) -> None:
+def test_python_costs_at_most_one_token_per_3_3_bytes_and_one_per_line_break(tokenizer: Tokenizer) -> None:
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -95,10 +83,7 @@ def test_the_weights_have_the_shapes_that_the_configuration_says() -> None:
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     query = config["num_attention_heads"] * config["head_dim"]
     key = config["num_key_value_heads"] * config["head_dim"]
-    expected = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
+    expected = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         expected |= {
             f"model.layers.{layer}.{name}.weight": shape
@@ -143,19 +128,12 @@ def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
 # -- corpus and samples
 
 
-def test_the_shipped_record_names_the_rules_in_force_which_leave_out_tests_and_tables(
-    tmp_path: Path,
-) -> None:
+def test_the_shipped_record_names_the_rules_in_force_which_leave_out_tests_and_tables(tmp_path: Path) -> None:
     assert read_json("corpus.json")["rules"] == data.describe({}, {})["rules"]
     kept = ["alpha.py", "package/__init__.py", "package/module.py", "zlast.py"]
     left_out = (
         *("package/test/module.py", "package/test_module.py", "site-packages/vendor.py"),
-        *(
-            "config-3.11/python-config.py",
-            "html/entities.py",
-            "_sysconfigdata_linux.py",
-            "notes.txt",
-        ),
+        *("config-3.11/python-config.py", "html/entities.py", "_sysconfigdata_linux.py", "notes.txt"),
     )
     for path in (*reversed(kept), *left_out):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

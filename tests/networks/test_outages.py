@@ -15,15 +15,9 @@ from tests.thoroughness import seconds
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 OUTAGE_S = seconds(3.0, 15.0)
-CUT_OFF = Outage(
-    "the decode host is cut off",
-    lambda net: net.isolate(DECODE),
-    lambda net: net.rejoin(DECODE),
-)
+CUT_OFF = Outage("the decode host is cut off", lambda net: net.isolate(DECODE), lambda net: net.rejoin(DECODE))
 ONE_WAY = Outage(
-    "nothing from the decode host to the front",
-    lambda net: net.cut(DECODE, FRONT),
-    lambda net: net.heal(DECODE, FRONT),
+    "nothing from the decode host to the front", lambda net: net.cut(DECODE, FRONT), lambda net: net.heal(DECODE, FRONT)
 )
 
 

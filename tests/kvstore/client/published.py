@@ -34,10 +34,8 @@ class Published:
         return self.index_segments[-1].buffer
 
     def put(self, number: int, value: bytes) -> Entry:
-        offset, self.used = (
-            self.used,
-            self.used + -(-max(1, len(value)) // OFFSET_UNIT) * OFFSET_UNIT,
-        )
+        offset = self.used
+        self.used += -(-max(1, len(value)) // OFFSET_UNIT) * OFFSET_UNIT
         self.data.buffer[offset : offset + len(value)] = value
         self.generation += 1
         entry = Entry(number, self.generation, checksum([value]), len(value), offset)

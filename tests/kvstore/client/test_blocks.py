@@ -14,17 +14,7 @@ from kvstore.client.direct_nodes import INLINE_BYTES
 from kvstore.client.spots import Spots
 from protocol.errors import InvalidRequest, PeerLost
 from protocol.request import Endpoint
-from tests.kvstore.nodes import (
-    Node,
-    chain_of,
-    connected,
-    exists,
-    key,
-    remove,
-    running_node,
-    stats_of,
-    until_stats,
-)
+from tests.kvstore.nodes import Node, chain_of, connected, exists, key, remove, running_node, stats_of, until_stats
 from tests.patience import PATIENCE_S, answered
 from transfer import FaultPlan, Segment, TransferEngine
 

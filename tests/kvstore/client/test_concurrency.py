@@ -58,11 +58,7 @@ def test_nobody_reads_torn_or_foreign_bytes(transports: tuple[str, ...]) -> None
     with running_node("--dram", str(DRAM)) as node:
         url = f"node://{node.rpc_address}"
         done = threading.Event()
-        with (
-            store_of(url, transports) as reading,
-            store_of(url) as writing,
-            ThreadPoolExecutor(5) as threads,
-        ):
+        with store_of(url, transports) as reading, store_of(url) as writing, ThreadPoolExecutor(5) as threads:
             readers = [threads.submit(read, reading, n, done) for n in range(3)]
             writers = [threads.submit(write, writing, n) for n in range(2)]
             wait(writers)

@@ -23,13 +23,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     port = free_port()
     with (
         running_directory(port=port),
-        running_pool(
-            tmp_path_factory.mktemp("pool"),
-            3,
-            "--dram",
-            "8MiB",
-            registry=f"127.0.0.1:{port}",
-        ) as pool,
+        running_pool(tmp_path_factory.mktemp("pool"), 3, "--dram", "8MiB", registry=f"127.0.0.1:{port}") as pool,
     ):
         pool.directory(lambda asks: asks.until_in_step(*pool.running))
         yield pool
@@ -59,9 +53,7 @@ def test_what_nodes_store_and_remove_is_known_within_moments(pool: Pool) -> None
     until(lambda: held(pool, keys[7:]) == [set()])
 
 
-def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_away_again(
-    pool: Pool,
-) -> None:
+def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_away_again(pool: Pool) -> None:
     """One wish right behind another: what was just stored is not missing, what was just made can be taken away."""
     blocks = a_chain(8)
     keys = put(pool, "store-0", blocks)

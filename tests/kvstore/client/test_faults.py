@@ -10,13 +10,7 @@ import pytest
 from kvstore.client import KvStore
 from kvstore.client.keys import Key, block_of
 from protocol.errors import DeadlineExceeded, PeerLost
-from tests.kvstore.client.pools import (
-    DRAM,
-    TCP,
-    both_ways,
-    fresh,
-    store_of,
-)
+from tests.kvstore.client.pools import DRAM, TCP, both_ways, fresh, store_of
 from tests.kvstore.faults.pool import Pool
 from tests.kvstore.nodes import running_node
 from tests.patience import PATIENCE_S, until
@@ -135,10 +129,7 @@ def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(pool: Pool, trans
 
 
 def test_a_single_node_that_is_stopped_fails_within_the_time_given() -> None:
-    with (
-        running_node("--dram", str(DRAM)) as node,
-        store_of(f"node://{node.rpc_address}", TCP) as store,
-    ):
+    with running_node("--dram", str(DRAM)) as node, store_of(f"node://{node.rpc_address}", TCP) as store:
         store.put(b"key", VALUE)
         with stopped(node.process.pid):
             for call in (
@@ -172,9 +163,7 @@ def _unreachable(store: KvStore) -> bool:
     return any(each.resting for each in store.nodes())
 
 
-def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(
-    shared_pool: Pool,
-) -> None:
+def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(shared_pool: Pool) -> None:
     with shared_pool.alone("store-0") as store:
         [node] = store._cluster.view.nodes
 

@@ -40,9 +40,7 @@ def published() -> Iterator[Published]:
         yield published
 
 
-def test_what_is_mapped_is_corrupt_when_it_does_not_match_unless_nobody_asks(
-    published: Published,
-) -> None:
+def test_what_is_mapped_is_corrupt_when_it_does_not_match_unless_nobody_asks(published: Published) -> None:
     near, keys = Near(published.index.memory, published.data.buffer), [key(1), key(2), key(3)]
     spots = Spots.packed(published.engine.allocate(1 << 16), [8192] * 3)
     rotten = VALUE[:17] + bytes([VALUE[17] ^ 1]) + VALUE[18:]

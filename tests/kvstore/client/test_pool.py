@@ -56,9 +56,7 @@ def test_all_replicas_are_removed_and_pinned(shared_pool: Pool) -> None:
     assert shared_pool.holders(name) == set()
 
 
-def test_a_removal_that_others_told_a_node_of_is_answered_as_if_it_had_come_first(
-    shared_pool: Pool,
-) -> None:
+def test_a_removal_that_others_told_a_node_of_is_answered_as_if_it_had_come_first(shared_pool: Pool) -> None:
     """Nodes are asked one after the other, and tell each other meanwhile."""
     name = fresh()
     first, second, _ = shared_pool.rank_of(name)

@@ -23,13 +23,7 @@ def test_without_lengths_each_spot_ends_where_the_next_begins() -> None:
 
 def test_spots_outside_the_segment_are_refused(segment: Segment) -> None:
     Spots.checked(segment, [0, 900], [900, 100])
-    for offsets, rooms in [
-        ([0], [1001]),
-        ([-1], [5]),
-        ([990], [11]),
-        ([1000], None),
-        ([0], [1, 2]),
-    ]:
+    for offsets, rooms in [([0], [1001]), ([-1], [5]), ([990], [11]), ([1000], None), ([0], [1, 2])]:
         with pytest.raises(InvalidRequest):
             Spots.checked(segment, offsets, rooms)
 

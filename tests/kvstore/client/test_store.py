@@ -14,14 +14,7 @@ import pytest
 from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
 from kvstore.client.node import StoreNode
 from kvstore.native.layout import Retired
-from protocol.errors import (
-    ConfigError,
-    InvalidRequest,
-    NoWorker,
-    Overloaded,
-    PeerLost,
-    Unauthenticated,
-)
+from protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
 from tests.kvstore.client.pools import BOTH, DRAM, TCP, fresh, store_of
 from tests.kvstore.nodes import TOKEN, Node, key, running_node
 
@@ -176,9 +169,7 @@ async def test_values_are_read_in_place_under_a_lease(store: Either, node: Node)
     assert (await store.stats()).total.leased_bytes == 0
 
 
-async def test_another_value_under_a_key_is_refused_until_the_first_is_removed(
-    store: Either,
-) -> None:
+async def test_another_value_under_a_key_is_refused_until_the_first_is_removed(store: Either) -> None:
     name = fresh()
     await store.put(name, b"one")
     with pytest.raises(InvalidRequest, match="another value"):
@@ -206,12 +197,7 @@ async def test_writers_of_one_key_at_once_all_succeed_and_one_stores(store: Eith
 
 async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Either) -> None:
     too_long = bytes(65537)
-    for call in (
-        store.get(too_long),
-        store.put(too_long, b""),
-        store.exists(too_long),
-        store.remove(too_long),
-    ):
+    for call in (store.get(too_long), store.put(too_long, b""), store.exists(too_long), store.remove(too_long)):
         with pytest.raises(InvalidRequest, match="65536"):
             await call
     with pytest.raises(InvalidRequest, match="no kind of pin"):
@@ -309,10 +295,7 @@ def test_who_has_not_the_token_or_names_nobody_is_told(node: Node, monkeypatch: 
         connect("node://somewhere", cluster_token=TOKEN)
     with pytest.raises(ConfigError, match="scheme"):
         connect("http://127.0.0.1:1", cluster_token=TOKEN)
-    with (
-        connect(f"node://{node.rpc_address}", cluster_token="wrong") as store,
-        pytest.raises(Unauthenticated),
-    ):
+    with connect(f"node://{node.rpc_address}", cluster_token="wrong") as store, pytest.raises(Unauthenticated):
         store.get(b"key")
     with connect("node://127.0.0.1:1", cluster_token=TOKEN) as store, pytest.raises(PeerLost):
         store.get(b"key", timeout_s=2.0)

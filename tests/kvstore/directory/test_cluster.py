@@ -25,9 +25,7 @@ BLOCKS = chain(KEYS)
 VALUES = [bytes([number]) * 4096 for number in range(8)]
 
 
-def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_cold(
-    tmp_path: Path,
-) -> None:
+def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_cold(tmp_path: Path) -> None:
     """It is replicated at the next look, one second later, and cools for four."""
     port = free_port()
     flags = ("--hot-cool-s", "4", "--hot-extra-replicas", "1")
@@ -52,9 +50,7 @@ def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_col
         assert store.batch_get(BLOCKS) == VALUES
 
 
-def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(tmp_path: Path) -> None:
     """A node that was killed is believed in until its lease has ended, and a little longer: 16 s. The directory is a
     member, which says where it can be asked quickly, and what it counts."""
     port, metrics_port = free_port(), free_port()

@@ -25,12 +25,7 @@ A = InstanceId("a")
 
 
 def events(
-    added: list[int],
-    *,
-    seqs: tuple[int, int],
-    removed: list[int] | None = None,
-    epoch: int = 5,
-    **more: Any,
+    added: list[int], *, seqs: tuple[int, int], removed: list[int] | None = None, epoch: int = 5, **more: Any
 ) -> kvstore_pb2.StoreEvents:
     return kvstore_pb2.StoreEvents(
         epoch=epoch,
@@ -117,36 +112,29 @@ BROKEN.added_keys = BROKEN.added_keys[:15]
 Step = tuple[int, int] | kvstore_pb2.StoreEvents | set[int] | None
 """Where a subscription begins; what the node says then; what is known after it; or the connection breaks."""
 FIRST = events([1], seqs=(3, 3), snapshot=True)
-
-
 RENEWED = events([7], seqs=(8, 8), snapshot=True)
 BEGUN = events([1], seqs=(3, 3), snapshot=True, more=True)
 FAR = events([1, 2], seqs=(30, 30), snapshot=True)
 SCENES: dict[str, list[Step]] = {
     "a gap makes it ask for everything again": [
-        *(EVERYTHING, FIRST, events([2], seqs=(5, 6)), EVERYTHING, {1}, RENEWED, {7}),
+        *(EVERYTHING, FIRST, events([2], seqs=(5, 6)), EVERYTHING, {1}, RENEWED, {7})
     ],
     "after a broken connection it goes on where it was": [
-        *(EVERYTHING, FIRST, {1}, None, (5, 3), events([2], seqs=(3, 4)), {1, 2}),
+        *(EVERYTHING, FIRST, {1}, None, (5, 3), events([2], seqs=(3, 4)), {1, 2})
     ],
-    "a connection that broke within an inventory makes it ask for everything": [
-        *(EVERYTHING, BEGUN, {1}, None, EVERYTHING),
-    ],
+    "a connection that broke within an inventory asks for everything": [*(EVERYTHING, BEGUN, {1}, None, EVERYTHING)],
     "a later incarnation replaces this one": [
-        *(EVERYTHING, FAR, {1, 2}, None, (5, 30)),
-        *(events([2, 3], seqs=(1, 1), snapshot=True, epoch=6), {2, 3}),
+        *(EVERYTHING, FAR, {1, 2}, None, (5, 30), events([2, 3], seqs=(1, 1), snapshot=True, epoch=6), {2, 3})
     ],
     "so does one whose clock was set back": [
-        *(EVERYTHING, FAR, {1, 2}, None, (5, 30)),
-        *(events([2, 3], seqs=(1, 1), snapshot=True, epoch=4), {2, 3}),
+        *(EVERYTHING, FAR, {1, 2}, None, (5, 30), events([2, 3], seqs=(1, 1), snapshot=True, epoch=4), {2, 3})
     ],
     "events of another incarnation without an inventory are a gap": [
-        *(EVERYTHING, FIRST, {1}, events([2], seqs=(3, 4), epoch=6), EVERYTHING, {1}),
+        *(EVERYTHING, FIRST, {1}, events([2], seqs=(3, 4), epoch=6), EVERYTHING, {1})
     ],
     "a message that contradicts itself is not taken in": [
-        *(EVERYTHING, events([1], seqs=(1, 1), snapshot=True)),
-        *(events([], seqs=(1, 2), removed=[1]), set(), BROKEN, EVERYTHING),
-        *(events([4], seqs=(3, 3), snapshot=True), {4}),
+        *(EVERYTHING, events([1], seqs=(1, 1), snapshot=True), events([], seqs=(1, 2), removed=[1]), set()),
+        *(BROKEN, EVERYTHING, events([4], seqs=(3, 3), snapshot=True), {4}),
     ],
 }
 
@@ -163,9 +151,7 @@ async def test_what_a_node_says_is_followed(scene: Scene, steps: list[Step]) -> 
             messages.put_nowait(step)
 
 
-async def test_an_inventory_in_pieces_then_events_are_taken_in_and_reads_handed_on(
-    scene: Scene,
-) -> None:
+async def test_an_inventory_in_pieces_then_events_are_taken_in_and_reads_handed_on(scene: Scene) -> None:
     node = await scene.asked(*EVERYTHING)
     node.put_nowait(events([1, 2], seqs=(9, 9), snapshot=True, more=True))
     await scene.until_held({1, 2})

@@ -29,10 +29,7 @@ def parent_of(number: int) -> BlockKey:
 
 
 def added(*numbers: int) -> Changes:
-    return Changes(
-        added=pack_keys([key(n) for n in numbers]),
-        parents=pack_keys([parent_of(n) for n in numbers]),
-    )
+    return Changes(added=pack_keys([key(n) for n in numbers]), parents=pack_keys([parent_of(n) for n in numbers]))
 
 
 def removed(*numbers: int) -> Changes:
@@ -92,16 +89,9 @@ def test_messages_are_taken_in_once_and_in_order_or_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        Changes(added=bytes(15), parents=bytes(15)),
-        Changes(added=bytes(16)),
-        Changes(removed=bytes(17)),
-    ],
+    "changes", [Changes(added=bytes(15), parents=bytes(15)), Changes(added=bytes(16)), Changes(removed=bytes(17))]
 )
-def test_changes_that_contradict_themselves_are_refused_and_change_nothing(
-    changes: Changes,
-) -> None:
+def test_changes_that_contradict_themselves_are_refused_and_change_nothing(changes: Changes) -> None:
     directory = Directory()
     with pytest.raises(InvalidRequest):
         directory.take(A, 1, changes, 1, 2, snapshot=False)
@@ -223,14 +213,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.known[name] = set(instance.held)
 
     def _take(
-        self,
-        name: InstanceId,
-        epoch: int,
-        changes: Changes,
-        first: int,
-        end: int,
-        *,
-        snapshot: bool = False,
+        self, name: InstanceId, epoch: int, changes: Changes, first: int, end: int, *, snapshot: bool = False
     ) -> bool:
         return self.fed.directory.take(name, epoch, changes, first, end, snapshot=snapshot)
 

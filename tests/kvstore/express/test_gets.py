@@ -28,9 +28,7 @@ from transfer import TransferEngine
 
 NUM_VALUES = 20
 ANYTHING = settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 Row = tuple[int, Standing, bytes]
 """Length, standing, and the bytes that come along."""
@@ -131,10 +129,7 @@ def expected(numbers: Sequence[int], rooms: Sequence[int], budget: int) -> list[
     return rows
 
 
-wanted = st.lists(
-    st.tuples(st.integers(0, NUM_VALUES + 5), st.sampled_from([0, 2999, 6000, NOT_LIMITED])),
-    max_size=40,
-)
+wanted = st.lists(st.tuples(st.integers(0, NUM_VALUES + 5), st.sampled_from([0, 2999, 6000, NOT_LIMITED])), max_size=40)
 
 
 @ANYTHING
@@ -167,9 +162,7 @@ def test_a_get_of_more_keys_than_there_is_room_for_ends_the_connection(published
     serving.sock.close()
 
 
-def test_an_index_that_has_moved_is_followed_in_the_midst_of_a_connection(
-    published: Published,
-) -> None:
+def test_an_index_that_has_moved_is_followed_in_the_midst_of_a_connection(published: Published) -> None:
     with served(published) as serving:
         for times in range(2):
             if times:

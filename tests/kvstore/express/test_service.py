@@ -23,13 +23,7 @@ from kvstore.express.link import Link, received, send
 from kvstore.express.service import ExpressConnections
 from kvstore.promises import Outcome
 from protocol.checksum import checksum
-from protocol.errors import (
-    DeadlineExceeded,
-    IntegrityError,
-    InvalidRequest,
-    MoonserveError,
-    PeerLost,
-)
+from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, MoonserveError, PeerLost
 from protocol.failures import failure_from_wire
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import common_pb2
@@ -61,10 +55,7 @@ def store(node: Node) -> Iterator[KvStore]:
 @contextlib.contextmanager
 def own_node(*flags: str, transports: tuple[str, ...] = TCP) -> Iterator[tuple[Node, KvStore]]:
     """For tests that end it."""
-    with (
-        running_node("--dram", str(DRAM), *flags) as node,
-        store_of(f"node://{node.rpc_address}", transports) as store,
-    ):
+    with running_node("--dram", str(DRAM), *flags) as node, store_of(f"node://{node.rpc_address}", transports) as store:
         yield node, store
 
 
