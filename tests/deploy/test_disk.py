@@ -33,9 +33,7 @@ def tokens_and_cached(cluster: Cluster) -> tuple[str, int]:
 
 
 @pytest.mark.e2e
-def test_prefixes_are_there_after_the_store_and_the_worker_were_started_again(
-    tmp_path: Path,
-) -> None:
+def test_prefixes_are_there_after_the_store_and_the_worker_were_started_again(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model")
     disk = ("--ssd", f"{tmp_path / 'disk'}:256MiB")
     with running_cluster(tmp_path / "model", tmp_path / "logs", *FLAGS, *disk) as cluster:

@@ -21,10 +21,7 @@ from tests.redis_server import RedisServer
 
 @pytest.mark.parametrize("place", ["file", "redis"])
 def test_a_key_is_made_listed_and_revoked(
-    place: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Redis may be slow."""
     monkeypatch.setitem(RedisKeys.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)

@@ -29,9 +29,7 @@ time.sleep(float(sys.argv[2]))
 def test_a_cluster_ends_with_who_started_it(tmp_path: Path, begun: bool) -> None:
     """Killed, so that nothing of its own could stop it; before the launcher looks for it, and later."""
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTS_ONE, str(tmp_path), str(PATIENCE_S)],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", STARTS_ONE, str(tmp_path), str(PATIENCE_S)], stdout=subprocess.PIPE, text=True
     )
     assert starter.stdout is not None
     with starter.stdout as stdout:

@@ -72,10 +72,7 @@ def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path
     disk = f"{tmp_path}/disk:64MiB"
     with running_cluster(demo_model_path(), tmp_path / "logs", "--ssd", disk) as cluster:
         config = configured(cluster, tmp_path)
-        with (
-            running_prometheus(config, tmp_path) as prometheus,
-            BackgroundLoad(cluster, 4096, streams=3, pause_s=0.1),
-        ):
+        with running_prometheus(config, tmp_path) as prometheus, BackgroundLoad(cluster, 4096, streams=3, pause_s=0.1):
             missing = [*dashboard_expressions(), *alert_expressions()]
             cluster.wait_for("two scrapes", lambda: scrapes(prometheus) >= 2)
             while missing:

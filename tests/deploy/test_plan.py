@@ -45,24 +45,15 @@ def members(gpus: tuple[str, ...] = (), ledger: str | None = None, **options: An
 
 # An option of serve, or several → process → what the process itself then has.
 ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
-    (
-        {"gateways": 2, "port": 1234},
-        {name: {"port": 1234, "reuse_port": True} for name in ("gateway-0", "gateway-1")},
-    ),
+    ({"gateways": 2, "port": 1234}, {name: {"port": 1234, "reuse_port": True} for name in ("gateway-0", "gateway-1")}),
     ({}, {"gateway-0": {"reuse_port": False}, "prefill-0": {"home_store": "store-0"}}),
     ({"store_nodes": 0}, {"prefill-0": {"home_store": None}}),
-    (
-        {"prefill_workers": 3, "store_nodes": 2},
-        {f"prefill-{n}": {"home_store": f"store-{n % 2}"} for n in range(3)},
-    ),
+    ({"prefill_workers": 3, "store_nodes": 2}, {f"prefill-{n}": {"home_store": f"store-{n % 2}"} for n in range(3)}),
     (
         {"ssd": "/mnt/kv:4GiB", "ssd_write_through": True, "tenant_quota": ("a=2GiB", "b=1MiB")},
         {"store-0": {"ssd": "/mnt/kv:4GiB", "tenant_quota": ("a=2GiB", "b=1MiB")}},
     ),
-    (
-        {"ssd": "/mnt/kv/:4GiB", "store_nodes": 2},
-        {f"store-{n}": {"ssd": f"/mnt/kv/store-{n}:4GiB"} for n in range(2)},
-    ),
+    ({"ssd": "/mnt/kv/:4GiB", "store_nodes": 2}, {f"store-{n}": {"ssd": f"/mnt/kv/store-{n}:4GiB"} for n in range(2)}),
     (
         {"decode_workers": 2, "conditional_disaggregation": "on", "tbt_slo": 0.3, "store_nodes": 2},
         {f"decode-{n}": {"tbt_slo": 0.3, "home_store": f"store-{n}"} for n in range(2)},
@@ -76,23 +67,12 @@ ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
         },
     ),
     # No stage of a group has whole blocks for a store.
-    (
-        {"pipeline_parallel_size": 2},
-        {"prefill-0": {"pipeline_parallel_size": 2, "home_store": None}},
-    ),
-    (
-        {"tensor_parallel_size": 2, "role_switching": "on"},
-        {"worker-0": {"tensor_parallel_size": 2}},
-    ),
+    ({"pipeline_parallel_size": 2}, {"prefill-0": {"pipeline_parallel_size": 2, "home_store": None}}),
+    ({"tensor_parallel_size": 2, "role_switching": "on"}, {"worker-0": {"tensor_parallel_size": 2}}),
     (
         {"kv_memory_budget": 800, "prefill_workers": 2, "decode_workers": 2},
         {
-            name: {
-                "is_elastic": True,
-                "kv_memory_budget": 800,
-                "kv_memory_floor": 50,
-                "kv_memory_ledger": "/shares",
-            }
+            name: {"is_elastic": True, "kv_memory_budget": 800, "kv_memory_floor": 50, "kv_memory_ledger": "/shares"}
             for name in ("prefill-1", "decode-1")
         },
     ),

@@ -15,9 +15,7 @@ from deploy.ports import free_port
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def test_the_kernel_gives_none_of_them_to_connections_and_none_is_given_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_kernel_gives_none_of_them_to_connections_and_none_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the search begins at the same one."""
     monkeypatch.setattr(ports.random, "randrange", lambda span: 0)
     first = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 32_768

@@ -61,11 +61,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
             allowed = {} if may is None else {"may_restart": may}
             supervisor = Supervisor(tmp_path, environment, lambda: None, **allowed)
             made.append(supervisor)
-        fields = {
-            "kind": Kind.STORE,
-            "stop_grace_s": PATIENCE_S,
-            **fields,
-        }  # to say which signal it was
+        fields = {"kind": Kind.STORE, "stop_grace_s": PATIENCE_S, **fields}  # to say which signal it was
         name = f"it-{len(supervisor.children)}"
         spec = ProcessSpec(instance_id=name, module="serving", flags=flags, **fields)
         [child] = await supervisor.start([spec])
@@ -164,9 +160,7 @@ async def test_a_process_that_died_starts_again_when_it_may(launch: Launch) -> N
     assert child.restarts == 1
 
 
-async def test_a_process_starts_like_others_and_gives_way_with_all_threads_when_it_is_ready(
-    launch: Launch,
-) -> None:
+async def test_a_process_starts_like_others_and_gives_way_with_all_threads_when_it_is_ready(launch: Launch) -> None:
     """A worker that started at low priority on a busy machine did not become ready within minutes."""
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     _, child = await launch(nice=ours + 3)

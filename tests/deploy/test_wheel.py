@@ -39,13 +39,7 @@ def run(*command: str | Path, path: str | None = None, cache: Path | None = None
     environ |= {} if cache is None else {"XDG_CACHE_HOME": str(cache)}
     environ.pop("PYTHONPATH", None)
     done = subprocess.run(
-        list(map(str, command)),
-        env=environ,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
+        list(map(str, command)), env=environ, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -12,12 +12,7 @@ import pytest
 from deploy.ports import free_port
 from protocol.conductors import PATIENCE_S, Conductors, parse_addresses
 from protocol.errors import ConfigError, NotLeader, Overloaded, PeerLost
-from protocol.pb import (
-    conductor_pb2,
-    conductor_pb2_grpc,
-    leadership_pb2,
-    leadership_pb2_grpc,
-)
+from protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from protocol.rpc import Channels, RpcServer
 from tests.patience import PATIENCE_S as LONG_ENOUGH_S
 from tests.patience import answered

@@ -35,11 +35,7 @@ def test_a_column_of_zeros_gets_a_coefficient_of_zero() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.floats(1, 1e4), st.floats(1, 1e8), st.floats(1e-4, 1e2)),
-        min_size=3,
-        max_size=12,
-    ),
+    st.lists(st.tuples(st.floats(1, 1e4), st.floats(1, 1e8), st.floats(1e-4, 1e2)), min_size=3, max_size=12),
     st.tuples(*[st.floats(-0.3, 0.3)] * 3),
 )
 def test_no_allowed_change_of_the_result_is_better(

@@ -5,15 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.keys import (
-    KEY_BYTES,
-    block_keys,
-    pack_keys,
-    pack_tokens,
-    root_key,
-    unpack_keys,
-    unpack_tokens,
-)
+from protocol.keys import KEY_BYTES, block_keys, pack_keys, pack_tokens, root_key, unpack_keys, unpack_tokens
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 ROOT = root_key("fingerprint")

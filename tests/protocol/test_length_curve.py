@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.length_curve import (
-    EDGES,
-    ENOUGH,
-    MOST_TENANTS,
-    MOST_TOKENS,
-    LengthCurve,
-    OutputLengths,
-)
+from protocol.length_curve import EDGES, ENOUGH, MOST_TENANTS, MOST_TOKENS, LengthCurve, OutputLengths
 
 _ENDLESS = 1e9  # half-life: nothing fades, as in numpy
 _lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)

@@ -27,9 +27,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_json_has_a_line_for_each_record_with_what_was_added(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_has_a_line_for_each_record_with_what_was_added(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("decode-0", log_format="json", level="info")
     log.info("landed: %d blocks", 3, extra={**of("req-1"), "seconds": 0.5})
     log.debug("not asked for")
@@ -61,9 +59,7 @@ def test_for_people_the_id_stands_at_the_end(capsys: pytest.CaptureFixture[str])
     assert none.endswith("some.module: nobody's")
 
 
-def test_debugging_us_does_not_mean_debugging_what_we_use(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_debugging_us_does_not_mean_debugging_what_we_use(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("gateway-0", log_format="human", level="debug")
     logging.getLogger("asyncio").debug("Using selector: EpollSelector")
     log.debug("placed")

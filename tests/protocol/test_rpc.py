@@ -82,9 +82,7 @@ async def cancel(channels: Channels, address: str) -> None:
     await channels.call(stub.Cancel, worker_pb2.CancelRequest(request_id="r"), timeout_s=PATIENCE_S)
 
 
-async def test_an_error_arrives_as_the_class_that_was_raised(
-    cluster: tuple[Worker, Channels, str],
-) -> None:
+async def test_an_error_arrives_as_the_class_that_was_raised(cluster: tuple[Worker, Channels, str]) -> None:
     worker, channels, address = cluster
     worker.error = StaleLease("too late", lease_id="l-1")
     with pytest.raises(StaleLease, match="too late") as caught:
@@ -92,9 +90,7 @@ async def test_an_error_arrives_as_the_class_that_was_raised(
     assert caught.value.ids == {"lease_id": "l-1"}
 
 
-async def test_an_unexpected_error_tells_nothing_of_the_inside(
-    cluster: tuple[Worker, Channels, str],
-) -> None:
+async def test_an_unexpected_error_tells_nothing_of_the_inside(cluster: tuple[Worker, Channels, str]) -> None:
     worker, channels, address = cluster
     worker.error = RuntimeError("secret path")
     with pytest.raises(MoonserveError, match="internal error"):
@@ -109,9 +105,7 @@ async def test_a_wrong_token_is_refused(cluster: tuple[Worker, Channels, str]) -
     await stranger.close()
 
 
-async def test_a_peer_that_is_forgotten_while_it_is_called_is_peer_lost(
-    cluster: tuple[Worker, Channels, str],
-) -> None:
+async def test_a_peer_that_is_forgotten_while_it_is_called_is_peer_lost(cluster: tuple[Worker, Channels, str]) -> None:
     """Nobody wanted the caller to end."""
     worker, channels, address = cluster
     worker.hangs = True
@@ -132,9 +126,7 @@ async def test_who_is_cancelled_while_it_calls_ends(cluster: tuple[Worker, Chann
         await calling
 
 
-async def test_a_call_that_is_not_answered_in_time_is_peer_lost(
-    cluster: tuple[Worker, Channels, str],
-) -> None:
+async def test_a_call_that_is_not_answered_in_time_is_peer_lost(cluster: tuple[Worker, Channels, str]) -> None:
     worker, channels, address = cluster
     worker.hangs = True
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))
@@ -142,9 +134,7 @@ async def test_a_call_that_is_not_answered_in_time_is_peer_lost(
         await channels.call(stub.Cancel, worker_pb2.CancelRequest(), timeout_s=0.02)
 
 
-async def test_a_handler_is_told_how_much_time_is_left(
-    cluster: tuple[Worker, Channels, str],
-) -> None:
+async def test_a_handler_is_told_how_much_time_is_left(cluster: tuple[Worker, Channels, str]) -> None:
     worker, channels, address = cluster
     await cancel(channels, address)
     assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC tells tenths of seconds, rounded up
@@ -177,9 +167,7 @@ def token(index: int) -> Token:
     return Token(request_id=RequestId("r"), index=index, token_id=7)
 
 
-async def test_events_sent_before_the_stream_stands_are_not_lost(
-    cluster: tuple[Worker, Channels, str],
-) -> None:
+async def test_events_sent_before_the_stream_stands_are_not_lost(cluster: tuple[Worker, Channels, str]) -> None:
     worker, channels, address = cluster
     worker.streams.send(GatewayId("g"), tokens=[token(0)])
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))

@@ -19,13 +19,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from protocol.errors import (
-    ConfigError,
-    Incompatible,
-    MoonserveError,
-    PeerLost,
-    Unauthenticated,
-)
+from protocol.errors import ConfigError, Incompatible, MoonserveError, PeerLost, Unauthenticated
 from protocol.lean import sockets
 from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import registry_pb2, registry_pb2_grpc
@@ -177,11 +171,7 @@ async def test_a_server_of_another_authority_is_refused_before_the_token_is_sent
     tls: Certificates, other: Authority
 ) -> None:
     async with serving(load(other.sign("server", names="IP:127.0.0.1").tls)) as served:
-        for asking, address in (
-            (ask, served.rpc),
-            (ask, served.lean),
-            (ask_in_a_thread, served.lean),
-        ):
+        for asking, address in ((ask, served.rpc), (ask, served.lean), (ask_in_a_thread, served.lean)):
             error = await refusal(asking, address, tls)
             assert isinstance(error, Unauthenticated)
             assert "certificate is refused" in error.message
@@ -199,9 +189,7 @@ async def test_a_server_at_another_address_than_its_certificate_is_refused(
             assert "10.9.9.9 only" in error.message
 
 
-async def test_certificates_with_the_clusters_name_are_believed_at_any_address(
-    authority: Authority,
-) -> None:
+async def test_certificates_with_the_clusters_name_are_believed_at_any_address(authority: Authority) -> None:
     named = load(authority.sign("named", names=f"DNS:{CLUSTER_NAME}").tls)
     async with serving(named) as served:
         for address in (served.rpc, served.lean):

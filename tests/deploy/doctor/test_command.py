@@ -104,9 +104,7 @@ def test_a_peer_is_reached_on_each_endpoint_and_shakes_hands_with_its_token(
     assert words in finding(report, "peer", subject)[key]
 
 
-def test_a_peer_that_has_ended_is_a_problem_on_each_endpoint_that_is_asked_for(
-    doctor: Doctor,
-) -> None:
+def test_a_peer_that_has_ended_is_a_problem_on_each_endpoint_that_is_asked_for(doctor: Doctor) -> None:
     with TransferEngine(cluster_token=TOKEN) as gone:
         address = gone.address
     code, report = doctor("--peer", address)

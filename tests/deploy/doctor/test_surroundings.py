@@ -65,9 +65,7 @@ def test_what_is_short_is_told_with_advice(found: Finding, state: State, words: 
     assert words in found.text + found.remedy
 
 
-def test_a_port_that_is_taken_fails_only_where_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_port_that_is_taken_fails_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setattr(service_checks, "DEFAULT_PORT", port)
     with socket.create_server(("127.0.0.1", port)):

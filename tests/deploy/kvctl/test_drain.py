@@ -135,9 +135,7 @@ def put_behind_the_disk(node: Node, values: dict[str, bytes]) -> None:
             until(partial(taken, key))
 
 
-def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     """A writer that has not finished holds the drain up until the signal has come."""
     with stage(["store-0", "store-1"]) as made:
         put(made.nodes["store-0"], VALUES)

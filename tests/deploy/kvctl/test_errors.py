@@ -90,9 +90,7 @@ def test_a_stopped_node_costs_seconds_and_is_named(
     assert "4 blocks above" in said.out
 
 
-def test_redis_is_a_registry_too_and_one_without_nodes_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_redis_is_a_registry_too_and_one_without_nodes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with RedisServer() as redis:
         kvctl = Kvctl(capsys, redis.url)
         alone = kvctl("nodes")

@@ -41,9 +41,7 @@ async def serving(worker: Worker | None) -> AsyncIterator[str]:
         await server.stop(0.0)
 
 
-async def test_a_ceiling_is_changed_in_whole_pages_and_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_ceiling_is_changed_in_whole_pages_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     worker = Worker()
     page = worker.paging.page_bytes
     async with serving(worker) as address:

@@ -26,9 +26,7 @@ LENGTHS = st.sampled_from([0, 1, MAX_BYTES // 40, 2 * MAX_BYTES])
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), LENGTHS, st.booleans()), max_size=200).map(forest_of))
-def test_every_object_goes_once_after_its_parent_in_bounded_calls(
-    forest: dict[BlockKey, Resident],
-) -> None:
+def test_every_object_goes_once_after_its_parent_in_bounded_calls(forest: dict[BlockKey, Resident]) -> None:
     """What is in memory goes first, and a tree goes to one node."""
     asked: list[BlockKey] = []
 

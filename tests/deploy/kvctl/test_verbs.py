@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.client import plain_key
-from tests.deploy.kvctl.stage import (
-    SEGMENT_BYTES,
-    Kvctl,
-    Stage,
-    chain_keys,
-    get,
-    put,
-    put_chain,
-    stage,
-)
+from tests.deploy.kvctl.stage import SEGMENT_BYTES, Kvctl, Stage, chain_keys, get, put, put_chain, stage
 
 
 def test_ls_shows_what_was_asked_for_and_says_how_many_more(pair: Stage, kvctl: Kvctl) -> None:

@@ -26,11 +26,7 @@ DECODE = DecodeProfile(c0=2e-3, c1=1e-4, c2=4e-7)
 
 
 def prompt(
-    num_tokens: int,
-    num_cached: int = 0,
-    num_others: int = 0,
-    slow: float = 1.0,
-    decodes_beside: bool | None = None,
+    num_tokens: int, num_cached: int = 0, num_others: int = 0, slow: float = 1.0, decodes_beside: bool | None = None
 ) -> PromptRun:
     """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request, 2 of them for the way back, and 2
     of landing. Whoever has company has a decode machine's, unless told otherwise."""

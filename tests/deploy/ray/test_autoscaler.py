@@ -81,11 +81,7 @@ def test_nobody_leaves_while_anybody_comes() -> None:
     assert [scaler.decide(idle, len(idle) + 1, now) for now in range(100)] == [None] * 100
 
 
-@given(
-    work=st.floats(0.0, 2.5),
-    other=st.floats(0.0, 2.5),
-    count=st.integers(1, 3),
-)
+@given(work=st.floats(0.0, 2.5), other=st.floats(0.0, 2.5), count=st.integers(1, 3))
 def test_a_constant_load_is_never_answered_by_going_back_and_forth(work: float, other: float, count: int) -> None:
     """Work is shared out evenly. After the first change every later one has the same direction."""
     scaler, counts = Autoscaler(TERMS, BOUNDS), {P: count, D: count}

@@ -90,8 +90,7 @@ def test_what_is_wrong_is_told_with_the_key(document: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [("a: [", "not valid YAML"), ("prefil: {count: 2}", "did you mean"), (None, "cannot read")],
+    ("text", "words"), [("a: [", "not valid YAML"), ("prefil: {count: 2}", "did you mean"), (None, "cannot read")]
 )
 def test_a_wrong_file_is_named_before_ray_is_asked(
     tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
@@ -139,12 +138,7 @@ REDIS = "redis://10.0.0.9:6379/0"
 def spec(kind: Kind, number: int = 0, **more: object) -> ProcessSpec:
     config = parse_cluster({**DOCUMENT, **more})
     addresses = addresses_of(config, HOSTS, HOSTS[0])
-    site = Site(
-        conductor=addresses.conductors,
-        model_path="/model",
-        host="10.0.0.2",
-        drain_s=config.drain_s,
-    )
+    site = Site(conductor=addresses.conductors, model_path="/model", host="10.0.0.2", drain_s=config.drain_s)
     serve = serve_config(config, addresses)
     return process_spec(config, Unit(kind, number), serve, site, "store-1")
 

@@ -24,9 +24,7 @@ from deploy.ray import actors
 from deploy.ray.controller import Watch, members_of
 
 
-async def test_a_start_that_the_head_did_not_write_down_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_start_that_the_head_did_not_write_down_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the process would count as starting for ever."""
     document = {"conductors": {"count": 1, "port": free_port()}, "stores": {"enabled": False}}
     away, made = ["head"], []
@@ -80,11 +78,6 @@ def test_what_the_conductor_says_of_workers_is_their_load() -> None:
         for name, role in (("store-1", Role.STORE), ("decode-0", Role.DECODE))
     ]
     load = WorkerLoad(
-        instance_id=InstanceId("decode-0"),
-        role=Role.DECODE,
-        can_change=True,
-        draining=False,
-        need=0.5,
-        use=0.25,
+        instance_id=InstanceId("decode-0"), role=Role.DECODE, can_change=True, draining=False, need=0.5, use=0.25
     )
     assert members_of(views) == MembersSeen(epochs={"store-1": 3, "decode-0": 3}, loads=[load])

@@ -42,11 +42,7 @@ PROMPTS = [list(range(10 * number, 10 * number + 40)) for number in range(1, 4)]
 PAUSE_S = 0.5  # of a client between two requests: the processors are for what starts
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it
 WORK = {"prefill": 3.0, "decode": 3.0}
-RAYLET_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_worker_niceness": "0",
-}
+RAYLET_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
 
 
 @contextmanager

@@ -47,11 +47,7 @@ def host(number: int, *, answers: bool = True) -> Host:
     """Number 0 is the head, which has no place for workers."""
     resources = WORKING if number else {"CPU": 4.0}
     return Host(
-        node_id=f"n{number}",
-        address=f"10.0.0.{number}",
-        resources=resources,
-        is_head=number == 0,
-        answers=answers,
+        node_id=f"n{number}", address=f"10.0.0.{number}", resources=resources, is_head=number == 0, answers=answers
     )
 
 

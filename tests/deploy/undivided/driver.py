@@ -98,10 +98,7 @@ class UndividedDriver(Driver):
             self._scored[request_id] = len(prompt)
         source = PrefixSource(store=STORE, first_block=0, num_blocks=num_stored)
         placement = Placement(
-            request_id=request.request_id,
-            prefill=STORE,
-            decode=STORE,
-            prefix_sources=(source,) if num_stored else (),
+            request_id=request.request_id, prefill=STORE, decode=STORE, prefix_sources=(source,) if num_stored else ()
         )
         return self.handle(Submitted(request=request, placement=placement))
 

@@ -276,7 +276,4 @@ def test_a_step_holds_a_bounded_number_of_scored_tokens() -> None:
     driver.submit(range(1_000, 1_400), "b", num_prompt_logprobs=0)
     assert driver.step_of() == [("a", 0, MAX_SCORED_TOKENS)]
     driver.compute()
-    assert driver.step_of() == [
-        ("a", MAX_SCORED_TOKENS, 400),
-        ("b", 0, 2 * MAX_SCORED_TOKENS - 400),
-    ]
+    assert driver.step_of() == [("a", MAX_SCORED_TOKENS, 400), ("b", 0, 2 * MAX_SCORED_TOKENS - 400)]

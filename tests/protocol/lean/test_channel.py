@@ -75,9 +75,7 @@ async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
         await stub.Exists(EXISTS, timeout=PATIENCE_S)
 
 
-async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(
-    channels: Channels,
-) -> None:
+async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(channels: Channels) -> None:
     """With an error, as all others: a task must not take it for its own cancellation."""
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -217,15 +217,7 @@ async def test_nobody_there_is_peer_lost() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "lean://",
-        "lean://host",
-        "lean://:1",
-        "lean+unix://",
-        "h:1",
-        "lean://h:65536",
-        f"lean://h:{'1' * 5000}",
-    ],
+    ["lean://", "lean://host", "lean://:1", "lean+unix://", "h:1", "lean://h:65536", f"lean://h:{'1' * 5000}"],
 )
 def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidRequest, match="no address of a lean server"):

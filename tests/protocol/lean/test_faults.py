@@ -21,13 +21,7 @@ from protocol.lean.sync_channel import SyncChannel
 from protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.protocol.lean.scripted import (
-    HERE,
-    TOKEN,
-    ScriptedStore,
-    ServerProcess,
-    server_process,
-)
+from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore, ServerProcess, server_process
 from tests.stopping import stop
 
 EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
 from protocol.lean import frames
-from protocol.lean.frames import (
-    CANCEL,
-    LENGTH,
-    MAX_MESSAGE_BYTES,
-    MalformedFrame,
-    Reply,
-    Request,
-    Status,
-)
+from protocol.lean.frames import CANCEL, LENGTH, MAX_MESSAGE_BYTES, MalformedFrame, Reply, Request, Status
 
 ids = st.integers(0, frames.MAX_CALL_ID)
 requests = st.tuples(ids, st.integers(0, 99), st.integers(0, 10**6), st.binary(max_size=300))

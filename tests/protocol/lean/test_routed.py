@@ -125,10 +125,7 @@ async def test_dialling_after_a_loss_leaves_calls_over_grpc_alone(
 
 
 async def test_failed_dials_leave_calls_to_grpc_and_are_logged_once_in_a_row(
-    channel: RoutedChannel,
-    lean: LeanServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    channel: RoutedChannel, lean: LeanServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(routed, "RETRY_S", 0.0)
     caplog.set_level(logging.INFO, logger=routed.log.name)

@@ -125,9 +125,7 @@ async def test_a_reply_that_comes_in_pieces_has_one_time_for_all(address: str, m
     assert clock.limits[-len(pieces) :] == [100.0 - past for past in range(len(pieces))]
 
 
-def test_a_peer_that_there_is_no_descriptor_to_dial_with_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_peer_that_there_is_no_descriptor_to_dial_with_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

@@ -13,12 +13,7 @@ from tests.patience import PATIENCE_S
 
 
 def member(
-    instance_id: str = "store-0",
-    *,
-    owner: str = "owner-a",
-    epoch: int = 0,
-    port: int = 7000,
-    **facts: str,
+    instance_id: str = "store-0", *, owner: str = "owner-a", epoch: int = 0, port: int = 7000, **facts: str
 ) -> Member:
     return Member(
         endpoint=Endpoint(

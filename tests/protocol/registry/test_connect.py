@@ -38,18 +38,10 @@ async def test_the_scheme_picks_the_registry(url: str, kind: type) -> None:
         (
             "rediss://me:p%2Fw%40@h:1/2?ssl_ca_certs=/ca.pem",
             RedisAddress(
-                hosts=(("h", 1),),
-                db=2,
-                tls=True,
-                username="me",
-                password="p/w@",
-                options={"ssl_ca_certs": "/ca.pem"},
+                hosts=(("h", 1),), db=2, tls=True, username="me", password="p/w@", options={"ssl_ca_certs": "/ca.pem"}
             ),
         ),
-        (
-            "unix://:word@/run/my%20redis.sock?db=4",
-            RedisAddress(path="/run/my redis.sock", db=4, password="word"),
-        ),
+        ("unix://:word@/run/my%20redis.sock?db=4", RedisAddress(path="/run/my redis.sock", db=4, password="word")),
         (
             "redis+sentinel://:word@a,b:2,[::1]:3/main/5?sentinel_password=other",
             RedisAddress(

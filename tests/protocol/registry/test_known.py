@@ -47,10 +47,7 @@ def test_who_comes_back_in_time_was_never_away() -> None:
     assert known.due_at is None
 
 
-@given(
-    st.lists(st.tuples(st.sets(st.sampled_from("abcd")), st.floats(0, 5)), max_size=30),
-    st.sampled_from([0.0, 6.0]),
-)
+@given(st.lists(st.tuples(st.sets(st.sampled_from("abcd")), st.floats(0, 5)), max_size=30), st.sampled_from([0.0, 6.0]))
 def test_differences_add_up_to_the_members(answers: list[tuple[set[str], float]], linger_s: float) -> None:
     known, view, now = KnownMembers(linger_s=linger_s), dict[str, Member](), 0.0
     for names, seconds in answers:

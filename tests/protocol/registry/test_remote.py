@@ -25,11 +25,7 @@ async def test_a_registry_that_ended_forgets_and_its_successor_gives_later_epoch
         assert await anext(watching) == [before]
     with pytest.raises(PeerLost):
         await registry.members()
-    async with (
-        served(int(address.rpartition(":")[2])),
-        asyncio.timeout(PATIENCE_S),
-        aclosing(watching),
-    ):
+    async with served(int(address.rpartition(":")[2])), asyncio.timeout(PATIENCE_S), aclosing(watching):
         assert await anext(watching) == []
         with pytest.raises(StaleLease, match="forgot"):
             await registry.renew(before)

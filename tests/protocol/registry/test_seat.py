@@ -102,9 +102,7 @@ async def test_a_seat_joins_stays_and_leaves(connect: Connect) -> None:
     assert await registry.members() == []
 
 
-async def test_a_restarted_process_takes_its_seat_at_once_and_its_last_life_ends(
-    connect: Connect,
-) -> None:
+async def test_a_restarted_process_takes_its_seat_at_once_and_its_last_life_ends(connect: Connect) -> None:
     first, second = (Holder(connect(), member(), ttl_s=60) for _ in range(2))
     async with seated(first.seat) as first_task:
         await first.epoch()
