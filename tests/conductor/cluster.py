@@ -74,12 +74,7 @@ class Cluster:
     """A conductor under test with its clock."""
 
     def __init__(
-        self,
-        *,
-        threshold: float = 2.0,
-        limits: Limits | None = None,
-        policy: str | None = None,
-        validates: bool = True,
+        self, *, threshold: float = 2.0, limits: Limits | None = None, policy: str | None = None, validates: bool = True
     ) -> None:
         """`validates`: the state, after every event."""
         limits = limits or Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=5.0)
@@ -111,19 +106,12 @@ class Cluster:
         self.join(Register(endpoint=endpoint(name, host=host), role=Role.STORE))
 
     def heartbeat(
-        self,
-        name: str,
-        load: Load | None = None,
-        *,
-        holds: Sequence[BlockKey] = (),
-        draining: bool = False,
+        self, name: str, load: Load | None = None, *, holds: Sequence[BlockKey] = (), draining: bool = False
     ) -> Action:
         """Also adds the blocks in `holds`."""
         first = self._next_seq[name]
         changes = BlockChanges(
-            first_seq=first,
-            next_seq=first + len(holds),
-            added=tuple((key, NO_PARENT) for key in holds),
+            first_seq=first, next_seq=first + len(holds), added=tuple((key, NO_PARENT) for key in holds)
         )
         self._next_seq[name] = changes.next_seq
         return self.send(
@@ -177,20 +165,10 @@ class Cluster:
         return shown(decision)
 
     def report(
-        self,
-        request_id: str,
-        phase: Phase,
-        elapsed_s: float = 1.0,
-        output_tokens: int = 0,
-        **changes: object,
+        self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: object
     ) -> list[Action]:
         """`changes` are fields of `Report`."""
-        report = Report(
-            request_id=RequestId(request_id),
-            phase=phase,
-            elapsed_s=elapsed_s,
-            output_tokens=output_tokens,
-        )
+        report = Report(request_id=RequestId(request_id), phase=phase, elapsed_s=elapsed_s, output_tokens=output_tokens)
         return self.send(replace(report, **changes))  # type: ignore[arg-type]
 
 

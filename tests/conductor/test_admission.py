@@ -17,11 +17,7 @@ NEAR = pytest.approx
 
 
 def with_slo(
-    *,
-    ttft_s: float = 1000.0,
-    tbt_s: float = 1000.0,
-    admission: Admission = Admission.PREDICTED,
-    num_blocks: int = 1000,
+    *, ttft_s: float = 1000.0, tbt_s: float = 1000.0, admission: Admission = Admission.PREDICTED, num_blocks: int = 1000
 ) -> Cluster:
     """A prompt of 100 tokens takes 1 s and 11 blocks, a step 10 ms per sequence."""
     limits = Limits(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, lease_s=1e6, admission=admission)
@@ -103,11 +99,7 @@ def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(admission:
         # Placed prompts reserve blocks before heartbeats show it.
         ((Load(free_blocks=22), Load(free_blocks=11, num_running=9)), (0, 0), "d0 d0 d1"),
         # A free slot comes first.
-        (
-            (Load(free_blocks=1000, num_running=2), Load(free_blocks=1000, num_running=9)),
-            (2, 99),
-            "d1",
-        ),
+        ((Load(free_blocks=1000, num_running=2), Load(free_blocks=1000, num_running=9)), (2, 99), "d1"),
     ],
 )
 def test_which_decode_instance_is_chosen(loads: tuple[Load, Load], slots: tuple[int, int], chosen: str) -> None:
@@ -279,8 +271,7 @@ def test_a_record_holds_all_candidates_and_the_reason_and_does_not_change_with_t
 
 
 @pytest.mark.parametrize(
-    ("bounds", "kept"),
-    [({"num_decisions": 2}, [False, True, True]), ({"decision_bytes": 1}, [False, False, True])],
+    ("bounds", "kept"), [({"num_decisions": 2}, [False, True, True]), ({"decision_bytes": 1}, [False, False, True])]
 )
 def test_only_the_newest_decisions_are_kept(bounds: dict[str, int], kept: list[bool]) -> None:
     cluster = Cluster(limits=Limits(**bounds))  # type: ignore[arg-type]

@@ -14,12 +14,7 @@ from conductor.limits import Limits
 from conductor.policies import PUBLISHED_POLICY, make_policy
 from conductor.service import ConductorService
 from conductor.state import ConductorState
-from protocol.errors import (
-    Incompatible,
-    InvalidRequest,
-    NoWorker,
-    StaleLease,
-)
+from protocol.errors import Incompatible, InvalidRequest, NoWorker, StaleLease
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.membership import BlockLog, Membership
 from protocol.metrics import SchedulerMetrics
@@ -90,10 +85,7 @@ def registration(
 
 def wish(request_id: str, *, tokens: int = 100, keys: Sequence[BlockKey] = ()) -> conductor_pb2.PlaceRequest:
     return conductor_pb2.PlaceRequest(
-        request_id=request_id,
-        block_keys=pack_keys(keys),
-        num_prompt_tokens=tokens,
-        max_tokens=10,
+        request_id=request_id, block_keys=pack_keys(keys), num_prompt_tokens=tokens, max_tokens=10
     )
 
 
@@ -218,10 +210,7 @@ BAD_EVENTS = conductor_pb2.BlockEvents(first_seq=1, added_keys=bytes(16), next_s
         ("Place", BAD_PLACE),
         ("Place", wish("")),
         ("Report", conductor_pb2.ReportRequest(request_id="r0")),
-        (
-            "Heartbeat",
-            conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1, events=BAD_EVENTS),
-        ),
+        ("Heartbeat", conductor_pb2.HeartbeatRequest(instance_id="p0", epoch=1, events=BAD_EVENTS)),
     ],
 )
 async def test_what_is_malformed_is_invalid(rig: Rig, method: str, request_: object) -> None:
@@ -247,9 +236,7 @@ async def test_membership_feeds_the_index_and_leaves(rig: Rig) -> None:
     assert (await view_of(rig)).keys() == {"p0", "d0"}
 
 
-async def test_the_cluster_view_says_what_workers_have_in_common_and_how_loaded_they_are(
-    rig: Rig,
-) -> None:
+async def test_the_cluster_view_says_what_workers_have_in_common_and_how_loaded_they_are(rig: Rig) -> None:
     empty = await rig.call("GetCluster", conductor_pb2.GetClusterRequest())
     assert (empty.ready, empty.HasField("layout")) == (False, False)
     await rig.join_pair()

@@ -282,10 +282,7 @@ def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monke
         for number in range(25):
             cluster.now += draw.random()
             tokens = draw.randrange(50, 600)
-            wish = {
-                "num_prompt_tokens": tokens,
-                "block_keys": chain(draw.choice("xy"), min(tokens // 10, 8)),
-            }
+            wish = {"num_prompt_tokens": tokens, "block_keys": chain(draw.choice("xy"), min(tokens // 10, 8))}
             reply = cluster.ask(f"r{number}", tenant=tenant, **wish)
             told.append(repr(reply).replace(repr(reply.decision.turn), ""))  # type: ignore[union-attr]
             if number > 5 and draw.random() < 0.6:

@@ -153,13 +153,7 @@ class World:
         return 1000.0 * number + self.rates[number] * self.now
 
     def member(self, number: int, epoch: int) -> Member:
-        endpoint = Endpoint(
-            instance_id="leader",
-            epoch=epoch,
-            rpc_address=f"c{number}:1",
-            transfer_address="",
-            host="",
-        )
+        endpoint = Endpoint(instance_id="leader", epoch=epoch, rpc_address=f"c{number}:1", transfer_address="", host="")
         return Member(endpoint=endpoint, role="conductor", owner=f"c{number}")
 
     def step(self, verb: str, number: int) -> None:

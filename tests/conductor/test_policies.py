@@ -19,13 +19,7 @@ from hypothesis import strategies as st
 from conductor.admission import Admission
 from conductor.columns import PrefillTable, Seat
 from conductor.cost.queue import PrefillQueue
-from conductor.events import (
-    BlockChanges,
-    Deregister,
-    Heartbeat,
-    Load,
-    Phase,
-)
+from conductor.events import BlockChanges, Deregister, Heartbeat, Load, Phase
 from conductor.landing import least
 from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES, make_policy
@@ -152,11 +146,7 @@ def test_the_last_token_is_always_computed() -> None:
         # The home store continues the device cache, also without the leading blocks.
         ({"p0": (0, 4), "s0": (4, 8)}, [("s0", 4, 4)], 4 * 1e6 / 5e9 + 0.2),
         # A remote store serves what home lacks, and home comes first.
-        (
-            {"p0": (0, 1), "s0": (0, 3), "s1": (0, 9)},
-            [("s0", 1, 2), ("s1", 3, 6)],
-            2 * 1e6 / 5e9 + 6 * 0.001 + 0.1,
-        ),
+        ({"p0": (0, 1), "s0": (0, 3), "s1": (0, 9)}, [("s0", 1, 2), ("s1", 3, 6)], 2 * 1e6 / 5e9 + 6 * 0.001 + 0.1),
     ],
 )
 def test_prefixes_come_from_the_device_then_home_then_elsewhere(
@@ -344,9 +334,7 @@ def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_closed_instance_is_never_chosen_and_one_that_leaves_takes_its_row_with_it(
-    name: str,
-) -> None:
+def test_a_closed_instance_is_never_chosen_and_one_that_leaves_takes_its_row_with_it(name: str) -> None:
     """Draining or excluded: the rows that are left stand for the right instances. Reports for the dead reach nobody
     else, and the rows behind it keep their figures."""
     cluster = of(4, name)

@@ -57,9 +57,7 @@ async def test_a_conductor_without_a_registry_is_found_at_one_of_several_address
     nobody = f"127.0.0.1:{free_port()}"
     conductors = Conductors(channels, f"{nobody},{await ready}")
     view = await conductors.call(
-        lambda conductor: conductor.GetCluster,
-        conductor_pb2.GetClusterRequest(),
-        timeout_s=PATIENCE_S,
+        lambda conductor: conductor.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=PATIENCE_S
     )
     assert not view.ready
     await channels.close()

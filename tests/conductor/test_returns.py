@@ -33,10 +33,7 @@ SLO_S = 2.0
         ([(0.0, 0.25, 100.0)] * 4 + [(0.0, 0.25, 100.9)], [100.25, 100.5, 100.75, 101.0, 101.25]),
         ([(0.0, 2.5, 100.0)] * 3, [102.5, 105.5, 108.5]),  # those behind a long one stay free
         # One that is longer than a second does not end with the second that it began in; then they turn out shorter.
-        (
-            [(0.0, 2.5, 100.0), (0.0, 2.5, 101.0), (0.0, 2.5, 102.0), (0.0, 0.5, 103.0)],
-            [102.5, 105.5, 108.5, 104.0],
-        ),
+        ([(0.0, 2.5, 100.0), (0.0, 2.5, 101.0), (0.0, 2.5, 102.0), (0.0, 0.5, 103.0)], [102.5, 105.5, 108.5, 104.0]),
         ([(107.3, 0.25, 100.0), (0.0, 0.25, 100.0)], [107.3, 100.25]),  # what is before is others'
     ],
 )
@@ -55,10 +52,7 @@ def test_when_places_turn_out_shorter_the_next_are_between_those_that_are_taken(
 
 
 @example(3.0, [(0.0, 0.0)] * 3 + [(1.0, 0.0), (1.0, 0.0), (2.0, 0.0)])
-@given(
-    st.floats(0.001, 3.0),
-    st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 8.0)), min_size=1, max_size=80),
-)
+@given(st.floats(0.001, 3.0), st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 8.0)), min_size=1, max_size=80))
 def test_no_second_is_promised_twice(place_s: float, asked: list[tuple[float, float]]) -> None:
     places, now, taken = Places(), 100.0, []
     for gap_s, wait_s in asked:
@@ -331,11 +325,7 @@ class World:
 )
 @settings(max_examples=examples(30), deadline=None)
 def test_whoever_waits_as_told_is_admitted_where_all_goes_as_predicted(
-    prompts: list[int],
-    num_outputs: int,
-    num_prefill: int,
-    num_decode: int,
-    admission: Admission,
+    prompts: list[int], num_outputs: int, num_prefill: int, num_decode: int, admission: Admission
 ) -> None:
     """After at most six rejections: as many as there are targets, as many grains of what is foreseen, and two more,
     since an answer that ends meanwhile teaches how long answers are, and moves what is foreseen of the others."""

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
 from conductor.limits import Limits
 from conductor.policies import make_policy
-from conductor.roles.controller import (
-    BUSY_MEMORY_S,
-    RoleController,
-    RoleLoads,
-    RoleTerms,
-    WorkerLoad,
-)
+from conductor.roles.controller import BUSY_MEMORY_S, RoleController, RoleLoads, RoleTerms, WorkerLoad
 from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
@@ -29,13 +23,7 @@ NEAR = pytest.approx
 
 
 def load(
-    name: str,
-    role: Role,
-    use: float,
-    *,
-    need: float | None = None,
-    can_change: bool = True,
-    draining: bool = False,
+    name: str, role: Role, use: float, *, need: float | None = None, can_change: bool = True, draining: bool = False
 ) -> WorkerLoad:
     return WorkerLoad(
         instance_id=InstanceId(name),
@@ -108,9 +96,7 @@ ANYBODY = st.builds(
 
 
 @given(st.lists(st.lists(ANYBODY, max_size=5), max_size=12))
-def test_whatever_loads_come_each_role_keeps_one_and_who_changes_is_able(
-    rounds: list[list[WorkerLoad]],
-) -> None:
+def test_whatever_loads_come_each_role_keeps_one_and_who_changes_is_able(rounds: list[list[WorkerLoad]]) -> None:
     controller = RoleController(RoleTerms(hold_s=0.0, cool_down_s=0.0))
     for number, loads in enumerate(rounds):
         change = controller.decide(loads, float(number))

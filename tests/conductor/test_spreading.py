@@ -37,11 +37,7 @@ class LongestPrefix:
 
 def imbalance(policy: str, records: Sequence[TraceRecord]) -> float:
     spec = ClusterSpec(
-        model=LLAMA3_70B_8XA800,
-        num_prefill=NUM_PREFILLS,
-        num_decode=NUM_PREFILLS,
-        policy=policy,
-        admission="none",
+        model=LLAMA3_70B_8XA800, num_prefill=NUM_PREFILLS, num_decode=NUM_PREFILLS, policy=policy, admission="none"
     )
     placed: Counter[str] = Counter()
     for outcome in simulate(spec, records).outcomes:

@@ -20,13 +20,7 @@ from protocol.config import load
 from protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
 from protocol.keys import NO_PARENT
 from protocol.membership import BlockLog, Membership
-from protocol.pb import (
-    common_pb2,
-    conductor_pb2,
-    conductor_pb2_grpc,
-    leadership_pb2,
-    leadership_pb2_grpc,
-)
+from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from protocol.process import Lifecycle, running
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.rpc import Channels, failure_from_wire
@@ -61,11 +55,7 @@ class Cluster:
 
     async def start(self, name: str, lease_s: float = 5.0) -> None:
         config = ConductorConfig(
-            cluster_token=TOKEN,
-            registry=self._registry,
-            leader_ttl_s=3.0,
-            lease_s=lease_s,
-            heartbeat_interval_s=0.1,
+            cluster_token=TOKEN, registry=self._registry, leader_ttl_s=3.0, lease_s=lease_s, heartbeat_interval_s=0.1
         )
         lifecycle = self._lifecycles[name] = FactsOfReady()
         self._tasks[name] = asyncio.create_task(serve(config, lifecycle))

@@ -164,11 +164,7 @@ class ConductorMachine(RuleBasedStateMachine):
             queued_tokens=queued * 10,
         )
         beat = Heartbeat(
-            instance_id=InstanceId(name),
-            epoch=self.epochs.get(name, 1),
-            load=load,
-            changes=changes,
-            draining=draining,
+            instance_id=InstanceId(name), epoch=self.epochs.get(name, 1), load=load, changes=changes, draining=draining
         )
         reply = self.send(beat)
         assert isinstance(reply, HeartbeatSeen)
@@ -263,12 +259,7 @@ class ConductorMachine(RuleBasedStateMachine):
         times=st.tuples(*[st.none() | st.floats(0.0, 1e6)] * 3),
     )
     def report(
-        self,
-        request_id: RequestId,
-        phase: Phase,
-        output: int,
-        cached: int,
-        times: tuple[float | None, ...],
+        self, request_id: RequestId, phase: Phase, output: int, cached: int, times: tuple[float | None, ...]
     ) -> None:
         """Also with times and counts that cannot be."""
         queue_s, transfer_s, prefill_s = times

@@ -157,12 +157,7 @@ def test_a_pair_that_was_measured_is_predicted_so_whatever_its_ends_do_elsewhere
     assert alone(transfers, 1, 0, 1e8, 5.0) == NEAR(1.5e8 / 0.93e8, rel=0.02)
     transfers.measured(0, 1, 1e9, 100.0)
     assert transfers.alone(0, 1) > 7e8, "one stall hardly counts"
-    for nbytes, seconds in (
-        (MEASURED_FROM - 1, 1e-9),
-        (1e9, 0.0),
-        (1e9, math.nan),
-        (1e9, math.inf),
-    ):
+    for nbytes, seconds in ((MEASURED_FROM - 1, 1e-9), (1e9, 0.0), (1e9, math.nan), (1e9, math.inf)):
         transfers.measured(2, 1, nbytes, seconds)
     assert transfers.alone(2, 1) == RATE, "what says nothing about bandwidth"
     transfers.validate()

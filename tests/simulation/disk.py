@@ -10,16 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvstore.disk.base import (
-    DiskObject,
-    DiskRead,
-    DiskUsage,
-    DiskWrite,
-    Health,
-    HealthChanged,
-    Moved,
-    Place,
-)
+from kvstore.disk.base import DiskObject, DiskRead, DiskUsage, DiskWrite, Health, HealthChanged, Moved, Place
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from tests.kvstore.hardware import Disk

@@ -111,11 +111,7 @@ class Engine:
     """`engine.runtime.EngineThread` over this model, as both kinds of worker use it."""
 
     def __init__(
-        self,
-        pool: Pool,
-        rng: random.Random,
-        failures: Callable[[], float],
-        problem: Callable[[str], None],
+        self, pool: Pool, rng: random.Random, failures: Callable[[], float], problem: Callable[[str], None]
     ) -> None:
         """`failures`: share of steps that raise now."""
         self._pool = pool

@@ -35,11 +35,7 @@ CALL_S, LEASE_S = 1.0, 2.0
 RATES = 0.98
 """How much of a lease may be relied upon: clocks of two processes do not run equally fast."""
 _Slot = kvstore_pb2.StoreReserveReply.Slot
-_PINS = (
-    kvstore_pb2.STORE_PIN_NONE,
-    kvstore_pb2.STORE_PIN_SOFT,
-    kvstore_pb2.STORE_PIN_HARD,
-)
+_PINS = (kvstore_pb2.STORE_PIN_NONE, kvstore_pb2.STORE_PIN_SOFT, kvstore_pb2.STORE_PIN_HARD)
 
 
 def key_of(chain: int, depth: int) -> BlockKey:
@@ -160,12 +156,7 @@ class PoolClient:
         return chance < 0.08
 
     async def _move(
-        self,
-        op: Op,
-        node: PoolNode,
-        segment_id: int,
-        rows: list[tuple[int, int, int]],
-        window_id: int | None = None,
+        self, op: Op, node: PoolNode, segment_id: int, rows: list[tuple[int, int, int]], window_id: int | None = None
     ) -> None:
         remote = RemoteSegment(node.transfer.address, segment_id)
         array = np.array(rows, np.int64).reshape(-1, 3)
@@ -259,9 +250,7 @@ class PoolClient:
             return
         source = self._rng.choice(others)
         request = kvstore_pb2.StoreCopyRequest(
-            source=endpoint_to_wire(source.endpoint(source.transfer.address)),
-            keys=self._chain(),
-            deadline_s=CALL_S,
+            source=endpoint_to_wire(source.endpoint(source.transfer.address)), keys=self._chain(), deadline_s=CALL_S
         )
         self.outcomes["copied"] += (await self._call(target, "Copy", request, tries=1)).copied
 

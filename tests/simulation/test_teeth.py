@@ -66,12 +66,7 @@ async def deaf(self: Remembering, heard: object) -> int:
     ],
 )
 def test_what_is_broken_is_found(
-    owner: type,
-    name: str,
-    broken: Any,
-    problem: str,
-    of_pools: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    owner: type, name: str, broken: Any, problem: str, of_pools: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     found = first_problem(of_pools=of_pools)

@@ -46,9 +46,7 @@ def first_worlds() -> str:
     return simulate("--seeds", str(max(25, examples(60))))
 
 
-def test_every_request_ends_once_with_the_right_tokens_and_nothing_stays_behind(
-    first_worlds: str,
-) -> None:
+def test_every_request_ends_once_with_the_right_tokens_and_nothing_stays_behind(first_worlds: str) -> None:
     assert "'finished': " in first_worlds
 
 

@@ -67,11 +67,7 @@ class Shown:
     """`stored.Announcements` of one life of a node, on their way to its log: what it says must be what there is."""
 
     def __init__(
-        self,
-        node: str,
-        truth: Truth,
-        find: Callable[[BlockKey], StoredObject | None],
-        log: Announcements,
+        self, node: str, truth: Truth, find: Callable[[BlockKey], StoredObject | None], log: Announcements
     ) -> None:
         self._log = log
         self.expected: dict[BlockKey, tuple[int, int, Tier]] = {}

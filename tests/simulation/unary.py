@@ -9,15 +9,7 @@ import grpc.aio
 
 from protocol.rpc import _guard_unary
 from tests.simulation.loop import OUTSIDE, Life
-from tests.simulation.network import (
-    TOO_LATE,
-    UNAVAILABLE,
-    Connection,
-    Context,
-    Network,
-    Server,
-    rpc_error,
-)
+from tests.simulation.network import TOO_LATE, UNAVAILABLE, Connection, Context, Network, Server, rpc_error
 
 REDIAL_S = 0.2
 
@@ -84,14 +76,7 @@ class Call:
         if not self._answer.done():
             self._begin(True)
 
-    def _send(
-        self,
-        server: Server,
-        *,
-        after_s: float = 0.0,
-        loses_answer: bool = False,
-        is_copy: bool = False,
-    ) -> None:
+    def _send(self, server: Server, *, after_s: float = 0.0, loses_answer: bool = False, is_copy: bool = False) -> None:
         connection = Connection(self._caller, server.life, lambda: self._broken(connection))
         if not is_copy:
             self._network.opened(connection)

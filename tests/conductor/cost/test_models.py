@@ -115,9 +115,7 @@ def test_what_is_only_of_one_kind_leaves_the_other_factor_alone() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(), st.floats(), st.floats()), max_size=60))
-def test_whatever_is_reported_all_beliefs_are_bounded(
-    reports: list[tuple[float, float, float]],
-) -> None:
+def test_whatever_is_reported_all_beliefs_are_bounded(reports: list[tuple[float, float, float]]) -> None:
     correction, tracking, middle = Correction(), Tracking(), Middle()
     for first, second, third in reports:
         correction.observe(first, second)

@@ -65,11 +65,7 @@ class Queues(RuleBasedStateMachine):
         self.running: tuple[float, int, int, float] | None = None
         self.since = 0.0
 
-    @rule(
-        key=st.integers(0, 30),
-        seconds=st.floats(0.0, 100.0),
-        rank=st.sampled_from([-1.0, 0.0, 2.5]),
-    )
+    @rule(key=st.integers(0, 30), seconds=st.floats(0.0, 100.0), rank=st.sampled_from([-1.0, 0.0, 2.5]))
     def add(self, key: int, seconds: float, rank: float) -> None:
         self.remove(key)
         self.queue.add(RequestId(str(key)), seconds, key, self.now, rank)

@@ -14,11 +14,7 @@ from engine.block_pool import BlockPool
 from kvstore.client.blocks import BlockStores
 from protocol.ids import Role
 from protocol.membership import BlockLog
-from protocol.pb import (
-    common_pb2,
-    conductor_pb2,
-    worker_pb2_grpc,
-)
+from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from protocol.profile import PrefillProfile
 from tests.simulation.model import FINGERPRINT, LAYOUT
 from tests.simulation.processes.member import Worker

@@ -34,10 +34,7 @@ class Front(Process):
 
     async def start(self) -> None:
         config = GatewayConfig(
-            model="",
-            conductor=CONDUCTOR,
-            instance_id=self.life.name,
-            request_timeout_s=self.world.terms.time_limit_s,
+            model="", conductor=CONDUCTOR, instance_id=self.life.name, request_timeout_s=self.world.terms.time_limit_s
         )
         tokenizer: Any = SpelledOut()
         self.gateway = Gateway(config, self.channels, tokenizer, REQUEST_METRICS, Tracer(), rpc_address="")

@@ -110,10 +110,7 @@ class PoolNode(Process):
         self.service = self._service(folder, events)
         self._prove_after_changes()
         self.disk = SimulatedDisk(
-            self.world.media[name],
-            rng,
-            self.state.moves.relocated,
-            self.service.mover.health_changed,
+            self.world.media[name], rng, self.state.moves.relocated, self.service.mover.health_changed
         )
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, self.server)
         await self.service.remembering.load(is_first_life=self.life.epoch == 1)
@@ -131,10 +128,7 @@ class PoolNode(Process):
         write_through = self.world.network.rng.random() < 0.3
         return StoreService(
             StoreConfig(
-                instance_id=self.life.name,
-                cluster_token="token",
-                ssd=f"{folder}:1MiB",
-                ssd_write_through=write_through,
+                instance_id=self.life.name, cluster_token="token", ssd=f"{folder}:1MiB", ssd_write_through=write_through
             ),
             self.transfer,  # type: ignore[arg-type]
             self.memory,

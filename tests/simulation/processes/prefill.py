@@ -15,11 +15,7 @@ from prefill_worker.state import PrefillState
 from protocol.ids import Role, new_id
 from protocol.keys import BlockKey
 from protocol.membership import BlockLog
-from protocol.pb import (
-    common_pb2,
-    conductor_pb2,
-    worker_pb2_grpc,
-)
+from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from tests.simulation.model import FINGERPRINT, LAYOUT, VOCABULARY
 from tests.simulation.processes.member import PREFILL, Worker
 from tests.simulation.processes.process import until

@@ -16,11 +16,7 @@ from kvstore.stored import Watermarks
 from protocol.ids import Role
 from protocol.keys import NO_PARENT
 from protocol.membership import BlockLog
-from protocol.pb import (
-    common_pb2,
-    conductor_pb2,
-    kvstore_pb2_grpc,
-)
+from protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
 from tests.simulation.processes.member import Member
 
 
