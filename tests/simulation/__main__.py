@@ -44,7 +44,7 @@ def run(first: int, count: int, options: argparse.Namespace) -> int:
         world.run()
         outcomes += world.outcomes()
         if options.seed is not None:
-            print("\n".join(world.history), world.terms, world.outcomes(), world.digest(), sep="\n")
+            print("\n".join(world.history), vars(world.terms), world.outcomes(), world.digest(), sep="\n")
         if world.problems:
             failed.append(seed)
             print(f"seed {seed}: {world.problems[0]}", flush=True)

@@ -14,7 +14,7 @@ from protocol.errors import Cancelled, MoonserveError
 from protocol.request import SamplingParams
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import VOCABULARY, undisturbed
-from tests.simulation.processes.front import Front
+from tests.simulation.processes.head import Front
 
 FINISHED, LEFT, GATEWAY_DIED = "finished", "left", "gateway died"
 

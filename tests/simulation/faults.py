@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.simulation.loop import OUTSIDE
+from tests.simulation.network import Weather
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -46,9 +47,7 @@ class Faults:
         self._is_calm = True
         for undo in self._undone:
             undo()
-        weather = self._cluster.network.weather
-        weather.loss = weather.duplication = weather.stalls = 0.0
-        weather.corruption = weather.engine_failures = 0.0
+        self._cluster.network.weather = Weather()
         self._cluster.network.heal_all()
 
     def _strike(self) -> None:
@@ -106,16 +105,10 @@ class Faults:
             self._cluster.note(f"lose the disk of {name}")
             self._cluster.lose_disk(name)
 
-    def _cut(self) -> None:
-        one, other = self._rng.sample(self._cluster.names, 2)
-        self._cut_link((one, other), (other, one))
-
-    def _cut_one_way(self) -> None:
-        one, other = self._rng.sample(self._cluster.names, 2)
-        self._cut_link((one, other))
-
-    def _cut_link(self, *links: tuple[str, str]) -> None:
+    def _cut(self, *, both_ways: bool = True) -> None:
         network = self._cluster.network
+        one, other = self._rng.sample(self._cluster.names, 2)
+        links = ((one, other), (other, one)) if both_ways else ((one, other),)
         self._cluster.note(f"cut {links}")
         for link in links:
             network.cut(*link)
@@ -125,3 +118,6 @@ class Faults:
                 network.heal(*link)
 
         self._until(self._lasting_s, heal)
+
+    def _cut_one_way(self) -> None:
+        self._cut(both_ways=False)

@@ -73,48 +73,21 @@ class _Sequence:
             self.values += _KV.pack(state ^ _MASK)
 
 
-class Pool:
-    """A worker's KV memory, as this model reads and writes it."""
+class Engine:
+    """`engine.runtime.EngineThread` over this model and a worker's KV memory, as both kinds of worker use it."""
 
-    def __init__(self, memory: memoryview, num_blocks: int) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        num_blocks: int,
+        rng: random.Random,
+        failures: Callable[[], float],
+        problem: Callable[[str], None],
+    ) -> None:
+        """`failures`: share of steps that raise now."""
         self._keys = memory[: num_blocks * _PIECE]
         self._values = memory[num_blocks * _PIECE :]
         self._sequences: dict[str, _Sequence] = {}  # by request
-
-    def compute(self, piece: Slice, last: dict[str, int], problem: Callable[[str], None]) -> int:
-        """Reads the KV before the slice and writes the slice's; gives the running hash at its end. `last`: what the
-        step before sampled."""
-        tokens = list(piece.token_ids[: piece.end])
-        if len(tokens) < piece.end:
-            tokens.append(last[piece.request_id])
-        sequence = self._sequences.setdefault(piece.request_id, _Sequence())
-        sequence.follow(tokens)
-        for place, part in _runs(piece, 0, piece.start):
-            if self._keys[place] != sequence.keys[part] or self._values[place] != sequence.values[part]:
-                problem(f"{piece.request_id} computes from wrong KV before {part.stop // _TOKEN}")
-        for place, part in _runs(piece, piece.start, piece.end):
-            self._keys[place] = sequence.keys[part]
-            self._values[place] = sequence.values[part]
-        return sequence.states[piece.end - 1]
-
-
-def _runs(piece: Slice, start: int, end: int) -> Iterator[tuple[slice, slice]]:
-    """Where in the pool, and where in the sequence, the bytes of these positions are; block by block."""
-    while start < end:
-        stop = min(end, (start // _SIZE + 1) * _SIZE)
-        at = piece.block_table[start // _SIZE] * _PIECE + start % _SIZE * _TOKEN
-        yield slice(at, at + (stop - start) * _TOKEN), slice(start * _TOKEN, stop * _TOKEN)
-        start = stop
-
-
-class Engine:
-    """`engine.runtime.EngineThread` over this model, as both kinds of worker use it."""
-
-    def __init__(
-        self, pool: Pool, rng: random.Random, failures: Callable[[], float], problem: Callable[[str], None]
-    ) -> None:
-        """`failures`: share of steps that raise now."""
-        self._pool = pool
         self._rng = rng
         self._failures = failures
         self._problem = problem
@@ -129,11 +102,19 @@ class Engine:
         before_attention: Callable[[int], None] | None = None,
         hidden: Any = None,
     ) -> list[Sampled | None]:
-        await asyncio.sleep(self._duration_s())
-        sampled = self.execute_here(slices)
+        sampled = await self.end(slices)
         if on_layer is not None:
             on_layer(0)
         return sampled
+
+    async def begin(self, slices: Sequence[Slice]) -> Sequence[Slice]:
+        """What is computed at its end is computed as late as it may be."""
+        return slices
+
+    async def end(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+        """It takes more time than the decode worker computes in its loop, where time could not pass."""
+        await asyncio.sleep(self._rng.uniform(0.025, 0.06))
+        return self.execute_here(slices)
 
     def execute_here(self, slices: Sequence[Slice]) -> list[Sampled | None]:
         if self._rng.random() < self._failures():
@@ -146,24 +127,36 @@ class Engine:
         self._last = {each.request_id: each.token_id for each in sampled if each is not None}
         return sampled
 
-    async def begin(self, slices: Sequence[Slice]) -> Sequence[Slice]:
-        """What is computed at its end is computed as late as it may be."""
-        return slices
-
-    async def end(self, slices: Sequence[Slice]) -> list[Sampled | None]:
-        await asyncio.sleep(self._duration_s())
-        return self.execute_here(slices)
-
     def _sample(self, piece: Slice) -> Sampled | None:
-        state = self._pool.compute(piece, self._last, self._problem)
+        state = self._compute(piece)
         if not piece.samples:
             return None
         token = next_token(state, piece.sampling, piece.end)
         return Sampled(request_id=piece.request_id, token_id=token)
 
-    def _duration_s(self) -> float:
-        """More than the decode worker computes in its loop, where time could not pass."""
-        return self._rng.uniform(0.025, 0.06)
+    def _compute(self, piece: Slice) -> int:
+        """Reads the KV before the slice and writes the slice's; gives the running hash at its end."""
+        tokens = list(piece.token_ids[: piece.end])
+        if len(tokens) < piece.end:
+            tokens.append(self._last[piece.request_id])
+        sequence = self._sequences.setdefault(piece.request_id, _Sequence())
+        sequence.follow(tokens)
+        for place, part in _runs(piece, 0, piece.start):
+            if self._keys[place] != sequence.keys[part] or self._values[place] != sequence.values[part]:
+                self._problem(f"{piece.request_id} computes from wrong KV before {part.stop // _TOKEN}")
+        for place, part in _runs(piece, piece.start, piece.end):
+            self._keys[place] = sequence.keys[part]
+            self._values[place] = sequence.values[part]
+        return sequence.states[piece.end - 1]
+
+
+def _runs(piece: Slice, start: int, end: int) -> Iterator[tuple[slice, slice]]:
+    """Where in the pool, and where in the sequence, the bytes of these positions are; block by block."""
+    while start < end:
+        stop = min(end, (start // _SIZE + 1) * _SIZE)
+        at = piece.block_table[start // _SIZE] * _PIECE + start % _SIZE * _TOKEN
+        yield slice(at, at + (stop - start) * _TOKEN), slice(start * _TOKEN, stop * _TOKEN)
+        start = stop
 
 
 def _garbage(piece: Slice) -> Sampled:

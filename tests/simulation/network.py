@@ -52,6 +52,10 @@ class Connection:
     task: asyncio.Task[Any] | None = None  # the handler's
     is_over: bool = False
 
+    def end_handler(self) -> None:
+        if self.task is not None and self.server.is_alive:
+            self.server.soon(self.task.cancel)
+
 
 class Network:
     """Who listens where, which links are cut, and what is on its way."""
@@ -128,13 +132,8 @@ class Network:
         now = self.loop.time()
         for connection in list(self._connections):
             caller, server = connection.caller, connection.server
-            is_silent = (
-                self.is_cut(caller, server)
-                or caller.is_stopped
-                or server.is_stopped
-                or not (caller.is_alive and server.is_alive)
-            )
-            if not is_silent:
+            is_heard = all(each.is_alive and not each.is_stopped for each in (caller, server))
+            if is_heard and not self.is_cut(caller, server):
                 connection.silent_since = None
             elif connection.silent_since is None:
                 connection.silent_since = now
@@ -153,13 +152,9 @@ class Network:
 class Server:
     """What `grpc.aio.server` is to the generated code."""
 
-    def __init__(self, network: Network, life: Life) -> None:
-        self.network = network
+    def __init__(self, life: Life) -> None:
         self.life = life
         self.handlers: dict[str, Any] = {}
-
-    def listen(self, address: str) -> None:
-        self.network.servers[address] = self
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """The same as below, for older gRPC."""
@@ -182,3 +177,8 @@ class Context:
     async def abort(self, code: Any, details: str = "", trailing_metadata: Any = ()) -> None:
         self.failure = (code, details, trailing_metadata)
         raise grpc.aio.AbortError
+
+    def error(self) -> grpc.aio.AioRpcError:
+        """What the caller gets after that."""
+        assert self.failure is not None
+        return rpc_error(*self.failure)

@@ -18,9 +18,9 @@ from protocol.ids import new_id
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.wire import endpoint_to_wire
-from tests.simulation.channels import SimulatedChannels
+from tests.simulation.calls import SimulatedChannels
 from tests.simulation.loop import Life
-from tests.simulation.processes.pool import PoolNode
+from tests.simulation.processes.stores import PoolNode
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import SMALLEST
 from transfer import Op, RemoteSegment, ScatterTransfer
@@ -170,7 +170,7 @@ class PoolClient:
 
     async def _read(self, node: PoolNode, keys: Sequence[BlockKey]) -> None:
         asked_at = self._loop.time()
-        lease = await self._stores.lease(node.endpoint(node.transfer.address), keys, ttl_s=LEASE_S, timeout_s=CALL_S)
+        lease = await self._stores.lease(node.endpoint(), keys, ttl_s=LEASE_S, timeout_s=CALL_S)
         self.outcomes["misses"] += len(keys) - len(lease.objects)
         damaged, objects = self._transfer.num_damaged, lease.objects
         rows = [(o.offset, n * ROOM, o.length) for n, o in enumerate(objects)]
@@ -250,7 +250,7 @@ class PoolClient:
             return
         source = self._rng.choice(others)
         request = kvstore_pb2.StoreCopyRequest(
-            source=endpoint_to_wire(source.endpoint(source.transfer.address)), keys=self._chain(), deadline_s=CALL_S
+            source=endpoint_to_wire(source.endpoint()), keys=self._chain(), deadline_s=CALL_S
         )
         self.outcomes["copied"] += (await self._call(target, "Copy", request, tries=1)).copied
 

@@ -31,7 +31,7 @@ def quiet() -> Iterator[None]:
 
 def first_problem(*, of_pools: bool) -> str:
     for seed in range(MOST_WORLDS):
-        if Terms.draw(seed, random.Random(seed)).is_pool is not of_pools:
+        if Terms(seed, random.Random(seed)).is_pool is not of_pools:
             continue
         world = World(seed)
         world.run()

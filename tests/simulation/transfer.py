@@ -8,13 +8,12 @@ long as the window is open.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from protocol.errors import MoonserveError, PeerLost
-from tests.simulation.loop import Life, VirtualLoop
+from tests.simulation.loop import Life
 from tests.simulation.network import Network
 from transfer import Batch, Op, ScatterTransfer, Segment
 from transfer.segments import SegmentTable
@@ -31,13 +30,12 @@ class SimulatedTransfer:
         self.life = life
         self.windows: set[int] = set()  # open ones
         self.num_damaged = 0
-        self._network = network
-        self._loop: VirtualLoop = network.loop
-        self._rng: random.Random = network.rng
-        self._engines = engines
+        self.network = network
+        self.loop = network.loop
+        self.engines = engines
+        self.under_way: dict[_Moving, None] = {}
         self._segments = SegmentTable()
         self._window_table = WindowTable()
-        self._under_way: dict[_Moving, None] = {}
         engines[self.address] = self
 
     def allocate(self, nbytes: int, *, readable: bool = True, name: str = "") -> Segment:
@@ -60,7 +58,7 @@ class SimulatedTransfer:
 
     def close_window_if_idle(self, window_id: int) -> bool:
         """Now and then somebody is writing."""
-        if self._rng.random() < 0.1:
+        if self.network.rng.random() < 0.1:
             return False
         was_open = window_id in self.windows
         self.close_window(window_id)
@@ -70,28 +68,14 @@ class SimulatedTransfer:
 
     def submit(self, transfers: Sequence[ScatterTransfer], *, deadline_s: float) -> Batch:
         [transfer] = transfers  # all that workers submit
-        moving = _Moving(self, transfer, self._loop.time() + deadline_s)
-        self._under_way[moving] = None
+        moving = _Moving(self, transfer, self.loop.time() + deadline_s)
+        self.under_way[moving] = None
         moving.begin()
         return moving.batch
 
     def forget(self, address: str) -> None:
-        for moving in [m for m in self._under_way if m.transfer.remote.address == address]:
+        for moving in [m for m in self.under_way if m.transfer.remote.address == address]:
             moving.settle(PeerLost("its peer has a successor"))
-
-    def ended(self, moving: _Moving) -> None:
-        del self._under_way[moving]
-
-    def peer(self, address: str) -> SimulatedTransfer:
-        return self._engines[address]
-
-    @property
-    def loop(self) -> VirtualLoop:
-        return self._loop
-
-    @property
-    def network(self) -> Network:
-        return self._network
 
     # -- as a peer of others
 
@@ -103,19 +87,16 @@ class SimulatedTransfer:
         with window:
             for (offset, _, length), content in zip(rows, data, strict=True):
                 memory[offset : offset + length] = content
-        self._damage(memory, rows, 0)
+        self.damage(memory, rows, 0)
 
     def read(self, segment_id: int, offset: int, length: int) -> bytes:
         return bytes(self._segments.find(segment_id).buffer[offset : offset + length])
 
-    def damage_local(self, memory: memoryview, rows: Rows) -> None:
-        self._damage(memory, rows, 1)
-
-    def _damage(self, memory: memoryview, rows: Rows, side: int) -> None:
+    def damage(self, memory: memoryview, rows: Rows, side: int) -> None:
         """Now and then memory is bad."""
-        if rows and self._rng.random() < self._network.weather.corruption:
-            row = self._rng.choice(rows)
-            memory[row[side] + self._rng.randrange(row[2])] ^= 1 << self._rng.randrange(8)
+        if rows and self.network.rng.random() < self.network.weather.corruption:
+            row = self.network.rng.choice(rows)
+            memory[row[side] + self.network.rng.randrange(row[2])] ^= 1 << self.network.rng.randrange(8)
             self.num_damaged += 1
 
 
@@ -130,7 +111,7 @@ class _Moving:
         self.transfer = transfer
         self.batch = Batch(1, 1, lambda: None)
         self._engine = engine
-        self._peer = engine.peer(transfer.remote.address)
+        self._peer = engine.engines[transfer.remote.address]
         self._ends_at = ends_at
         rows: Rows = [tuple(row) for row in transfer.rows.tolist()]  # type: ignore[misc]
         cut = engine.network.rng.randint(0, len(rows))
@@ -188,7 +169,7 @@ class _Moving:
         for remote, local, length in rows:
             segment_id = self.transfer.remote.segment_id
             memory[local : local + length] = self._peer.read(segment_id, remote, length)
-        self._engine.damage_local(memory, rows)
+        self._engine.damage(memory, rows, 1)
 
     def _give_up(self) -> None:
         """What the target has in its buffers may still be stored when it goes on."""
@@ -212,5 +193,5 @@ class _Moving:
 
     def settle(self, error: MoonserveError | None) -> None:
         if not self.batch.done:
-            self._engine.ended(self)
+            del self._engine.under_way[self]
             self.batch.settle_part({} if error is None else {0: error})

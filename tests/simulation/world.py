@@ -27,14 +27,10 @@ from tests.simulation.faults import Faults
 from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
 from tests.simulation.network import Network
 from tests.simulation.pool_clients import PoolClient
-from tests.simulation.processes.conductor import Conductor
-from tests.simulation.processes.decode import Decode
-from tests.simulation.processes.front import Front
-from tests.simulation.processes.member import CONDUCTOR
-from tests.simulation.processes.pool import DIRECTORY, DISK_UNITS, PoolDirectory, PoolNode
-from tests.simulation.processes.prefill import Prefill
+from tests.simulation.processes.head import Conductor, Front
+from tests.simulation.processes.members import CONDUCTOR, Decode, Prefill
 from tests.simulation.processes.process import Process
-from tests.simulation.processes.store import Store
+from tests.simulation.processes.stores import DIRECTORY, DISK_UNITS, PoolDirectory, PoolNode, Store
 from tests.simulation.terms import Terms
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import Truth
@@ -69,7 +65,7 @@ class World:
         self.problems: list[str] = []
         self.history: list[str] = []  # what happened, for people
         self._digest = hashlib.blake2b(digest_size=8)
-        self.terms = Terms.draw(seed, self.rng)
+        self.terms = Terms(seed, self.rng)
         self.loop = VirtualLoop(self.rng, self._loop_problem)
         self.network = Network(self.loop, self.rng)
         self.engines: dict[str, SimulatedTransfer] = {}
@@ -139,12 +135,13 @@ class World:
         self.note(f"{process.life!r} ends itself: {error!r}")
         if not isinstance(error, StaleLease):  # which tells who has a successor
             self.problem(f"{process.life!r} ended itself: {error!r}")
-        process.life.die()
-        self.network.died(process.life)
+        self._end(process.life)
         self.loop.call_later(RESPAWN_S, self.start, process.life.name, context=OUTSIDE)
 
     def crash(self, name: str) -> None:
-        life = self.processes[name].life
+        self._end(self.processes[name].life)
+
+    def _end(self, life: Life) -> None:
         if life.is_alive:
             life.die()
             self.network.died(life)
@@ -164,8 +161,7 @@ class World:
         if not task.cancelled() and task.exception() is not None:
             self.problem(f"{process.life!r} could not drain: {task.exception()!r}")
         self.note(f"{process.life!r} has drained")
-        process.life.die()
-        self.network.died(process.life)
+        self._end(process.life)
         self.start(process.life.name)
 
     def lose_disk(self, name: str) -> None:
@@ -288,8 +284,9 @@ class World:
     def _pool_problems(self) -> list[str]:
         """What the directory does not know, and what is still there though it was removed everywhere."""
         nodes = self.pool_nodes()
-        known = {(r.key, r.removal_id) for node in nodes for r in node.removals()}
-        left = [f"{n.life!r}: {each}" for n in nodes for each in n.leftovers(known)]
+        removals = [each for node in nodes for each in node.service.remembering.removals.all()]
+        known = {(each.key, each.removal_id) for each in removals}
+        left = [f"{n.life!r}: {o}" for n in nodes for o in self.truth.leftovers(known, n.state.catalog.objects())]
         if not self._directory().knows(nodes):
             return [*left, "the directory does not follow all nodes"]
         difference = self._directory().differs_from(nodes)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from protocol.errors import MoonserveError
 from protocol.ids import Role
 from protocol.request import Endpoint
-from tests.simulation.channels import SimulatedChannels
+from tests.simulation.calls import SimulatedChannels
 from tests.simulation.loop import Life
 from tests.simulation.network import Server
+from tests.simulation.transfer import SimulatedTransfer
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -32,7 +33,7 @@ class Process:
         self.life = life
         self.address = address
         self.channels = SimulatedChannels(world.network, life)
-        self.server = Server(world.network, life)
+        self.server = Server(life)
         self.is_up = False
         self.is_draining = False
 
@@ -44,7 +45,7 @@ class Process:
     async def run(self) -> None:
         """Until it dies. Raises what ends it."""
         await self.start()
-        self.server.listen(self.address)
+        self.world.network.servers[self.address] = self.server
         self.is_up = True
         await self.serve()
 
@@ -64,13 +65,13 @@ class Process:
         """What it still holds though nobody wants anything of it; empty when all is well."""
         return ""
 
-    def endpoint(self, transfer_address: str) -> Endpoint:
+    def make_transfer(self) -> None:
+        self.transfer: Any = SimulatedTransfer(self.world.network, self.life, self.world.engines)
+
+    def endpoint(self) -> Endpoint:
+        name, at = self.life.name, self.transfer.address
         return Endpoint(
-            instance_id=self.life.name,
-            epoch=self.life.epoch,
-            rpc_address=self.address,
-            transfer_address=transfer_address,
-            host=self.life.name,
+            instance_id=name, epoch=self.life.epoch, rpc_address=self.address, transfer_address=at, host=name
         )
 
     def checked(self, state: Any, *, seldom: tuple[type, ...] = ()) -> Any:

@@ -1,4 +1,4 @@
-"""A gateway of a simulated cluster."""
+"""Who places and who answers: the conductor and the gateways of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -7,19 +7,45 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from conductor.events import Heartbeat, Tick
+from conductor.limits import Limits
+from conductor.policies import make_policy
+from conductor.service import ConductorService
+from conductor.state import ConductorState
 from gateway.config import GatewayConfig
 from gateway.generation.detokenize import ByteDecoder
 from gateway.generation.service import Gateway
 from gateway.generation.timings import PHASES
-from protocol.metrics import RequestMetrics
+from protocol.metrics import RequestMetrics, SchedulerMetrics
+from protocol.pb import conductor_pb2_grpc
 from protocol.tracing import Tracer
 from tests.simulation.model import VOCABULARY
-from tests.simulation.processes.member import CONDUCTOR
+from tests.simulation.processes.members import CONDUCTOR
 from tests.simulation.processes.process import Process, until
 
 CHARACTERS = tuple(bytes([0x40 + token]) for token in range(VOCABULARY))
-# One for all worlds: they are only added to.
+# One of each for all worlds: they are only added to.
+SCHEDULER_METRICS = SchedulerMetrics(CollectorRegistry())
 REQUEST_METRICS = RequestMetrics(CollectorRegistry(), "model", "gateway", PHASES)
+
+
+class Conductor(Process):
+    """Alone in its cluster; it forgets everything when it dies."""
+
+    async def start(self) -> None:
+        terms = self.world.terms
+        limits = Limits(ttft_slo_s=1e6, tbt_slo_s=1e6, placement_ttl_s=60.0, num_decisions=64)
+        policy = make_policy(terms.policy, 1.5, terms.seed)
+        # Its books are many arrays: proving them after each heartbeat would take most of the time.
+        self.state = self.checked(ConductorState(policy, limits), seldom=(Heartbeat, Tick))
+        self.service = ConductorService(self.state, SCHEDULER_METRICS, self.life.clock, away_after_s=limits.lease_s / 2)
+        conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, self.server)
+
+    async def serve(self) -> None:
+        await self.service.housekeep(1.0)
+
+    def validate(self) -> None:
+        self.state.validate()
 
 
 class SpelledOut:

@@ -1,11 +1,9 @@
-"""A pool of store nodes with disks, and its directory with the registry: put together as their entry points do."""
+"""Store nodes: a cluster's, in memory only, and a pool's, with disks, with its directory and registry."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvstore import eviction
@@ -19,27 +17,86 @@ from kvstore.event_log import EventLog
 from kvstore.generations import first_of
 from kvstore.index_segment import IndexSegments
 from kvstore.native.metadata import KeyIndex
-from kvstore.removals import Removal
 from kvstore.service import StoreService
 from kvstore.state import StoreState
 from kvstore.stored import Watermarks
 from protocol.checksum import checksum
-from protocol.ids import InstanceId
-from protocol.keys import BlockKey
+from protocol.ids import InstanceId, Role
+from protocol.keys import NO_PARENT, BlockKey
+from protocol.membership import BlockLog
 from protocol.pb import kvstore_pb2_grpc, registry_pb2_grpc
-from protocol.registry.base import Member
+from protocol.registry.base import Member as Seated
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.seat import Seat
 from protocol.registry.service import RegistryService
 from tests.simulation.disk import SimulatedDisk
+from tests.simulation.processes.members import Member
 from tests.simulation.processes.process import Process, until_one_fails
-from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import Shown
 
 DIRECTORY = "directory:1"
 MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 40, 90, 24
-PROVE_EVERY = 8  # changes
+PROVE_EVERY = 8  # changes of a pool's node
+FLUSH_S = 3.0
+
+
+class Node(Process):
+    """What both kinds have in common. Its books are proven after its changes."""
+
+    def make_service(
+        self, catalog: Catalog, memory: Any, events: EventLog, indexes: Any, prove_every: int, **options: Any
+    ) -> None:
+        """`options` are fields of `StoreConfig`."""
+        self.state = StoreState(catalog)
+        config = StoreConfig(instance_id=self.life.name, cluster_token="token", **options)
+        transfer, endpoint, clock = self.transfer, self.endpoint(), self.life.clock
+        service = self.service = StoreService(
+            config, transfer, memory, endpoint, self.state, indexes, events, clock, peers=self.channels
+        )
+        changed, numbers = service._changed, itertools.count()
+
+        def changed_and_proven() -> None:
+            changed()
+            if next(numbers) % prove_every == 0:
+                self.validate()
+
+        service._changed = changed_and_proven  # type: ignore[method-assign]
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server(service, self.server)
+
+    def unrest(self) -> str:
+        usage, moves = self.state.catalog.usage(), self.state.moves
+        held: dict[str, Any] = {
+            "leased": usage.num_leased,
+            "reserved": usage.reserved_bytes,
+            "windows": sorted(self.transfer.windows),
+            "stores": moves.num_stores,
+        }
+        return ", ".join(f"{value} {what}" for what, value in held.items() if value)
+
+
+class Store(Node, Member):
+    role = Role.STORE
+
+    async def start(self) -> None:
+        self.make_transfer()
+        memory = self.transfer.allocate(self.world.terms.store_blocks * ALIGNMENT)
+        self.blocks = BlockLog(self._inventory)
+        events = EventLog(self.blocks)
+        catalog = Catalog(
+            memory.nbytes,
+            index=KeyIndex(),
+            policies=lambda: eviction.make("lru"),
+            announce=events,
+            watermarks=Watermarks(evict_above=0.9, evict_share=0.05),
+            quotas={},
+            first_generation=self.life.epoch << 32,
+        )
+        nobody_maps_it = None
+        self.make_service(catalog, memory, events, nobody_maps_it, prove_every=1)
+
+    def _inventory(self) -> list[Any]:
+        return [(stored.key, stored.parent or NO_PARENT) for stored in self.state.catalog.objects()]
 
 
 class PoolDirectory(Process):
@@ -83,72 +140,39 @@ class PoolDirectory(Process):
         return "" if told == {name: true[name] for name in told} else f"{told} blocks, not {true}"
 
 
-class PoolNode(Process):
+class PoolNode(Node):
     """A store node of a pool, with a disk. Whoever holds its id keeps its folder."""
 
     async def start(self) -> None:
         name, rng = self.life.name, self.world.network.rng
         folder = self.world.folder / name
         folder.mkdir(exist_ok=True)
-        self.transfer = SimulatedTransfer(self.world.network, self.life, self.world.engines)
+        self.make_transfer()
         self.memory = self.transfer.allocate(MEMORY_UNITS * ALIGNMENT)
-        self.indexes = IndexSegments(self.transfer, self.life.clock)  # type: ignore[arg-type]
-        self.index = KeyIndex(self.indexes.allocate, self.indexes.retire)
+        indexes = IndexSegments(self.transfer, self.life.clock)
+        self.index = KeyIndex(indexes.allocate, indexes.retire)
         events, policy = EventLog(), rng.choice(eviction.POLICY_NAMES)
         self.shown = Shown(name, self.world.truth, lambda key: self.state.catalog.find(key), events)
-        self.state = StoreState(
-            Catalog(
-                self.memory.nbytes,
-                index=self.index,
-                policies=lambda: eviction.make(policy),
-                announce=self.shown,
-                watermarks=Watermarks(evict_above=0.8, evict_share=0.1),
-                quotas={"limited": QUOTA_UNITS * ALIGNMENT},
-                first_generation=first_of(self.life.epoch),
-            )
+        catalog = Catalog(
+            self.memory.nbytes,
+            index=self.index,
+            policies=lambda: eviction.make(policy),
+            announce=self.shown,
+            watermarks=Watermarks(evict_above=0.8, evict_share=0.1),
+            quotas={"limited": QUOTA_UNITS * ALIGNMENT},
+            first_generation=first_of(self.life.epoch),
         )
-        self.service = self._service(folder, events)
-        self._prove_after_changes()
-        self.disk = SimulatedDisk(
-            self.world.media[name], rng, self.state.moves.relocated, self.service.mover.health_changed
-        )
-        kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, self.server)
-        await self.service.remembering.load(is_first_life=self.life.epoch == 1)
-        self.service.mover.expect(self.disk)
-        self.state.catalog.use_disk(self.disk)
+        options = {"ssd": f"{folder}:1MiB", "ssd_write_through": rng.random() < 0.3}
+        self.make_service(catalog, self.memory, events, indexes, PROVE_EVERY, **options)
+        mover, remembering = self.service.mover, self.service.remembering
+        self.disk = SimulatedDisk(self.world.media[name], rng, self.state.moves.relocated, mover.health_changed)
+        await remembering.load(is_first_life=self.life.epoch == 1)
+        mover.expect(self.disk)
+        catalog.use_disk(self.disk)
         registry = RemoteRegistry(DIRECTORY, "token", channels=self.channels)
-        self.catching_up = CatchingUp(name, registry, self.service.remembering, self.state, self.channels)
-        self.seat = Seat(
-            registry,
-            Member(endpoint=self.endpoint(self.transfer.address), role=STORE_ROLE, owner=name),
-            before_rejoin=self.catching_up.before_rejoin,
-        )
-
-    def _service(self, folder: Path, events: EventLog) -> StoreService:
-        write_through = self.world.network.rng.random() < 0.3
-        return StoreService(
-            StoreConfig(
-                instance_id=self.life.name, cluster_token="token", ssd=f"{folder}:1MiB", ssd_write_through=write_through
-            ),
-            self.transfer,  # type: ignore[arg-type]
-            self.memory,
-            self.endpoint(self.transfer.address),
-            self.state,
-            self.indexes,
-            events,
-            self.life.clock,
-            peers=self.channels,
-        )
-
-    def _prove_after_changes(self) -> None:
-        changed, numbers = self.service._changed, itertools.count()
-
-        def changed_and_proven() -> None:
-            changed()
-            if next(numbers) % PROVE_EVERY == 0:
-                self.validate()
-
-        self.service._changed = changed_and_proven  # type: ignore[method-assign]
+        self.catching_up = CatchingUp(name, registry, remembering, self.state, self.channels)
+        member = Seated(endpoint=self.endpoint(), role=STORE_ROLE, owner=name)
+        self.seat = Seat(registry, member, before_rejoin=self.catching_up.before_rejoin)
 
     async def serve(self) -> None:
         mover = self.service.mover
@@ -166,7 +190,7 @@ class PoolNode(Process):
 
     async def drain(self) -> None:
         """An orderly stop: a restart finds everything again."""
-        await self.service.mover.flush(DRAIN_S)
+        await self.service.mover.flush(FLUSH_S)
 
     @property
     def serves(self) -> bool:
@@ -175,9 +199,8 @@ class PoolNode(Process):
     def validate(self) -> None:
         self.state.validate()
         visible = list(self.state.catalog.objects())
-        assert self.shown.expected == {o.key: (o.generation, o.checksum, o.tier) for o in visible}, (
-            "what it announced is not what it shows"
-        )
+        shown = {each.key: (each.generation, each.checksum, each.tier) for each in visible}
+        assert self.shown.expected == shown, "what it announced is not what it shows"
         medium = self.disk.medium
         for stored in visible:
             if stored.offset is not None:
@@ -187,23 +210,7 @@ class PoolNode(Process):
                 assert stored.place in medium.live
                 assert medium.kept[stored.place].generation == stored.generation
 
-    def removals(self) -> Sequence[Removal]:
-        return self.service.remembering.removals.all()
-
-    def leftovers(self, known: set[tuple[BlockKey, int]]) -> list[str]:
-        return self.world.truth.leftovers(known, self.state.catalog.objects())
-
     def unrest(self) -> str:
-        usage, moves = self.state.catalog.usage(), self.state.moves
         places = {o.place for o in self.state.catalog.objects() if o.place is not None}
-        held: dict[str, Any] = {
-            "leased": usage.num_leased,
-            "reserved": usage.reserved_bytes,
-            "windows": sorted(self.transfer.windows),
-            "stores": moves.num_stores,
-            "places that nobody has": sorted(self.disk.medium.live - places),
-        }
-        return ", ".join(f"{value} {what}" for what, value in held.items() if value)
-
-
-DRAIN_S = 3.0
+        nobodys = sorted(self.disk.medium.live - places)
+        return super().unrest() or (f"{nobodys} places that nobody has" if nobodys else "")
