@@ -25,6 +25,7 @@ from conductor.events import (
 )
 from conductor.limits import Limits
 from conductor.policies import make_policy
+from conductor.roles.controller import RoleController
 from conductor.state import ConductorState
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT, BlockKey
@@ -38,6 +39,7 @@ LAYOUT = KvLayout(num_layers=1, block_size=10, num_kv_heads=125, head_dim=100, d
 PREFILL = PrefillProfile(c0=0.0, c1=0.01, c2=0.0)
 # 10 ms per sequence in the batch.
 DECODE = DecodeProfile(c0=0.0, c1=0.01, c2=0.0)
+USUAL = Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=5.0)
 
 
 def chain(name: str, count: int) -> tuple[BlockKey, ...]:
@@ -74,15 +76,23 @@ class Cluster:
     """A conductor under test with its clock."""
 
     def __init__(
-        self, *, threshold: float = 2.0, limits: Limits | None = None, policy: str | None = None, validates: bool = True
+        self,
+        *names: str,
+        threshold: float = 2.0,
+        policy: str = "global-cache-aware",
+        validates: bool = True,
+        roles: RoleController | None = None,
+        **limits: Any,
     ) -> None:
-        """`validates`: the state, after every event."""
-        limits = limits or Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=5.0)
-        self.state = ConductorState(make_policy(policy or "global-cache-aware", threshold), limits)
+        """`names` join, as what their first letters say: p, d or s. `validates`: the state, after every event. `limits`
+        are fields of `Limits`."""
+        self.state = ConductorState(make_policy(policy, threshold), replace(USUAL, **limits), roles)
         self.now = 100.0
         self._validates = validates
         self._epochs: dict[str, int] = {}
         self._next_seq: dict[str, int] = {}
+        for name in names:
+            {"p": self.prefill, "d": self.decode, "s": self.store}[name[0]](name)
 
     def send(self, event: Event) -> list[Action]:
         actions = self.state.handle(event, self.now)
@@ -175,11 +185,3 @@ class Cluster:
 def shown(decision: Decision) -> Any:
     """What its JSON holds, as attributes."""
     return json.loads(decision.to_json(), object_hook=lambda each: SimpleNamespace(**each))
-
-
-def pair() -> Cluster:
-    """One prefill and one decode worker."""
-    cluster = Cluster()
-    cluster.prefill("p0")
-    cluster.decode("d0")
-    return cluster

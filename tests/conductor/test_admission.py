@@ -8,27 +8,22 @@ import pytest
 
 from conductor.admission import STEP_SHARE, Admission
 from conductor.events import Load, Phase, Placed, PlacementForgotten, Rejected, Tick, TtftObserved
-from conductor.limits import Limits
 from protocol.errors import InvalidRequest, NoWorker
 from protocol.ids import RequestId, Role
-from tests.conductor.cluster import Cluster, chain, endpoint, pair, shown, worker
+from tests.conductor.cluster import Cluster, chain, endpoint, shown, worker
 
 NEAR = pytest.approx
 
 
-def with_slo(
-    *, ttft_s: float = 1000.0, tbt_s: float = 1000.0, admission: Admission = Admission.PREDICTED, num_blocks: int = 1000
-) -> Cluster:
+def with_slo(*, num_blocks: int = 1000, admission: Admission = Admission.PREDICTED, **limits: float) -> Cluster:
     """A prompt of 100 tokens takes 1 s and 11 blocks, a step 10 ms per sequence."""
-    limits = Limits(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, lease_s=1e6, admission=admission)
-    cluster = Cluster(limits=limits)
-    cluster.prefill("p0")
+    cluster = Cluster("p0", lease_s=1e6, admission=admission, **limits)
     cluster.decode("d0", num_blocks=num_blocks)
     return cluster
 
 
 def test_a_queue_beyond_the_ttft_slo_rejects_until_the_first_instance_has_drained_enough() -> None:
-    cluster = with_slo(ttft_s=1.5)
+    cluster = with_slo(ttft_slo_s=1.5)
     cluster.prefill("p1")
     cluster.place("r0", tokens=150)  # 1.5 s
     cluster.place("r1", tokens=120)  # 1.2 s
@@ -52,7 +47,7 @@ def test_a_request_brings_its_own_slo_and_one_that_nobody_could_keep_is_said_to_
 
 def test_predicted_tbt_over_the_slo_rejects_until_sequences_end() -> None:
     """Two sequences of 10 ms are the most; r0 runs from 1 s to 17 s or so, r1 from 2 s to 6 s."""
-    cluster = with_slo(tbt_s=0.025)
+    cluster = with_slo(tbt_slo_s=0.025)
     cluster.place("r0", max_tokens=1600)
     cluster.place("r1", max_tokens=200)
     rejected = cluster.reject("r2")
@@ -68,7 +63,7 @@ def test_predicted_tbt_over_the_slo_rejects_until_sequences_end() -> None:
 def test_steps_keep_what_a_request_needs_to_join_below_the_target(target: float, reply: type) -> None:
     """Four sequences make steps of 40 ms: too long for a target of 41 ms, of which steps may take 95 %."""
     assert 0.041 * STEP_SHARE < 0.040 < 0.043 * STEP_SHARE
-    cluster = with_slo(tbt_s=target)
+    cluster = with_slo(tbt_slo_s=target)
     cluster.heartbeat("d0", Load(num_running=3, context_tokens=300, free_blocks=900))
     assert isinstance(cluster.ask("r0"), reply)
 
@@ -103,8 +98,7 @@ def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(admission:
     ],
 )
 def test_which_decode_instance_is_chosen(loads: tuple[Load, Load], slots: tuple[int, int], chosen: str) -> None:
-    cluster = Cluster()
-    cluster.prefill("p0")
+    cluster = Cluster("p0")
     for number, load in enumerate(loads):
         cluster.join(replace(worker(f"d{number}", Role.DECODE), max_num_seqs=slots[number]))
         cluster.heartbeat(f"d{number}", load)
@@ -226,7 +220,7 @@ def test_what_a_placement_added_is_taken_out_once(end: object) -> None:
 
 
 def test_outcomes_are_compared_with_predictions_once() -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     cluster.place("r0")
     observed = TtftObserved(request_id=RequestId("r0"), predicted_s=1.0, actual_s=1.25)
     assert cluster.report("r0", Phase.FIRST_TOKEN, 1.25, prefill_s=1.0)[0] == observed
@@ -239,7 +233,7 @@ def test_outcomes_are_compared_with_predictions_once() -> None:
 
 def test_output_lengths_are_learnt_from_finished_requests() -> None:
     """20 tokens of 10 ms, not 1,000: its sequence is gone when the next one lands."""
-    cluster = with_slo(tbt_s=0.015)
+    cluster = with_slo(tbt_slo_s=0.015)
     cluster.place("r0", max_tokens=1000)
     assert cluster.reject("r1", max_tokens=1000).reason == "tbt_slo"
     cluster.report("r0", Phase.FINISHED, output_tokens=20)
@@ -251,7 +245,7 @@ def test_output_lengths_are_learnt_from_finished_requests() -> None:
 
 
 def test_a_record_holds_all_candidates_and_the_reason_and_does_not_change_with_the_cluster() -> None:
-    cluster = with_slo(ttft_s=1.5)
+    cluster = with_slo(ttft_slo_s=1.5)
     cluster.prefill("p1")
     for i in range(2):
         cluster.place(f"r{i}")
@@ -274,9 +268,7 @@ def test_a_record_holds_all_candidates_and_the_reason_and_does_not_change_with_t
     ("bounds", "kept"), [({"num_decisions": 2}, [False, True, True]), ({"decision_bytes": 1}, [False, False, True])]
 )
 def test_only_the_newest_decisions_are_kept(bounds: dict[str, int], kept: list[bool]) -> None:
-    cluster = Cluster(limits=Limits(**bounds))  # type: ignore[arg-type]
-    cluster.prefill("p0")
-    cluster.decode("d0")
+    cluster = Cluster("p0", "d0", **bounds)
     for i in range(3):
         cluster.place(f"r{i}", tokens=10)
     assert [cluster.state.explain(f"r{i}") is not None for i in range(3)] == kept

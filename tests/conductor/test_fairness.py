@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,10 @@ from hypothesis import strategies as st
 from conductor.admission import FOR_LOAD, TENANT_SHARE
 from conductor.events import Phase, Placed
 from conductor.fairness.shares import MOST_CLAIMS, OUTPUT_WEIGHT, Fairness, parse_weights
-from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
-from tests.conductor.cluster import Cluster, chain, pair, shown
+from tests.conductor.cluster import Cluster, chain, shown
 
 HERE = np.array([0])
 NEAR = pytest.approx
@@ -207,15 +205,6 @@ def test_weights_are_numbers_above_0_of_each_tenant_once() -> None:
 
 # ---- placements
 
-USUAL = Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=1e6)
-
-
-def limited(limits: Limits, policy: str | None = None) -> Cluster:
-    cluster = Cluster(limits=limits, policy=policy)
-    cluster.prefill("p0")
-    cluster.decode("d0")
-    return cluster
-
 
 def placed(cluster: Cluster, request_id: str, tenant: str = "", **changes: object) -> Any:
     reply = cluster.ask(request_id, tenant=tenant, **changes)
@@ -227,7 +216,7 @@ def placed(cluster: Cluster, request_id: str, tenant: str = "", **changes: objec
 def test_a_quiet_tenant_goes_before_a_flood_and_is_promised_what_that_means() -> None:
     """Prompts take a second each. The quiet one waits for the one that runs and for one more at most. Who names no
     tenant is one, too."""
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     for number in range(20):
         assert placed(cluster, f"flood{number}").rank == 0.0, "in order of arrival"
     quiet = placed(cluster, "quiet", "quiet")
@@ -247,7 +236,7 @@ def test_a_quiet_tenant_goes_before_a_flood_and_is_promised_what_that_means() ->
 
 def test_a_policy_that_gives_ranks_is_told_of_waits_as_they_are_in_turn() -> None:
     """All prompts would yield for 5 s; the quiet one goes before them, and is promised so."""
-    cluster = limited(USUAL, "moonserve")
+    cluster = Cluster("p0", "d0", policy="moonserve")
     for number in range(10):
         placed(cluster, f"flood{number}", "flood")
     assert placed(cluster, "quiet", "quiet").prefill_candidates[0].queue_s <= 2.0
@@ -255,7 +244,7 @@ def test_a_policy_that_gives_ranks_is_told_of_waits_as_they_are_in_turn() -> Non
 
 def test_weights_decide_how_many_go_before() -> None:
     """Of a flood of each, all at one instant, the tenant of weight 3 gets three of four prompts."""
-    cluster = limited(replace(USUAL, tenant_weights={"b": 3.0}))
+    cluster = Cluster("p0", "d0", tenant_weights={"b": 3.0})
     for tenant in "ab":
         for number in range(40):
             assert isinstance(cluster.ask(f"{tenant}{number}", tenant=tenant), Placed)
@@ -271,8 +260,7 @@ def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monke
 
     def history(tenant: str) -> list[str]:
         draw = random.Random(3)
-        limits = replace(USUAL, ttft_slo_s=30.0)
-        cluster = Cluster(policy=policy, limits=limits, validates=False)
+        cluster = Cluster(policy=policy, ttft_slo_s=30.0, lease_s=1e6, validates=False)
         for number in range(3):
             cluster.store(f"s{number}")
             cluster.prefill(f"p{number}", home=f"s{number}")
@@ -300,7 +288,7 @@ def test_a_priority_counts_only_where_the_workers_queues_have_it(
     by_priority: bool, urgent_s: float, usual_s: float
 ) -> None:
     """Asked 10 ms after the first. What runs is interrupted after a step, which here is longer than the prompt."""
-    cluster = limited(replace(USUAL, by_priority=by_priority))
+    cluster = Cluster("p0", "d0", by_priority=by_priority)
     for number in range(10):
         placed(cluster, f"r{number}", priority=number % 2)
     urgent = placed(cluster, "urgent", priority=-(10**9))
@@ -312,7 +300,7 @@ def test_a_priority_counts_only_where_the_workers_queues_have_it(
 
 def test_turns_are_among_equal_priorities() -> None:
     """A flood of urgent prompts goes before a quiet tenant's usual one, and counts as service all the same."""
-    cluster = limited(replace(USUAL, by_priority=True))
+    cluster = Cluster("p0", "d0", by_priority=True)
     for number in range(10):
         placed(cluster, f"urgent{number}", "flood", priority=-1)
     assert placed(cluster, "quiet", "quiet").rank == 0.0
@@ -322,9 +310,7 @@ def test_turns_are_among_equal_priorities() -> None:
 
 def crowded() -> Cluster:
     """As many sequences of one tenant as the objective allows, and another one turned away."""
-    cluster = limited(Limits(ttft_slo_s=1e6, tbt_slo_s=0.055, lease_s=1e6))
-    for name in ("p1", "p2", "p3"):
-        cluster.prefill(name)
+    cluster = Cluster("p0", "p1", "p2", "p3", "d0", ttft_slo_s=1e6, tbt_slo_s=0.055)
     number = 0
     while ask(cluster, f"a{number}", "a") == "placed":
         cluster.report(f"a{number}", Phase.FIRST_TOKEN)

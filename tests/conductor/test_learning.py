@@ -11,12 +11,11 @@ import pytest
 from conductor.cost.accuracy import Term
 from conductor.cost.bandwidth import DEFAULT_BYTES_PER_S
 from conductor.events import Load, Phase, Placed, Steps, Tick, Traffic
-from conductor.limits import Limits
 from conductor.wire import report_from_wire
 from protocol.ids import InstanceId, Role
 from protocol.pb import conductor_pb2
 from protocol.profile import DecodeProfile
-from tests.conductor.cluster import DECODE, LAYOUT, Cluster, chain, pair, worker
+from tests.conductor.cluster import DECODE, LAYOUT, Cluster, chain, worker
 
 NEAR = pytest.approx
 ODD = [math.nan, math.inf, -1.0, 0.0]
@@ -30,7 +29,7 @@ def ran(cluster: Cluster, request_id: str, elapsed_s: float, **times: float) -> 
 
 
 def test_an_instance_that_computes_slower_than_it_said_is_believed_what_it_does() -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     for number in range(5):  # reports without times teach nothing about an instance
         ran(cluster, f"s{number}", 9.0)
     assert cluster.place("before").predicted_ttft_s == NEAR(1.0)
@@ -44,8 +43,7 @@ def test_an_instance_that_computes_slower_than_it_said_is_believed_what_it_does(
 
 
 def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
-    cluster = Cluster()
-    cluster.prefill("p0")
+    cluster = Cluster("p0")
     nothing = DecodeProfile(c0=0.0, c1=0.0, c2=0.0)
     cluster.join(replace(worker("d0", Role.DECODE), decode_profile=nothing))
     for number in range(3):
@@ -58,7 +56,7 @@ def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
 
 def test_errors_are_told_by_term_as_shares_of_the_ttft() -> None:
     """1 s was predicted and it took 1.25: a fifth of the actual time too short, all of it in the queue."""
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     assert cluster.state.ttft_accuracy() == {}
     for number in range(10):
         ran(cluster, f"r{number}", 1.25, prefill_s=1.0, queue_s=0.25, transfer_s=0.0)
@@ -96,10 +94,10 @@ def steps_of(number: int, slower: float, seconds: float | None = None) -> Load:
     ],
 )
 def test_decode_predictions_follow_the_steps_that_are_observed(loads: list[Load], times: float) -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     for load in loads:
         cluster.heartbeat("d0", load)
-    untaught_s = pair().place("r0", tokens=10).predicted_tbt_s
+    untaught_s = Cluster("p0", "d0").place("r0", tokens=10).predicted_tbt_s
     assert cluster.place("r0", tokens=10).predicted_tbt_s / untaught_s == times
 
 
@@ -108,8 +106,7 @@ KEYS = chain("a", 20)
 
 def beside(*, home: bool) -> Cluster:
     """A prefix in a store that is another host's, or the worker's home."""
-    cluster = Cluster()
-    cluster.store("s0")
+    cluster = Cluster("s0")
     cluster.prefill("p0", host="host-of-s0" if home else None, home="s0" if home else None)
     cluster.decode("d0")
     cluster.heartbeat("s0", holds=KEYS)
@@ -179,10 +176,7 @@ def slow_steps(cluster: Cluster, number: int) -> None:
 
 
 def fading() -> Cluster:
-    cluster = Cluster(limits=Limits(ttft_slo_s=2.0, tbt_slo_s=0.05, lease_s=1e6), validates=False)
-    cluster.prefill("p0")
-    cluster.decode("d0")
-    return cluster
+    return Cluster("p0", "d0", ttft_slo_s=2.0, tbt_slo_s=0.05, lease_s=1e6, validates=False)
 
 
 @pytest.mark.parametrize("teach", [slow_ways, slow_prefill, slow_steps])

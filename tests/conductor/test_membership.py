@@ -27,7 +27,7 @@ from protocol.ids import InstanceId, Role
 from protocol.keys import NO_PARENT
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2
-from tests.conductor.cluster import Cluster, chain, endpoint, pair, worker
+from tests.conductor.cluster import Cluster, chain, endpoint, worker
 
 P0 = InstanceId("p0")
 TOLD = Registered(heartbeat_interval_s=1.0, lease_s=5.0)
@@ -52,7 +52,7 @@ def error_of(cluster: Cluster, event: Event) -> MoonserveError:
 
 
 def test_a_worker_joins_once_and_its_next_start_replaces_it_with_its_blocks_and_queue() -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     assert cluster.send(worker("p1", Role.PREFILL)) == [
         InstanceJoined(instance_id=InstanceId("p1"), role=Role.PREFILL),
         TOLD,
@@ -73,7 +73,7 @@ def test_a_worker_joins_once_and_its_next_start_replaces_it_with_its_blocks_and_
 
 
 def test_an_unknown_instance_or_newer_epoch_is_told_to_register() -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     for name, epoch in (("x", 1), ("p0", 2)):
         beat = Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=Load())
         assert cluster.send(beat) == [HeartbeatSeen(known=False)]
@@ -93,7 +93,7 @@ def test_an_unknown_instance_or_newer_epoch_is_told_to_register() -> None:
 def test_a_worker_that_does_not_fit_is_refused_and_both_are_named(
     changes: dict[str, object], error: type, named: list[str]
 ) -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     found = error_of(cluster, replace(worker("d1", Role.DECODE), **changes))  # type: ignore[arg-type]
     assert isinstance(found, error)
     assert all(name in found.message for name in named)
@@ -101,8 +101,7 @@ def test_a_worker_that_does_not_fit_is_refused_and_both_are_named(
 
 
 def test_after_the_last_worker_another_model_may_move_in_and_one_alone_may_change() -> None:
-    cluster = pair()
-    cluster.store("s0")
+    cluster = Cluster("p0", "d0", "s0")
     for name in ("p0", "d0"):
         cluster.send(Deregister(instance_id=InstanceId(name), epoch=1))
     assert cluster.state.cluster(cluster.now).fingerprint is None
@@ -112,8 +111,7 @@ def test_after_the_last_worker_another_model_may_move_in_and_one_alone_may_chang
 
 
 def test_silence_beyond_the_lease_removes_an_instance_and_its_blocks_also_without_a_tick() -> None:
-    cluster = pair()
-    cluster.store("s0")
+    cluster = Cluster("p0", "d0", "s0")
     cluster.heartbeat("s0", holds=chain("a", 5))
     cluster.now += 4.0
     cluster.heartbeat("p0")
@@ -131,7 +129,7 @@ def test_silence_beyond_the_lease_removes_an_instance_and_its_blocks_also_withou
 
 
 def test_leaving_twice_or_with_an_old_epoch_is_harmless() -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     cluster.send(Deregister(instance_id=P0, epoch=7))
     assert indexed(cluster).keys() == {"p0", "d0"}
     for _ in range(2):
@@ -140,8 +138,7 @@ def test_leaving_twice_or_with_an_old_epoch_is_harmless() -> None:
 
 
 def test_a_draining_instance_gets_no_new_work() -> None:
-    cluster = pair()
-    cluster.prefill("p1")
+    cluster = Cluster("p0", "d0", "p1")
     cluster.heartbeat("p0", draining=True)
     assert {cluster.place(f"r{i}").prefill.instance_id for i in range(4)} == {"p1"}
     cluster.heartbeat("p1", draining=True)
@@ -152,8 +149,7 @@ def test_a_draining_instance_gets_no_new_work() -> None:
 
 
 def test_missed_block_events_ask_for_a_snapshot_which_heals_the_index() -> None:
-    cluster = pair()
-    cluster.store("s0")
+    cluster = Cluster("p0", "d0", "s0")
     for added, snapshot, resync, known in ((2, False, True, 0), (4, True, False, 4)):
         changes = BlockChanges(
             first_seq=5,
@@ -167,9 +163,7 @@ def test_missed_block_events_ask_for_a_snapshot_which_heals_the_index() -> None:
 
 
 def test_the_cluster_is_ready_with_a_prefill_and_a_decode_worker() -> None:
-    cluster = Cluster()
-    cluster.store("s0")
-    cluster.prefill("p0")
+    cluster = Cluster("s0", "p0")
     assert not cluster.state.cluster(cluster.now).ready
     cluster.join(replace(worker("d0", Role.DECODE), max_model_len=300))
     view = cluster.state.cluster(cluster.now)

@@ -89,11 +89,7 @@ def test_a_first_token_that_comes_later_moves_the_end_and_a_heartbeat_renews_it(
 @pytest.mark.parametrize("policy", ["global-cache-aware", "moonserve"])
 def test_a_burst_of_very_short_answers_is_spread_over_decode_workers(policy: str) -> None:
     """One of two decode workers runs a sequence more: it gets fewer of them, not none."""
-    cluster = Cluster(policy=policy)
-    for name in ("p0", "p1", "p2", "p3"):
-        cluster.prefill(name)
-    cluster.decode("d0")
-    cluster.decode("d1")
+    cluster = Cluster("p0", "p1", "p2", "p3", "d0", "d1", policy=policy)
     cluster.heartbeat("d0", Load(num_running=1, free_blocks=990))
     placed = [cluster.place(f"r{i}", tokens=10, max_tokens=20) for i in range(12)]
     chosen = Counter(placement.decode.instance_id for placement in placed)

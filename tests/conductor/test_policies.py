@@ -21,7 +21,6 @@ from conductor.columns import PrefillTable, Seat
 from conductor.cost.queue import PrefillQueue
 from conductor.events import BlockChanges, Deregister, Heartbeat, Load, Phase
 from conductor.landing import least
-from conductor.limits import Limits
 from conductor.policies import POLICY_NAMES, make_policy
 from conductor.policies.base import Looks, Offers, Prompt
 from conductor.policies.baselines import LeastLoaded
@@ -31,7 +30,7 @@ from protocol.errors import ConfigError
 from protocol.ids import InstanceId, RequestId
 from protocol.keys import BlockKey
 from protocol.request import Placement
-from tests.conductor.cluster import Cluster, chain, pair
+from tests.conductor.cluster import Cluster, chain
 from tests.thoroughness import examples
 
 NEAR = pytest.approx
@@ -57,10 +56,9 @@ def offers(prefixes: Sequence[int], **columns: object) -> Offers:
     return made._replace(**columns)  # type: ignore[arg-type]
 
 
-def of(num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admission | None = None) -> Cluster:
+def of(num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admission = Admission.CURRENT) -> Cluster:
     """Prefill instances, each with a store beside it."""
-    limits = Limits(ttft_slo_s=slo_s, tbt_slo_s=1e3, lease_s=1e3, admission=admission or Admission.CURRENT)
-    cluster = Cluster(policy=policy, limits=limits)
+    cluster = Cluster(policy=policy, ttft_slo_s=slo_s, lease_s=1e3, admission=admission)
     for i in range(num_prefills):
         cluster.store(f"s{i}", host=f"h{i}")
         cluster.prefill(f"p{i}", host=f"h{i}", home=f"s{i}")
@@ -120,10 +118,7 @@ def test_columns_decide_as_the_loop_of_the_paper(
 
 
 def test_the_instance_that_holds_the_prefix_wins_and_its_device_cache_is_nobody_else_s() -> None:
-    cluster = Cluster()
-    for name in ("p0", "p1"):
-        cluster.prefill(name)
-    cluster.decode("d0")
+    cluster = Cluster("p0", "p1", "d0")
     cluster.heartbeat("p1", holds=SHARED[:9])
     other = cluster.place("r0", keys=SHARED[:10], excluded=frozenset({"p1"}))
     assert (sources(other), other.predicted_ttft_s) == ([], NEAR(1.0))
@@ -133,7 +128,7 @@ def test_the_instance_that_holds_the_prefix_wins_and_its_device_cache_is_nobody_
 
 
 def test_the_last_token_is_always_computed() -> None:
-    cluster = pair()
+    cluster = Cluster("p0", "d0")
     cluster.heartbeat("p0", holds=SHARED[:10])
     assert cluster.place("r0", keys=SHARED[:10], tokens=100).predicted_ttft_s == NEAR(0.1)
     cluster.report("r0", Phase.FINISHED)
@@ -152,11 +147,8 @@ def test_the_last_token_is_always_computed() -> None:
 def test_prefixes_come_from_the_device_then_home_then_elsewhere(
     holds: dict[str, tuple[int, int]], expected: list[tuple[str, int, int]], ttft_s: float
 ) -> None:
-    cluster = Cluster()
-    cluster.store("s0", host="h0")
-    cluster.store("s1", host="h1")
-    cluster.prefill("p0", host="h0", home="s0")
-    cluster.decode("d0")
+    cluster = Cluster("d0", "s0", "s1")
+    cluster.prefill("p0", host="host-of-s0", home="s0")
     for name, (first, end) in holds.items():
         cluster.heartbeat(name, holds=SHARED[first:end])
     placement = cluster.place("r0", keys=SHARED[:10])
@@ -166,12 +158,9 @@ def test_prefixes_come_from_the_device_then_home_then_elsewhere(
 
 
 def test_reads_spread_over_the_holders_and_are_freed_by_the_first_token() -> None:
-    cluster = Cluster()
+    cluster = Cluster("s0", "s1", "p0", "d0")
     for name in ("s0", "s1"):
-        cluster.store(name)
         cluster.heartbeat(name, holds=SHARED[:9])
-    cluster.prefill("p0")
-    cluster.decode("d0")
     read = [sources(cluster.place(f"r{i}", keys=SHARED[:10])) for i in range(2)]
     cluster.report("r0", Phase.FIRST_TOKEN)
     read.append(sources(cluster.place("r2", keys=SHARED[:10])))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from conductor.admission import RETURNS_FIRST, TENANT_SHARE, Admission
 from conductor.decision import Rejection
 from conductor.events import Phase, Placed, Rejected
-from conductor.limits import Limits
 from conductor.policies.least_added_delay import Terms
 from conductor.returns import GRACE_S, NEWCOMER_TTFT_SHARE, PACE, Places, Returns
 from tests.conductor.cluster import Cluster
@@ -267,20 +266,10 @@ def test_whatever_happens_promises_end_and_nobody_waits_less_than_the_load_needs
 # ---- what a conductor without tickets tells
 
 
-def cluster_of(num_prefill: int, num_decode: int, *, ttft_s: float, tbt_s: float, admission: Admission) -> Cluster:
-    limits = Limits(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, lease_s=1e6, admission=admission)
-    cluster = Cluster(limits=limits)
-    for number in range(num_prefill):
-        cluster.prefill(f"p{number}")
-    for number in range(num_decode):
-        cluster.decode(f"d{number}")
-    return cluster
-
-
 def test_a_request_that_waits_as_told_is_admitted_though_the_queue_that_held_it_back_is_gone() -> None:
     """Three sequences of 10 ms are too many. The two there end 60 s after they began; the third prompt would have
     waited 2 s in a queue, so that it may not come 3 s before the moment at which it may land, but 1 s."""
-    cluster = cluster_of(1, 1, ttft_s=1e3, tbt_s=0.029, admission=Admission.PREDICTED)
+    cluster = Cluster("p0", "d0", tbt_slo_s=0.029, lease_s=1e6, admission=Admission.PREDICTED)
     for name in ("r0", "r1"):
         cluster.place(name, max_tokens=3000)
     rejected = cluster.reject("r2", max_tokens=3000)
@@ -329,7 +318,8 @@ def test_whoever_waits_as_told_is_admitted_where_all_goes_as_predicted(
 ) -> None:
     """After at most six rejections: as many as there are targets, as many grains of what is foreseen, and two more,
     since an answer that ends meanwhile teaches how long answers are, and moves what is foreseen of the others."""
-    cluster = cluster_of(num_prefill, num_decode, ttft_s=9.0, tbt_s=0.055, admission=admission)
+    names = [*(f"p{number}" for number in range(num_prefill)), *(f"d{number}" for number in range(num_decode))]
+    cluster = Cluster(*names, ttft_slo_s=9.0, tbt_slo_s=0.055, lease_s=1e6, admission=admission)
     world = World(cluster, num_outputs)
     for number, tokens in enumerate(prompts):
         wish = {"num_prompt_tokens": tokens, "max_tokens": num_outputs}

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.events import Action, Load, Phase, RoleChangeDue, Tick
-from conductor.limits import Limits
-from conductor.policies import make_policy
 from conductor.roles.controller import BUSY_MEMORY_S, RoleController, RoleLoads, RoleTerms, WorkerLoad
-from conductor.state import ConductorState
 from protocol.errors import ConfigError
 from protocol.ids import InstanceId, Role
 from tests.conductor.cluster import DECODE, Cluster, worker
@@ -165,14 +162,11 @@ def test_a_cluster_that_has_enough_workers_balances() -> None:
 
 # ---- the conductor
 
-LIMITS = Limits(ttft_slo_s=30.0, tbt_slo_s=1.0, lease_s=1000.0)
-
 
 def cluster_of(*, can_switch_role: bool = True, switching: bool = True) -> Cluster:
     """One prefill and three decode workers."""
-    cluster = Cluster()
     roles = RoleController(RoleTerms(hold_s=1.0, cool_down_s=60.0)) if switching else None
-    cluster.state = ConductorState(make_policy("global-cache-aware", 1.25), LIMITS, roles)
+    cluster = Cluster(roles=roles, ttft_slo_s=30.0, tbt_slo_s=1.0, lease_s=1000.0)
     for name in ("p0", "d0", "d1", "d2"):
         role = Role.PREFILL if name == "p0" else Role.DECODE
         cluster.join(replace(worker(name, role), can_switch_role=can_switch_role))

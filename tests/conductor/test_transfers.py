@@ -168,12 +168,8 @@ SHARED = chain("a", 99)  # of 1 MB: 99 ms over the default network, 0.99 s of co
 
 def holder() -> Cluster:
     """One store has everything, two prefill workers on other hosts have nothing."""
-    cluster = Cluster(threshold=1.0)
-    cluster.store("s0")
+    cluster = Cluster("s0", "p0", "p1", "d0", threshold=1.0)
     cluster.heartbeat("s0", holds=SHARED)
-    for name in ("p0", "p1"):
-        cluster.prefill(name)
-    cluster.decode("d0")
     return cluster
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from conductor.events import Phase
-from conductor.limits import Limits
 from protocol.ids import Role
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Placement
@@ -23,7 +22,7 @@ ALONE_S = 0.01 + 2 * 0.02 + 0.06  # 60 tokens: half a step, then two with chunks
 
 def busy(*, conditional: bool = True, reads: bool = True) -> Cluster:
     """A prefill worker that computes for 2 s, and two decode workers that may read."""
-    cluster = Cluster(limits=Limits(tbt_slo_s=0.1, conditional=conditional))
+    cluster = Cluster(ttft_slo_s=30.0, tbt_slo_s=0.1, lease_s=30.0, conditional=conditional)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
         own = worker(name, role)
         own = replace(own, prefill_profile=PREFILL, decode_profile=DECODE)
