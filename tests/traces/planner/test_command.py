@@ -12,14 +12,14 @@ import pytest
 from deploy.cli import main
 from deploy.config import ServeConfig
 from protocol.config import EXIT_CONFIG, load
-from tests.traces.reproduction.traces import write_trace
+from tests.traces.made import write_sessions
 from traces.reports.saved import results_from_json
 from traces.reports.summary import summary
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_trace(tmp_path_factory.mktemp("trace") / "trace.jsonl", 40)
+    return write_sessions(tmp_path_factory.mktemp("trace") / "trace.jsonl", 40)
 
 
 def planned(trace: Path, out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -10,8 +10,8 @@ import pytest
 
 from deploy.cli import main
 from protocol.config import EXIT_CONFIG
+from tests.traces.made import write_sessions
 from tests.traces.reports.document import Document
-from tests.traces.reproduction.traces import write_trace
 from traces.reproduction.command import FIGURES
 
 EASY = "table-2,figure-8,figure-9,figure-11,figure-14"
@@ -28,7 +28,7 @@ def results(out: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_every_figure_of_another_trace(tmp_path: Path) -> None:
     """All have rows; figures of the conversation trace say that there is nothing to compare with."""
-    assert reproduce(write_trace(tmp_path / "toolagent_trace.jsonl", 12), tmp_path / "out") == 0
+    assert reproduce(write_sessions(tmp_path / "toolagent_trace.jsonl", 12), tmp_path / "out") == 0
     figures = results(tmp_path / "out")["figures"]
     assert [each["name"] for each in figures] == [figure.name for figure in FIGURES]
     assert all(each["rows"] for each in figures)
@@ -45,8 +45,8 @@ def test_a_page_with_published_values_and_a_second_time_without_simulating(
 ) -> None:
     """A browser's strict parser reads it; a row of the JSON has value, published value and their ratio; another public
     trace beside it is rows of table 2."""
-    trace = write_trace(tmp_path / "conversation_trace.jsonl")
-    write_trace(tmp_path / "synthetic_trace.jsonl", 7)
+    trace = write_sessions(tmp_path / "conversation_trace.jsonl")
+    write_sessions(tmp_path / "synthetic_trace.jsonl", 7)
     out = tmp_path / "out"
     assert reproduce(trace, out, "--only", EASY) == 0
     before = [(out / name).read_bytes() for name in ("index.html", "results.json")]
@@ -69,7 +69,7 @@ def test_a_page_with_published_values_and_a_second_time_without_simulating(
 
 
 def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "conversation_trace.jsonl")
+    trace = write_sessions(tmp_path / "conversation_trace.jsonl")
     assert reproduce(trace, tmp_path / "out", "--only", "figure-9", "--quick") == 0
     whole = results(tmp_path / "out")
     assert whole["num_requests"] == 4
@@ -89,7 +89,7 @@ def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
 def test_bad_input_is_told_in_a_line(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", 3)
+    trace = write_sessions(tmp_path / "trace.jsonl", 3)
     assert main(["reproduce", str(trace), "--only", "table-2", *arguments]) == EXIT_CONFIG
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line

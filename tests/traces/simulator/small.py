@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.format import TraceRecord
 from traces.simulator.clock import Clock, Timed
-from traces.simulator.cluster import Cluster
 from traces.simulator.coupled import CoupledCluster
 from traces.simulator.events import Event
 from traces.simulator.journey import Journey
@@ -32,52 +32,32 @@ MODEL = ModelProfile(
 )
 
 
-def spec(**changes: object) -> ClusterSpec:
-    values: dict[str, object] = {
-        "model": MODEL,
-        "num_prefill": 1,
-        "num_decode": 1,
-        "block_size": BLOCK,
-        "admission": "none",
-    }
-    return ClusterSpec(**{**values, **changes})  # type: ignore[arg-type]
+def spec(**changes: Any) -> ClusterSpec:
+    usual = {"model": MODEL, "num_prefill": 1, "num_decode": 1, "block_size": BLOCK, "admission": "none"}
+    return ClusterSpec(**{**usual, **changes})
 
 
 def request(
-    at: float,
-    num_tokens: int,
-    num_outputs: int,
-    hash_ids: Sequence[int] | None = None,
-    base: int = 0,
+    at: float, num_tokens: int, num_outputs: int, hash_ids: Sequence[int] = (), base: int = 0, tenant: str = ""
 ) -> TraceRecord:
     """`hash_ids`: leading ones; the rest are `base`, `base` + 1, …"""
     count = -(-num_tokens // BLOCK)
-    ids = [*(hash_ids or ())][:count]
+    ids = hash_ids[:count]
     return TraceRecord(
         arrived_s=at,
         input_length=num_tokens,
         output_length=num_outputs,
         hash_ids=(*ids, *range(base, base + count - len(ids))),
         tokens_per_hash=BLOCK,
+        tenant=tenant,
     )
 
 
-def run_checked(spec: ClusterSpec, records: Sequence[TraceRecord]) -> tuple[Cluster, list[Journey]]:
-    """Runs with every proof after every event."""
+def run_checked(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord]) -> tuple[Any, list[Journey]]:
+    """The cluster and its requests, after a run with every proof after every event."""
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    cluster = cluster_of(spec, journeys)
-    _run(cluster)
-    return cluster, journeys
+    cluster = CoupledCluster(spec, journeys) if isinstance(spec, CoupledSpec) else cluster_of(spec, journeys)
 
-
-def run_coupled(spec: CoupledSpec, records: Sequence[TraceRecord]) -> list[Journey]:
-    """Likewise."""
-    journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    _run(CoupledCluster(spec, journeys))
-    return journeys
-
-
-def _run(cluster: Cluster | CoupledCluster) -> None:
     def handle(event: Event, now: float) -> list[Timed[Event]]:
         following = cluster.handle(event, now)
         cluster.validate()
@@ -85,3 +65,4 @@ def _run(cluster: Cluster | CoupledCluster) -> None:
 
     clock: Clock[Event] = Clock()
     clock.run(cluster.begin(), handle)
+    return cluster, journeys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -24,94 +24,80 @@ NEAR = pytest.approx
 SWITCHING = RoleTerms(hold_s=0.0, cool_down_s=0.5)
 
 
-def test_a_request_alone_waits_for_nothing_but_its_prompt() -> None:
-    """TTFT is the prompt's time; its KV was carried while it was computed, so the next token is one step later."""
-    (one,) = simulate(spec(), [request(3.0, 200, 5)]).outcomes
-    assert one.end is End.COMPLETED
-    assert one.ttft_s == NEAR(2.0, abs=1e-6)
-    assert (one.queue_s, one.load_s, one.prefill_s) == (0.0, 0.0, NEAR(2.0))
-    assert (one.mean_gap_s, one.tbt_s) == (NEAR(0.05, abs=1e-6), NEAR(0.05, abs=1e-6))
-    assert one.finished_s == NEAR(2.0 + 4 * 0.05, abs=1e-6)
+BY_HAND: dict[str, tuple[dict[str, Any], list[TraceRecord], dict[str, Any]]] = {
+    "alone it waits for its prompt; KV is carried meanwhile, so the next token is one step later": (
+        {},
+        [request(3.0, 200, 5)],
+        {"ttft_s": 2.0, "queue_s": 0, "load_s": 0, "prefill_s": 2.0, "mean_gap_s": 0.05, "finished_s": 2.2},
+    ),
+    "a slow link delays the second token: 200 tokens of 400 bytes take 4 s, the prompt 2 s": (
+        {"model": replace(MODEL, nic_bytes_per_s=20_000.0)},
+        [request(0.0, 200, 2)],
+        {"ttft_s": 2.0, "mean_gap_s": 2.05, "tbt_s": 2.05},
+    ),
+    "an answer of one token needs no decode machine": (
+        {},
+        [request(0.0, 200, 1)],
+        {"ttft_s": 2.0, "finished_s": 2.0, "tbt_s": None, "bytes_moved": 0},
+    ),
+    "a prefix is loaded, not computed: 19 of 20 blocks take 190 · 400 / 10,000 s to load, 0.1 s are left": (
+        {"model": replace(MODEL, device_bytes_per_s=10_000.0)},
+        [request(0.0, 200, 2), request(50.0, 200, 2)],
+        {"cached_tokens": 190, "load_s": 7.6, "prefill_s": 0.1, "ttft_s": 7.7, "blocks_read_locally": 19},
+    ),
+    "8 chunks over 4 machines: (8 + 3) / 32 of the time of one; the prediction leaves out the filling": (
+        {"chunk_tokens": 100, "prefill_group": 4},
+        [request(0.0, 800, 2)],
+        {"ttft_s": 8.0 * 11 / 32, "prefill_s": 8.0, "predicted_ttft_s": 2.0},
+    ),
+}
 
 
-def test_a_link_that_is_slower_than_the_computation_delays_the_second_token() -> None:
-    """200 tokens of 400 bytes at 20,000 bytes/s take 4 s, the prompt 2 s: the second token comes 2 s + a step later."""
-    model = replace(MODEL, nic_bytes_per_s=20_000.0)
-    (one,) = simulate(spec(model=model), [request(0.0, 200, 2)]).outcomes
-    assert one.ttft_s == NEAR(2.0)
-    assert one.mean_gap_s == NEAR(2.05)
+@pytest.mark.parametrize(("changes", "records", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_times_of_the_last_request_by_hand(
+    changes: dict[str, Any], records: list[TraceRecord], expected: dict[str, Any]
+) -> None:
+    result = simulate(spec(**changes), records)
+    assert {one.end for one in result.outcomes} == {End.COMPLETED}
+    found = {**asdict(result.outcomes[-1]), **result.counters}
+    assert {name: found[name] for name in expected} == NEAR(expected, abs=1e-6)
 
 
-def test_an_answer_of_one_token_needs_no_decode_machine() -> None:
-    result = simulate(spec(), [request(0.0, 200, 1)])
-    (one,) = result.outcomes
-    assert (one.ttft_s, one.finished_s, one.tbt_s) == (NEAR(2.0), NEAR(2.0), None)
-    assert result.counters["bytes_moved"] == 0
-
-
-def test_a_prefix_is_loaded_instead_of_computed() -> None:
-    """The second of two equal prompts: 19 of its 20 blocks take 190 · 400 / 10,000 = 7.6 s to load, 0.1 s are left."""
-    model = replace(MODEL, device_bytes_per_s=10_000.0)
-    records = [request(0.0, 200, 2), request(50.0, 200, 2)]
-    result = simulate(spec(model=model), records)
-    second = result.outcomes[1]
-    assert (second.cached_tokens, second.load_s) == (190, NEAR(7.6))
-    assert (second.prefill_s, second.ttft_s) == (NEAR(0.1), NEAR(7.7))
-    assert result.counters["blocks_read_locally"] == 19
-
-
-def test_a_prefix_is_fetched_when_its_holder_is_busy() -> None:
+@pytest.mark.parametrize("pool", ["global", "local"])
+def test_a_prefix_is_fetched_when_its_holder_is_busy_unless_the_pool_is_local(pool: str) -> None:
     """Block 0 … 9 lie on one machine, which computes something long: the other one fetches them and keeps a copy."""
     shared = list(range(10))
-    records = [
-        request(0.0, 105, 2, shared),
-        request(10.0, 2000, 2, shared, base=100),
-        request(10.5, 105, 2, shared, base=900),
-    ]
-    cluster, journeys = run_checked(spec(num_prefill=2), records)
-    first, _, third = (journey.outcome(0.0) for journey in journeys)
-    assert third.prefill != first.prefill
-    assert third.cached_tokens == 100
-    assert cluster.loads.blocks_fetched == 10
-    copies = [node.store.prefix(journeys[0].keys) for node in cluster.prefills]
-    assert copies == [10, 10]
+    records = [request(0.0, 105, 2, shared), request(10.0, 2000, 2, shared, 100), request(10.5, 105, 2, shared, 900)]
+    cluster, journeys = run_checked(spec(num_prefill=2, pool=pool), records)
+    first, second, third = (journey.outcome(0.0) for journey in journeys)
+    assert (third.prefill == first.prefill, second.cached_tokens) == (False, 100)
+    expected = 10 if pool == "global" else 0
+    assert (third.cached_tokens, cluster.loads.blocks_fetched) == (10 * expected, expected)
+    assert [node.store.prefix(journeys[0].keys) for node in cluster.prefills] == [10, 10]
 
 
-def test_a_group_of_machines_computes_a_prompt_sooner() -> None:
-    """8 chunks over 4 machines: (8 + 3) / 32 of the time that one machine takes."""
-    one = simulate(spec(chunk_tokens=100), [request(0.0, 800, 2)]).outcomes[0]
-    group = simulate(spec(chunk_tokens=100, prefill_group=4), [request(0.0, 800, 2)]).outcomes[0]
-    assert one.ttft_s == NEAR(8.0)
-    assert group.ttft_s == NEAR(8.0 * 11 / 32)
-    assert group.prefill_s == NEAR(8.0)
-    assert group.predicted_ttft_s == NEAR(2.0), "the pipeline's throughput, without its filling"
-
-
-def test_decode_load_rejects_on_arrival_or_late_when_the_prompt_was_computed_for_nothing() -> None:
-    """One sequence keeps the target, two do not; a second prompt comes while the first one's answer is made."""
+@pytest.mark.parametrize(
+    ("changes", "reason", "computed_s"),
+    [
+        ({"admission": "none"}, "", 1.0),
+        ({"admission": "current"}, "tbt_slo", 0.0),
+        ({"admission": "predicted"}, "tbt_slo", 0.0),
+        ({"admission": "late"}, "tbt_slo_at_handoff", 1.0),
+        ({"admission": "none", "double_check": True}, "tbt_slo_at_handoff", 1.0),
+    ],
+)
+def test_decode_load_rejects_on_arrival_or_when_the_prompt_was_computed_for_nothing(
+    changes: dict[str, Any], reason: str, computed_s: float
+) -> None:
+    """One sequence keeps the target, two do not; a second prompt comes while the first one's answer is made. Blocks of
+    the rejected one are free again."""
     model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
     records = [request(0.0, 100, 400), request(2.0, 100, 400, base=200)]
-    computed_s = {}
-    for admission in ("none", "current", "predicted", "late"):
-        result = simulate(spec(model=model, admission=admission, tbt_slo_s=0.06), records)
-        second = result.outcomes[1]
-        assert (second.end is End.COMPLETED) == (admission == "none")
-        computed_s[admission] = second.prefill_s
-        if admission == "late":
-            assert second.reason == "tbt_slo_at_handoff"
-        elif admission != "none":
-            assert second.reason == "tbt_slo"
-    assert computed_s == {"none": NEAR(1.0), "current": 0.0, "predicted": 0.0, "late": NEAR(1.0)}
-
-
-def test_who_checks_again_refuses_at_the_handoff_what_was_let_in() -> None:
-    """The same two, admitted by whoever: the first one's blocks and place go on, the second one's are free again."""
-    model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
-    records = [request(0.0, 100, 400), request(2.0, 100, 400, base=200)]
-    checked = spec(model=model, admission="none", double_check=True, tbt_slo_s=0.06)
-    cluster, journeys = run_checked(checked, records)
-    assert [journey.end for journey in journeys] == [End.COMPLETED, End.REJECTED]
-    assert (journeys[1].reason, journeys[1].num_generated) == ("tbt_slo_at_handoff", 1)
+    cluster, journeys = run_checked(spec(model=model, tbt_slo_s=0.06, **changes), records)
+    second = journeys[1].outcome(0.0)
+    assert [each.end for each in journeys] == [End.COMPLETED, End.REJECTED if reason else End.COMPLETED]
+    assert (second.reason, second.prefill_s) == (reason, NEAR(computed_s))
+    assert journeys[1].num_generated == (computed_s if reason else 400)
     assert [node.machine.leased_blocks for node in cluster.decodes] == [0]
 
 
@@ -152,16 +138,16 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
     return records
 
 
+POLICIES = ("global-cache-aware", "local-cache-aware", "least-loaded", "random", "moonserve")
 FACTORS = st.lists(st.floats(0.5, 3.0), max_size=3).map(tuple)
+OVERHEADS = st.sampled_from([0.0, 0.01, 0.7]).map(lambda s: Overheads(request_s=s, landing_s=s, handoff_s=s))
 SPECS = st.builds(
     lambda changes, more: spec(**{**changes, **more}),
     st.fixed_dictionaries(
         {
             "num_prefill": st.integers(1, 3),
             "num_decode": st.integers(1, 3),
-            "policy": st.sampled_from(
-                ["global-cache-aware", "local-cache-aware", "least-loaded", "random", "moonserve"]
-            ),
+            "policy": st.sampled_from(POLICIES),
             "admission": st.sampled_from(["none", "current", "predicted", "late"]),
             "double_check": st.booleans(),
             "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
@@ -178,9 +164,7 @@ SPECS = st.builds(
                 max_num_seqs=st.sampled_from([2, 64]),
                 nic_bytes_per_s=st.sampled_from([30_000.0, 1e9]),
                 crowding=st.builds(Crowding, prefill=FACTORS, decode=FACTORS),
-                overheads=st.sampled_from([0.0, 0.01, 0.7]).map(
-                    lambda s: Overheads(request_s=s, landing_s=s, handoff_s=s)
-                ),
+                overheads=OVERHEADS,
             ),
         }
     ),
@@ -260,19 +244,15 @@ def test_prompts_of_a_dead_prefill_machine_are_computed_elsewhere() -> None:
     assert {j.placement.prefill.instance_id for j in journeys if j.placement} == {"prefill-1"}
 
 
-def test_a_request_fails_when_nobody_comes_back_in_time() -> None:
+def test_a_request_waits_for_a_machine_that_comes_back_and_fails_when_nobody_does_in_time() -> None:
+    faults = (Fault(instance="prefill-0", at_s=0.5, for_s=8.0),)
+    _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
+    assert journey.end is End.COMPLETED
+    assert 9.5 <= (journey.first_token_at or 0.0) <= 10.0
     faults = (Fault(instance="decode-0", at_s=0.5),)
     _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
     assert (journey.end, journey.reason) == (End.FAILED, "no_worker")
     assert 20.0 < journey.ended_at < 30.0
-
-
-def test_a_request_waits_for_a_machine_that_comes_back() -> None:
-    faults = (Fault(instance="prefill-0", at_s=0.5, for_s=8.0),)
-    _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
-    assert journey.end is End.COMPLETED
-    assert journey.first_token_at is not None
-    assert 9.5 <= journey.first_token_at <= 10.0
 
 
 def test_a_silent_machine_finishes_what_it_has_and_gets_nothing_new_until_it_speaks() -> None:
@@ -294,11 +274,3 @@ def test_a_machine_that_was_dead_has_only_what_lay_on_its_disk() -> None:
     _, journeys = run_checked(spec(model=model, faults=faults), [*records, request(300.0, 200, 2)])
     assert all(journey.end is End.COMPLETED for journey in journeys)
     assert journeys[3].cached_tokens == 19 * BLOCK, "the first prompt was demoted to disk before"
-
-
-def test_a_local_pool_fetches_nothing() -> None:
-    shared = list(range(10))
-    records = [request(float(at), 105, 2, shared, base=100 * at + 100) for at in range(10)]
-    result = simulate(spec(num_prefill=3, pool="local"), records)
-    assert result.counters["blocks_fetched"] == 0
-    assert sum(each.cached_tokens for each in result.outcomes) > 0

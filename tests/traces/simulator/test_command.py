@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from deploy.cli import main
 from protocol.errors import ConfigError
+from tests.traces.made import write_sessions
 from traces.reports.saved import results_from_json
 from traces.simulator.command import SimulateConfig, parse_fault, specs_of
 from traces.simulator.profiles import LLAMA3_70B_8XA800, write_profile
@@ -18,21 +18,7 @@ from traces.simulator.spec import Fault
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Twenty requests over ten seconds; every second one begins as the first does."""
-    path = tmp_path / "trace.jsonl"
-    lines = []
-    for number in range(20):
-        shared = [0, 1, 2, 3] if number % 2 else []
-        own = range(100 * number + 10, 100 * number + 20 - len(shared))
-        entry = {
-            "timestamp": 500 * number,
-            "input_length": 5_000,
-            "output_length": 20,
-            "hash_ids": [*shared, *own],
-        }
-        lines.append(json.dumps(entry))
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return write_sessions(tmp_path / "trace.jsonl", 20)
 
 
 def test_several_runs_are_one_table_and_one_folder(

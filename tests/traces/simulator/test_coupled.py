@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from tests.thoroughness import examples
-from tests.traces.simulator.small import BLOCK, MODEL, request, run_coupled
+from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked
 from traces.format import TraceRecord
 from traces.simulator.results import End
 from traces.simulator.run import simulate
@@ -28,94 +29,80 @@ EXACT = replace(
 
 
 def spec(**changes: Any) -> CoupledSpec:
-    return CoupledSpec(
-        **{"model": MODEL, "num_instances": 1, "block_size": BLOCK, **changes}  # type: ignore[arg-type]
-    )
+    return CoupledSpec(**{"model": MODEL, "num_instances": 1, "block_size": BLOCK, **changes})
 
 
 @dataclass(eq=False)
 class Seq:
     """One request of the reference."""
 
-    number: int
+    record: TraceRecord
     tokens: int
     missing: int
-    remaining: int
-    keys: tuple[Any, ...]
     token_at: list[Any] = field(default_factory=list)
 
+    def compute(self, count: int, profile: PrefillProfile) -> Any:
+        start = self.tokens - self.missing
+        self.missing -= count
+        return profile.seconds(start + count, start)
 
-class Reference:
-    """One machine with memory for everything, one step after the other."""
 
-    def __init__(self, spec: CoupledSpec, records: list[TraceRecord]) -> None:
-        self.spec, self.model = spec, spec.model
-        self.todo = sorted(enumerate(records), key=lambda item: item[1].arrived_s)
-        self.waiting: list[Seq] = []
-        self.running: list[Seq] = []
-        self.known: set[Any] = set()
-        self.all: dict[int, Seq] = {}
-
-    def run(self) -> dict[int, list[Any]]:
-        now: Any = 0
-        while self.todo or self.waiting or self.running:
-            self._arrive(now)
-            while self.waiting and len(self.running) < self.model.max_num_seqs:
-                self._admit(self.waiting.pop(0))
-            if not self.running:
-                now = self.todo[0][1].arrived_s
-                continue
-            now += self._step(now)
-        return {number: seq.token_at for number, seq in self.all.items()}
-
-    def _arrive(self, now: Any) -> None:
-        while self.todo and self.todo[0][1].arrived_s <= now:
-            number, record = self.todo.pop(0)
-            keys = tuple(record.hash_ids[: record.input_length // BLOCK])
-            n = record.input_length
-            seq = Seq(number, n, n, max(record.output_length, 1), keys)
-            self.all[number] = seq
-            self.waiting.append(seq)
-
-    def _admit(self, seq: Seq) -> None:
-        usable = seq.keys[: (seq.tokens - 1) // BLOCK]
-        cached = next((i for i, key in enumerate(usable) if key not in self.known), len(usable))
-        seq.missing = seq.tokens - (cached * BLOCK if self.spec.prefix_caching else 0)
-        self.running.append(seq)
-
-    def _step(self, now: Any) -> Any:
-        behind = [s for s in self.running if s.missing > 1]
-        sampling = [s for s in self.running if s.missing == 1]
-        seconds: Any = 0
-        if behind and not self.spec.chunked_prefill:
-            sampling = [behind[0]]
-            seconds = self._compute(behind[0], behind[0].missing)
-        else:
-            if sampling:
-                context = sum(s.tokens for s in sampling)
-                seconds = self.model.decode.step_s(len(sampling), context)
-            budget = self.spec.max_num_batched_tokens - len(sampling)
-            for seq in behind:
-                count = min(budget, seq.missing)
-                if count > 0:
-                    budget -= count
-                    seconds += self._compute(seq, count)
-                    if not seq.missing:
-                        sampling.append(seq)
-        for seq in sampling:
+def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
+    """Token instants of each request: one machine with memory for everything, one step after the other."""
+    todo = [Seq(record, record.input_length, record.input_length) for record in records]
+    everyone = list(todo)
+    waiting: list[Seq] = []
+    running: list[Seq] = []
+    known: set[int] = set()
+    now: Any = 0
+    while todo or waiting or running:
+        while todo and todo[0].record.arrived_s <= now:
+            waiting.append(todo.pop(0))
+        while waiting and len(running) < spec.model.max_num_seqs:
+            seq = waiting.pop(0)
+            if spec.prefix_caching:
+                usable = seq.record.hash_ids[: (seq.tokens - 1) // BLOCK]
+                seq.missing -= BLOCK * sum(1 for _ in itertools.takewhile(known.__contains__, usable))
+            running.append(seq)
+        if not running:
+            now = todo[0].record.arrived_s
+            continue
+        sampling = step(spec, running)
+        now += sampling.seconds
+        for seq in sampling.sequences:
             if not seq.token_at:
-                self.known |= set(seq.keys)
+                known.update(seq.record.hash_ids[: seq.record.input_length // BLOCK])
             seq.missing = 1
             seq.tokens += 1
-            seq.remaining -= 1
-            seq.token_at.append(now + seconds)
-        self.running = [s for s in self.running if s.remaining]
-        return seconds
+            seq.token_at.append(now)
+        running = [seq for seq in running if len(seq.token_at) < seq.record.output_length]
+    return [seq.token_at for seq in everyone]
 
-    def _compute(self, seq: Seq, count: int) -> Any:
-        start = seq.tokens - seq.missing
-        seq.missing -= count
-        return self.model.prefill.seconds(start + count, start)
+
+class Step(NamedTuple):
+    """How long it takes, and who gets a token at its end."""
+
+    seconds: Any
+    sequences: list[Seq]
+
+
+def step(spec: CoupledSpec, running: list[Seq]) -> Step:
+    behind = [seq for seq in running if seq.missing > 1]
+    sampling = [seq for seq in running if seq.missing == 1]
+    prefill = spec.model.prefill
+    if behind and not spec.chunked_prefill:
+        return Step(behind[0].compute(behind[0].missing, prefill), behind[:1])
+    seconds: Any = 0
+    if sampling:
+        seconds = spec.model.decode.step_s(len(sampling), sum(seq.tokens for seq in sampling))
+    budget = spec.max_num_batched_tokens - len(sampling)
+    for seq in behind:
+        count = min(budget, seq.missing)
+        if count > 0:
+            budget -= count
+            seconds += seq.compute(count, prefill)
+            sampling += [] if seq.missing else [seq]
+    return Step(seconds, sampling)
 
 
 @st.composite
@@ -123,12 +110,11 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
     """No two at once, since the first of them would begin without the other; and hardly ever at the end of a step."""
     records = []
     instants = draw(st.lists(st.integers(0, 6 * 997), min_size=1, max_size=10, unique=True))
-    for number, instant in enumerate(instants):
-        at = Fraction(instant, 997)
+    for number, instant in enumerate(sorted(instants)):
+        at: Any = Fraction(instant, 997)
         prefix = draw(st.sampled_from([[], list(range(4)), list(range(9)), [0, 1, 50, 51]]))
-        record = request(0.0, draw(st.integers(1, 110)), draw(st.integers(1, 25)), prefix, 100 * (number + 1))
-        records.append(replace(record, arrived_s=at))
-    return sorted(records, key=lambda record: record.arrived_s)
+        records.append(request(at, draw(st.integers(1, 110)), draw(st.integers(1, 25)), prefix, 100 * (number + 1)))
+    return records
 
 
 @settings(deadline=None, max_examples=examples(20))
@@ -138,12 +124,9 @@ def test_tokens_come_when_a_loop_over_all_steps_says_so(
 ) -> None:
     """In exact arithmetic: plain and chunked prefill, with and without prefix caching, slots and arrivals."""
     exact = spec(model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget)
-    expected = Reference(exact, records).run()
-    for journey in run_coupled(exact, records):
-        token_at = [journey.first_token_at]
-        for gap in journey.gaps_s:
-            token_at.append(token_at[-1] + gap)
-        assert token_at == expected[journey.index]
+    _, journeys = run_checked(exact, records)
+    found = [list(itertools.accumulate([each.first_token_at, *each.gaps_s])) for each in journeys]
+    assert found == reference(exact, records)
 
 
 def small(num_blocks: int) -> ModelProfile:
@@ -169,7 +152,7 @@ def test_with_little_memory_every_request_still_ends_once(
         max_num_batched_tokens=30,
         num_instances=num_instances,
     )
-    for journey in run_coupled(little, records):
+    for journey in run_checked(little, records)[1]:
         assert journey.end is End.COMPLETED
         assert journey.num_generated == journey.num_outputs == len(journey.gaps_s) + 1
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from decode_worker import actions, events
+from decode_worker.limits import Limits
+from decode_worker.state import DecodeState
+from engine.batch import Sampled, Slice
+from engine.block_pool import BlockPool
 from protocol.errors import InvalidRequest
+from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.request import Request, SamplingParams
 from tests.thoroughness import examples
-from tests.traces.simulator.live_decode import LiveDecode, Prompt
 from traces.simulator.decode import DecodeMachine, Granted
 from traces.simulator.sequence import Finished
 from traces.simulator.spec import ModelProfile
 
 BLOCK = 4
+FOREVER = 1_000_000_000
 
 
 def fractions(least: int, most: int) -> st.SearchStrategy[Fraction]:
@@ -43,6 +52,140 @@ def model(num_blocks: int, max_num_seqs: int, decode: DecodeProfile) -> ModelPro
     )
 
 
+class Token(NamedTuple):
+    """A step has sampled one."""
+
+    request_id: str
+
+
+class LiveMachine:
+    """The live worker's own state machine in virtual time, one event per step, with the methods of the closed form."""
+
+    def __init__(self, model: ModelProfile, chunk: int) -> None:
+        self._model = model
+        self._limits = Limits(
+            block_size=BLOCK,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=chunk,
+            max_model_len=FOREVER,
+        )
+        num_blocks = model.device_tokens // BLOCK
+        pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: None)
+        self._state = DecodeState(pool, self._limits)
+        self._slices: Sequence[Slice] = ()
+        self.wake_at: Any = None
+        self.validate = self._state.validate
+
+    def reserve(self, name: str, num_tokens: int, now: Any) -> list[Any]:
+        event = events.ReserveRequested(
+            lease_id=LeaseId(name),
+            request_id=RequestId(name),
+            num_tokens=num_tokens,
+            block_keys=(),
+            ttl_s=FOREVER,
+            deadline_at=FOREVER,
+        )
+        return self._handle(event, now)
+
+    def land(self, name: str, num_tokens: int, num_outputs: int, granted_at: Any, now: Any) -> list[Any]:
+        request = Request(
+            request_id=RequestId(name),
+            gateway_id=GatewayId("g"),
+            token_ids=(7,) * (num_tokens + 1),
+            num_prompt_tokens=num_tokens,
+            block_keys=(),
+            sampling=SamplingParams(max_tokens=num_outputs + 1, temperature=0.0),
+            timeout_s=FOREVER,
+        )
+        checksums = (0,) * self._limits.blocks_for(num_tokens)
+        commit = events.CommitRequested(lease_id=LeaseId(name), request=request, checksums=checksums)
+        return self._handle(commit, now)
+
+    def cancel(self, name: str, now: Any) -> list[Any]:
+        return self._handle(events.RequestCancelled(request_id=RequestId(name)), now)
+
+    def advance(self, now: Any) -> list[Any]:
+        sampled = [Sampled(request_id=s.request_id, token_id=7) if s.samples else None for s in self._slices]
+        tokens = [Token(piece.request_id) for piece in self._slices if piece.samples]
+        self.wake_at = None
+        return tokens + self._handle(events.StepDone(sampled=sampled), now)
+
+    def _handle(self, event: Any, now: Any) -> list[Any]:
+        pending, outcomes = [event], []
+        while pending:
+            for action in self._state.handle(pending.pop(0), now):
+                match action:
+                    case actions.GrantLease(lease_id=lease_id):
+                        outcomes.append(Granted(lease_id))
+                    case actions.VerifyBlocks(lease_id=lease_id):
+                        pending.append(events.Verified(lease_id=lease_id, corrupt=()))
+                    case actions.CloseWindow(lease_id=lease_id):
+                        pending.append(events.WindowClosed(lease_id=lease_id))
+                    case actions.RunStep(slices=slices):
+                        self._slices, self.wake_at = slices, now + self._step_s(slices)
+        return outcomes
+
+    def _step_s(self, slices: Sequence[Slice]) -> Any:
+        contexts = [len(s.token_ids) for s in slices if s.start + 1 == len(s.token_ids)]
+        seconds = self._model.decode.step_s(len(contexts), sum(contexts)) if contexts else 0
+        behind = [s for s in slices if s.start + 1 != len(s.token_ids)]
+        return seconds + sum(self._model.prefill.seconds(s.end, s.start) for s in behind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A landing that is asked for at `at` and whose KV is there `carried_s` after it was granted."""
+
+    num_tokens: int
+    num_outputs: int  # after the first token
+    at: Fraction = Fraction(0)
+    carried_s: Fraction = Fraction(0)
+    cancelled_after_s: Fraction | None = None  # of `at`
+
+
+def play(machine: Any, prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Token instants of each request that was granted, from the grant on. A step ends before what happens then."""
+    order = itertools.count()  # of events of one instant
+    by_name = {f"r{number}": prompt for number, prompt in enumerate(prompts)}
+    heap: list[tuple[Any, int, str, str]] = []
+    for name, prompt in by_name.items():
+        heapq.heappush(heap, (prompt.at, next(order), "reserve", name))
+        if prompt.cancelled_after_s is not None:
+            heapq.heappush(heap, (prompt.at + prompt.cancelled_after_s, next(order), "cancel", name))
+    token_at: dict[str, list[Any]] = {}
+    cancelled: set[str] = set()
+    while heap or machine.wake_at is not None:
+        if not heap or (machine.wake_at is not None and heap[0][0] >= machine.wake_at):
+            now = machine.wake_at
+            outcomes = machine.advance(now)
+        else:
+            now, _, kind, name = heapq.heappop(heap)
+            prompt = by_name[name]
+            if name in cancelled:
+                continue
+            if kind == "reserve":
+                outcomes = machine.reserve(name, prompt.num_tokens, now)
+            elif kind == "land":
+                outcomes = machine.land(name, prompt.num_tokens, prompt.num_outputs, token_at[name][0], now)
+            else:
+                cancelled.add(name)
+                outcomes = machine.cancel(name, now)
+        for outcome in outcomes:
+            if isinstance(outcome, Granted):
+                name = outcome.request_id
+                token_at[name] = [now]
+                heapq.heappush(heap, (now + by_name[name].carried_s, next(order), "land", name))
+            elif isinstance(outcome, Token):
+                token_at[outcome.request_id].append(now)
+            elif isinstance(outcome, Finished):
+                instants = token_at[outcome.sequence.request_id]
+                for gap in outcome.gaps_s:
+                    instants.append(instants[-1] + gap)
+                assert instants[-1] == outcome.at
+        machine.validate()
+    return token_at
+
+
 PROFILES = st.builds(
     DecodeProfile,
     c0=fractions(1, 3),
@@ -57,51 +200,15 @@ PROMPTS = st.builds(
     num_outputs=st.integers(1, 20),
     cancelled_after_s=st.one_of(st.none(), st.none(), fractions(1, 60)),
 )
-
-
-def simulate(profile: ModelProfile, chunk: int, prompts: list[Prompt]) -> dict[str, list[Any]]:
-    """Token instants of each request that was granted, beginning with the grant."""
-    machine = DecodeMachine(profile, BLOCK, chunk)
-    heap: list[tuple[Any, int, int, str]] = []
-    order = itertools.count()  # of events of one instant, as the live driver has it
-    token_at: dict[str, list[Any]] = {}
-    by_name = {f"r{number}": prompt for number, prompt in enumerate(prompts)}
-    for name, prompt in by_name.items():
-        heapq.heappush(heap, (prompt.at, next(order), 0, name))
-        if prompt.cancelled_after_s is not None:
-            heapq.heappush(heap, (prompt.at + prompt.cancelled_after_s, next(order), 2, name))
-    cancelled: set[str] = set()
-    while heap or machine.wake_at is not None:
-        if heap and (machine.wake_at is None or heap[0][0] < machine.wake_at):
-            now, _, kind, name = heapq.heappop(heap)
-        else:
-            now, kind, name = machine.wake_at, 3, ""
-        prompt = by_name.get(name)
-        if kind == 3:
-            outcomes = machine.advance(now)
-        elif name in cancelled:
-            continue
-        elif kind == 0:
-            outcomes = machine.reserve(name, prompt.num_tokens, now)
-        elif kind == 1:
-            granted_at = token_at[name][0]
-            outcomes = machine.land(name, prompt.num_tokens, prompt.num_outputs, granted_at, now)
-        else:
-            cancelled.add(name)
-            outcomes = machine.cancel(name, now)
-        for outcome in outcomes:
-            if isinstance(outcome, Granted):
-                token_at[outcome.request_id] = [now]
-                carried_s = by_name[outcome.request_id].carried_s
-                heapq.heappush(heap, (now + carried_s, next(order), 1, outcome.request_id))
-            elif isinstance(outcome, Finished):
-                instants = token_at[outcome.sequence.request_id]
-                for gap in outcome.gaps_s:
-                    instants.append(instants[-1] + gap)
-                assert instants[-1] == outcome.at
-        machine.validate()
-    assert machine.free_blocks == machine.num_blocks
-    return token_at
+# The longest prompt's decoding preempts the last one; four blocks come free when a landing is given up: the preempted
+# one has them from the next step on.
+FREED = [
+    *[Prompt(num_tokens=1, num_outputs=1)] * 6,
+    Prompt(num_tokens=9, num_outputs=6),
+    Prompt(num_tokens=22, num_outputs=5),
+    Prompt(num_tokens=13, num_outputs=1, carried_s=Fraction(7), cancelled_after_s=Fraction(12195, 997)),
+    Prompt(num_tokens=7, num_outputs=2),
+]
 
 
 @settings(max_examples=examples(75), deadline=None)
@@ -112,16 +219,18 @@ def simulate(profile: ModelProfile, chunk: int, prompts: list[Prompt]) -> dict[s
     chunk=st.integers(8, 20),
     prompts=st.lists(PROMPTS, min_size=1, max_size=12),
 )
+@example(DecodeProfile(c0=1, c1=Fraction(515, 997), c2=0), 17, 6, 8, FREED)  # type: ignore[arg-type]
 def test_every_token_comes_when_the_live_worker_would_send_it(
     profile: DecodeProfile, num_blocks: int, max_num_seqs: int, chunk: int, prompts: list[Prompt]
 ) -> None:
     """Joins, ends, slots, growth, preemption, recomputation and cancellation, in exact arithmetic: all instants are
     equal for requests that finish."""
-    machine = model(num_blocks, max_num_seqs, profile)
-    fitting = [p for p in prompts if -(-(p.num_tokens + 1) // BLOCK) <= num_blocks]
-    fitting = [p for p in fitting if p.num_tokens + p.num_outputs <= num_blocks * BLOCK]
-    live = LiveDecode(machine, BLOCK, chunk).run(fitting)
-    simulated = simulate(machine, chunk, fitting)
+    given_model = model(num_blocks, max_num_seqs, profile)
+    fitting = [p for p in prompts if p.num_tokens + p.num_outputs <= num_blocks * BLOCK]
+    live = play(LiveMachine(given_model, chunk), fitting)
+    machine = DecodeMachine(given_model, BLOCK, chunk)
+    simulated = play(machine, fitting)
+    assert machine.free_blocks == machine.num_blocks
     assert set(simulated) == set(live)
     for name, instants in live.items():
         if fitting[int(name[1:])].cancelled_after_s is None:
@@ -132,24 +241,3 @@ def test_a_prompt_that_never_fits_is_refused() -> None:
     machine = DecodeMachine(model(2, 4, DecodeProfile(c0=1, c1=0, c2=0)), BLOCK, 16)
     with pytest.raises(InvalidRequest):
         machine.reserve("r", 2 * BLOCK, 0.0)
-
-
-def test_blocks_of_a_cancelled_landing_are_for_the_preempted_one_from_the_next_step_on() -> None:
-    """The longest prompt's decoding preempts the last one; four blocks come free when a landing is given up."""
-
-    def prompt(num_tokens: int, num_outputs: int, **rest: Any) -> Prompt:
-        fields = {"at": Fraction(0), "carried_s": Fraction(0), **rest}
-        return Prompt(num_tokens=num_tokens, num_outputs=num_outputs, **fields)
-
-    prompts = [
-        *(prompt(1, 1) for _ in range(6)),
-        prompt(9, 6),
-        prompt(22, 5),
-        prompt(13, 1, carried_s=Fraction(7), cancelled_after_s=Fraction(12195, 997)),
-        prompt(7, 2),
-    ]
-    machine = model(17, 6, DecodeProfile(c0=Fraction(1), c1=Fraction(515, 997), c2=Fraction(0)))  # type: ignore[arg-type]
-    live = LiveDecode(machine, BLOCK, 8).run(prompts)
-    simulated = simulate(machine, 8, prompts)
-    assert simulated["r9"] == live["r9"]
-    assert simulated["r7"] == live["r7"]

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.profile import PrefillProfile
 from tests.traces.simulator.small import MODEL, request, run_checked, spec
 from traces.format import TraceRecord
 from traces.simulator.gateway import by_turns
 from traces.simulator.host import Host
-from traces.simulator.prefill import ChunkBegun, Computed, PrefillMachine, Prompt
 from traces.simulator.run import simulate
 from traces.simulator.spec import Crowding, Overheads
 
@@ -67,13 +65,22 @@ CASES = {
         [None, None],
     ),
     "a handoff takes longer while its machine goes on with the next prompt": (
-        {
-            "overheads": Overheads(handoff_s=0.25),
-            "crowding": Crowding(prefill=(1.0,), handoff=(1.0, 4.0)),
-        },
+        {"overheads": Overheads(handoff_s=0.25), "crowding": Crowding(prefill=(1.0,), handoff=(1.0, 4.0))},
         both(),
         [1.0, 2.0],
         [1.0 + 0.05, 0.25 + 0.05],
+    ),
+    "an answer of one token ends when it comes to its client": (
+        {"overheads": Overheads(request_s=0.25, back_s=0.125)},
+        [request(0.0, 100, 1)],
+        [1.25],
+        [None],
+    ),
+    "a gateway takes requests of one moment by turns: 0.125 s of the way of each, three times for each": (
+        {"overheads": Overheads(request_s=0.25, gateway_s=0.125)},
+        [request(1.0, 100, 1, base=50 * n) for n in range(3)],
+        [1.5, 2.5, 3.5],
+        [None] * 3,
     ),
     "a chunk that begins beside a computing machine takes longer": (
         {"crowding": Crowding(prefill=(1.0, 1.5))},
@@ -92,23 +99,8 @@ def test_overheads_and_company(case: Any) -> None:
     assert [each.ttft_s for each in outcomes] == NEAR(ttfts)
     for outcome, gap in zip(outcomes, gaps, strict=True):
         assert gap is None or outcome.mean_gap_s == NEAR(gap, abs=1e-6)
-        assert outcome.finished_s == NEAR(
-            outcome.arrived_s + outcome.ttft_s + outcome.mean_gap_s * (outcome.output_length - 1)
-        )
-
-
-def test_one_token_alone_ends_when_it_comes_to_its_client() -> None:
-    model = replace(MODEL, overheads=Overheads(request_s=0.25, back_s=0.125))
-    (one,) = simulate(spec(model=model), [request(0.0, 100, 1)]).outcomes
-    assert (one.ttft_s, one.finished_s) == (NEAR(1.25), NEAR(1.25))
-
-
-def test_a_gateway_takes_requests_of_one_moment_by_turns() -> None:
-    """Prompts of 1 s on three machines: 0.25 s of way each, of which the gateway works for 0.125, for three 0.375."""
-    model = replace(MODEL, overheads=Overheads(request_s=0.25, gateway_s=0.125))
-    records = [request(1.0, 100, 1, base=50 * n) for n in range(3)]
-    outcomes = simulate(spec(model=model, num_prefill=3), records).outcomes
-    assert [each.ttft_s for each in outcomes] == [NEAR(1.5)] * 3
+        decode_s = (outcome.mean_gap_s or 0.0) * (outcome.output_length - 1)
+        assert outcome.finished_s == NEAR(outcome.arrived_s + outcome.ttft_s + decode_s)
 
 
 def test_who_comes_while_another_is_worked_at_gets_every_other_turn() -> None:
@@ -132,51 +124,22 @@ def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: fl
     assert not done or done[-1] == NEAR(free_at)
 
 
-def prompts_of(*lengths: int) -> list[Prompt]:
-    return [
-        Prompt(request_id=f"r{i}", rank=(0, i), num_tokens=length, submitted_at=0.0) for i, length in enumerate(lengths)
-    ]
-
-
-def test_a_mixed_chunk_takes_the_whole_next_prompt_and_both_wait_for_its_end() -> None:
-    """Chunks of 100: a first one alone, then the rest of `a` (50 tokens) and all of `b`; the constant counts once."""
-    profile = PrefillProfile(c0=1.0, c1=0.01, c2=0.0)
-    machine = PrefillMachine(profile, chunk_tokens=100, mixes_prompts=True)
-    for prompt in prompts_of(150, 50, 60):
-        machine.submit(prompt, 0.0)
-    for name in ("r0", "r1", "r2"):
-        machine.prefix_loaded(name, 0, 0.0)
-        machine.landing_granted(name, 0.0)
-    outcomes = machine.advance(2.0)
-    assert [(o.prompt.request_id, o.first, o.end, o.ends_at) for o in begun(outcomes)] == [
-        ("r0", 100, 150, NEAR(4.0)),
-        ("r1", 0, 50, NEAR(4.0)),
-    ]
-    outcomes = machine.advance(4.0)
-    done = [outcome.prompt for outcome in outcomes if isinstance(outcome, Computed)]
-    assert [(p.request_id, p.compute_s) for p in done] == [("r0", NEAR(3.0)), ("r1", NEAR(1.0))]
-    assert [(o.first, o.end, o.ends_at) for o in begun(outcomes)] == [(0, 60, NEAR(5.6))]
-    machine.validate()
-
-
-def begun(outcomes: list[object]) -> list[ChunkBegun]:
-    return [outcome for outcome in outcomes if isinstance(outcome, ChunkBegun)]
+def gaps_beside_a_prompt(**crowding: Any) -> list[float]:
+    """Of 101 tokens, during which a prompt of 1 s is computed."""
+    records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
+    _, journeys = run_checked(spec(model=replace(MODEL, crowding=Crowding(**crowding))), records)
+    return journeys[0].gaps_s
 
 
 def test_decode_steps_take_longer_while_a_prompt_is_computed_and_no_longer() -> None:
-    """50 ms alone, 100 ms for the ten steps that begin while the prompt of 1 s is computed."""
-    model = replace(MODEL, crowding=Crowding(decode=(1.0, 2.0)))
-    records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
-    _, journeys = run_checked(spec(model=model), records)
-    assert journeys[0].gaps_s == NEAR([0.05] * 21 + [0.1] * 10 + [0.05] * 69, abs=1e-6)
+    """50 ms alone, 100 ms for the ten steps that begin while the prompt is computed."""
+    gaps_s = gaps_beside_a_prompt(decode=(1.0, 2.0))
+    assert gaps_s == NEAR([0.05] * 21 + [0.1] * 10 + [0.05] * 69, abs=1e-6)
 
 
 def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due() -> None:
     """Tokens in pairs: half of the gaps nothing, the others twice a step; alone they come one by one."""
-    crowding = Crowding(decode=(1.0, 1.0), gaps=((1.0,), (0.0, 2.0)))
-    records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
-    _, journeys = run_checked(spec(model=replace(MODEL, crowding=crowding)), records)
-    gaps_s = journeys[0].gaps_s
+    gaps_s = gaps_beside_a_prompt(decode=(1.0, 1.0), gaps=((1.0,), (0.0, 2.0)))
     assert sum(gaps_s) == NEAR(100 * 0.05, abs=1e-5)
     assert {round(gap, 2) for gap in gaps_s[:20] + gaps_s[-50:]} == {0.05}
     assert sum(gap == 0.0 for gap in gaps_s) == NEAR(10, abs=1)

@@ -1,0 +1,30 @@
+"""Small traces on disk, with enough sharing that every figure has something to show."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from traces.synthesis.command import write_trace
+from traces.synthesis.threads import requests_of
+from traces.synthesis.workload import ArrivalSpec, Constant, LogNormal, WorkloadSpec
+
+SESSIONS = WorkloadSpec(
+    arrivals=ArrivalSpec(rate=2, process="constant"),
+    input_tokens=LogNormal(2000, 0.5),
+    output_tokens=LogNormal(20, 0.5),
+    system_share=1,
+    system_prompts=1,
+    system_tokens=Constant(512),
+    session_share=1,
+    turns=8,
+    turn_tokens=LogNormal(1500, 0.5),
+    think_s=Constant(1),
+)
+
+
+def write_sessions(path: Path, num_requests: int = 40) -> Path:
+    """Growing prompts behind one common block, two requests a second; the same for the same number."""
+    write_trace(path, islice(requests_of(SESSIONS, Random(3)), num_requests))
+    return path
