@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from protocol.errors import ConfigError
-from traces.fetch import FetchConfig, fetch, git_object_id, run
+from traces.fetch import FetchConfig, fetch, git_object_id
 from traces.format import TraceRecord
 from traces.prompts import PromptBuilder
 from traces.replay import ReplayConfig, _paced, main, replay
@@ -141,27 +141,6 @@ async def test_a_trace_that_cannot_fit_is_refused_before_anything_is_sent(serve:
     assert not bodies
 
 
-async def test_no_endpoint_is_one_clear_error(trace: Path) -> None:
-    with pytest.raises(ConfigError, match="no OpenAI-compatible endpoint"):
-        await replay(ReplayConfig(trace=str(trace), url="http://127.0.0.1:1"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--limit", "-1"], "--limit must be at least 1"),
-        (["--speedup", "nan"], "--speedup must be above 0"),
-        (["--scale-lengths", "inf"], "--scale-lengths must be above 0"),
-    ],
-)
-def test_what_cannot_be_replayed_is_one_clear_error(
-    options: list[str], words: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(trace), *options]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
 async def test_a_report_that_cannot_be_written_is_told_below_its_table(
     serve: Serve, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,11 +195,6 @@ async def test_a_damaged_download_is_refused_and_leaves_nothing(serve: Serve, tm
     with pytest.raises(ConfigError, match="arrived damaged"):
         await asyncio.to_thread(fetch, FetchConfig(into=str(tmp_path), listing=f"{url}/listing"))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_is_told_before_anything_is_fetched(trace: Path) -> None:
-    with pytest.raises(ConfigError, match=f"cannot write to --into {trace}: File exists"):
-        run(FetchConfig(into=str(trace)))
 
 
 def test_object_ids_are_those_of_git() -> None:

@@ -55,28 +55,3 @@ def test_the_line_at_fault_is_named(
     trace = write(tmp_path / "t.jsonl", GOOD, entry)
     assert main(["analyze", str(trace)]) == 2
     assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "--trace must be given"),
-        (["absent.jsonl"], "cannot read the trace"),
-        (["t", "--limit", "0"], "--limit must be at least 1"),
-        (["t", "--window-s", "0"], "--window-s must be above 0"),
-        (["t", "--capacities", "3M"], "--capacities takes numbers"),
-        (["t", "--capacities", "0"], "from 1 up"),
-        (["t", "--capacitis", "1"], "did you mean --capacities?"),
-    ],
-)
-def test_bad_options_are_one_line_and_exit_code_2(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["analyze", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
-
-
-def test_a_binary_file_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "t.gz").write_bytes(b"\x1f\x8b\xff\xfe\n")
-    assert main(["analyze", str(tmp_path / "t.gz")]) == 2
-    assert "is no text file" in capsys.readouterr().err

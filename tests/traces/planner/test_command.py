@@ -11,7 +11,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.config import ServeConfig
-from protocol.config import EXIT_CONFIG, load
+from protocol.config import load
 from tests.traces.made import write_sessions
 from traces.reports.saved import results_from_json
 from traces.reports.summary import summary
@@ -82,43 +82,3 @@ def test_too_few_machines_are_told_with_what_they_reach(
     assert found["smallest"] is None
     assert found["best"]["effective"] == 0
     assert "try more --nodes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--nodes", "1"], "--nodes"),
-        (["--nodes", "many"], "nodes"),
-        (["--target", "1.5"], "--target"),
-        (["--target", "nan"], "--target"),
-        (["--slo-ttft", "0"], "--slo-ttft"),
-        (["--slo-tbt", "inf"], "--slo-tbt"),
-        (["--speedup", "0"], "--speedup"),
-        (["--limit", "0"], "--limit"),
-        (["--policies", "fastest"], "fastest"),
-        (["--policies", ","], "--policies"),
-        (["--policies", "random,random"], "twice"),
-        (["--admission", "maybe"], "maybe"),
-        (["--model-profile", "absent.json"], "absent.json"),
-        (["--dram-tokens", "0"], "--dram-tokens"),
-        (["--processes", "0"], "--processes"),
-        (["--out", "/dev/null/out"], "/dev/null/out"),
-        (["--trace", "absent.jsonl"], "absent.jsonl"),
-        (["--slo-tfft", "1"], "slo-ttft"),
-    ],
-)
-def test_bad_input_is_told_in_a_line(
-    arguments: list[str],
-    words: str,
-    trace: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = ["plan", str(trace), "--out", str(tmp_path), *arguments]
-    assert main(given) == EXIT_CONFIG
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert line.startswith("moonserve plan: ")
-    assert words in line
-    assert captured.out == ""
-    assert not (tmp_path / "plan.json").exists()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
-from protocol.config import EXIT_CONFIG
 from tests.traces.made import write_sessions
 from tests.traces.reports.document import Document
 from traces.reproduction.command import FIGURES
@@ -75,27 +74,3 @@ def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
     assert whole["num_requests"] == 4
     assert whole["figures"][0]["missing"]
     assert "Only the first tenth" in (tmp_path / "out" / "index.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--only", "figure-6"], "did you mean figure-"),
-        (["--only", "lunch"], "table-2"),
-        (["--processes", "0"], "--processes"),
-        (["--out", "/dev/null/out"], "/dev/null/out"),
-    ],
-)
-def test_bad_input_is_told_in_a_line(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = write_sessions(tmp_path / "trace.jsonl", 3)
-    assert main(["reproduce", str(trace), "--only", "table-2", *arguments]) == EXIT_CONFIG
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
-def test_without_the_trace_it_says_where_traces_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reproduce(tmp_path / "absent.jsonl", tmp_path / "out") == EXIT_CONFIG
-    assert "moonserve traces fetch" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -50,8 +50,6 @@ def test_fixed_and_changing_roles_stand_side_by_side(trace: Path, capsys: pytest
         assert main([*arguments, choice]) == 0
         _, *rows = capsys.readouterr().out.strip().splitlines()
         assert [row.split("  ")[0] for row in rows] == names
-    assert main([*arguments, "on", "--faults", "prefill-0@1"]) == 2
-    assert "--faults" in capsys.readouterr().err
 
 
 def test_a_measured_profile_and_changes_to_it_are_used(tmp_path: Path) -> None:
@@ -61,29 +59,6 @@ def test_a_measured_profile_and_changes_to_it_are_used(tmp_path: Path) -> None:
     for changes, dram_tokens in (({}, 500_000), ({"dram_tokens": 5120}, 5120)):
         ((_, spec),) = specs_of(replace(config, **changes))
         assert (spec.model.name, spec.model.dram_tokens) == ("measured", dram_tokens)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--prefill", "0"], "--prefill"),
-        (["--policy", "fastest"], "fastest"),
-        (["--coupled", "loosely"], "loosely"),
-        (["--model-profile", "gpt"], "--model-profile"),
-        (["--faults", "prefill-0"], "INSTANCE@SECONDS"),
-        (["--faults", "prefill-7@1"], "prefill-7"),
-        (["--block-size", "256"], "--block-size"),
-        (["--admission", "maybe"], "--admission"),
-        (["--speedup", "0"], "--speedup"),
-        (["--nic-gbit", "0"], "--nic-gbit"),
-        (["--report", "/proc/nothing"], "--report"),
-    ],
-)
-def test_bad_input_is_refused_with_the_option_at_fault(
-    trace: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", str(trace), "--prefill", "1", "--decode", "1", *arguments]) == 2
-    assert word in capsys.readouterr().err
 
 
 def test_faults_are_written_as_instance_and_times() -> None:

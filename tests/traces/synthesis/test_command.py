@@ -73,55 +73,11 @@ def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--requests", "0"], "--requests must be at least 1"),
-        (["--duration", "0"], "--duration must be above 0"),
-        (["--duration", "1e-9"], "not one request comes in that time"),
-        (["--rate", "0"], "--rate must be above 0"),
-        (["--preset", "chat"], "--preset is one of conversation"),
-        (["--like", "absent"], "cannot read the trace absent"),
-        (["--like", str(SMALL), "--preset", "synthetic"], "--preset and --like exclude each other"),
-        (["--like", str(SMALL), "--turns", "2"], "--turns and --like exclude each other"),
-        (["--like", str(SMALL), "--rate", "-1"], "must be above 0"),
-        (["--burstiness", "2"], "--burstiness is for --arrivals gamma"),
-        (["--turn-tokens", "many"], "--turn-tokens: 'many' is no distribution"),
-        (["--turn-tokens", "lognormal:0:1"], "lognormal:MEAN:SIGMA"),
-        (["--think-s", "empirical:absent"], "cannot read absent"),
-        (["--session-share", "2"], "--session-share is a share"),
-        (["--turns", "0.5"], "--turns must be at least 1"),
-        (["--system-zipf", "-1"], "--system-zipf must be 0"),
-        (["--rate", "nan"], "--rate must be above 0"),
-        (["--arrivals", "gamma", "--burstiness", "0"], "--burstiness must be above 0"),
-        (["--diurnal-amplitude", "2"], "--diurnal-amplitude is from 0 to 1"),
-        (["--session-share", "0.9", "--document-share", "0.9"], "more than 1"),
-    ],
-)
-def test_bad_options_are_one_line_exit_code_2_and_no_file(
-    tmp_path: Path, options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "t.jsonl"
-    assert main(["synthesize", "--out", str(out), *options]) == 2
-    told = capsys.readouterr().err
-    assert complaint in told
-    assert told.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_broken_model_is_named_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.jsonl"
     model.write_text(SMALL.read_text().replace('"input_length": ', '"input_length": 9', 1))
     assert main(["synthesize", "--out", str(tmp_path / "t"), "--like", str(model)]) == 2
     assert "model.jsonl:1: input_length" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(["synthesize", "--out", str(tmp_path / "file" / "t")]) == 2
-    assert main(["synthesize", "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("cannot write the trace") == 2
 
 
 def test_distributions_are_written_as_documented(tmp_path: Path) -> None:
