@@ -1,9 +1,10 @@
-"""`moonserve plan`: a table, JSON, and command lines that give the plan's own figures; clear words for bad input."""
+"""`moonserve plan`: a table, JSON, and command lines that give the plan's own figures."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +17,56 @@ from tests.traces.made import write_sessions
 from traces.reports.saved import results_from_json
 from traces.reports.summary import summary
 
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sessions(tmp_path_factory.mktemp("trace") / "trace.jsonl", 40)
+Plan = Callable[..., tuple[int, dict[str, Any]]]
 
 
-def planned(trace: Path, out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    arguments = ("--nodes", "4", "--processes", "1", "--out", str(out), *arguments)
-    code = main(["plan", str(trace), *arguments])
-    return code, json.loads((out / "plan.json").read_text())
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Plans for a small trace; exit code and plan.json."""
+    trace = write_sessions(tmp_path / "trace.jsonl")
+
+    def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = main(["plan", str(trace), "--nodes", "4", "--processes", "1", "--out", str(tmp_path), *arguments])
+        return code, json.loads((tmp_path / "plan.json").read_text())
+
+    return planned
 
 
-def test_the_command_line_gives_the_figures_of_the_plan(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_its_command_lines_give_its_figures_and_a_second_time_it_says_the_same_without_simulating(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The printed `moonserve simulate …` is run, and its result is the plan's smallest cluster."""
-    code, found = planned(trace, tmp_path / "plan", "--slo-tbt", "0.2", "--speedup", "2")
+    """The printed `moonserve simulate …` is run, and its result is the plan's smallest cluster; `moonserve serve` takes
+    every word of the hint to it."""
+    options = ("--slo-tbt", "0.2", "--slo-ttft", "20", "--speedup", "2")
+    code, found = plan(*options)
+    told = capsys.readouterr()
     assert code == 0
-    assert found["simulate"] in capsys.readouterr().out
+    smallest = found["smallest"]
+    assert found["simulate"] in told.out
     program, *arguments = shlex.split(found["simulate"])
     assert program == "moonserve"
     assert main([*arguments, "--report", str(tmp_path / "report")]) == 0
     (result,) = results_from_json((tmp_path / "report" / "results.json").read_text())
     figures = summary(result)
-    assert found["smallest"]["effective"] == figures["effective_fraction"]
-    assert found["smallest"]["mean_ttft_ms"] == figures["mean_ttft_ms"]
-    assert found["smallest"]["goodput"] == figures["request_goodput"]
+    names = {"effective": "effective_fraction", "mean_ttft_ms": "mean_ttft_ms", "goodput": "request_goodput"}
+    assert {name: smallest[name] for name in names} == {name: figures[other] for name, other in names.items()}
 
-
-def test_the_hint_to_serve_is_understood(trace: Path, tmp_path: Path) -> None:
-    """`moonserve serve` takes every word of it."""
-    _, found = planned(trace, tmp_path, "--slo-ttft", "20")
     words = shlex.split(found["serve"])
     assert words[:3] == ["moonserve", "serve", "MODEL"]
     served = load(ServeConfig, words[3:], prog="moonserve serve", environ={})
-    smallest = found["smallest"]
-    assert (served.prefill_workers, served.decode_workers) == (
-        smallest["num_prefill"],
-        smallest["num_decode"],
-    )
-    assert served.ttft_slo == 20.0
-    assert served.placement_policy == smallest["policy"]
+    assert (served.prefill_workers, served.decode_workers) == (smallest["num_prefill"], smallest["num_decode"])
+    assert (served.ttft_slo, served.placement_policy) == (20.0, smallest["policy"])
+
+    capsys.readouterr()
+    assert plan(*options) == (0, found)
+    again = capsys.readouterr()
+    assert again.out == told.out
+    assert ("effective (" in told.err, "effective (" in again.err) == (True, False)
 
 
-def test_a_second_time_it_says_the_same_without_simulating(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, first = planned(trace, tmp_path)
-    before = capsys.readouterr()
-    assert "effective (" in before.err
-    _, second = planned(trace, tmp_path)
-    after = capsys.readouterr()
-    assert first == second
-    assert before.out == after.out
-    assert "effective (" not in after.err
-
-
-def test_too_few_machines_are_told_with_what_they_reach(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_machines_are_told_with_what_they_reach(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 1, for scripts; the best there is stays in the answer."""
-    code, found = planned(trace, tmp_path, "--slo-ttft", "0.001")
+    code, found = plan("--slo-ttft", "0.001")
     assert code == 1
     assert found["smallest"] is None
     assert found["best"]["effective"] == 0

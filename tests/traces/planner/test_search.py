@@ -56,10 +56,9 @@ def capacity(prefill_load: float, decode_load: float) -> Callable[[Cluster], flo
     return rule
 
 
-def question(num_machines: int, target: float = 0.9, **changes: object) -> Question:
+def question(num_machines: int, target: float = 0.9) -> Question:
     policies = ("usual", "good", "poor")
-    values = {"policies": policies, "dram_tokens": TOKENS, **changes}
-    return Question(num_machines=num_machines, target=target, **values)  # type: ignore[arg-type]
+    return Question(num_machines=num_machines, target=target, policies=policies, dram_tokens=TOKENS)
 
 
 def found(num_machines: int, rule: Callable[[Cluster], float], target: float = 0.9) -> Plan:
@@ -104,24 +103,19 @@ def test_up_to_sixteen_machines_it_finds_the_best_of_all_and_the_smallest(
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(
-    num_machines=st.integers(2, 300),
-    prefill_load=st.floats(0.5, 300),
-    decode_load=st.floats(0.5, 300),
-)
+@given(num_machines=st.integers(2, 300), prefill_load=st.floats(0.5, 300), decode_load=st.floats(0.5, 300))
 def test_it_keeps_its_bound_and_repeats_itself(num_machines: int, prefill_load: float, decode_load: float) -> None:
     rule = capacity(prefill_load, decode_load)
-    landscapes = Landscape(rule), Landscape(rule)
-    plans = [plan(question(num_machines), each) for each in landscapes]
-    assert plans[0] == plans[1]
-    assert landscapes[0].asked == landscapes[1].asked
-    assert landscapes[0].cost <= bound(question(num_machines))
+    first, second = Landscape(rule), Landscape(rule)
+    assert plan(question(num_machines), first) == plan(question(num_machines), second)
+    assert first.asked == second.asked
+    assert first.cost <= bound(question(num_machines))
 
 
-def test_a_hundred_machines_are_searched_between_the_first_points() -> None:
-    """The best division lies between two of those that are tried at first."""
-    answer = found(100, capacity(90.0, 30.0))
-    assert abs(answer.best.cluster.num_prefill - 75) <= 4
+def test_a_better_policy_is_found_also_between_the_divisions_that_are_tried_at_first() -> None:
+    few, many = (found(number, capacity(0.9 * number, 0.3 * number)).best.cluster for number in (16, 100))
+    assert (few.policy, few.division) == ("good", "11P5D")
+    assert abs(many.num_prefill - 75) <= 4
 
 
 def test_a_smaller_cache_is_taken_as_long_as_each_larger_one_is_enough() -> None:
@@ -141,9 +135,3 @@ def test_a_smaller_cache_is_taken_as_long_as_each_larger_one_is_enough() -> None
 def test_among_equals_the_shorter_ttft_wins_and_none_at_all_loses(nan: float) -> None:
     assert score(0.9, 500.0).merit > score(0.9, 800.0).merit > score(0.9, nan).merit
     assert score(0.91, nan).merit > score(0.9, 1.0).merit
-
-
-def test_a_better_policy_is_found() -> None:
-    answer = found(16, capacity(12.0, 4.0))
-    assert answer.best.cluster.policy == "good"
-    assert answer.best.cluster.division == "11P5D"
