@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from traces.simulator.results import (
-    End,
-    InstanceSample,
-    ReplicaSample,
-    RequestOutcome,
-    SimulationResult,
-)
+from traces.simulator.results import End, InstanceSample, ReplicaSample, RequestOutcome, SimulationResult
 
 
-def outcome(index: int, **given: object) -> RequestOutcome:
+def outcome(index: int, **given: Any) -> RequestOutcome:
     """A request that completed well within any objective, but for what is given."""
-    fields: dict[str, object] = {
-        "index": index, "arrived_s": float(index), "input_length": 100, "output_length": 11,
-        "end": End.COMPLETED, "prefill": "prefill-0", "decode": "decode-0", "cached_tokens": 50,
-        "predicted_ttft_s": 1.0, "ttft_s": 1.0, "tbt_s": 0.05, "mean_gap_s": 0.04,
+    fields = {
+        "arrived_s": float(index),
+        "input_length": 100,
+        "output_length": 11,
+        "end": End.COMPLETED,
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "cached_tokens": 50,
+        "predicted_ttft_s": 1.0,
+        "ttft_s": 1.0,
+        "tbt_s": 0.05,
+        "mean_gap_s": 0.04,
         "finished_s": index + 1.4,
-    }  # fmt: skip
-    return RequestOutcome(**{**fields, **given})  # type: ignore[arg-type]
+    }
+    return RequestOutcome(index=index, **{**fields, **given})
 
 
-def rejected(index: int, reason: str = "ttft", **given: object) -> RequestOutcome:
-    return outcome(
-        index, end=End.REJECTED, reason=reason, ttft_s=None, tbt_s=None, mean_gap_s=None,
-        finished_s=None, prefill="", decode="", **given,
-    )  # fmt: skip
+def rejected(index: int, reason: str = "ttft", **given: Any) -> RequestOutcome:
+    never = dict.fromkeys(("ttft_s", "tbt_s", "mean_gap_s", "finished_s"))
+    return outcome(index, end=End.REJECTED, reason=reason, prefill="", decode="", **never, **given)
 
 
-def result(name: str, *outcomes: RequestOutcome, **given: object) -> SimulationResult:
-    fields: dict[str, object] = {"ttft_slo_s": 30.0, "tbt_slo_s": 0.1, "duration_s": 10.0}
-    return SimulationResult(name=name, outcomes=outcomes, **{**fields, **given})  # type: ignore[arg-type]
+def result(name: str, *outcomes: RequestOutcome, **given: Any) -> SimulationResult:
+    fields = {"ttft_slo_s": 30.0, "tbt_slo_s": 0.1, "duration_s": 10.0}
+    return SimulationResult(name=name, outcomes=outcomes, **{**fields, **given})
 
 
 def sample(at_s: float, instance_id: str, queued: int, predicted: float = 0.0) -> InstanceSample:
-    return InstanceSample(
-        at_s=at_s, instance_id=instance_id, queued=queued, running=1, context_tokens=0,
-        predicted_queue_s=predicted,
-    )  # fmt: skip
+    usual = {"running": 1, "context_tokens": 0}
+    return InstanceSample(at_s=at_s, instance_id=instance_id, queued=queued, predicted_queue_s=predicted, **usual)
 
 
-def made_up(
-    name: str, *, num_requests: int = 40, rate: float = 3.0, rejects: bool = False, **given: object
-) -> SimulationResult:
+def made_up(name: str, *, num_requests: int = 40, rate: float = 3.0, rejects: bool = False) -> SimulationResult:
     """Machines of both kinds and replicas are sampled; every fifth request is rejected, where any is."""
     draw = random.Random(name)
     outcomes = [
@@ -61,7 +58,5 @@ def made_up(
         for number in range(3)
     )
     replicas = tuple(ReplicaSample(at_s=float(at), replicas=(3, 2, 1)) for at in range(10))
-    return result(
-        name, *outcomes, duration_s=num_requests / rate, instances=instances, replicas=replicas,
-        counters={"bytes_moved": 1.7e13}, **given,
-    )  # fmt: skip
+    sampled = {"instances": instances, "replicas": replicas, "counters": {"bytes_moved": 1.7e13}}
+    return result(name, *outcomes, duration_s=num_requests / rate, **sampled)

@@ -31,11 +31,8 @@ def headings(*results: SimulationResult) -> list[str]:
 
 def test_what_the_data_has_is_drawn_and_odd_names_are_escaped() -> None:
     """In tables, captions, legends and axes, whatever signs names of results, reasons and instances are made of."""
-    odd = replace(
-        made_up(ODD, rejects=True),
-        outcomes=(outcome(0), rejected(1, "<i>&")),
-        instances=(sample(1.0, "<p>$&", 1),),
-    )
+    odd = made_up(ODD)
+    odd = replace(odd, outcomes=(outcome(0), rejected(1, "<i>&")), instances=(sample(1.0, "<p>$&", 1),))
     text = page([made_up("plain"), odd])
     document = Document(text)
     assert "<script" not in text
@@ -43,11 +40,8 @@ def test_what_the_data_has_is_drawn_and_odd_names_are_escaped() -> None:
     assert "rejected: <i>&" in document.text
     assert any("<p>$&" in each for each in document.drawings)
     assert any("plain" in each and ODD[:9] in each for each in document.drawings)
-    assert document.headings == [
-        "Latencies", "Rejections and failures",
-        "Predicted against actual TTFT", "Replicas of popular blocks", "Load of each instance",
-        COMPUTED, "Counters",
-    ]  # fmt: skip
+    drawn = ["Predicted against actual TTFT", "Replicas of popular blocks", "Load of each instance"]
+    assert document.headings == ["Latencies", "Rejections and failures", *drawn, COMPUTED, "Counters"]
     assert len(document.drawings) == 2 + 1 + 2 + 2 + 2
 
 
@@ -96,29 +90,20 @@ def test_a_curve_ends_below_the_whole_by_what_was_rejected_and_is_thinned_but_fo
 
 
 def test_loads_are_what_was_sampled_and_unknown_elsewhere() -> None:
-    samples = [
-        sample(0.0, "d-0", 3), sample(4.0, "d-0", 1), sample(1.0, "d-1", 2),
-        sample(1.0, "e-0", 9, predicted=7.5),
-    ]  # fmt: skip
+    samples = [sample(0.0, "d-0", 3), sample(4.0, "d-0", 1), sample(1.0, "d-1", 2), sample(1.0, "e-0", 9, 7.5)]
     table, _ = plots.table_of(samples, ["d-0", "d-1"])
     assert table[0].tolist() == pytest.approx([4, math.nan, 2], nan_ok=True)
     assert table[1].tolist() == pytest.approx([math.nan, 3, math.nan], nan_ok=True)
     table, what = plots.table_of(samples, ["e-0"])
     assert (table[0][1], what) == (7.5, "predicted queue, s")
     names = ["prefill-10", "prefill-2", "decode-0", "7", "vllm"]
-    assert plots.kinds_of([sample(0.0, name, 0) for name in names]) == {
-        "prefill": ["prefill-2", "prefill-10"], "decode": ["decode-0"], "instances": ["7"],
-        "vllm": ["vllm"],
-    }  # fmt: skip
+    kinds = {"prefill": ["prefill-2", "prefill-10"], "decode": ["decode-0"], "instances": ["7"], "vllm": ["vllm"]}
+    assert plots.kinds_of([sample(0.0, name, 0) for name in names]) == kinds
 
 
 def test_predictions_count_where_both_are_known() -> None:
-    outcomes = [
-        outcome(0, ttft_s=2.0, predicted_ttft_s=2.5), outcome(1, ttft_s=2.0, predicted_ttft_s=1.4),
-        rejected(2, predicted_ttft_s=9.0), outcome(3, predicted_ttft_s=0.0),
-        outcome(4, predicted_ttft_s=math.inf),
-    ]  # fmt: skip
-    pairs = plots.pairs_of(result("p", *outcomes))
+    outcomes = [outcome(n, ttft_s=2.0, predicted_ttft_s=each) for n, each in enumerate((2.5, 1.4, 0.0, math.inf))]
+    pairs = plots.pairs_of(result("p", *outcomes, rejected(4, predicted_ttft_s=9.0)))
     assert pairs.tolist() == [[2.0, 2.5], [2.0, 1.4]]
     assert plots.near_share(pairs) == 0.5
 

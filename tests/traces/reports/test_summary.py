@@ -42,10 +42,9 @@ def test_figures_of_completed_late_rejected_and_failed_requests() -> None:
 
 
 def test_reasons_are_counted_the_most_frequent_first() -> None:
-    outcomes = [rejected(0, "tbt"), rejected(1, "ttft"), rejected(2, "ttft"), rejected(3, "")]
-    assert list(summary(result("r", *outcomes))["errors"].items()) == [
-        ("rejected: ttft", 2), ("rejected: no reason given", 1), ("rejected: tbt", 1),
-    ]  # fmt: skip
+    outcomes = [rejected(index, reason) for index, reason in enumerate(("tbt", "ttft", "ttft", ""))]
+    counts = [("rejected: ttft", 2), ("rejected: no reason given", 1), ("rejected: tbt", 1)]
+    assert list(summary(result("r", *outcomes))["errors"].items()) == counts
 
 
 def test_a_single_token_or_no_request_are_figures_too() -> None:
@@ -69,15 +68,11 @@ def test_a_replay_and_a_simulation_of_the_same_requests_have_the_same_figures() 
         for index, each in enumerate(timelines)
     ]  # fmt: skip
     replayed = [
-        Outcome(status=200, error=None, timeline=each, prompt_tokens=100, cached_tokens=50) for each in timelines
-    ] + [Outcome(status=429, error="busy", timeline=None)]
-    report = build_report(
-        [
-            Sent(lateness_s=0.0, ideal_cached_tokens=0, input_length=100, outcome=each)
-            for each in replayed
-        ],
-        duration_s=10.0, ttft_slo_s=30.0, tbt_slo_s=0.1,
-    )  # fmt: skip
+        *(Outcome(status=200, error=None, timeline=each, prompt_tokens=100, cached_tokens=50) for each in timelines),
+        Outcome(status=429, error="busy", timeline=None),
+    ]
+    sent = [Sent(lateness_s=0.0, ideal_cached_tokens=0, input_length=100, outcome=each) for each in replayed]
+    report = build_report(sent, duration_s=10.0, ttft_slo_s=30.0, tbt_slo_s=0.1)
     figures = summary(result("same", *simulated, rejected(3, "busy")))
     shared = report.keys() & figures.keys() - {"errors"}
     assert {"mean_ttft_ms", "p90_tbt_ms", "p99_tpot_ms", "mean_e2el_ms", "hit_ratio"} < shared
