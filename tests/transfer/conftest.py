@@ -16,16 +16,7 @@ from tests.transfer.fake_fabric import FakeFabric, Wire
 from tests.transfer.fates import Fates
 from tests.transfer.peer_process import TOKEN as TOKEN
 from tests.transfer.peer_process import PeerInProcess as PeerInProcess
-from transfer import (
-    FaultPlan,
-    Op,
-    RemoteSegment,
-    Segment,
-    Transfer,
-    TransferEngine,
-    TransferOptions,
-    registry,
-)
+from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
 from transfer.rdma.device import discover
 from transfer.rdma.transport import RdmaTransport
 
@@ -105,11 +96,7 @@ def make_engine(transport: str, request: pytest.FixtureRequest) -> Iterator[Make
         request.getfixturevalue("wire")
 
     def make(
-        token: str = TOKEN,
-        *,
-        faults: FaultPlan | None = None,
-        files: Files | None = usual,
-        **options: Any,
+        token: str = TOKEN, *, faults: FaultPlan | None = None, files: Files | None = usual, **options: Any
     ) -> TransferEngine:
         options = {"transports": ("tcp" if transport == "tls" else transport,), **options}
         chosen = TransferOptions(**options, tls=files and files.tls)

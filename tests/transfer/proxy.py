@@ -113,10 +113,7 @@ class Proxy:
             self.sources.add(source)
             with self._lock:
                 self._pairs.append((initiator, target))
-            for towards, source, to in (
-                (Towards.TARGET, initiator, target),
-                (Towards.INITIATOR, target, initiator),
-            ):
+            for towards, source, to in ((Towards.TARGET, initiator, target), (Towards.INITIATOR, target, initiator)):
                 thread = threading.Thread(target=self._forward, args=(towards, source, to))
                 self._threads.append(thread)
                 thread.start()

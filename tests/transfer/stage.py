@@ -15,10 +15,7 @@ from types import TracebackType
 import pytest
 import xxhash
 
-from protocol.errors import (
-    MoonserveError,
-    PeerLost,
-)
+from protocol.errors import MoonserveError, PeerLost
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import TOKEN, PeerInProcess
 from tests.transfer.proxy import Proxy
@@ -70,10 +67,7 @@ class Stage:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.close()
         if error is None:
@@ -118,11 +112,7 @@ class Stage:
         return Transfer(op, self.local.segment, 0, remote, 0, length, window_id)
 
     def run(
-        self,
-        transfer: Transfer,
-        *,
-        error: type[MoonserveError] | None = None,
-        deadline_s: float = PATIENCE_S,
+        self, transfer: Transfer, *, error: type[MoonserveError] | None = None, deadline_s: float = PATIENCE_S
     ) -> None:
         """The batch ends as it should."""
         batch = self.near.submit([transfer], deadline_s=deadline_s)

@@ -126,10 +126,7 @@ def test_nothing_to_do_is_done_at_once(pair: Pair) -> None:
 def refused_by_the_peer(pair: Pair) -> list[tuple[Transfer, type[MoonserveError]]]:
     """`pair`'s window is replaced by one over [0, 100), [200, 250) and [300, 400)."""
     far, read, write = pair.far, pair.read(0, 0, 10), pair.write(0, 0, 10)
-    closed, pair.window_id = (
-        pair.window_id,
-        far.open_window(pair.memory, [(300, 50), (0, 100), (200, 50), (350, 50)]),
-    )
+    closed, pair.window_id = (pair.window_id, far.open_window(pair.memory, [(300, 50), (0, 100), (200, 50), (350, 50)]))
     far.close_window(closed)
     secret = far.allocate(4096)
     elsewhere = far.open_window(secret, [(0, 4096)])
@@ -177,8 +174,7 @@ def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
     pair.far.close_window(closed)
     wrong = unsound(pair)
     batch = pair.near.submit(
-        [pair.write(0, 0, 9), pair.write(0, 0, 9, closed), *wrong, pair.read(0, 0, 9)],
-        deadline_s=PATIENCE_S,
+        [pair.write(0, 0, 9), pair.write(0, 0, 9, closed), *wrong, pair.read(0, 0, 9)], deadline_s=PATIENCE_S
     )
     with pytest.raises(StaleLease):
         batch.wait(PATIENCE_S)

@@ -34,13 +34,7 @@ A_REQUEST = 4096
 @pytest.fixture(autouse=True)
 def easily_rested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two errors rest a rail for longer than any test takes, unless the test ends its rest."""
-    rule = RestRule(
-        errors=2,
-        within_s=NEVER_S,
-        first_rest_s=NEVER_S,
-        longest_rest_s=NEVER_S,
-        same_incident_s=0.001,
-    )
+    rule = RestRule(errors=2, within_s=NEVER_S, first_rest_s=NEVER_S, longest_rest_s=NEVER_S, same_incident_s=0.001)
     monkeypatch.setattr("transfer.peer.RailHealth", lambda: RailHealth(rule))
 
 

@@ -80,9 +80,7 @@ def test_a_killed_target_is_lost_at_once(stage: Stage) -> None:
 
 
 @near_and_far
-def test_a_stopped_target_is_lost_at_the_deadline_and_used_again_when_it_goes_on(
-    stage: Stage,
-) -> None:
+def test_a_stopped_target_is_lost_at_the_deadline_and_used_again_when_it_goes_on(stage: Stage) -> None:
     peer, transfer = stage.write_to_process()
     stage.run(transfer)
     peer.stop()
@@ -139,9 +137,7 @@ def test_a_half_open_connection_ends_at_the_deadline(stage: Stage) -> None:
 # Peers that are slow.
 
 
-def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(
-    stage: Stage,
-) -> None:
+def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(stage: Stage) -> None:
     proxy, address = stage.proxy()
     slow_down(proxy)
     stage.run_until_the_deadline(stage.transfer(Op.WRITE, address))
@@ -163,9 +159,7 @@ def test_an_initiator_that_takes_no_answer_holds_up_nobody(stage: Stage) -> None
 
 
 @near_and_far
-def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stale(
-    stage: Stage,
-) -> None:
+def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stale(stage: Stage) -> None:
     connection = stage.stranger()
     connection.send(request_of(Kind.WRITE, stage, rows=[(0, 0, NBYTES)], nbytes=NBYTES))
     connection.send(bytes(100_000))
@@ -217,9 +211,7 @@ def test_a_link_that_damages_every_slice_is_given_up_after_three(stage: Stage) -
 
 
 @pytest.mark.slow
-def test_whatever_a_link_makes_of_answers_nothing_wrong_counts_and_nothing_else_is_touched(
-    stage: Stage,
-) -> None:
+def test_whatever_a_link_makes_of_answers_nothing_wrong_counts_and_nothing_else_is_touched(stage: Stage) -> None:
     proxy, address = stage.proxy()
     rng, chance = random.Random(5), random.Random(6)
 

@@ -113,9 +113,7 @@ def test_a_segment_in_use_cannot_be_deregistered(make_engine: Make, peer: PeerIn
         engine.submit([read], deadline_s=1)
 
 
-def test_a_segment_with_an_open_window_stays_and_after_that_peers_cannot_read_it(
-    pair: Pair,
-) -> None:
+def test_a_segment_with_an_open_window_stays_and_after_that_peers_cannot_read_it(pair: Pair) -> None:
     pair.run(pair.read(0, 0, 10))
     with pytest.raises(InvalidRequest, match="in use"):
         pair.far.deregister(pair.memory)
@@ -127,9 +125,7 @@ def test_a_segment_with_an_open_window_stays_and_after_that_peers_cannot_read_it
             pair.run(pair.read(0, 0, 10))
 
 
-def test_a_source_that_was_deregistered_and_one_that_replaced_it_are_told_apart(
-    pair: Pair,
-) -> None:
+def test_a_source_that_was_deregistered_and_one_that_replaced_it_are_told_apart(pair: Pair) -> None:
     for fill in (b"a", b"b", b"c"):
         local = pair.near.allocate(4096)
         local.buffer[:] = fill * 4096
@@ -217,21 +213,14 @@ def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(pair: Pair, m
 
 def test_the_first_transport_that_gets_through_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.waiting._CONNECT_S", NEVER_S)  # the first one may be slow
-    with (
-        engine_of("shm", "tcp") as near,
-        engine_of("tcp", "shm") as far,
-    ):
+    with engine_of("shm", "tcp") as near, engine_of("tcp", "shm") as far:
         memory = far.allocate(100, readable=True)
         memory.buffer[:] = b"m" * 100
         address = parse(far.address)
         # An abstract name in another network namespace looks like this: same host, nobody there.
         unreachable = far.address.replace(address.rails["shm"][0].endpoint, "moonserve-elsewhere")
         other_host = far.address.replace(address.host, "another-boot")
-        for where, expected in (
-            (far.address, "shm"),
-            (unreachable, "tcp"),
-            (other_host, "tcp"),
-        ):
+        for where, expected in ((far.address, "shm"), (unreachable, "tcp"), (other_host, "tcp")):
             local = near.allocate(100)
             read = Transfer(Op.READ, local, 0, RemoteSegment(where, memory.segment_id), 0, 100)
             near.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)

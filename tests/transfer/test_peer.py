@@ -13,13 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from protocol.errors import (
-    IntegrityError,
-    InvalidRequest,
-    MoonserveError,
-    PeerLost,
-    StaleLease,
-)
+from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import RAILS, TOKEN
 from tests.transfer.fates import Fate, Fates

@@ -14,14 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import (
-    Incompatible,
-    InvalidRequest,
-    MoonserveError,
-    PeerLost,
-    StaleLease,
-    Unauthenticated,
-)
+from protocol.errors import Incompatible, InvalidRequest, MoonserveError, PeerLost, StaleLease, Unauthenticated
 from tests.patience import NEVER_S
 from tests.thoroughness import examples
 from tests.transfer.conftest import Pair

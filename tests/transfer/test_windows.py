@@ -20,11 +20,7 @@ def segment(nbytes: int = 100) -> Segment:
 
 
 @example(allowed={0}, start=2, length=-1)
-@given(
-    allowed=st.sets(st.integers(0, 24), min_size=1),
-    start=st.integers(-5, 110),
-    length=st.integers(-5, 110),
-)
+@given(allowed=st.sets(st.integers(0, 24), min_size=1), start=st.integers(-5, 110), length=st.integers(-5, 110))
 def test_a_write_is_let_through_exactly_when_all_its_bytes_are_allowed(
     allowed: set[int], start: int, length: int
 ) -> None:
@@ -40,9 +36,7 @@ def test_a_write_is_let_through_exactly_when_all_its_bytes_are_allowed(
             window.require_inside(rows)
 
 
-def test_closing_waits_for_the_store_under_way_and_refuses_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_closing_waits_for_the_store_under_way_and_refuses_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.windows._PATIENCE_S", 0.0)  # a store has all its time
     table, memory = WindowTable(), segment()
     window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)

@@ -93,10 +93,7 @@ def _nic(rail: int) -> list[str]:
 def _drain() -> list[str]:
     """A port that takes everything: with none that does, QEMU's hub would hold a sender's packets (and
     with them its queue pairs) until the rail that is down comes up, as no network does."""
-    return [
-        *("-netdev", "user,id=drain,restrict=on,ipv6=off"),
-        *("-netdev", "hubport,id=rail2,hubid=0,netdev=drain"),
-    ]
+    return [*("-netdev", "user,id=drain,restrict=on,ipv6=off"), *("-netdev", "hubport,id=rail2,hubid=0,netdev=drain")]
 
 
 def cache_folder() -> Path:

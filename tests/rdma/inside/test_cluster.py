@@ -43,12 +43,7 @@ BLOCK_SIZE = 16
 
 
 def ask(url: str) -> dict[str, Any]:
-    wish = {
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    wish = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body = json.dumps({"prompt": PROMPT, **wish}).encode()
     question = urllib.request.Request(f"{url}/v1/completions", body)
     question.add_header("Content-Type", "application/json")

@@ -2,16 +2,9 @@
 
 import pytest
 
-from tests.transfer.conftest import (  # noqa: F401 - fixtures of these tests
-    make_engine,
-    make_pair,
-    pair,
-    peer,
-)
+from tests.transfer.conftest import make_engine, make_pair, pair, peer  # noqa: F401 - fixtures of these tests
 from tests.transfer.test_contract import *  # noqa: F403 - its tests, over the guest's devices
-from tests.transfer.test_lost_peers import (  # noqa: F401
-    test_two_processes_read_and_write_each_other,
-)
+from tests.transfer.test_lost_peers import test_two_processes_read_and_write_each_other  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
 

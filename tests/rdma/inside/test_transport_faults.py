@@ -77,8 +77,7 @@ def there_and_back(engine: TransferEngine, remote: Remote, places: list[tuple[in
         deadline_s=120,
     ).wait()
     engine.submit(
-        [Transfer(Op.READ, back, at, remote.segment, at, length) for at, length in places],
-        deadline_s=120,
+        [Transfer(Op.READ, back, at, remote.segment, at, length) for at, length in places], deadline_s=120
     ).wait()
     for at, length in places:
         assert back.buffer[at : at + length] == out.buffer[at : at + length]
@@ -109,10 +108,7 @@ def test_a_peer_killed_mid_batch_fails_it_and_its_successor_is_served(
 
 
 def test_queue_pairs_forced_to_fail_mid_batch_are_replaced(
-    engine: TransferEngine,
-    doomed: Remote,
-    under_way: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: TransferEngine, doomed: Remote, under_way: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[PairSet] = []
     connect = PairSet.connect

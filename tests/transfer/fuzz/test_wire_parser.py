@@ -16,16 +16,7 @@ from transfer import address, scatter
 from transfer.base import Credentials
 from transfer.tcp import handshake
 from transfer.tcp.connection import Connection
-from transfer.tcp.frames import (
-    HEADER_BYTES,
-    Header,
-    Kind,
-    ProtocolViolation,
-    decode,
-    encode,
-    receive_rows,
-    request,
-)
+from transfer.tcp.frames import HEADER_BYTES, Header, Kind, ProtocolViolation, decode, encode, receive_rows, request
 
 often = settings(max_examples=examples(150), deadline=None)
 u64 = st.integers(0, 2**64 - 1)
@@ -54,9 +45,7 @@ def test_any_bytes_are_a_header_or_a_violation(data: bytes) -> None:
 
 @often
 @given(
-    st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=5),
-    st.integers(0, 10_000),
-    st.integers(0, 7),
+    st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=5), st.integers(0, 10_000), st.integers(0, 7)
 )
 def test_a_sealed_request_is_read_as_it_was_sent_or_not_at_all(
     rows: list[tuple[int, int, int]], place: int, bit: int

@@ -212,11 +212,7 @@ def test_this_machine_can_be_read() -> None:
         ),
         ([(LINK_LOCAL, "RoCE v2"), (GLOBAL, "RoCE v2")], {}, "2001:db8::1"),
         ([(LINK_LOCAL, "RoCE v2"), (MAPPED, "IB/RoCE v1")], {}, None),
-        (
-            [(LINK_LOCAL, "IB/RoCE v1")],
-            {"link_layer": "InfiniBand"},
-            "fe80::5054:ff:fe12:3456",
-        ),
+        ([(LINK_LOCAL, "IB/RoCE v1")], {"link_layer": "InfiniBand"}, "fe80::5054:ff:fe12:3456"),
     ],
     ids=["mapped RoCE v2 first", "else a routable one", "no way to peers", "InfiniBand's first"],
 )
@@ -239,11 +235,7 @@ def test_all_active_ports_are_rails_unless_some_are_named(fake: FakeMachine) -> 
     for device, state in (("mlx5_1", "4: ACTIVE"), ("mlx5_0", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
         fake.rdma(device, gids=[(MAPPED, "RoCE v2")], state=state)
     ports = discover(fake.root)
-    for wanted, names in (
-        ((), ["mlx5_0:1", "mlx5_1:1"]),
-        (("mlx5_1:1",), ["mlx5_1:1"]),
-        (("mlx5_1",), ["mlx5_1:1"]),
-    ):
+    for wanted, names in (((), ["mlx5_0:1", "mlx5_1:1"]), (("mlx5_1:1",), ["mlx5_1:1"]), (("mlx5_1",), ["mlx5_1:1"])):
         assert [port.name for port in choose(ports, wanted)] == names
     with pytest.raises(ConfigError, match="cannot be used"):
         choose(ports, ["mlx5_2:1"])
@@ -270,19 +262,11 @@ MACHINE = Machine(devices={"eth0": Device("eth0", 1, (), 3e9)})
 @pytest.mark.parametrize(
     ("addresses", "own", "rails"),
     [
-        (
-            ["10.0.0.1", "fd00::2"],
-            OWN,
-            [Rail("tcp", "eth0", "10.0.0.1", 1, 3e9), Rail("tcp", "eth1", "fd00::2")],
-        ),
+        (["10.0.0.1", "fd00::2"], OWN, [Rail("tcp", "eth0", "10.0.0.1", 1, 3e9), Rail("tcp", "eth1", "fd00::2")]),
         (
             ["127.0.0.1", "127.0.0.2", "::1"],
             OWN,
-            [
-                Rail("tcp", "lo", "127.0.0.1"),
-                Rail("tcp", "lo/127.0.0.2", "127.0.0.2"),
-                Rail("tcp", "lo/::1", "::1"),
-            ],
+            [Rail("tcp", "lo", "127.0.0.1"), Rail("tcp", "lo/127.0.0.2", "127.0.0.2"), Rail("tcp", "lo/::1", "::1")],
         ),
         (["10.0.0.1"], [], [Rail("tcp", "10.0.0.1", "10.0.0.1")]),  # the kernel does not tell
     ],

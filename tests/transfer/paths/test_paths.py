@@ -16,12 +16,7 @@ HERE = "cpu:0"
 
 
 def path(
-    transport: str = "tcp",
-    rail: str = "eth0",
-    *,
-    remote: str = "",
-    stream: int = 0,
-    bandwidth: float | None = None,
+    transport: str = "tcp", rail: str = "eth0", *, remote: str = "", stream: int = 0, bandwidth: float | None = None
 ) -> Path:
     remote = remote or rail
     return Path(
@@ -163,10 +158,7 @@ class ChooserMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(
-        nbytes=st.sampled_from([1, 4096, MIB]),
-        tried=st.sets(st.integers(0, 6)),
-    )
+    @rule(nbytes=st.sampled_from([1, 4096, MIB]), tried=st.sets(st.integers(0, 6)))
     def send(self, nbytes: int, tried: set[int]) -> None:
         avoided = [self.ways[n] for n in tried]
         way = self.paths.choose(HERE, nbytes, self.now, avoided)

@@ -21,10 +21,7 @@ def machine(*devices: Device, gpus: tuple[Device, ...] = ()) -> Machine:
 
 def test_rails_of_the_same_numa_node_are_preferred() -> None:
     found = decide(machine(Device("eth0", 0), Device("eth1", 1)), rails("eth0", "eth1"))
-    assert found.matrix == {
-        "cpu:0": Preference(("eth0",), ("eth1",)),
-        "cpu:1": Preference(("eth1",), ("eth0",)),
-    }
+    assert found.matrix == {"cpu:0": Preference(("eth0",), ("eth1",)), "cpu:1": Preference(("eth1",), ("eth0",))}
 
 
 def test_without_a_rail_on_its_node_memory_prefers_the_nearest() -> None:

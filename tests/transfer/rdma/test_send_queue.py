@@ -43,18 +43,11 @@ def test_only_the_last_chain_of_a_write_carries_the_number_of_its_grant() -> Non
     pair = RecordingPair()
     queue: SendQueue[str] = SendQueue(pair, 1, 4 * CHAIN)
     queue.submit(work("a", Op.WRITE, 2 * CHAIN + 1, immediate=7))
-    assert [(len(runs), immediate) for _, runs, immediate in pair.posted] == [
-        (CHAIN, None),
-        (CHAIN, None),
-        (1, 7),
-    ]
+    assert [(len(runs), immediate) for _, runs, immediate in pair.posted] == [(CHAIN, None), (CHAIN, None), (1, 7)]
     assert [getattr(queue.completed(), "owner", None) for _ in range(3)] == [None, None, "a"]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=10),
-    depth=st.integers(1, 4 * CHAIN),
-)
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=10), depth=st.integers(1, 4 * CHAIN))
 def test_works_end_in_order_and_the_queue_is_never_overfull(sizes: list[int], depth: int) -> None:
     pair = RecordingPair()
     queue: SendQueue[str] = SendQueue(pair, 1, depth)
@@ -82,10 +75,5 @@ def test_what_was_given_up_is_posted_no_more() -> None:
 
 def test_runs_are_absolute_without_the_empty_ones_and_no_longer_than_a_message() -> None:
     runs = runs_of(rows((0, 100, 10), (50, 0, 0), (20, 200, 25)), 1000, 5000, 10)
-    assert [tuple(run) for run in runs] == [
-        (1000, 5100, 10),
-        (1020, 5200, 10),
-        (1030, 5210, 10),
-        (1040, 5220, 5),
-    ]
+    assert [tuple(run) for run in runs] == [(1000, 5100, 10), (1020, 5200, 10), (1030, 5210, 10), (1040, 5220, 5)]
     assert runs_of(np.empty((0, 3), dtype=np.int64), 0, 0, 10) == []

@@ -69,11 +69,7 @@ def round_trip(pair: Pair) -> None:
 @pytest.mark.parametrize("nbytes", [1000, 3 * MIB])
 @pytest.mark.parametrize("registered", [False, True])
 def test_memory_of_the_host_does_not_travel_on_the_connection(
-    make_pair: MakePair,
-    registered: bool,
-    nbytes: int,
-    checksums: bool,
-    request: pytest.FixtureRequest,
+    make_pair: MakePair, registered: bool, nbytes: int, checksums: bool, request: pytest.FixtureRequest
 ) -> None:
     pair = make_pair(nbytes, registered=registered, checksums=checksums)
     if registered:
@@ -102,11 +98,7 @@ def test_offers_under_way_while_both_ends_send_much_block_nobody(make_engine: Ma
     window_id = far.open_window(into, [(0, into.nbytes)])
     transfers = []
     for i in range(4):
-        landing, brought, offered = (
-            near.allocate(size),
-            near.register(bytearray(size)),
-            near.allocate(size),
-        )
+        landing, brought, offered = (near.allocate(size), near.register(bytearray(size)), near.allocate(size))
         offered.buffer[:] = bytes([i]) * size
         read = Transfer(Op.READ, landing, 0, RemoteSegment(far.address, source.segment_id), 0, size)
         to = RemoteSegment(far.address, into.segment_id)

@@ -18,16 +18,7 @@ from transfer.native import address_of
 from transfer.scatter import Rows
 from transfer.shm.memfd import OwnedMemory
 from transfer.tcp.connection import Connection
-from transfer.tcp.frames import (
-    HEADER_BYTES,
-    Code,
-    Header,
-    Kind,
-    decode,
-    encode,
-    error_of,
-    request,
-)
+from transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode, error_of, request
 
 NBYTES = 8192
 

@@ -24,9 +24,7 @@ def ends() -> Iterator[tuple[Connection, socket.socket]]:
     theirs.close()
 
 
-def test_what_was_sent_is_let_go_although_the_queue_never_runs_empty(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_what_was_sent_is_let_go_although_the_queue_never_runs_empty(ends: tuple[Connection, socket.socket]) -> None:
     connection, theirs = ends
     theirs.setblocking(False)
     payload = bytearray(1 << 20)
@@ -50,9 +48,7 @@ def test_what_is_pushed_leaves_without_a_wait(ends: tuple[Connection, socket.soc
     assert theirs.recv(16, socket.MSG_DONTWAIT) == b"header"
 
 
-def test_a_push_to_a_peer_that_is_gone_is_told_by_the_next_wait(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_push_to_a_peer_that_is_gone_is_told_by_the_next_wait(ends: tuple[Connection, socket.socket]) -> None:
     connection, theirs = ends
     theirs.close()
     connection.queue(b"header")
@@ -61,9 +57,7 @@ def test_a_push_to_a_peer_that_is_gone_is_told_by_the_next_wait(
         connection.receive_bytes(1)
 
 
-def test_a_sender_that_trickles_meets_the_deadline(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_sender_that_trickles_meets_the_deadline(ends: tuple[Connection, socket.socket]) -> None:
     connection, theirs = ends
     into = bytearray(1 << 20)
     done = threading.Event()
@@ -83,9 +77,7 @@ def test_a_sender_that_trickles_meets_the_deadline(
         sender.join()
 
 
-def test_aborting_wakes_a_wait_without_a_deadline(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_aborting_wakes_a_wait_without_a_deadline(ends: tuple[Connection, socket.socket]) -> None:
     connection, _ = ends
     timer = threading.Timer(0.05, connection.abort)
     timer.start()
