@@ -16,6 +16,7 @@ from tests.transfer.fake_fabric import FakeFabric, Wire
 from tests.transfer.fates import Fates
 from tests.transfer.peer_process import TOKEN as TOKEN
 from tests.transfer.peer_process import PeerInProcess as PeerInProcess
+from tests.transfer.stage import Stage
 from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
 from transfer.rdma.device import discover
 from transfer.rdma.transport import RdmaTransport
@@ -132,6 +133,12 @@ def make_pair(make_engine: Make) -> Callable[..., Pair]:
 @pytest.fixture
 def pair(make_pair: Callable[..., Pair]) -> Pair:
     return make_pair()
+
+
+@pytest.fixture
+def stage(make_engine: Make) -> Iterator[Stage]:
+    with Stage(make_engine) as stage:
+        yield stage
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Two engines, with processes, bad links and strangers beside them, closed afterwards; memory with guards."""
+"""Two engines, with bad links and strangers beside them, closed afterwards; memory with guards."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import random
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
+from typing import Any
 
 import pytest
 import xxhash
 
 from protocol.errors import MoonserveError, PeerLost
 from tests.patience import PATIENCE_S
-from tests.transfer.conftest import TOKEN, PeerInProcess
+from tests.transfer.peer_process import TOKEN, PeerInProcess
 from tests.transfer.proxy import Proxy
-from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from transfer import Op, RemoteSegment, Transfer, TransferEngine
 from transfer.address import parse
 from transfer.base import Credentials
 from transfer.stats import Incident
@@ -49,61 +49,42 @@ class Guarded:
         assert self._all[:GUARD] == self._all[-GUARD:] == self._edge
 
 
-class Stage:
+class Stage(contextlib.ExitStack):
     """`near` initiates; `far` owns `memory`, readable, with one window over all of it."""
 
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
-        self._closing = contextlib.ExitStack()
-        self.rng = random.Random(7)
-
-    def __enter__(self) -> Stage:
+    def __init__(self, make_engine: Callable[..., TransferEngine], nbytes: int = NBYTES, **options: Any) -> None:
+        super().__init__()
+        self.engine = partial(make_engine, slice_bytes=256 << 10, **options)
         self.near, self.far = self.engine(), self.engine()
-        self.local = Guarded(self.near, NBYTES)
-        self.memory = Guarded(self.far, NBYTES, readable=True)
-        self.content = self.rng.randbytes(NBYTES)
+        self.local, self.memory = Guarded(self.near, nbytes), Guarded(self.far, nbytes, readable=True)
+        self.rng = random.Random(7)
+        self.content = self.rng.randbytes(nbytes)
         self.local.buffer[:] = self.memory.buffer[:] = self.content
-        self.window_id = self.far.open_window(self.memory.segment, [(0, NBYTES)])
-        return self
+        self.window_id = self.far.open_window(self.memory.segment, [(0, nbytes)])
+        for last in (self.memory.require_untouched, self.local.require_untouched, self.far.close, self.near.close):
+            self.callback(last)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.close()
-        if error is None:
-            self.local.require_untouched()
-            self.memory.require_untouched()
-
-    def engine(self, token: str = TOKEN) -> TransferEngine:
-        options = TransferOptions(transports=(self.transport,), slice_bytes=256 << 10)
-        engine = TransferEngine(cluster_token=token, options=options)
-        engine.start()
-        self._closing.callback(engine.close)
-        return engine
+    def proxies(self) -> tuple[list[Proxy], str]:
+        """A bad link to each rail of `far`, and the address by which they are taken."""
+        address = parse(self.far.address)
+        rails = address.rails["tcp"]
+        proxies = [Proxy(rail.endpoint, rail.endpoint.partition(":")[0]) for rail in rails]
+        for proxy in proxies:
+            self.callback(proxy.close)
+        behind = tuple(replace(rail, endpoint=proxy.endpoint) for rail, proxy in zip(rails, proxies, strict=True))
+        return proxies, str(replace(address, rails={"tcp": behind}))
 
     def proxy(self) -> tuple[Proxy, str]:
-        """A bad link to `far`, and the address by which it is taken."""
-        address = parse(self.far.address)
-        (rail,) = address.rails["tcp"]
-        proxy = Proxy(rail.endpoint)
-        self._closing.callback(proxy.close)
-        rails = {"tcp": (replace(rail, endpoint=proxy.endpoint),)}
-        return proxy, str(replace(address, rails=rails))
-
-    def write_to_process(self) -> tuple[PeerInProcess, Transfer]:
-        peer = PeerInProcess(self.transport)
-        self._closing.callback(peer.end)
-        remote, window_id = peer.lend(NBYTES)
-        return peer, Transfer(Op.WRITE, self.local.segment, 0, remote, 0, NBYTES, window_id)
+        (proxy,), address = self.proxies()
+        return proxy, address
 
     def stranger(self) -> Connection:
         """An authenticated connection to `far` on which anything can be said."""
-        connection = authenticated(self.far.address)
-        self._closing.callback(connection.close)
-        return connection
+        return self.enter_context(contextlib.closing(authenticated(self.far.address)))
 
-    def transfer(self, op: Op, address: str = "", length: int = NBYTES) -> Transfer:
-        """A WRITE of fresh content, or a READ into memory of zeros."""
+    def transfer(self, op: Op, address: str = "", length: int = 0) -> Transfer:
+        """A WRITE of fresh content, or a READ into memory of zeros. Of all unless `length` is given."""
+        length = length or len(self.content)
         if op is Op.WRITE:
             self.content = self.rng.randbytes(length) + self.content[length:]
         self.local.buffer[:length] = self.content[:length] if op is Op.WRITE else bytes(length)
@@ -132,14 +113,25 @@ class Stage:
     def require_served(self) -> None:
         """An honest peer is served as before."""
         engine = self.engine()
-        local = Guarded(engine, 4096)
+        local = engine.allocate(4096)
         remote = RemoteSegment(self.far.address, self.memory.segment.segment_id)
-        read = Transfer(Op.READ, local.segment, 0, remote, 0, 4096)
-        engine.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)
+        engine.submit([Transfer(Op.READ, local, 0, remote, 0, 4096)], deadline_s=PATIENCE_S).wait(PATIENCE_S)
         assert local.buffer == self.memory.buffer[:4096]
 
     def count(self, incident: Incident) -> int:
         return sum(stats.incidents[incident] for stats in self.near.stats)
+
+
+class WritesTo:
+    """A window in another process and ways to write into it and to read it."""
+
+    def __init__(self, engine: TransferEngine, peer: PeerInProcess, nbytes: int = 4096) -> None:
+        self.engine = engine
+        self.remote, self.window_id = peer.lend(nbytes)
+        self.local = engine.allocate(nbytes)
+        self.local.buffer[:] = b"w" * nbytes
+        self.transfer = Transfer(Op.WRITE, self.local, 0, self.remote, 0, nbytes, self.window_id)
+        self.read = replace(self.transfer, op=Op.READ, window_id=None)
 
 
 def dial(address: str) -> Connection:
@@ -160,16 +152,6 @@ def authenticated(address: str) -> Connection:
     credentials = Credentials(TOKEN.encode(), b"")
     handshake.initiate(connection, credentials, parse(address).instance, checksums=True)
     return connection
-
-
-@contextlib.contextmanager
-def while_running(work: Callable[[], None]) -> Iterator[None]:
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def request_of(kind: Kind, stage: Stage, *, rows: list[tuple[int, int, int]], nbytes: int = 0) -> bytes:

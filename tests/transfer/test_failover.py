@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 
 from protocol.errors import PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import RAILS, TOKEN
+from tests.transfer.conftest import RAILS, Make
 from tests.transfer.proxy import Proxy, Towards, Trouble
-from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
-from transfer.address import parse
+from tests.transfer.stage import Stage
+from transfer import Op, TransferEngine
 from transfer.base import Dial
 from transfer.paths.health import RailHealth, RestRule, _Trouble
 from transfer.stats import Incident
@@ -38,46 +35,20 @@ def easily_rested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.peer.RailHealth", lambda: RailHealth(rule))
 
 
-class TwoRails:
-    """`far` behind one proxy per rail; `near` knows only those."""
+class TwoRails(Stage):
+    """One proxy before each rail of `far`; `near` knows only those."""
 
-    def __init__(self, closing: ExitStack) -> None:
-        options = TransferOptions(transports=("tcp",), rails=RAILS, slice_bytes=256 << 10)
-        self.near = TransferEngine(cluster_token=TOKEN, options=options)
-        self.far = TransferEngine(cluster_token=TOKEN, options=options)
-        for engine in (self.near, self.far):
-            engine.start()
-            closing.callback(engine.close)
-        address = parse(self.far.address)
-        rails = address.rails["tcp"]
-        self.proxies = [Proxy(rail.endpoint, host) for rail, host in zip(rails, RAILS, strict=True)]
-        for proxy in self.proxies:
-            closing.callback(proxy.close)
-        behind = tuple(replace(rail, endpoint=proxy.endpoint) for rail, proxy in zip(rails, self.proxies, strict=True))
-        self.address = str(replace(address, rails={"tcp": behind}))
-        self.local = self.near.allocate(NBYTES)
-        self.memory = self.far.allocate(NBYTES, readable=True)
-        self.window_id = self.far.open_window(self.memory, [(0, NBYTES)])
-        self.rng = random.Random(3)
+    def __init__(self, make_engine: Make) -> None:
+        super().__init__(make_engine, NBYTES, rails=RAILS)
+        self.bad_links, self.address = self.proxies()
 
-    def transfer(self, op: Op, length: int = NBYTES) -> Transfer:
-        source = self.local if op is Op.WRITE else self.memory
-        source.buffer[:length] = self.rng.randbytes(length)
-        window_id = self.window_id if op is Op.WRITE else None
-        remote = RemoteSegment(self.address, self.memory.segment_id)
-        return Transfer(op, self.local, 0, remote, 0, length, window_id)
-
-    def run(self, op: Op, deadline_s: float = PATIENCE_S, length: int = NBYTES) -> None:
-        batch = self.near.submit([self.transfer(op, length)], deadline_s=deadline_s)
-        batch.wait(deadline_s + PATIENCE_S)
-        assert self.local.buffer[:length] == self.memory.buffer[:length]
-
-    def count(self, incident: Incident) -> int:
-        return sum(stats.incidents[incident] for stats in self.near.stats)
+    def write(self, length: int = NBYTES) -> None:
+        self.run(self.transfer(Op.WRITE, self.address, length))
+        self.require_arrived()
 
     def rested(self) -> list[Proxy]:
         """Where the paths lead that rest, or have and were not used since; one from each local rail to each proxy."""
-        by_endpoint = {proxy.endpoint: proxy for proxy in self.proxies}
+        by_endpoint = {proxy.endpoint: proxy for proxy in self.bad_links}
         return [by_endpoint[rails[2]] for rails in resting(self.near)]  # type: ignore[index]
 
 
@@ -93,46 +64,47 @@ def end_rests(engine: TransferEngine) -> None:
 
 
 @pytest.fixture
-def rails() -> Iterator[TwoRails]:
-    with ExitStack() as closing:
-        yield TwoRails(closing)
+def transport() -> str:
+    return "tcp"
 
 
-def in_the_middle_of(rails: TwoRails, op: Op, harm: Callable[[Proxy], None]) -> None:
+@pytest.fixture
+def rails(make_engine: Make) -> Iterator[TwoRails]:
+    with TwoRails(make_engine) as rails:
+        yield rails
+
+
+def test_connections_leave_by_the_rails_that_were_chosen(rails: TwoRails) -> None:
+    rails.write()
+    assert set.union(*(proxy.sources for proxy in rails.bad_links)) == set(RAILS)
+
+
+def silence(proxy: Proxy) -> None:
+    proxy.silent = True
+
+
+@pytest.mark.parametrize("op", list(Op))
+@pytest.mark.parametrize(
+    ("harm", "incident"),
+    [(Proxy.cut, Incident.RETRY), pytest.param(silence, Incident.FAILOVER, marks=pytest.mark.slow)],
+)
+def test_the_other_rail_carries_what_a_cut_or_silent_one_cannot(
+    rails: TwoRails, op: Op, harm: Callable[[Proxy], None], incident: Incident
+) -> None:
     """A batch over both rails, too slow to end before one of them, which carries some of it, is harmed."""
-    for proxy in rails.proxies:
+    for proxy in rails.bad_links:
         proxy.bytes_s = 10e3
-    batch = rails.near.submit([rails.transfer(op, 4 << 20)], deadline_s=FAILOVER_S)
-    while not (under_way := [p for p in rails.proxies if p.num_bytes > A_REQUEST]):
+    batch = rails.near.submit([rails.transfer(op, rails.address, 4 << 20)], deadline_s=FAILOVER_S)
+    while not (under_way := [proxy for proxy in rails.bad_links if proxy.num_bytes > A_REQUEST]):
         assert not batch.done
         threading.Event().wait(0.01)
     harm(under_way[0])
     assert not batch.done
-    for proxy in rails.proxies:
+    for proxy in rails.bad_links:
         proxy.bytes_s = None
     batch.wait(PATIENCE_S)
-    assert rails.local.buffer[: 4 << 20] == rails.memory.buffer[: 4 << 20]
-
-
-def test_connections_leave_by_the_rails_that_were_chosen(rails: TwoRails) -> None:
-    rails.run(Op.WRITE)
-    assert set.union(*(proxy.sources for proxy in rails.proxies)) == set(RAILS)
-
-
-@pytest.mark.parametrize("op", list(Op))
-def test_the_other_rail_carries_what_a_cut_one_cannot(rails: TwoRails, op: Op) -> None:
-    in_the_middle_of(rails, op, Proxy.cut)
-    assert rails.count(Incident.RETRY) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", list(Op))
-def test_the_other_rail_carries_what_a_silent_one_cannot(rails: TwoRails, op: Op) -> None:
-    def silence(proxy: Proxy) -> None:
-        proxy.silent = True
-
-    in_the_middle_of(rails, op, silence)
-    assert rails.count(Incident.FAILOVER) > 0
+    rails.require_arrived()
+    assert rails.count(incident) > 0
 
 
 def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -155,24 +127,24 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     for patience in ("waiting._CONNECT_S", "tcp.session._SILENCE_S"):  # the good one may be slow
         monkeypatch.setattr(f"transfer.{patience}", NEVER_S)
     dialled = endpoints_dialled(monkeypatch)
-    rails.run(Op.WRITE)
-    bad, _ = rails.proxies
+    rails.write()
+    bad, _ = rails.bad_links
     bad.reset = Trouble(Towards.TARGET, at=0, times=1_000_000)
     bad.cut()
     for _ in range(100):
-        rails.run(Op.WRITE)
+        rails.write()
         if rails.rested().count(bad) == 2:
             break
     assert rails.count(Incident.REST) > 0
     assert rails.rested() == [bad, bad]
     dialled.clear()
     for _ in range(5):
-        rails.run(Op.WRITE)  # what rests is not even tried
+        rails.write()  # what rests is not even tried
     assert bad.endpoint not in dialled
     bad.reset = None
     end_rests(rails.near)
     for _ in range(100):
-        rails.run(Op.WRITE, length=4 << 20)
+        rails.write(4 << 20)
         if not rails.rested():
             break
     assert not rails.rested()
@@ -202,9 +174,9 @@ def test_a_write_is_tried_again_only_when_its_first_copy_can_no_longer_be_stored
     monkeypatch.setattr("transfer.lane._FENCE_S", NEVER_S)
     monkeypatch.setattr("transfer.tcp.target._FENCE_S", NEVER_S)
     held = HeldStore(monkeypatch)
-    batch = rails.near.submit([rails.transfer(Op.WRITE, 100_000)], deadline_s=PATIENCE_S)
+    batch = rails.near.submit([rails.transfer(Op.WRITE, rails.address, 100_000)], deadline_s=PATIENCE_S)
     assert held.entered.wait(PATIENCE_S)
-    for proxy in rails.proxies:
+    for proxy in rails.bad_links:
         proxy.cut()
     for _ in range(200):  # a second attempt that does not wait would be over by now
         assert not batch.done
@@ -222,12 +194,12 @@ def test_a_write_whose_first_copy_cannot_be_ended_fails_instead_of_being_sent_ag
     rails: TwoRails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.tcp.target._FENCE_S", 0.2)
-    held = HeldStore(monkeypatch)
-    batch = rails.near.submit([rails.transfer(Op.WRITE, 100_000)], deadline_s=NEVER_S)
+    held, before = HeldStore(monkeypatch), bytes(rails.memory.buffer[:100_000])
+    batch = rails.near.submit([rails.transfer(Op.WRITE, rails.address, 100_000)], deadline_s=NEVER_S)
     assert held.entered.wait(PATIENCE_S)
-    for proxy in rails.proxies:
+    for proxy in rails.bad_links:
         proxy.cut()
     with pytest.raises(PeerLost):
         batch.wait(PATIENCE_S)
-    assert rails.memory.buffer[:100_000] == bytes(100_000)
+    assert rails.memory.buffer[:100_000] == before
     held.go_on.set()

@@ -6,7 +6,8 @@ docs/transfer-faults.md lists them.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,9 +16,10 @@ import pytest
 from protocol.errors import IntegrityError, MoonserveError, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.thoroughness import examples
+from tests.transfer.conftest import Make, PeerInProcess, run
 from tests.transfer.fuzz.mutations import mutated
 from tests.transfer.proxy import Proxy, Towards, Trouble
-from tests.transfer.stage import NBYTES, Stage, code_of_answer, request_of
+from tests.transfer.stage import NBYTES, Stage, WritesTo, code_of_answer, request_of
 from transfer import Op
 from transfer.stats import Incident
 from transfer.tcp import handshake
@@ -36,12 +38,6 @@ near_and_far = pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.fixture
 def transport() -> str:
     return "tcp"
-
-
-@pytest.fixture
-def stage(transport: str) -> Iterator[Stage]:
-    with Stage(transport) as stage:
-        yield stage
 
 
 # Connections that end.
@@ -65,28 +61,38 @@ def test_a_connection_that_is_always_reset_is_given_up_after_the_second(stage: S
 
 
 @near_and_far
-def test_a_killed_target_is_lost_at_once(stage: Stage) -> None:
-    peer, transfer = stage.write_to_process()
-    stage.run(transfer)
+def test_a_killed_target_is_lost_at_once(make_engine: Make, peer: PeerInProcess) -> None:
+    to = WritesTo(make_engine(), peer)
+    run(to.engine, to.transfer)
     peer.stop()  # so that the batch is under way for certain
-    batch = stage.near.submit([transfer], deadline_s=NEVER_S)
+    batch = to.engine.submit([to.transfer], deadline_s=NEVER_S)
     peer.process.kill()
     with pytest.raises(PeerLost):
         batch.wait()
-    stage.run(transfer, error=PeerLost, deadline_s=NEVER_S)
+    with pytest.raises(PeerLost):
+        run(to.engine, to.transfer, deadline_s=NEVER_S)
 
 
 # Peers and links that fall silent.
 
 
-@near_and_far
-def test_a_stopped_target_is_lost_at_the_deadline_and_used_again_when_it_goes_on(stage: Stage) -> None:
-    peer, transfer = stage.write_to_process()
-    stage.run(transfer)
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("tls", marks=pytest.mark.slow)])
+def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(make_engine: Make, peer: PeerInProcess) -> None:
+    """Over tcp the others wait behind the first, over shm they are under way beside it."""
+    to = WritesTo(make_engine(max_in_flight_bytes=1), peer)
+    run(to.engine, to.transfer)
     peer.stop()
-    stage.run_until_the_deadline(transfer)
+    begin = time.monotonic()
+    patient = to.engine.submit([to.transfer], deadline_s=NEVER_S)
+    batches = [to.engine.submit([to.transfer], deadline_s=each) for each in (0.6, 0.1)]
+    for batch, deadline_s in zip(reversed(batches), (0.1, 0.6), strict=True):
+        with pytest.raises(PeerLost):
+            batch.wait(PATIENCE_S)
+        assert time.monotonic() - begin >= deadline_s
+    assert not patient.done
     peer.resume()
-    stage.run(transfer)
+    patient.wait(PATIENCE_S)
+    run(to.engine, to.transfer)
 
 
 def silence(proxy: Proxy) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ import pytest
 from protocol.errors import Incompatible, InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.transfer.conftest import Make, Pair, PeerInProcess, run
+from tests.transfer.stage import WritesTo
 from transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import Rail, parse
 from transfer.lane import Lane
@@ -23,18 +23,6 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class WritesTo:
-    """A window in another process and a way to write into it."""
-
-    def __init__(self, engine: TransferEngine, peer: PeerInProcess, nbytes: int = 4096) -> None:
-        self.engine = engine
-        self.remote, self.window_id = peer.lend(nbytes)
-        self.local = engine.allocate(nbytes)
-        self.local.buffer[:] = b"w" * nbytes
-        self.transfer = Transfer(Op.WRITE, self.local, 0, self.remote, 0, nbytes, self.window_id)
-        self.read = replace(self.transfer, op=Op.READ, window_id=None)
-
-
 def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerInProcess) -> None:
     to = WritesTo(make_engine(), peer, 1 << 20)
     to.local.buffer[:4096] = b"x" * 4096
@@ -42,23 +30,6 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
     assert peer.content(to.remote)[:16384] == bytes(4096) + b"x" * 4096 + b"w" * 4096 + bytes(4096)
     run(to.engine, to.read)
     assert to.local.buffer[4096:8192] == b"x" * 4096
-
-
-def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(make_engine: Make, peer: PeerInProcess) -> None:
-    """Over tcp the others wait behind the first, over shm they are under way beside it."""
-    to = WritesTo(make_engine(max_in_flight_bytes=1), peer)
-    run(to.engine, to.transfer)
-    peer.stop()
-    begin = time.monotonic()
-    patient = to.engine.submit([to.transfer], deadline_s=NEVER_S)
-    batches = [to.engine.submit([to.transfer], deadline_s=each) for each in (0.6, 0.1)]
-    for batch, deadline_s in zip(reversed(batches), (0.1, 0.6), strict=True):
-        with pytest.raises(PeerLost):
-            batch.wait(PATIENCE_S)
-        assert time.monotonic() - begin >= deadline_s
-    assert not patient.done
-    peer.resume()
-    patient.wait(PATIENCE_S)
 
 
 def test_opening_a_silent_peer_has_all_its_time(

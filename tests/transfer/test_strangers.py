@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 
@@ -28,7 +28,6 @@ from tests.transfer.stage import (
     dial,
     request_of,
     until_closed,
-    while_running,
 )
 from transfer import Op
 from transfer.address import parse
@@ -40,17 +39,11 @@ from transfer.tcp.frames import Code, Header, Kind, encode
 only_tcp = pytest.mark.parametrize("transport", ["tcp"])
 
 
-@pytest.fixture
-def stage(transport: str) -> Iterator[Stage]:
-    with Stage(transport) as stage:
-        yield stage
-
-
 # Targets.
 
 
 def test_another_cluster_token_is_refused(stage: Stage) -> None:
-    stage.near = stage.engine(token="another token")
+    stage.near = stage.engine("another token")
     stage.local = Guarded(stage.near, NBYTES)
     stage.run(stage.transfer(Op.READ), error=Unauthenticated)
     assert stage.local.buffer == bytes(NBYTES)
@@ -81,8 +74,10 @@ def test_what_else_answers_on_the_targets_port_is_no_peer(
 
         there = replace(rail, endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
         text = str(replace(address, rails={"tcp": (there,)}))
-        with while_running(serve):
-            stage.run(stage.transfer(Op.READ, text), error=error, deadline_s=NEVER_S)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stage.run(stage.transfer(Op.READ, text), error=error, deadline_s=NEVER_S)
+        thread.join()
 
 
 @only_tcp
