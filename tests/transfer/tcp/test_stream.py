@@ -1,47 +1,130 @@
-"""The initiator's end of a stream: time is kept however the answers come, and what they say is checked."""
+"""A stream: what is kept alive, that every wait has an end, and that answers are checked before they are believed."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from protocol.errors import PeerLost
 from tests.patience import PATIENCE_S
-from tests.transfer.conftest import TOKEN
-from tests.transfer.impostor import answering
-from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from tests.transfer.conftest import Pair
+from transfer.native import address_of, vectors
 from transfer.tcp.connection import Connection
 from transfer.tcp.frames import Code, Header, Kind, encode
+from transfer.tcp.target import StreamTarget
 
 
 @pytest.fixture
-def engine() -> Iterator[TransferEngine]:
-    options = TransferOptions(transports=("tcp",), checksums=False)
-    with TransferEngine(cluster_token=TOKEN, options=options) as made:
-        yield made
+def ends() -> Iterator[tuple[Connection, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours)
+    yield connection, theirs
+    connection.close()
+    theirs.close()
 
 
-def test_many_short_waits_do_not_outlast_the_deadline(engine: TransferEngine) -> None:
+def test_what_was_sent_is_let_go_although_the_queue_never_runs_empty(ends: tuple[Connection, socket.socket]) -> None:
+    connection, theirs = ends
+    theirs.setblocking(False)
+    payload = bytearray(1 << 20)
+    pieces = vectors((address_of(payload), 1 << 19), (address_of(payload) + (1 << 19), 1 << 19))
+    connection.queue(b"header", pieces.copy(), payload)
+    for _ in range(50):
+        connection.queue(b"header", pieces.copy(), payload)
+        received = 0
+        while received < len(payload):  # always one frame behind
+            connection._pump(0)
+            with contextlib.suppress(BlockingIOError):
+                received += len(theirs.recv(1 << 16))
+        assert not connection._flow.out.empty
+        assert len(connection._kept) <= 4
+
+
+def test_what_is_pushed_leaves_without_a_wait(ends: tuple[Connection, socket.socket]) -> None:
+    connection, theirs = ends
+    connection.queue(b"header")
+    connection.push()
+    assert theirs.recv(16, socket.MSG_DONTWAIT) == b"header"
+
+
+def test_a_push_to_a_peer_that_is_gone_is_told_by_the_next_wait(ends: tuple[Connection, socket.socket]) -> None:
+    connection, theirs = ends
+    theirs.close()
+    connection.queue(b"header")
+    connection.push()
+    with pytest.raises(PeerLost):
+        connection.receive_bytes(1)
+
+
+def test_a_sender_that_trickles_meets_the_deadline(ends: tuple[Connection, socket.socket]) -> None:
+    connection, theirs = ends
+    into = bytearray(1 << 20)
+    done = threading.Event()
+
+    def trickle() -> None:
+        while not done.wait(0.005):
+            theirs.send(b"x")
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    connection.set_deadline(time.monotonic() + 0.2)
+    try:
+        with pytest.raises(PeerLost, match="in time"):
+            connection.receive_guarded(vectors((address_of(into), len(into))), contextlib.nullcontext())
+    finally:
+        done.set()
+        sender.join()
+
+
+def test_aborting_wakes_a_wait_without_a_deadline(ends: tuple[Connection, socket.socket]) -> None:
+    connection, _ = ends
+    timer = threading.Timer(0.05, connection.abort)
+    timer.start()
+    with pytest.raises(PeerLost):
+        connection.receive_bytes(1)
+    timer.join()
+
+
+# The initiator's end.
+
+
+@pytest.fixture
+def transport() -> str:
+    return "tcp"
+
+
+@pytest.fixture
+def bare(make_pair: Callable[..., Pair]) -> Pair:
+    return make_pair(64, checksums=False)
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, frame: bytes, pause_s: float = 0.0) -> None:
+    """Every request is answered so, whatever it says."""
+
+    def dispatch(target: StreamTarget, header: Header) -> None:
+        target.connection.discard(header.entries * 24)
+        threading.Event().wait(pause_s)
+        target.connection.send(frame)
+
+    monkeypatch.setattr(StreamTarget, "dispatch", dispatch)
+
+
+def test_many_short_waits_do_not_outlast_the_deadline(bare: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No single answer takes long enough to look at the clock while waiting for it."""
-
-    def late(connection: Connection, header: Header) -> None:
-        threading.Event().wait(0.01)
-        connection.send(encode(Header(kind=Kind.REPLY, nbytes=64)) + bytes(64))
-
-    local = engine.allocate(64)
-    with answering(late) as impostor:
-        read = Transfer(Op.READ, local, 0, RemoteSegment(impostor.address, 1), 0, 64)
-        engine.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)
-        batches = [engine.submit([read], deadline_s=0.5) for _ in range(200)]
-        for batch in batches:
-            with suppress(PeerLost):
-                batch.wait(PATIENCE_S)
-        # All answers together take two seconds, which would be waited for.
-        assert any(isinstance(batch.errors[0], PeerLost) for batch in batches)
-        engine.forget(impostor.address)
+    answer_with(monkeypatch, encode(Header(kind=Kind.REPLY, nbytes=64)) + bytes(64), pause_s=0.01)
+    read = bare.read(0, 0, 64)
+    bare.run(read)
+    batches = [bare.near.submit([read], deadline_s=0.5) for _ in range(200)]
+    for batch in batches:
+        with contextlib.suppress(PeerLost):
+            batch.wait(PATIENCE_S)
+    # All answers together take two seconds, which would be waited for.
+    assert any(isinstance(batch.errors[0], PeerLost) for batch in batches)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +140,12 @@ def test_many_short_waits_do_not_outlast_the_deadline(engine: TransferEngine) ->
     ],
     ids=lambda text: text[:30].decode(),
 )
-def test_a_list_of_segments_that_is_none_loses_the_peer(engine: TransferEngine, text: bytes) -> None:
-    def answer(connection: Connection, header: Header) -> None:
-        connection.send(encode(Header(kind=Kind.REPLY, entries=len(text))) + text)
-
-    with answering(answer) as impostor, pytest.raises(PeerLost):
-        engine.open(impostor.address, deadline_s=PATIENCE_S)
+def test_a_list_of_segments_that_is_none_loses_the_peer(
+    bare: Pair, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    answer_with(monkeypatch, encode(Header(kind=Kind.REPLY, entries=len(text))) + text)
+    with pytest.raises(PeerLost):
+        bare.near.open(bare.far.address, deadline_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +159,9 @@ def test_a_list_of_segments_that_is_none_loses_the_peer(engine: TransferEngine, 
     ],
     ids=["too little", "too much", "with text", "a request", "a refusal without words"],
 )
-def test_an_answer_that_cannot_be_one_loses_the_peer(engine: TransferEngine, reply: Header) -> None:
-    def answer(connection: Connection, header: Header) -> None:
-        connection.send(encode(reply) + bytes(64))
-
-    with answering(answer) as impostor:
-        to, remote = engine.allocate(64), RemoteSegment(impostor.address, 1)
-        with pytest.raises(PeerLost):
-            engine.run([Transfer(Op.READ, to, 0, remote, 0, 64)], deadline_s=PATIENCE_S)
+def test_an_answer_that_cannot_be_one_loses_the_peer(
+    bare: Pair, monkeypatch: pytest.MonkeyPatch, reply: Header
+) -> None:
+    answer_with(monkeypatch, encode(reply) + bytes(64))
+    with pytest.raises(PeerLost):
+        bare.near.run([bare.read(0, 0, 64)], deadline_s=PATIENCE_S)
