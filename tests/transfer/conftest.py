@@ -12,7 +12,7 @@ import pytest
 
 from tests.authority import Authority, Files
 from tests.patience import PATIENCE_S
-from tests.transfer.fake_fabric import FakeFabric, Wire
+from tests.transfer.fake_fabric import Wire
 from tests.transfer.fates import Fates
 from tests.transfer.peer_process import TOKEN as TOKEN
 from tests.transfer.peer_process import PeerInProcess as PeerInProcess
@@ -78,8 +78,7 @@ def files(authority: Authority) -> Files:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     """Every rdma engine of the test runs on devices in memory; nothing of it is left behind."""
     wire = Wire()
-    make = partial(RdmaTransport, lambda: FakeFabric(wire))
-    monkeypatch.setitem(registry._TRANSPORTS, "rdma", make)
+    monkeypatch.setitem(registry._TRANSPORTS, "rdma", partial(RdmaTransport, lambda: wire))
     yield wire
     assert not wire.regions
     assert not wire.pairs

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,8 +61,8 @@ class Proxy:
         """Taken in, from either end."""
         self.seen: bytearray | None = None
         """What the initiator sends, where it is to be kept."""
-        host_port = endpoint.rpartition(":")
-        self._upstream = (host_port[0], int(host_port[2]))
+        upstream, _, port = endpoint.rpartition(":")
+        self._upstream = (upstream, int(port))
         self._listener = socket.create_server((host, 0))
         self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
@@ -108,7 +107,7 @@ class Proxy:
             except OSError:
                 continue
             for sock in (initiator, target):
-                sock.setblocking(False)
+                sock.settimeout(_STEP_S)  # it is only closed, and its RST sent, when nobody waits in the kernel
             self.num_connections += 1
             self.sources.add(source)
             with self._lock:
@@ -121,7 +120,7 @@ class Proxy:
     def _forward(self, towards: Towards, source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError):
             done = 0
-            for data in self._chunks(source):
+            while data := self._next_of(source):
                 self.num_bytes += len(data)
                 if self.seen is not None and towards is Towards.TARGET:
                     self.seen += data
@@ -133,36 +132,27 @@ class Proxy:
             if not self._closed.is_set():
                 to.shutdown(socket.SHUT_WR)
 
-    def _chunks(self, source: socket.socket) -> Iterator[bytearray]:
-        readable = select.poll()
-        readable.register(source.fileno(), select.POLLIN)
+    def _next_of(self, source: socket.socket) -> bytearray:
+        """Empty once it has ended."""
         while not self._closed.is_set():
             if self.silent:
                 self._closed.wait(_STEP_S)
-            elif readable.poll(_STEP_S * 1000):
-                data = source.recv(_CHUNK)
-                if not data:
-                    return
-                yield bytearray(data)
+                continue
+            with contextlib.suppress(TimeoutError):
+                return bytearray(source.recv(_CHUNK))
+        return bytearray()
 
     def _send(self, to: socket.socket, data: bytearray) -> None:
-        while self.silent and not self._closed.is_set():
-            self._closed.wait(_STEP_S)
-        while data:
+        while data and not self._closed.is_set():
+            if self.silent:
+                self._closed.wait(_STEP_S)
+                continue
             rate = self.bytes_s
             piece = data if rate is None else data[: max(1, int(rate * _STEP_S))]
-            data = data[len(piece) :]
             if rate is not None and self._closed.wait(len(piece) / rate):
                 return
-            self._send_all(to, piece)
-
-    def _send_all(self, to: socket.socket, data: bytearray) -> None:
-        """In short waits: a socket is only closed, and its RST sent, when nobody waits in the kernel."""
-        writable = select.poll()
-        writable.register(to.fileno(), select.POLLOUT)
-        while data and not self._closed.is_set():
-            if writable.poll(_STEP_S * 1000):
-                del data[: to.send(data)]
+            with contextlib.suppress(TimeoutError):
+                del data[: to.send(piece)]
 
     def _harm(self, data: bytearray, towards: Towards, done: int) -> None:
         if (at := self._due(self.flip, towards, done, len(data))) is not None:

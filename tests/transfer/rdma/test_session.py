@@ -9,8 +9,10 @@ import pytest
 from protocol.errors import InvalidRequest, PeerLost, StaleLease
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Pair
-from tests.transfer.fake_fabric import Wire
+from tests.transfer.fake_fabric import PORT, FakeDevice, Wire
 from transfer import Op, RemoteSegment, Transfer
+from transfer.rdma.rail import RegisteredMemory
+from transfer.segments import SegmentTable
 from transfer.stats import Incident
 
 
@@ -104,3 +106,29 @@ def test_a_slice_that_is_damaged_on_the_way_is_sent_again(pair: Pair, wire: Wire
     assert not wire.num_to_damage
     assert pair.memory.buffer[:nbytes] == pair.local.buffer[:nbytes]
     assert sum(stats.incidents[Incident.CORRUPT] for stats in pair.near.stats) == 1
+
+
+class Told:
+    """A connection that ends at once; `on_end` is what happens meanwhile."""
+
+    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+        self.end = on_end
+
+
+@pytest.mark.parametrize("access", ["readable", "writable"])
+def test_a_connection_that_found_a_segment_before_its_removal_is_told_no_key_of_it(wire: Wire, access: str) -> None:
+    """The keys are there still while the removal waits for the connections that were told them."""
+    memory, segment = RegisteredMemory(FakeDevice(wire, PORT)), SegmentTable().allocate(4096, readable=True)
+    ask = getattr(memory, access)
+    refused: list[InvalidRequest] = []
+
+    def ask_late() -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            ask(segment, Told())
+        refused.append(caught.value)
+
+    ask(segment, Told(ask_late))
+    memory.remove(segment)
+    ask_late()
+    assert len(refused) == 2
+    assert not memory._told

@@ -54,9 +54,10 @@ def test_a_retired_segment_is_known_as_such_and_views_of_it_live_on() -> None:
 def test_memory_that_its_owner_could_shrink_or_of_another_size_is_not_accepted() -> None:
     loose, owned = os.memfd_create("loose", os.MFD_ALLOW_SEALING), OwnedMemory(4096)
     os.ftruncate(loose, 8192)
-    for fd, claimed in ((loose, 4096), (owned.fd, 0), (owned.fd, 4097), (owned.fd, 1 << 40)):
-        with pytest.raises(PeerLost):
-            PeerMemory(fd, claimed)
+    with open(os.devnull) as none:
+        for fd, claimed in ((loose, 4096), (none.fileno(), 4096), *((owned.fd, n) for n in (0, 4097, 1 << 40))):
+            with pytest.raises(PeerLost):
+                PeerMemory(fd, claimed)
     os.close(loose)
 
 

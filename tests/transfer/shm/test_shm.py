@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +15,6 @@ from transfer.scatter import Rows
 from transfer.shm import session
 from transfer.shm.memfd import PeerMemory
 from transfer.shm.sources import OtherProcess
-from transfer.shm.transport import ShmTarget
-from transfer.tcp.frames import Header, Kind, encode
 from transfer.tcp.session import StreamSession
 
 MIB = 1 << 20
@@ -200,22 +197,3 @@ def test_a_peer_that_was_killed_is_noticed_though_its_memory_could_still_be_read
     peer.end()
     with pytest.raises(PeerLost):
         run(engine, read)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: os.memfd_create("loose"), lambda: os.open(os.devnull, os.O_RDONLY)], ids=["unsealed", "no memory"]
-)
-def test_a_target_that_lies_about_its_memory_is_lost(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, make: Callable[[], int]
-) -> None:
-    def lend(target: ShmTarget, header: Header) -> None:
-        lent = make()
-        target.connection.send(encode(Header(kind=Kind.REPLY, nbytes=4096)), lent)
-        os.close(lent)
-
-    pair = make_pair(64, checksums=False)
-    before = bytes(pair.local.buffer)
-    monkeypatch.setattr(ShmTarget, "_lend", lend)
-    with pytest.raises(PeerLost):
-        pair.run(pair.read(0, 0, 64))
-    assert pair.local.buffer == before
