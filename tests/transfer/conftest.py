@@ -150,10 +150,7 @@ def peer(transport: str, request: pytest.FixtureRequest) -> Iterator[PeerInProce
 
 @pytest.fixture
 def fates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fates]:
-    """Of all slices, connections and fences of the test's engines over shm and tcp."""
-    fates = Fates()
-    fates.install(monkeypatch, "shm", "tcp")
-    yield fates
+    yield (fates := Fates(monkeypatch))
     assert not fates.open_sessions
 
 

@@ -55,9 +55,12 @@ class _Serving:
 
 
 class Fates:
-    """Shared by the engines of one test. Orders are used up one by one; then everything arrives. Thread-safe."""
+    """Of all engines of one test over shm and tcp. Orders are used up one by one; then everything arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("shm", "tcp"):
+            make = partial(self._fateful, registry._TRANSPORTS[name])
+            monkeypatch.setitem(registry._TRANSPORTS, name, make)
         self.orders: dict[str, list[Fate]] = {"slice": [], "connect": [], "fence": [], "list": []}
         self.on: dict[str, Callable[[], object]] = {}
         """What happens first, by occasion."""
@@ -74,11 +77,6 @@ class Fates:
         self._late: dict[bytes, threading.Event] = {}
         """Rows of WRITEs that are to be late, and whether the target has got to them."""
         self._held: list[_Serving] = []
-
-    def install(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-        for name in names:
-            make = partial(self._fateful, registry._TRANSPORTS[name])
-            monkeypatch.setitem(registry._TRANSPORTS, name, make)
 
     def store_what_is_late(self) -> int:
         """The targets get to what broken sessions left behind; how many were still allowed to."""

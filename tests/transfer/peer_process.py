@@ -31,15 +31,9 @@ class PeerInProcess:
         self.process.start()
         theirs.close()
 
-    def tell(self, *command: Any) -> None:
-        self._pipe.send(command)
-
-    def answer(self) -> Any:
-        return self._pipe.recv()
-
     def ask(self, *command: Any) -> Any:
-        self.tell(*command)
-        return self.answer()
+        self._pipe.send(command)
+        return self._pipe.recv()
 
     def lend(self, nbytes: int, fill: int = 0) -> tuple[RemoteSegment, int]:
         """A readable segment of the peer's, and a window over all of it."""

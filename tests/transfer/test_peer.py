@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.transfer.conftest import RAILS, TOKEN
 from tests.transfer.fates import Fate, Fates
 from transfer import Batch, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
@@ -29,55 +29,38 @@ NUM_SEEDS = int(os.environ.get("MOONSERVE_STRESS_SEEDS", "4"))
 
 
 @dataclass
-class Weather:
-    """Fates drawn by a seed; `calm` ends it."""
-
-    rng: random.Random
-    trouble: float
-    calm: bool = False
-
-    def __call__(self, occasion: str) -> Fate:
-        if self.calm or self.rng.random() >= self.trouble:
-            return Fate.ARRIVES
-        if occasion != "slice":
-            return self.rng.choice([Fate.LOST, Fate.SILENT])
-        fates = [fate for fate in Fate if fate is not Fate.ARRIVES]
-        return self.rng.choice([*fates, Fate.LATE, Fate.LATE])
-
-
-@dataclass
 class Piece:
     """One batch's place: what it writes there, or what it must read from there."""
 
-    place: int
+    start: int
     op: Op
     content: bytes
     batch: Batch
     deadline_s: float
-    num_ends: int = 0
+    ends: list[Batch] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
 
     def ended(self, batch: Batch) -> None:
-        self.num_ends += 1
+        self.ends.append(batch)
         self.has_ended.set()
 
 
 class Storm:
-    """Two engines, two transports with up to five paths between them, and batches that come and go."""
+    """Two engines, two transports with up to five paths between them, and batches that come and go. A seed draws it."""
 
     def __init__(self, seed: int, fates: Fates) -> None:
         self.rng = random.Random(seed)
-        self.weather = Weather(random.Random(seed + 1), trouble=self.rng.choice([0.05, 0.2, 0.5]))
+        self.trouble = self.rng.choice([0.05, 0.2, 0.5])
         self.fates = fates
-        fates.draw, fates.silent_connect_s = self.weather, 0.1
+        self._fate_rng = random.Random(seed + 1)
+        fates.draw, fates.silent_connect_s, fates.on_carry = self.draw, 0.1, self.require_in_time
         options = TransferOptions(
             transports=tuple(self.rng.sample(["shm", "tcp"], 2)),
             rails=RAILS[: self.rng.randint(1, 2)],
             slice_bytes=1024,
             max_endpoints=self.rng.randint(1, 3),
         )
-        self.near = TransferEngine(cluster_token=TOKEN, options=options)
-        self.far = TransferEngine(cluster_token=TOKEN, options=options)
+        self.near, self.far = (TransferEngine(cluster_token=TOKEN, options=options) for _ in range(2))
         self.near.start()
         self.far.start()
         self.local = self.near.allocate(PLACE * PLACES)
@@ -85,22 +68,27 @@ class Storm:
         self.library = self.far.allocate(PLACE * PLACES, readable=True)
         self.library.buffer[:] = self.rng.randbytes(PLACE * PLACES)
         self.window_id = self.far.open_window(self.memory, [(0, PLACE * PLACES)])
-        self.pieces: list[Piece] = []
         self.deadlines_s = [0.0] * PLACES
         """Of the latest batch of each place."""
         self.is_in_time = True
-        fates.on_carry = self.require_in_time
+
+    def draw(self, occasion: str) -> Fate:
+        rng = self._fate_rng
+        if rng.random() >= self.trouble:
+            return Fate.ARRIVES
+        if occasion != "slice":
+            return rng.choice([Fate.LOST, Fate.SILENT])
+        fates = [fate for fate in Fate if fate is not Fate.ARRIVES]
+        return rng.choice([*fates, Fate.LATE, Fate.LATE])
 
     def submit(self, place: int, deadlines_s: Sequence[float] = (0.05, 0.2, 0.5, 2.0)) -> Piece:
         op, start = self.rng.choice([Op.READ, Op.WRITE]), place * PLACE
         if op is Op.WRITE:
-            remote = RemoteSegment(self.far.address, self.memory.segment_id)
-            content = self.rng.randbytes(PLACE)
+            there, window_id, content = self.memory, self.window_id, self.rng.randbytes(PLACE)
             self.local.buffer[start : start + PLACE] = content
         else:
-            remote = RemoteSegment(self.far.address, self.library.segment_id)
-            content = bytes(self.library.buffer[start : start + PLACE])
-        window_id = self.window_id if op is Op.WRITE else None
+            there, window_id, content = self.library, None, bytes(self.library.buffer[start : start + PLACE])
+        remote = RemoteSegment(self.far.address, there.segment_id)
         cuts = sorted({0, PLACE, *(self.rng.randrange(PLACE) for _ in range(3))})
         transfers = [
             Transfer(op, self.local, start + at, remote, start + at, end - at, window_id)
@@ -108,7 +96,7 @@ class Storm:
         ]
         self.deadlines_s[place] = deadline_s = self.rng.choice(deadlines_s)
         batch = self.near.submit(transfers, deadline_s=deadline_s)
-        piece = Piece(place, op, content, batch, deadline_s)
+        piece = Piece(start, op, content, batch, deadline_s)
         batch.add_done_callback(piece.ended)
         return piece
 
@@ -146,24 +134,20 @@ class Storm:
         self.near.deregister(scratch)
 
     def check(self, piece: Piece) -> None:
-        assert piece.num_ends == 1
+        assert piece.has_ended.wait(PATIENCE_S)
+        assert piece.ends == [piece.batch]
         errors = [error for error in piece.batch.errors if error is not None]
-        for error in errors:
-            assert isinstance(error, PeerLost | StaleLease | IntegrityError)
+        assert all(isinstance(error, PeerLost | StaleLease | IntegrityError) for error in errors)
         if not errors:
             side = self.memory if piece.op is Op.WRITE else self.local
-            start = piece.place * PLACE
-            assert side.buffer[start : start + PLACE] == piece.content
+            assert side.buffer[piece.start : piece.start + PLACE] == piece.content
 
-    def balance(self) -> None:
+    def require_balance(self) -> None:
         """Nothing is under way, and every account says so."""
         for peer in self.near._peers.met.values():
             peer._chooser.validate()
             assert not any(each.in_flight_bytes for each in peer._chooser._tracks.values())
-            for lane in peer._lanes.values():
-                assert lane.idle
-        for stats in self.near.stats:
-            assert (stats.num_in_flight, stats.bytes_in_flight) == (0, 0)
+        assert all((stats.num_in_flight, stats.bytes_in_flight) == (0, 0) for stats in self.near.stats)
         assert self.local.num_users == 0
 
 
@@ -181,56 +165,42 @@ def fast_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fast_rests")
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_every_batch_ends_once_in_time_and_right(seed: int, fates: Fates) -> None:
-    before = set(threading.enumerate())
+    before = set(threading.enumerate())  # threads of others, gRPC's for one, that go on
     storm = Storm(seed, fates)
-    for _ in range(3):
-        rounds = [storm.rng.sample(range(PLACES), 12) for _ in range(2)]
-        # A place is used again only after the batch before has ended: its source must not change.
-        for places in rounds:
-            begun = []
-            for place in places:
-                begun.append(storm.submit(place))
-                storm.pieces.append(begun[-1])
-                storm.disturb()
-            for piece in begun:
-                assert piece.has_ended.wait(PATIENCE_S)
-                storm.check(piece)
-    storm.weather.calm = True
+    # A place is used again only after the batch before has ended: its source must not change.
+    for _ in range(6):
+        begun = []
+        for place in storm.rng.sample(range(PLACES), 12):
+            begun.append(storm.submit(place))
+            storm.disturb()
+        for piece in begun:
+            storm.check(piece)
+    storm.trouble = 0.0
     last = [storm.submit(place, (0.05, 0.2, PATIENCE_S)) for place in range(PLACES)]
     for piece in last:
         if piece.deadline_s == PATIENCE_S:
             piece.batch.wait(PATIENCE_S)
-    finish(storm, last, before)
-    assert {thread.name for thread in set(threading.enumerate()) - before} == set()
-
-
-def finish(storm: Storm, last: list[Piece], before: set[threading.Thread]) -> None:
-    """`before`: threads of others, gRPC's for one, that go on."""
-    for piece in last:
         assert piece.has_ended.wait(PATIENCE_S)
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("Thread-"):
             thread.join(PATIENCE_S)
-    for peer in [*storm.near._peers.met.values()]:
-        for lane in list(peer._lanes.values()):
-            for _ in range(20_000):
-                if lane.idle:
-                    break
-                threading.Event().wait(0.005)
+    until(lambda: all(lane.idle for peer in storm.near._peers.met.values() for lane in list(peer._lanes.values())))
     assert storm.is_in_time
-    storm.balance()
+    storm.require_balance()
     # What the owner puts where a WRITE succeeded stays: nothing of an earlier attempt comes late.
-    written = [piece for piece in last if piece.op is Op.WRITE and not any(piece.batch.errors)]
-    for piece in written:
-        start = piece.place * PLACE
-        storm.memory.buffer[start : start + PLACE] = b"s" * PLACE
+    places = [
+        storm.memory.buffer[piece.start : piece.start + PLACE]
+        for piece in last
+        if piece.op is Op.WRITE and not any(piece.batch.errors)
+    ]
+    for place in places:
+        place[:] = b"s" * PLACE
     storm.fates.store_what_is_late()
-    for piece in written:
-        start = piece.place * PLACE
-        assert storm.memory.buffer[start : start + PLACE] == b"s" * PLACE
+    assert all(place == b"s" * PLACE for place in places)
     storm.near.close()
     storm.far.close()
     assert not storm.fates.open_sessions
     assert not len(storm.far._hosted.served)
     with pytest.raises(InvalidRequest):
         storm.submit(0)
+    assert {thread.name for thread in set(threading.enumerate()) - before} == set()
