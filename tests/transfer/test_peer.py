@@ -188,15 +188,15 @@ def test_every_batch_ends_once_in_time_and_right(seed: int, fates: Fates) -> Non
     assert storm.is_in_time
     storm.require_balance()
     # What the owner puts where a WRITE succeeded stays: nothing of an earlier attempt comes late.
-    places = [
+    views = [
         storm.memory.buffer[piece.start : piece.start + PLACE]
         for piece in last
         if piece.op is Op.WRITE and not any(piece.batch.errors)
     ]
-    for place in places:
-        place[:] = b"s" * PLACE
+    for view in views:
+        view[:] = b"s" * PLACE
     storm.fates.store_what_is_late()
-    assert all(place == b"s" * PLACE for place in places)
+    assert all(view == b"s" * PLACE for view in views)
     storm.near.close()
     storm.far.close()
     assert not storm.fates.open_sessions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,26 +13,12 @@ from transfer.rdma import verbs
 from transfer.rdma.transport import RdmaTransport
 
 
-@pytest.fixture(autouse=True)
-def fresh_import(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """pyverbs is looked for again in each test, and the next one finds it again."""
-    verbs.pyverbs.cache_clear()
-    yield
-    verbs.pyverbs.cache_clear()
-
-
-@pytest.fixture
-def no_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyverbs_rdma_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyverbs", None)
-
-
-def test_without_pyverbs_rdma_is_refused_with_what_to_install(
-    no_pyverbs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    makers = {**registry._TRANSPORTS, "rdma": RdmaTransport}
-    monkeypatch.setattr(registry, "_TRANSPORTS", makers)
+    monkeypatch.setattr(registry, "_TRANSPORTS", {"rdma": RdmaTransport})
+    verbs.pyverbs.cache_clear()  # a failure is not kept: the next test finds it again
     engine = TransferEngine(cluster_token="t", options=TransferOptions(transports=("rdma",)))
     with pytest.raises(ConfigError, match=r"python3-pyverbs.*moonserve\[rdma\]"):
         engine.start()

@@ -1,19 +1,24 @@
-"""What can go wrong between a session, its target and the devices below them."""
+"""What can go wrong between a session, its target and the devices below them, and what is not believed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from protocol.errors import InvalidRequest, PeerLost, StaleLease
+from protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import Pair
-from tests.transfer.fake_fabric import PORT, FakeDevice, Wire
+from tests.transfer.fake_fabric import LIMITS, PORT, FakeDevice, Wire
 from transfer import Op, RemoteSegment, Transfer
+from transfer.rdma import control
+from transfer.rdma.control import PAIR_BYTES, RemoteKey
 from transfer.rdma.rail import RegisteredMemory
 from transfer.segments import SegmentTable
 from transfer.stats import Incident
+from transfer.tcp.frames import HEADER_BYTES, Code, Kind, ProtocolViolation, decode
 
 
 @pytest.fixture(params=[True, False], ids=["checksums", "bare"])
@@ -132,3 +137,32 @@ def test_a_connection_that_found_a_segment_before_its_removal_is_told_no_key_of_
     ask_late()
     assert len(refused) == 2
     assert not memory._told
+
+
+# What the ends tell each other.
+
+
+@given(bit=st.integers(0, 8 * control.KEY_BYTES - 1))
+def test_a_key_with_a_flipped_bit_is_not_believed(bit: int) -> None:
+    frame = bytearray(control.key_reply(RemoteKey(1, 2, 3)))
+    frame[HEADER_BYTES + bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolViolation):
+        control.unpack_key(decode(frame[:HEADER_BYTES]), frame[HEADER_BYTES:])
+
+
+@given(data=st.binary(min_size=PAIR_BYTES, max_size=PAIR_BYTES))
+def test_what_is_no_queue_pair_is_refused(data: bytes) -> None:
+    try:
+        (pair,) = control.unpack_pairs(data, LIMITS)
+    except ProtocolViolation:
+        return
+    assert pair.number < 1 << 24
+    assert 1 <= pair.path_mtu <= LIMITS.path_mtu
+    assert pair.max_outstanding_reads <= LIMITS.max_outstanding_reads
+
+
+def test_a_grant_ends_well_or_with_words() -> None:
+    assert decode(control.result(5, None)) == (Kind.RESULT, Code.OK, 0, 0, 0, 5, 0, 0)
+    frame = control.result(5, IntegrityError("bad"))
+    assert decode(frame[:HEADER_BYTES]).code is Code.CORRUPT
+    assert frame[HEADER_BYTES:] == b"bad"
