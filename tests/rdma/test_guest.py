@@ -21,7 +21,7 @@ PYTEST = (
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest -p pytest_timeout -p pytest_asyncio.plugin "
     f"-v --durations=10 -p no:cacheprovider --confcutdir {INSIDE} {INSIDE}"
 )
-BRIEF = "not many_threads and not callers_thread and not callbacks and not several_peers and not its_own_error"
+BRIEF = "not many_threads and not callbacks and not several_peers and not its_own_error"
 """Without what the transport does above its devices, which tests/transfer shows on devices in memory."""
 UNAVAILABLE = why_unavailable()
 

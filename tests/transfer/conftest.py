@@ -52,6 +52,10 @@ class Pair:
     def run(self, *transfers: Transfer, deadline_s: float = PATIENCE_S) -> None:
         run(self.near, *transfers, deadline_s=deadline_s)
 
+    def run_here(self, *transfers: Transfer) -> None:
+        """In the caller's thread, where that can be."""
+        self.near.run(transfers, deadline_s=PATIENCE_S)
+
 
 def run(engine: TransferEngine, *transfers: Any, deadline_s: float = PATIENCE_S) -> None:
     """In another thread than the caller's."""

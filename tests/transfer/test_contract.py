@@ -23,33 +23,22 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("size", "registered"), [(1, False), (1, True), (4097, True), (9 << 20, False)])
+@pytest.mark.parametrize(
+    ("size", "registered"), [(1, False), (1, True), (4097, True), (300_000, False), (9 << 20, False)]
+)
 def test_bytes_arrive_as_they_were_sent_and_come_back(
     make_pair: Callable[..., Pair], size: int, registered: bool
 ) -> None:
+    """Carried by another thread, and by the caller's."""
     pair = make_pair(2 * size + 2, registered=registered)
     before = bytes(pair.memory.buffer)
-    pair.local.buffer[:size] = content = random.Random(size).randbytes(size)
-    pair.run(pair.write(0, 1, size))
-    pair.run(pair.read(size, 1, size))
-    assert pair.memory.buffer == before[:1] + content + before[size + 1 :]
-    assert pair.local.buffer[size : 2 * size] == content
-
-
-def test_run_moves_bytes_both_ways_in_the_callers_thread(pair: Pair) -> None:
-    pair.run(pair.read(0, 0, 10))  # connects
-    for length in (1, 4096, 300_000):
-        content = random.Random(length).randbytes(length)
-        pair.local.buffer[:length] = content
-        pair.near.run([pair.write(0, 1000, length)], deadline_s=PATIENCE_S)
-        pair.near.run([pair.read(500_000, 1000, length)], deadline_s=PATIENCE_S)
-        assert pair.local.buffer[500_000 : 500_000 + length] == content
-        for wrong in (
-            pair.read(0, pair.memory.nbytes - length + 1, length),
-            pair.read(pair.local.nbytes - length + 1, 0, length),
-        ):
-            with pytest.raises(InvalidRequest):
-                pair.near.run([wrong], deadline_s=PATIENCE_S)
+    for run in (pair.run, pair.run_here):
+        pair.local.buffer[:size] = content = random.Random(size).randbytes(size)
+        pair.local.buffer[size:] = bytes(size + 2)
+        run(pair.write(0, 1, size))
+        run(pair.read(size, 1, size))
+        assert pair.memory.buffer == before[:1] + content + before[size + 1 :]
+        assert pair.local.buffer[size : 2 * size] == content
 
 
 def test_more_pieces_than_one_frame_holds_land_each_in_its_place(pair: Pair) -> None:
@@ -146,8 +135,9 @@ def refused_by_the_peer(pair: Pair) -> list[tuple[Transfer, type[MoonserveError]
 def test_the_peer_refuses_what_it_has_not_granted_and_the_session_lives_on(pair: Pair) -> None:
     before = bytes(pair.memory.buffer)
     for transfer, error in refused_by_the_peer(pair):
-        with pytest.raises(error):
-            pair.run(transfer)
+        for run in (pair.run, pair.run_here):
+            with pytest.raises(error):
+                run(transfer)
         assert pair.memory.buffer == before
     pair.run(pair.read(0, pair.memory.nbytes - 5, 5))
     pair.run(pair.write(0, 300, 100), pair.write(0, 200, 50), pair.write(0, 0, 100))
@@ -182,7 +172,7 @@ def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
     assert kinds == [ok, StaleLease, *[InvalidRequest] * len(wrong), ok]
     for each in wrong:
         with pytest.raises(InvalidRequest):
-            pair.near.run([each], deadline_s=PATIENCE_S)
+            pair.run_here(each)
     assert not pair.local.num_users
 
 
