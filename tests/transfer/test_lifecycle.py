@@ -165,9 +165,15 @@ def test_what_cannot_be_started_says_so(token: str, host: str, transports: tuple
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
-def test_an_engine_is_started_once(pair: Pair) -> None:
+def test_an_engine_is_started_once_and_takes_no_memory_that_it_cannot_use(pair: Pair) -> None:
     with pytest.raises(ConfigError, match="already"):
         pair.near.start()
+    views = memoryview(bytearray(10))[::2], torch.zeros(4, 4).T[:, 1:]
+    for buffer in (b"read-only", bytearray(), *views, torch.zeros(0), torch.zeros(4, device="meta")):
+        with pytest.raises(InvalidRequest):
+            pair.near.register(buffer)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest):
+        pair.near.allocate(0)
     pair.run(pair.read(0, 0, 10))
 
 
@@ -182,22 +188,6 @@ def test_tensors_arrays_and_mappings_can_be_registered(pair: Pair) -> None:
             del segment
         pair.run(pair.read(0, 0, 10))  # by now the peer's thread has left the other batches
     assert bytes(tensor.view(torch.uint8).tolist()[:64]) == bytes(pair.memory.buffer[5:69])
-
-
-@pytest.mark.parametrize("transport", ["tcp"])
-def test_memory_that_cannot_be_registered_is_refused(pair: Pair) -> None:
-    for buffer in (
-        b"read-only",
-        bytearray(),
-        memoryview(bytearray(10))[::2],
-        torch.zeros(4, 4).T[:, 1:],
-        torch.zeros(0),
-        torch.zeros(4, device="meta"),
-    ):
-        with pytest.raises(InvalidRequest):
-            pair.near.register(buffer)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest):
-        pair.near.allocate(0)
 
 
 def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

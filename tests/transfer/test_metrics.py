@@ -1,4 +1,5 @@
-"""What Prometheus reads agrees with what engines did, to the byte, whatever went wrong."""
+"""What Prometheus reads agrees with what engines did, to the byte, whatever went wrong; and what is measured of the
+bandwidth between two engines: periods under way, not pauses, mixtures or round trips."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protocol.errors import InvalidRequest
-from tests.patience import PATIENCE_S
 from tests.transfer.conftest import Pair
 from tests.transfer.fates import Fate, Fates
-from transfer import TransferEngine
-from transfer.metrics import TransferCollector
+from transfer import Op, TransferEngine
+from transfer.metrics import TransferCollector, local_bytes_per_s
+from transfer.stats import MEASURED_FROM, PeerMeter, Seen
+
+MUCH = MEASURED_FROM
 
 
 class Readings:
@@ -22,35 +25,42 @@ class Readings:
 
     def of(self, name: str, **labels: str) -> float:
         full = f"moonserve_transfer_{name}"
-        found = [
-            sample.value
-            for family in self._registry.collect()
-            for sample in family.samples
-            if sample.name == full and labels.items() <= sample.labels.items()
-        ]
+        samples = [sample for family in self._registry.collect() for sample in family.samples if sample.name == full]
+        found = [sample.value for sample in samples if labels.items() <= sample.labels.items()]
         assert found or not labels, f"{full} has no {labels}"
         return sum(found)
 
-    def require_quiet(self) -> None:
-        assert self.of("bytes_in_flight") == 0
-        assert self.of("slices_in_flight") == 0
 
-
-def test_bytes_slices_and_seconds_are_counted_once(pair: Pair, transport: str) -> None:
+def test_bytes_slices_seconds_and_what_went_wrong_are_counted_once(fates: Fates, pair: Pair, transport: str) -> None:
     readings = Readings(pair.near)
     pair.run(pair.read(0, 0, 1000), pair.write(5000, 5000, 300))
-    pair.near.run([pair.read(0, 0, 77)], deadline_s=PATIENCE_S)  # in the caller's thread
     (path,) = pair.near.stats
     labels = {"transport": transport, "rail": path.rail, "peer": path.peer}
-    assert readings.of("bytes_total", op="read", **labels) == 1077
+    assert readings.of("bytes_total", op="read", **labels) == 1000
     assert readings.of("bytes_total", op="write", **labels) == 300
-    assert readings.of("slices_total", **labels) == 3
-    assert readings.of("seconds_count", **labels) == 3
-    assert readings.of("seconds_bucket", le="+Inf", **labels) == 3
+    for name in ("slices_total", "seconds_count"):
+        assert readings.of(name, **labels) == 2
+    assert readings.of("seconds_bucket", le="+Inf", **labels) == 2
     assert 0 < readings.of("seconds_sum", **labels) < 30
     assert readings.of("connects_total", **labels) == 1
     assert readings.of("failures_total") == readings.of("retries_total") == 0
-    readings.require_quiet()
+    fates.orders["slice"] = [Fate.CORRUPT]
+    pair.run(pair.write(0, 0, 4096))
+    assert readings.of("integrity_failures_total") == readings.of("retries_total") == 1
+    assert readings.of("bytes_total", op="write") == 4396
+    assert readings.of("failures_total") == 0
+    with pytest.raises(InvalidRequest):
+        pair.run(pair.write(0, 0, 10, 999))
+    assert readings.of("failures_total") == 1
+    assert readings.of("bytes_in_flight") == readings.of("slices_in_flight") == 0
+
+
+def test_what_is_read_in_the_callers_thread_is_counted_once(pair: Pair) -> None:
+    readings = Readings(pair.near)
+    pair.run(pair.read(0, 0, 1000))
+    pair.run_here(pair.read(0, 0, 77))
+    assert readings.of("bytes_total", op="read") == 1077
+    assert readings.of("slices_total") == readings.of("seconds_count") == 2
 
 
 def test_what_an_engine_holds_is_shown(pair: Pair) -> None:
@@ -64,21 +74,54 @@ def test_what_an_engine_holds_is_shown(pair: Pair) -> None:
     assert far.of("open_windows") == 0
 
 
-@pytest.mark.parametrize("transport", ["tcp"])
-def test_a_damaged_slice_is_counted_and_sent_again(fates: Fates, pair: Pair) -> None:
-    fates.orders["slice"] = [Fate.CORRUPT]
-    readings = Readings(pair.near)
-    pair.run(pair.write(0, 0, 4096))
-    assert readings.of("integrity_failures_total") == readings.of("retries_total") == 1
-    assert readings.of("bytes_total", op="write") == 4096
-    assert readings.of("failures_total") == 0
-    readings.require_quiet()
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-@pytest.mark.parametrize("transport", ["tcp"])
-def test_a_refusal_is_a_failure(pair: Pair) -> None:
-    readings = Readings(pair.near)
-    with pytest.raises(InvalidRequest):
-        pair.run(pair.write(0, 0, 10, 999))
-    assert readings.of("failures_total") == 1
-    readings.require_quiet()
+def under_way(meter: PeerMeter, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> Seen:
+    """At the same time."""
+    for _, nbytes in moves:
+        meter.submitted(nbytes)
+    clock.now += seconds
+    for op, nbytes in moves:
+        meter.arrived(op, nbytes, seconds)
+        meter.withdrawn(nbytes)
+    return meter.seen()
+
+
+def test_what_is_under_way_together_counts_its_time_once_and_pauses_do_not_count() -> None:
+    write, read, clock = (Op.WRITE, MUCH), (Op.READ, MUCH), Clock()
+    assert under_way(PeerMeter(clock), clock, write, write) == Seen(written_bytes=2 * MUCH, written_s=0.5)
+    assert under_way(PeerMeter(clock), clock, (Op.READ, MUCH - 1)) == Seen()
+    assert under_way(PeerMeter(clock), clock, write, read) == Seen()
+    meter = PeerMeter(clock)
+    for _ in range(3):
+        under_way(meter, clock, read)
+        clock.now += 100.0
+    assert meter.seen() == Seen(read_bytes=3 * MUCH, read_s=1.5)
+
+
+def test_what_never_pauses_is_measured_all_the_same() -> None:
+    clock = Clock()
+    meter = PeerMeter(clock)
+    meter.submitted(MUCH)
+    for _ in range(10):
+        under_way(meter, clock, (Op.READ, MUCH))
+    assert 8 * MUCH <= meter.seen().read_bytes <= 10 * MUCH
+    assert meter.seen().read_bytes / meter.seen().read_s == MUCH / 0.5
+
+
+def test_a_read_in_the_callers_thread_counts_with_its_own_time() -> None:
+    meter = PeerMeter(Clock())
+    meter.arrived(Op.READ, MUCH, 0.25)
+    meter.arrived(Op.READ, MUCH - 1, 0.25)
+    assert meter.seen() == Seen(read_bytes=MUCH, read_s=0.25)
+
+
+def test_the_local_rate_leaves_the_memory_as_it_is() -> None:
+    memory = bytearray(range(256)) * 64
+    assert local_bytes_per_s(memoryview(memory)) > 0
+    assert memory == bytearray(range(256)) * 64
