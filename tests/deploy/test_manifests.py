@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 DOCKER = DEPLOY / "docker"
-SCHEMA = yaml.safe_load((Path(__file__).parent / "kuberay.yaml").read_text())
+TYPES = yaml.safe_load((Path(__file__).parent / "kuberay.yaml").read_text())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 BIN = "/opt/moonserve/bin/"
 MANIFESTS: list[dict[str, Any]] = [
@@ -41,11 +41,22 @@ def of_kind(kind: str) -> Any:
     return deepcopy(found)
 
 
+def schema_of(shape: Any) -> dict[str, Any]:
+    """JSON Schema of the fields of an object in kuberay.yaml."""
+    if isinstance(shape, str):
+        return {"$ref": f"#/$defs/{shape}"}
+    if isinstance(shape, list):
+        return {"type": "array", "minItems": 1, "items": schema_of(shape[0])}
+    fields = {name.removesuffix("!"): schema_of(inner) for name, inner in shape.items()}
+    required = [name[:-1] for name in shape if name.endswith("!")]
+    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+
 def test_manifests_are_as_the_api_wants_them_and_clusters_as_deploy_does() -> None:
+    known = TYPES["values"] | {name: schema_of(shape) for name, shape in TYPES["objects"].items()}
     for document in MANIFESTS:
-        assert document["kind"] in SCHEMA["$defs"], "the schema does not know it"
-        validator = {**SCHEMA, "$ref": f"#/$defs/{document['kind']}"}
-        jsonschema.Draft202012Validator(validator).validate(document)
+        schema = {"$defs": known, "$ref": f"#/$defs/{document['kind']}"}
+        jsonschema.Draft202012Validator(schema).validate(document)
     for name in ("small.yaml", "gpu.yaml"):
         assert load_cluster(DEPLOY / "clusters" / name).namespace.startswith("moonserve-")
 
