@@ -1,10 +1,11 @@
-"""A store's servicer that does what a test says, and the server process that runs one."""
+"""A store's servicer that does what a test says, the process that serves one, and a client that sends any bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from typing import Any
 import uvloop
 
 from protocol.errors import Overloaded
-from protocol.lean import served
+from protocol.lean import served, sockets
+from protocol.lean.handshake import NONCE_BYTES, Initiator
 from protocol.lean.served import HandOver
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import RpcServer
@@ -24,8 +26,16 @@ from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
 HERE = b"here"
+EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
+EXISTS_PATH, LEASE_PATH = "/moonserve.KvStore/Exists", "/moonserve.KvStore/Lease"
+LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
 ECHO, FULL = "/test!echo", "/test!full"
 """What connections can be handed over to."""
+
+
+def stub_of(channel: Any) -> Any:
+    """Of any kind of channel."""
+    return kvstore_pb2_grpc.KvStoreStub(channel)
 
 
 class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
@@ -108,6 +118,41 @@ def server_process(loop: str = "asyncio") -> Iterator[ServerProcess]:
             yield ServerProcess(process, **json.loads(process.stdout.readline()))
         finally:
             process.kill()
+
+
+class Raw:
+    """A client that sends whatever bytes it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def dial(cls, address: str) -> Raw:
+        family, target = sockets.parse(address)
+        sock = socket.socket(family)
+        sock.connect(target)
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    async def prove(self) -> tuple[str, ...]:
+        """Shakes hands; gives the paths that the server offers."""
+        initiator = Initiator(TOKEN, secrets.token_bytes(NONCE_BYTES))
+        self.writer.write(initiator.hello)
+        while initiator.needed:
+            self.writer.write(initiator.receive(await self.reader.readexactly(initiator.needed)))
+        return initiator.methods
+
+    async def ended(self) -> bool:
+        """Waits until the server has closed the connection."""
+        with contextlib.suppress(ConnectionError):
+            while await self.reader.read(65536):
+                pass
+        await self.close()
+        return True
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
 
 
 if __name__ == "__main__":

@@ -10,21 +10,9 @@ import pytest
 
 from protocol.errors import DeadlineExceeded, Overloaded, PeerLost
 from protocol.lean.served import MAX_WAITING_CALLS
-from protocol.lean.server import LeanServer
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
-
-EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
-LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
-
-
-async def start(store: ScriptedStore, port: int = 0) -> tuple[LeanServer, str]:
-    server = LeanServer(TOKEN)
-    server.add("KvStore", store)
-    address, _ = await server.start("127.0.0.1", port)
-    return server, address
+from tests.protocol.lean.scripted import EXISTS, LEASE, TOKEN, ScriptedStore, stub_of
 
 
 @pytest.fixture
@@ -35,16 +23,8 @@ async def channels() -> AsyncIterator[Channels]:
 
 
 @pytest.fixture
-async def store() -> ScriptedStore:
-    return ScriptedStore()
-
-
-@pytest.fixture
-async def stub(store: ScriptedStore, channels: Channels) -> AsyncIterator[Any]:
-    server, address = await start(store)
-    yield kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-    await channels.close()
-    await server.stop(0)
+async def stub(address: str, channels: Channels) -> Any:
+    return stub_of(channels.to(address))
 
 
 async def test_a_cancelled_call_cancels_its_handler(stub: Any, store: ScriptedStore, channels: Channels) -> None:
@@ -84,7 +64,7 @@ async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(cha
 
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
-        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
+        stub = stub_of(channels.to(f"lean://127.0.0.1:{port}"))
         call = asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S))
         await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S):

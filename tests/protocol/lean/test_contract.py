@@ -22,19 +22,14 @@ from protocol.errors import (
 )
 from protocol.lean.frames import MAX_MESSAGE_BYTES
 from protocol.lean.sync_channel import SyncChannel
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.pb import kvstore_pb2
 from protocol.rpc import Channels, RpcServer
 from protocol.tls import Certificates
 from tests.patience import PATIENCE_S, answered
-from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
+from tests.protocol.lean.scripted import EXISTS_PATH, HERE, TOKEN, ScriptedStore, stub_of
 
-EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE, b"gone"])
+ASKED = kvstore_pb2.StoreExistsRequest(keys=[HERE, b"gone"])
 Call = Callable[..., Awaitable[Any]]
-
-
-@pytest.fixture
-async def store() -> ScriptedStore:
-    return ScriptedStore()
 
 
 @pytest.fixture
@@ -67,16 +62,15 @@ async def call(address: str, certificates: Certificates | None, request: pytest.
     """Calls a method by name with a request and a time limit."""
     if request.param == "threads":
         channel = SyncChannel(address, TOKEN, certificates)
-        sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
         loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(16)
         yield lambda name, message, timeout_s=PATIENCE_S: loop.run_in_executor(
-            threads, partial(getattr(sync_stub, name), message, timeout=timeout_s)
+            threads, partial(getattr(stub_of(channel), name), message, timeout=timeout_s)
         )
         threads.shutdown()
         channel.close()
     else:
         channels = Channels(TOKEN, certificates)
-        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
+        stub = stub_of(channels.to(address))
         yield lambda name, message, timeout_s=PATIENCE_S: channels.call(
             getattr(stub, name), message, timeout_s=timeout_s
         )
@@ -89,7 +83,7 @@ def lease(name: str = "l", num_keys: int = 0) -> kvstore_pb2.StoreLeaseRequest:
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])
 async def test_a_call_without_any_time_left_is_the_deadlines(call: Call, timeout_s: float) -> None:
-    await call("Exists", EXISTS)  # the connection stands
+    await call("Exists", ASKED)  # the connection stands
     with pytest.raises(DeadlineExceeded):
         await call("Lease", lease(), timeout_s=timeout_s)
 
@@ -110,7 +104,7 @@ async def test_an_unexpected_error_tells_nothing_of_the_inside_but_is_logged(
     with pytest.raises(MoonserveError, match="internal error"):
         await call("Remove", kvstore_pb2.StoreRemoveRequest(corrupt=waits))
     assert "secret path" in caplog.text
-    assert list((await call("Exists", EXISTS)).present) == [True, False]
+    assert list((await call("Exists", ASKED)).present) == [True, False]
 
 
 async def test_a_handler_that_returns_no_message_is_an_internal_error(call: Call, store: ScriptedStore) -> None:
@@ -121,14 +115,14 @@ async def test_a_handler_that_returns_no_message_is_an_internal_error(call: Call
 
 async def test_a_handler_that_is_late_is_told_and_so_is_its_caller(call: Call, store: ScriptedStore) -> None:
     async def late() -> bool:
-        await call("Exists", EXISTS)  # the connection stands
+        await call("Exists", ASKED)  # the connection stands
         with pytest.raises(DeadlineExceeded):
             await call("Lease", lease(), 0.05)
         return not store.begun.empty()  # its time may be over before it is read
 
     await answered(late)
     assert await store.cancelled.get() == "l"
-    assert list((await call("Exists", EXISTS)).present) == [True, False]
+    assert list((await call("Exists", ASKED)).present) == [True, False]
 
 
 async def test_large_messages_pass_both_ways(call: Call, store: ScriptedStore) -> None:
@@ -145,7 +139,7 @@ async def test_messages_over_the_limit_are_refused_and_the_connection_lives(call
     store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=too_large)
     with pytest.raises(InvalidRequest, match="larger than the limit"):
         await call("Commit", kvstore_pb2.StoreCommitRequest())
-    assert list((await call("Exists", EXISTS)).present) == [True, False]
+    assert list((await call("Exists", ASKED)).present) == [True, False]
 
 
 async def test_what_the_servicer_does_not_implement_is_incompatible(call: Call) -> None:
@@ -159,14 +153,14 @@ async def test_many_calls_at_once_get_each_their_own_reply_in_any_order(call: Ca
     waiting = [asyncio.ensure_future(call("Lease", lease(str(n), n))) for n in sizes[:8]]
     for _ in waiting:
         await store.begun.get()
-    quick = await asyncio.gather(*(call("Exists", EXISTS) for _ in range(100)))
+    quick = await asyncio.gather(*(call("Exists", ASKED) for _ in range(100)))
     assert all(list(reply.present) == [True, False] for reply in quick)
     store.go.set()
     assert [reply.segment_id for reply in await asyncio.gather(*waiting)] == sizes[:8]
 
 
 async def test_a_server_that_stops_ends_its_calls(call: Call, store: ScriptedStore, server: RpcServer) -> None:
-    await call("Exists", EXISTS)
+    await call("Exists", ASKED)
     pending = asyncio.ensure_future(call("Lease", lease()))
     await store.begun.get()
     await server.stop(0)
@@ -174,7 +168,7 @@ async def test_a_server_that_stops_ends_its_calls(call: Call, store: ScriptedSto
         await pending
     assert store.cancelled.get_nowait() == "l"
     with pytest.raises(PeerLost):
-        await call("Exists", EXISTS)
+        await call("Exists", ASKED)
 
 
 async def test_a_server_that_stops_answers_within_its_grace_and_takes_nothing_new(
@@ -185,7 +179,7 @@ async def test_a_server_that_stops_answers_within_its_grace_and_takes_nothing_ne
     stopping = asyncio.create_task(server.stop(30))
     await asyncio.sleep(0)
     with pytest.raises(PeerLost):
-        await call("Exists", EXISTS)
+        await call("Exists", ASKED)
     store.go.set()
     assert (await pending).segment_id == 2
     await stopping
@@ -193,25 +187,20 @@ async def test_a_server_that_stops_answers_within_its_grace_and_takes_nothing_ne
 
 async def test_a_wrong_token_is_refused(address: str, certificates: Certificates | None) -> None:
     channels = Channels("guess", certificates)
-    threads = SyncChannel(address, "guess", certificates)
-    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
     with pytest.raises(Unauthenticated):
-        await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
-    path = "/moonserve.KvStore/Exists"
-    with pytest.raises(Unauthenticated):
-        await asyncio.to_thread(threads.call, path, b"", timeout_s=PATIENCE_S)
+        await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
+    with SyncChannel(address, "guess", certificates) as threads, pytest.raises(Unauthenticated):
+        await asyncio.to_thread(threads.call, EXISTS_PATH, b"", timeout_s=PATIENCE_S)
     await channels.close()
-    threads.close()
 
 
 async def test_nobody_there_is_peer_lost() -> None:
     for address in ("lean://127.0.0.1:1", "lean+unix://nobody"):
         channels = Channels(TOKEN)
-        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
         with pytest.raises(PeerLost):
-            await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
+            await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
         with pytest.raises(PeerLost):
-            SyncChannel(address, TOKEN).call("/moonserve.KvStore/Exists", b"", timeout_s=PATIENCE_S)
+            SyncChannel(address, TOKEN).call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
         await channels.close()
 
 

@@ -7,55 +7,47 @@ import os
 import secrets
 import signal
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import pytest
 import uvloop
 
 from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
-from protocol.lean import frames, served, server, sockets
-from protocol.lean.handshake import NONCE_BYTES, Initiator, Responder
-from protocol.lean.server import LeanServer
+from protocol.lean import frames, served, server
+from protocol.lean.handshake import NONCE_BYTES, Responder
 from protocol.lean.sync_channel import SyncChannel
-from protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from protocol.pb import common_pb2, kvstore_pb2
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore, ServerProcess, server_process
+from tests.protocol.lean.scripted import (
+    EXISTS,
+    EXISTS_PATH,
+    LEASE,
+    LEASE_PATH,
+    TOKEN,
+    Raw,
+    ScriptedStore,
+    ServerProcess,
+    stub_of,
+)
 from tests.stopping import stop
 
-EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
-EXISTS_PATH = "/moonserve.KvStore/Exists"
-LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
-# In the server's numbering.
-METHODS = [
-    method.name
-    for method in kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].methods
-    if method.name in vars(ScriptedStore)
-]
 # Of a MiB each: more than the sockets' buffers hold.
 NUM_UNREAD = 32
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def peer(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    with server_process(request.param) as peer:
-        yield peer
 
 
 @pytest.fixture(params=["tcp", "unix"])
 async def stub(peer: ServerProcess, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     channels = Channels(TOKEN)
-    yield kvstore_pb2_grpc.KvStoreStub(channels.to(getattr(peer, request.param)))
+    yield stub_of(channels.to(getattr(peer, request.param)))
     await channels.close()
 
 
 async def test_another_process_answers_both_clients(peer: ServerProcess, stub: Any) -> None:
     assert list((await stub.Exists(EXISTS, timeout=PATIENCE_S)).present) == [True]
-    channel = SyncChannel(peer.unix, TOKEN)
-    sync_stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
-    assert list(sync_stub.Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
-    channel.close()
+    with SyncChannel(peer.unix, TOKEN) as channel:
+        assert list(stub_of(channel).Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
@@ -77,7 +69,7 @@ async def test_a_killed_peer_is_lost_at_once(peer: ServerProcess, stub: Any) -> 
 
 async def test_a_killed_peer_is_lost_at_once_for_threads(peer: ServerProcess) -> None:
     with SyncChannel(peer.tcp, TOKEN) as channel:
-        stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[call-overload]
+        stub = stub_of(channel)
         stub.Exists(EXISTS, timeout=PATIENCE_S)
         under_way = asyncio.create_task(asyncio.to_thread(stub.Lease, LEASE, timeout=NEVER_S))
         await asyncio.sleep(0)
@@ -97,19 +89,18 @@ async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(peer: Serve
 
 
 async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(peer: ServerProcess, stub: Any) -> None:
-    threads = SyncChannel(peer.tcp, TOKEN)
-    await stub.Exists(EXISTS, timeout=PATIENCE_S)
-    threads.call("/moonserve.KvStore/Exists", b"", timeout_s=PATIENCE_S)
-    stop(peer.process.pid)
-    with pytest.raises(DeadlineExceeded):
-        await stub.Exists(EXISTS, timeout=0.05)
-    for _ in range(2):  # on a connection that stands, and on one that is dialled
+    with SyncChannel(peer.tcp, TOKEN) as threads:
+        await stub.Exists(EXISTS, timeout=PATIENCE_S)
+        threads.call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
+        stop(peer.process.pid)
         with pytest.raises(DeadlineExceeded):
-            await asyncio.to_thread(threads.call, "/moonserve.KvStore/Exists", b"", timeout_s=0.05)
-    os.kill(peer.process.pid, signal.SIGCONT)
-    assert (await stub.Exists(EXISTS, timeout=PATIENCE_S)).present
-    threads.call("/moonserve.KvStore/Exists", b"", timeout_s=PATIENCE_S)
-    threads.close()
+            await stub.Exists(EXISTS, timeout=0.05)
+        for _ in range(2):  # on a connection that stands, and on one that is dialled
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.to_thread(threads.call, EXISTS_PATH, b"", timeout_s=0.05)
+        os.kill(peer.process.pid, signal.SIGCONT)
+        assert (await stub.Exists(EXISTS, timeout=PATIENCE_S)).present
+        threads.call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
 
 
 async def test_a_stopped_peer_that_is_dialled_is_the_deadlines(peer: ServerProcess, stub: Any) -> None:
@@ -118,65 +109,9 @@ async def test_a_stopped_peer_that_is_dialled_is_the_deadlines(peer: ServerProce
         await stub.Exists(EXISTS, timeout=0.05)
 
 
-class Raw:
-    """A client that sends whatever bytes it likes."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    @classmethod
-    async def dial(cls, address: str) -> Raw:
-        _, (host, port) = sockets.parse(address)
-        return cls(*await asyncio.open_connection(host, port))
-
-    @property
-    def transport(self) -> asyncio.ReadTransport:
-        return cast(asyncio.ReadTransport, self.writer.transport)
-
-    async def prove(self) -> None:
-        initiator = Initiator(TOKEN, secrets.token_bytes(NONCE_BYTES))
-        self.writer.write(initiator.hello)
-        while initiator.needed:
-            self.writer.write(initiator.receive(await self.reader.readexactly(initiator.needed)))
-
-    async def ended(self) -> bool:
-        """Waits until the server has closed the connection."""
-        try:
-            while await self.reader.read(65536):
-                pass
-        except ConnectionError:
-            return True
-        finally:
-            await self.close()
-        return True
-
-    async def close(self) -> None:
-        self.writer.close()
-        try:
-            await self.writer.wait_closed()
-        except ConnectionError:
-            return
-
-
-@pytest.fixture
-async def store() -> ScriptedStore:
-    return ScriptedStore()
-
-
-@pytest.fixture
-async def address(store: ScriptedStore) -> AsyncIterator[str]:
-    lean = LeanServer(TOKEN)
-    lean.add("KvStore", store)
-    tcp, _ = await lean.start("127.0.0.1")
-    yield tcp
-    await lean.stop(0)
-
-
 async def still_serves(address: str) -> bool:
     channels = Channels(TOKEN)
-    stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
-    reply = await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
+    reply = await channels.call(stub_of(channels.to(address)).Exists, EXISTS, timeout_s=PATIENCE_S)
     await channels.close()
     return list(reply.present) == [True]
 
@@ -204,33 +139,27 @@ async def test_a_violation_after_the_handshake_ends_the_connection(address: str,
 
 async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(address: str) -> None:
     with SyncChannel(address, TOKEN) as channel, pytest.raises(InvalidRequest, match="malformed"):
-        await asyncio.to_thread(channel.call, "/moonserve.KvStore/Exists", b"\xff\xff", timeout_s=PATIENCE_S)
+        await asyncio.to_thread(channel.call, EXISTS_PATH, b"\xff\xff", timeout_s=PATIENCE_S)
+
+
+async def asks_for_a_lease(address: str) -> tuple[Raw, bytes]:
+    """A client that is let in, and a request with id 1 that waits."""
+    client = await Raw.dial(address)
+    method = (await client.prove()).index(LEASE_PATH)
+    return client, frames.request(1, method, 30.0, LEASE.SerializeToString())
 
 
 async def test_a_request_and_its_cancel_in_one_packet(address: str, store: ScriptedStore) -> None:
-    client = await Raw.dial(address)
-    await client.prove()
-    lease = frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString())
+    client, lease = await asks_for_a_lease(address)
     client.writer.write(lease + frames.cancel(1) + frames.cancel(7))
     assert await store.cancelled.get() == "l"
     await client.close()
 
 
 async def test_an_id_in_use_is_a_violation_that_ends_both_calls(address: str, store: ScriptedStore) -> None:
-    client = await Raw.dial(address)
-    await client.prove()
-    lease = frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString())
+    client, lease = await asks_for_a_lease(address)
     client.writer.write(lease + lease)
     assert await client.ended()
-    assert await store.cancelled.get() == "l"
-
-
-async def test_a_client_that_hangs_up_cancels_its_handlers(address: str, store: ScriptedStore) -> None:
-    client = await Raw.dial(address)
-    await client.prove()
-    client.writer.write(frames.request(1, METHODS.index("Lease"), 30.0, LEASE.SerializeToString()))
-    await store.begun.get()
-    await client.close()
     assert await store.cancelled.get() == "l"
 
 
@@ -263,18 +192,17 @@ async def test_strangers_beyond_a_number_push_out_the_oldest_and_keep_no_peer_ou
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Liar:
+def proven(then: Serve) -> Serve:
     """A server that proves itself, and what it does then."""
 
-    def __init__(self, then: Serve) -> None:
-        self._then = then
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         responder = Responder(TOKEN, [EXISTS_PATH], secrets.token_bytes(NONCE_BYTES))
         while responder.needed:
             writer.write(responder.receive(await reader.readexactly(responder.needed)))
-        await self._then(reader, writer)
+        await then(reader, writer)
         writer.close()
+
+    return serve
 
 
 async def require_lost(serve: Serve) -> None:
@@ -282,7 +210,7 @@ async def require_lost(serve: Serve) -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as rude:
         port = rude.sockets[0].getsockname()[1]
         channels = Channels(TOKEN)
-        stub = kvstore_pb2_grpc.KvStoreStub(channels.to(f"lean://127.0.0.1:{port}"))
+        stub = stub_of(channels.to(f"lean://127.0.0.1:{port}"))
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(PeerLost):
                 await channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S)
@@ -294,7 +222,7 @@ async def test_a_peer_that_closes_without_a_word_is_lost(behind_its_handshake: b
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    await require_lost(Liar(hang_up) if behind_its_handshake else hang_up)
+    await require_lost(proven(hang_up) if behind_its_handshake else hang_up)
 
 
 NO_FAILURE = b"\xff\xff"
@@ -309,20 +237,21 @@ async def test_a_failure_that_cannot_be_read_ends_its_call(payload: bytes) -> No
         writer.write(frames.reply(call_id, frames.Status.FAILURE, payload))
         await reader.read()
 
-    await require_lost(Liar(fail))
+    await require_lost(proven(fail))
 
 
 async def test_a_client_that_reads_nothing_is_not_read_from(address: str, store: ScriptedStore) -> None:
     """Replies to it do not pile up in the server's memory, and it gets all of them later."""
     store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=[bytes(1 << 20)])
     client = await Raw.dial(address)
-    await client.prove()
-    client.transport.pause_reading()
+    method = (await client.prove()).index("/moonserve.KvStore/Commit")
+    transport = cast(asyncio.ReadTransport, client.writer.transport)
+    transport.pause_reading()
     for call_id in range(NUM_UNREAD):
-        client.writer.write(frames.request(call_id, METHODS.index("Commit"), 30.0, b""))
+        client.writer.write(frames.request(call_id, method, 30.0, b""))
         assert await still_serves(address)
     assert store.num_commits < NUM_UNREAD
-    client.transport.resume_reading()
+    transport.resume_reading()
     for call_id in range(NUM_UNREAD):
         header = await client.reader.readexactly(frames.REPLY.size)
         length, replied_id, status = frames.REPLY.unpack(header)

@@ -14,35 +14,18 @@ from protocol.errors import PeerLost
 from protocol.lean import routed
 from protocol.lean.routed import LEAN_HEADER, LeanAddresses, RoutedChannel
 from protocol.lean.server import LeanServer
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from protocol.pb import kvstore_pb2_grpc
 from protocol.rpc import TOKEN_HEADER, RpcServer
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
+from tests.protocol.lean.scripted import EXISTS, LEASE, LEASE_PATH, TOKEN, ScriptedStore, stub_of
 
-EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
-LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
-LEASE_PATH = "/moonserve.KvStore/Lease"
 NOBODY = LeanAddresses("lean://127.0.0.1:1", "lean+unix://nobody").metadata()
-
-
-@pytest.fixture
-async def store() -> ScriptedStore:
-    """What the lean server serves."""
-    return ScriptedStore()
 
 
 @pytest.fixture
 async def over_grpc() -> ScriptedStore:
     """What the gRPC server serves. It does not name a lean address: a test says when the channel learns one."""
     return ScriptedStore()
-
-
-@pytest.fixture
-async def lean(store: ScriptedStore) -> AsyncIterator[LeanServer]:
-    server = LeanServer(TOKEN)
-    server.add("KvStore", store)
-    yield server
-    await server.stop(0)
 
 
 @pytest.fixture
@@ -57,9 +40,8 @@ async def channel(over_grpc: ScriptedStore) -> AsyncIterator[RoutedChannel]:
 
 
 def call(channel: RoutedChannel, method: str, request: Any) -> asyncio.Task[Any]:
-    stub: Any = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[arg-type]
     metadata = ((TOKEN_HEADER, TOKEN),)
-    return asyncio.create_task(getattr(stub, method)(request, timeout=PATIENCE_S, metadata=metadata))
+    return asyncio.create_task(getattr(stub_of(channel), method)(request, timeout=PATIENCE_S, metadata=metadata))
 
 
 async def dial(channel: RoutedChannel, metadata: Any) -> None:

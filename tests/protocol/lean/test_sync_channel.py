@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,35 +20,21 @@ from protocol.lean.sync_channel import SyncChannel
 from protocol.lean.sync_connection import SyncConnection
 from protocol.pb import kvstore_pb2
 from tests.patience import PATIENCE_S
-from tests.protocol.lean.scripted import HERE, TOKEN, ScriptedStore
+from tests.protocol.lean.scripted import EXISTS, EXISTS_PATH, TOKEN, ScriptedStore
 
-PATH = "/moonserve.KvStore/Exists"
 PRESENT = kvstore_pb2.StoreExistsReply(present=[True]).SerializeToString()
-REQUEST = kvstore_pb2.StoreExistsRequest(keys=[HERE]).SerializeToString()
-
-
-async def start(port: int = 0) -> tuple[LeanServer, str]:
-    server = LeanServer(TOKEN)
-    server.add("KvStore", ScriptedStore())
-    address, _ = await server.start("127.0.0.1", port)
-    return server, address
-
-
-@pytest.fixture
-async def address() -> AsyncIterator[str]:
-    server, address = await start()
-    yield address
-    await server.stop(0)
+REQUEST = EXISTS.SerializeToString()
 
 
 async def test_an_idle_connection_to_a_restarted_server_is_not_a_lost_call() -> None:
-    server, address = await start(free_port())
-    with SyncChannel(address, TOKEN) as channel:
-        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=PATIENCE_S)
-        await server.stop(0)
-        server, _ = await start(int(address.rpartition(":")[2]))
-        assert await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT
-    await server.stop(0)
+    port = free_port()
+    with SyncChannel(f"lean://127.0.0.1:{port}", TOKEN) as channel:
+        for _ in range(2):
+            server = LeanServer(TOKEN)
+            server.add("KvStore", ScriptedStore())
+            await server.start("127.0.0.1", port)
+            assert await asyncio.to_thread(channel.call, EXISTS_PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT
+            await server.stop(0)
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 1e-4])
@@ -56,7 +42,7 @@ async def test_many_threads_share_a_channel(address: str, spin_s: float) -> None
     with SyncChannel(address, TOKEN, spin_s=spin_s) as channel, ThreadPoolExecutor(8) as threads:
 
         def work() -> bool:
-            return all(channel.call(PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT for _ in range(100))
+            return all(channel.call(EXISTS_PATH, REQUEST, timeout_s=PATIENCE_S) == PRESENT for _ in range(100))
 
         loop = asyncio.get_running_loop()
         assert all(await asyncio.gather(*(loop.run_in_executor(threads, work) for _ in range(8))))
@@ -99,12 +85,12 @@ async def test_a_call_waits_for_what_dialling_and_sending_have_left_of_its_time(
 ) -> None:
     clock = Clock(monkeypatch)
     with SyncChannel(address, TOKEN, spin_s=0.0) as channel:
-        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
+        await asyncio.to_thread(channel.call, EXISTS_PATH, REQUEST, timeout_s=100.0)
         assert clock.limits[-1] == 100.0
         if slow == "_dial":
             channel.close()
         clock.takes_s[slow] = 60.0
-        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
+        await asyncio.to_thread(channel.call, EXISTS_PATH, REQUEST, timeout_s=100.0)
         assert clock.limits[-1] == 40.0
 
 
@@ -118,9 +104,9 @@ async def test_a_reply_that_comes_in_pieces_has_one_time_for_all(address: str, m
         return pieces[-1]
 
     with SyncChannel(address, TOKEN, spin_s=0.0) as channel:
-        await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0)
+        await asyncio.to_thread(channel.call, EXISTS_PATH, REQUEST, timeout_s=100.0)
         monkeypatch.setattr(SyncConnection, "_receive_into", trickle)
-        assert await asyncio.to_thread(channel.call, PATH, REQUEST, timeout_s=100.0) == PRESENT
+        assert await asyncio.to_thread(channel.call, EXISTS_PATH, REQUEST, timeout_s=100.0) == PRESENT
     assert sum(pieces) == frames.REPLY.size + len(PRESENT)
     assert clock.limits[-len(pieces) :] == [100.0 - past for past in range(len(pieces))]
 
@@ -132,7 +118,7 @@ def test_a_peer_that_there_is_no_descriptor_to_dial_with_is_lost(monkeypatch: py
     with monkeypatch.context() as exhausted, SyncChannel("lean://127.0.0.1:1", TOKEN) as channel:
         exhausted.setattr(socket, "socket", refuse)
         with pytest.raises(PeerLost, match="open files"):
-            channel.call(PATH, REQUEST, timeout_s=PATIENCE_S)
+            channel.call(EXISTS_PATH, REQUEST, timeout_s=PATIENCE_S)
 
 
 def test_a_peer_that_hangs_up_in_the_handshake_is_lost() -> None:
@@ -140,5 +126,5 @@ def test_a_peer_that_hangs_up_in_the_handshake_is_lost() -> None:
         hung_up = threads.submit(lambda: rude.accept()[0].close())
         address = f"lean://127.0.0.1:{rude.getsockname()[1]}"
         with SyncChannel(address, TOKEN) as channel, pytest.raises(PeerLost):
-            channel.call(PATH, REQUEST, timeout_s=PATIENCE_S)
+            channel.call(EXISTS_PATH, REQUEST, timeout_s=PATIENCE_S)
         hung_up.result()

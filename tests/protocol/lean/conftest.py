@@ -1,0 +1,38 @@
+"""A lean server in this process, and one in another process under either event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from protocol.lean.server import LeanServer
+from tests.protocol.lean.scripted import TOKEN, ScriptedStore, ServerProcess, server_process
+
+
+@pytest.fixture
+async def store() -> ScriptedStore:
+    """What the lean server serves."""
+    return ScriptedStore()
+
+
+@pytest.fixture
+async def lean(store: ScriptedStore) -> AsyncIterator[LeanServer]:
+    """Not started yet."""
+    server = LeanServer(TOKEN)
+    server.add("KvStore", store)
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def address(lean: LeanServer) -> str:
+    """Of the lean server, by TCP."""
+    tcp, _ = await lean.start("127.0.0.1")
+    return tcp
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def peer(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with server_process(request.param) as peer:
+        yield peer
