@@ -1,15 +1,17 @@
-"""Waiting for a process's end, tasks beside a block, and the timer of a state's deadlines."""
+"""A process's tasks, timers and waits: until it is told to stop, beside a block, and not for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from protocol.errors import StaleLease
+from protocol.held_tasks import HeldTasks
 from protocol.process import Lifecycle, running
-from protocol.timer import Timer
-from tests.patience import PATIENCE_S
+from protocol.timer import Timer, set_within
+from tests.patience import NEVER_S, PATIENCE_S
 
 
 async def test_a_process_waits_until_it_is_told_to_stop() -> None:
@@ -95,3 +97,74 @@ async def test_a_timer_that_was_unset_does_not_ring() -> None:
     asyncio.get_running_loop().call_later(0.0, after.set)
     await asyncio.wait_for(after.wait(), PATIENCE_S)
     assert rings == []
+
+
+async def test_a_task_that_nobody_else_holds_goes_on() -> None:
+    tasks, begun, ended = HeldTasks(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(lambda: waiting.set_result(None))
+        begun.set()
+        await waiting
+        ended.set()
+
+    task = tasks.start(work())
+    assert list(tasks) == [task]
+    del task
+    await begun.wait()
+    gc.collect()
+    await ended.wait()
+    await asyncio.sleep(0)  # its callbacks
+    assert len(tasks) == 0
+
+
+async def test_cancelling_waits_until_each_has_put_its_things_in_order() -> None:
+    tasks, order = HeldTasks(), list[str]()
+
+    async def work(error: Exception | None) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            order.append("put away")
+            if error is not None:
+                raise error
+
+    failing = tasks.start(work(ValueError("of its own")))
+    tasks.start(work(None))
+    await asyncio.sleep(0)
+    await tasks.cancel()
+    assert order == ["put away"] * 2
+    assert len(tasks) == 0
+    with pytest.raises(ValueError, match="of its own"):
+        failing.result()
+
+
+async def test_it_tells_whether_the_event_came() -> None:
+    event = asyncio.Event()
+    assert not await set_within(event, 0.001)
+    assert not await set_within(event, -1.0)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await set_within(event, NEVER_S)
+    assert await set_within(event, 0.0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_an_end_that_comes_together_with_the_event_is_not_lost(turns: int) -> None:
+    """However many turns of the loop lie between them, unless it has returned already."""
+    event = asyncio.Event()
+
+    async def waits_then_rests() -> None:
+        await set_within(event, NEVER_S)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(waits_then_rests())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    event.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()

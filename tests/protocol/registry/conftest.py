@@ -1,20 +1,23 @@
-"""The three registries behind one interface, and the Redis that they share."""
+"""The three registries behind one interface, the Redis that they share, and members that join them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from protocol.pb import registry_pb2_grpc
-from protocol.registry.base import Registry
+from protocol.registry.base import Member, Registry
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.redis_registry import RedisRegistry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.service import RegistryService
+from protocol.request import Endpoint
 from protocol.rpc import RpcServer
 from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
@@ -108,3 +111,34 @@ async def connect(request: pytest.FixtureRequest, open_redis: OpenRedis) -> Asyn
         way = in_redis(server.url, open_redis)
     async with way as connected:
         yield connected
+
+
+def member(
+    instance_id: str = "store-0", *, owner: str = "owner-a", epoch: int = 0, port: int = 7000, **facts: str
+) -> Member:
+    return Member(
+        endpoint=Endpoint(
+            instance_id=instance_id,
+            epoch=epoch,
+            rpc_address=f"127.0.0.1:{port}",
+            transfer_address="tcp/1",
+            host="host-1",
+        ),
+        role="store",
+        owner=owner,
+        facts=facts,
+    )
+
+
+def ids(members: list[Member]) -> list[str]:
+    return [member.instance_id for member in members]
+
+
+async def watched_until(registry: Registry, holds: Callable[[list[Member]], bool]) -> list[Member]:
+    """The first membership that a watcher is shown for which `holds` is true."""
+    watching: Any = registry.watch()
+    async with asyncio.timeout(PATIENCE_S), aclosing(watching):
+        async for members in watching:
+            if holds(members):
+                return list(members)
+    raise AssertionError("a watch does not end")

@@ -11,8 +11,7 @@ import pytest
 from protocol.errors import InvalidRequest, StaleLease
 from protocol.registry.base import MAX_EPOCH, Member, Superseded
 from tests.patience import PATIENCE_S, answered
-from tests.protocol.registry.conftest import Connect
-from tests.protocol.registry.members import ids, member, watched_until
+from tests.protocol.registry.conftest import Connect, ids, member, watched_until
 
 SHORT_S = 0.5
 """A lease that a test waits out."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.registry.base import Member
 from protocol.registry.known import Differences, KnownMembers
 from protocol.registry.table import with_epoch
-from tests.protocol.registry.members import ids, member
+from tests.protocol.registry.conftest import ids, member
 
 A, B = member("a"), member("b")
 

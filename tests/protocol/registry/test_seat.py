@@ -15,8 +15,7 @@ from protocol.registry.base import Member, Registry
 from protocol.registry.remote import RemoteRegistry
 from protocol.registry.seat import Seat, seated
 from tests.patience import PATIENCE_S, answered
-from tests.protocol.registry.conftest import Connect, OpenRedis, served
-from tests.protocol.registry.members import member, watched_until
+from tests.protocol.registry.conftest import Connect, OpenRedis, member, served, watched_until
 from tests.redis_server import RedisServer
 
 TTL_S = 60.0

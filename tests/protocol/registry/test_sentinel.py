@@ -12,8 +12,7 @@ import pytest
 from protocol.errors import PeerLost
 from protocol.registry.seat import Seat, seated
 from tests.patience import PATIENCE_S, until
-from tests.protocol.registry.conftest import OpenRedis
-from tests.protocol.registry.members import member
+from tests.protocol.registry.conftest import OpenRedis, member
 from tests.redis_server import RedisServer
 
 DOWN_AFTER_MS = 60_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from protocol.errors import StaleLease
 from protocol.registry.base import Member, Superseded
 from protocol.registry.embedded import EmbeddedRegistry
 from protocol.registry.table import MAX_ENDED, MembershipTable
-from tests.protocol.registry.members import member
+from tests.protocol.registry.conftest import member
 from tests.thoroughness import examples
 
 IDS = st.sampled_from(["a", "b", "c"])
@@ -128,3 +130,17 @@ def test_ids_that_are_gone_take_bounded_memory_and_still_get_later_epochs() -> N
     assert all(epoch < 2**40 for name, epoch in epochs.items() if name != "w5")
     for name, epoch in epochs.items():
         assert table.join(member(name), 1.0, 0.0).endpoint.epoch > epoch
+
+
+@pytest.mark.parametrize("ttl_s", range(2, 14))
+async def test_a_lease_that_ends_while_it_is_looked_at_is_another_version(ttl_s: int) -> None:
+    """Whoever has seen that version waits for the next one, and would never hear of the end."""
+    looks = itertools.count()  # a second after each other
+    registry = EmbeddedRegistry(clock=lambda: float(next(looks)))
+    await registry.join(member(), ttl_s=ttl_s)
+    shown: dict[int, list[Member]] = {}
+    for _ in range(ttl_s):
+        version, members = registry.now()
+        assert shown.setdefault(version, members) == members
+    assert members == []
+    await registry.close()

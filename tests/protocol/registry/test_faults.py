@@ -1,10 +1,11 @@
-"""The registry in Redis under a server that is stopped, killed, full, locked, or has another idea of the time."""
+"""Registries of other processes that are stopped, killed, full, locked, empty, or have another idea of the time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import shutil
+import socket
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,24 @@ import pytest
 
 from deploy.ports import free_port
 from protocol.errors import PeerError, PeerLost, StaleLease, Unauthenticated
+from protocol.registry.base import Registry
+from protocol.registry.remote import RemoteRegistry
 from tests.authority import Authority
 from tests.patience import PATIENCE_S
-from tests.protocol.registry.conftest import OpenRedis
-from tests.protocol.registry.members import member, watched_until
+from tests.protocol.registry.conftest import OpenRedis, member, served, watched_until
 from tests.redis_server import RedisServer
 
 DEADLINE_S = 0.5
+
+
+async def require_silence(registry: Registry) -> None:
+    """Nothing but its deadline ends a call."""
+    async with asyncio.timeout(PATIENCE_S):
+        for call in (registry.join, registry.renew, registry.leave):
+            with pytest.raises(PeerLost):
+                await call(member())
+        with pytest.raises(PeerLost):
+            await registry.members()
 
 
 async def test_a_stopped_server_is_peer_lost_within_the_deadline(
@@ -28,29 +40,11 @@ async def test_a_stopped_server_is_peer_lost_within_the_deadline(
     patient = open_redis(redis_server.url)
     registry = open_redis(redis_server.url, deadline_s=DEADLINE_S)
     joined = await patient.join(member())
-    redis_server.stop()  # nothing but the deadline ends a call now
-    async with asyncio.timeout(PATIENCE_S):
-        for call in (registry.join, registry.renew, registry.leave):
-            with pytest.raises(PeerLost):
-                await call(joined)
-        with pytest.raises(PeerLost):
-            await registry.members()
+    redis_server.stop()
+    await require_silence(registry)
     redis_server.go_on()
     joined = await patient.join(joined)
     assert await patient.members() == [joined]
-
-
-async def test_a_server_that_restarted_empty_refuses_renewals_and_gives_later_epochs(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    registry = open_redis(redis_server.url)
-    before = await registry.join(member())
-    redis_server.restart()
-    with pytest.raises(StaleLease, match="the registry forgot it"):
-        await registry.renew(before)
-    # Even a process that remembers nothing gets a later epoch.
-    fresh = await registry.join(member())
-    assert fresh.endpoint.epoch > before.endpoint.epoch
 
 
 async def test_a_watch_goes_on_over_a_kill_and_a_stop(redis_server: RedisServer, open_redis: OpenRedis) -> None:
@@ -65,12 +59,15 @@ async def test_a_watch_goes_on_over_a_kill_and_a_stop(redis_server: RedisServer,
         redis_server.kill()
         redis_server.start()
         assert await upcoming == []  # it forgot, and says so
+        with pytest.raises(StaleLease, match="the registry forgot it"):
+            await patient.renew(joined)
         upcoming = asyncio.ensure_future(anext(watching))
         redis_server.stop()
         with pytest.raises(PeerLost):
             await registry.members()
         redis_server.go_on()
-        again = await patient.join(joined)
+        again = await patient.join(member())  # a process that remembers nothing
+        assert again.endpoint.epoch > joined.endpoint.epoch
         assert await upcoming == [again]
 
 
@@ -258,3 +255,29 @@ async def test_tls_is_used_and_a_stranger_is_refused(
     assert await open_redis(redis_server.url).members() == [joined]
     with pytest.raises(PeerLost, match="certificate"):
         await open_redis(url).members()
+
+
+async def test_a_registry_that_ended_forgets_and_its_successor_gives_later_epochs() -> None:
+    async with served(free_port()) as address:
+        registry = RemoteRegistry(address, "secret", deadline_s=PATIENCE_S)
+        watching: Any = registry.watch()
+        before = await registry.join(member())
+        assert await anext(watching) == [before]
+    with pytest.raises(PeerLost):
+        await registry.members()
+    async with served(int(address.rpartition(":")[2])), asyncio.timeout(PATIENCE_S), aclosing(watching):
+        assert await anext(watching) == []
+        with pytest.raises(StaleLease, match="forgot"):
+            await registry.renew(before)
+        fresh = await registry.join(member())
+        assert fresh.endpoint.epoch > before.endpoint.epoch
+        assert await anext(watching) == [fresh]
+    await registry.close()
+
+
+async def test_a_silent_process_is_peer_lost_within_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        registry = RemoteRegistry(address, "secret", deadline_s=0.05)
+        await require_silence(registry)
+        await registry.close()
