@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -45,10 +46,8 @@ WORKING = {"CPU": 8.0, "prefill": 4.0, "decode": 4.0}
 
 def host(number: int, *, answers: bool = True) -> Host:
     """Number 0 is the head, which has no place for workers."""
-    resources = WORKING if number else {"CPU": 4.0}
-    return Host(
-        node_id=f"n{number}", address=f"10.0.0.{number}", resources=resources, is_head=number == 0, answers=answers
-    )
+    node, address, resources = f"n{number}", f"10.0.0.{number}", WORKING if number else {"CPU": 4.0}
+    return Host(node_id=node, address=address, resources=resources, is_head=number == 0, answers=answers)
 
 
 class World:
@@ -60,8 +59,8 @@ class World:
         self.hosts = {number: host(number) for number in range(hosts)}
         self.actors: dict[str, tuple[int, Report, str]] = {}  # generation, what it says, node
         self.epochs: dict[str, int] = {}
+        self.new_epochs = itertools.count(1)
         self.need = 0.6  # of each worker
-        self.clock = 0
         self.log: list[Action] = []
 
     def tell(self, event: Any) -> list[Action]:
@@ -77,23 +76,18 @@ class World:
             case Start():
                 report = Report(stage=READY, actor=f"{action.name}#{action.generation}")
                 self.actors[action.name] = (action.generation, report, action.host.node_id)
-                self._register(action.name)
+                self.epochs[action.name] = next(self.new_epochs)
             case Stop() | Kill():
-                generation = self.actors.get(action.name, (0,))[0]
-                if generation == action.generation:
+                if self.actors.get(action.name, (0,))[0] == action.generation:
                     del self.actors[action.name]
                     self.epochs.pop(action.name, None)
             case Restart():
                 generation, report, node = self.actors[action.name]
                 again = Report(stage=READY, life=action.life, actor=report.actor)
                 self.actors[action.name] = (generation, again, node)
-                self._register(action.name)
+                self.epochs[action.name] = next(self.new_epochs)
         if isinstance(action, Stop):
             self.tell(Gone(name=action.name, generation=action.generation))
-
-    def _register(self, name: str) -> None:
-        self.clock += 1
-        self.epochs[name] = self.clock
 
     def look(self, passed_s: float = 0.5) -> None:
         """As the controller does twice a second."""
@@ -103,7 +97,6 @@ class World:
         for name, (generation, report, node) in list(self.actors.items()):
             said = report if node in answering else None
             self.tell(Asked(name=name, generation=generation, report=said))
-        workers = (name for name in self.epochs if name.startswith(("prefill", "decode")))
         loads = [
             WorkerLoad(
                 instance_id=InstanceId(name),
@@ -113,7 +106,8 @@ class World:
                 need=self.need,
                 use=self.need - 0.01 * (name == "decode-1"),  # a little less than the others
             )
-            for name in workers
+            for name in self.epochs
+            if name.startswith(("prefill", "decode"))
         ]
         self.tell(MembersSeen(epochs=dict(self.epochs), loads=loads))
 
@@ -254,12 +248,10 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
     restarted = [action.name for action in world.log if isinstance(action, Restart)]
     assert len(restarted) == 1
     # Until the conductor knows the new one, the next waits.
-    epoch = world.epochs[restarted[0]]
-    world.epochs[restarted[0]] = epoch - 1 if epoch > 1 else 0
-    del world.epochs[restarted[0]]
+    epoch = world.epochs.pop(restarted[0])
     world.settle()
     assert len([a for a in world.log if isinstance(a, Restart)]) == 1
-    world.epochs[restarted[0]] = epoch + 100
+    world.epochs[restarted[0]] = epoch
     world.settle(80)
     restarted = [action.name for action in world.log if isinstance(action, Restart)]
     assert sorted(restarted) == sorted(names)

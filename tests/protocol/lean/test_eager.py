@@ -5,35 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from protocol.lean.eager import EagerStart
 
-Start = Callable[[Coroutine[Any, Any, Any]], asyncio.Future[Any]]
+T = TypeVar("T")
 VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
-    """Starts a coroutine from a callback, as a protocol does, and gives what `EagerStart.start` gave."""
+async def eager() -> AsyncIterator[EagerStart]:
     eager = EagerStart()
-
-    def call(body: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        outcome = asyncio.get_running_loop().create_future()
-
-        def callback() -> None:
-            try:
-                outcome.set_result(eager.start(body))
-            except (Exception, asyncio.CancelledError) as error:
-                outcome.set_exception(Raised(error))
-
-        asyncio.get_running_loop().call_soon(callback)
-        return outcome
-
-    yield call
+    yield eager
     await eager.close()
+
+
+async def in_callback(call: Callable[[], T]) -> T:
+    """What it gives when the loop calls it, as a protocol is called; Raised with what it raised."""
+    outcome = asyncio.get_running_loop().create_future()
+
+    def callback() -> None:
+        try:
+            outcome.set_result(call())
+        except (Exception, asyncio.CancelledError) as error:
+            outcome.set_exception(Raised(error))
+
+    asyncio.get_running_loop().call_soon(callback)
+    return await outcome
 
 
 class Raised(Exception):
@@ -46,17 +46,15 @@ async def fails(waits: bool) -> None:
     raise KeyError("k")
 
 
-async def test_what_does_not_wait_is_over_at_once_and_leaves_no_task_behind(start: Start) -> None:
+async def test_what_does_not_wait_is_over_at_once_and_leaves_no_task_behind(eager: EagerStart) -> None:
     async def body() -> bool:
         return asyncio.current_task() is not None
 
-    assert await start(body()) is True
+    assert await in_callback(lambda: eager.start(body())) is True
     with pytest.raises(Raised) as caught:
-        await start(fails(waits=False))
+        await in_callback(lambda: eager.start(fails(waits=False)))
     assert isinstance(caught.value.args[0], KeyError)
-    seen = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_soon(lambda: seen.set_result(asyncio.current_task()))
-    assert await seen is None
+    assert await in_callback(asyncio.current_task) is None
 
 
 async def many_waits() -> str:
@@ -115,33 +113,33 @@ async def keeps_its_context() -> int:
     ],
 )
 async def test_what_waits_goes_on_as_a_task(
-    start: Start, body: Callable[[], Coroutine[Any, Any, Any]], expected: object
+    eager: EagerStart, body: Callable[[], Coroutine[Any, Any, Any]], expected: object
 ) -> None:
-    task = await start(body())
+    task = await in_callback(lambda: eager.start(body()))
     assert isinstance(task, asyncio.Task)
     assert await task == expected
     assert VARIABLE.get() == 0
 
 
-async def test_the_task_is_the_current_one_before_and_after_the_first_wait(start: Start) -> None:
+async def test_the_task_is_the_current_one_before_and_after_the_first_wait(eager: EagerStart) -> None:
     async def body() -> tuple[Any, Any]:
         before = asyncio.current_task()
         await asyncio.sleep(0)
         return before, asyncio.current_task()
 
-    task = await start(body())
+    task = await in_callback(lambda: eager.start(body()))
     assert await task == (task, task)
     with pytest.raises(KeyError):
-        await (await start(fails(waits=True)))
+        await (await in_callback(lambda: eager.start(fails(waits=True))))
 
 
-async def test_cancelling_ends_the_wait_and_what_is_waited_for(start: Start) -> None:
+async def test_cancelling_ends_the_wait_and_what_is_waited_for(eager: EagerStart) -> None:
     inner = asyncio.create_task(asyncio.Event().wait())
 
     async def body() -> None:
         await inner
 
-    task = await start(body())
+    task = await in_callback(lambda: eager.start(body()))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -150,11 +148,9 @@ async def test_cancelling_ends_the_wait_and_what_is_waited_for(start: Start) -> 
 
 
 @pytest.mark.parametrize("shielded", [False, True])
-async def test_cancelling_in_the_turn_it_was_started_in(shielded: bool) -> None:
+async def test_cancelling_in_the_turn_it_was_started_in(eager: EagerStart, shielded: bool) -> None:
     """Before the task has come to wait for what the coroutine waits for, and before it ever ran."""
-    eager, log = EagerStart(), []
-    inner = asyncio.create_task(asyncio.Event().wait())
-    over = asyncio.get_running_loop().create_future()
+    inner, log = asyncio.create_task(asyncio.Event().wait()), []
 
     async def body() -> None:
         try:
@@ -163,42 +159,38 @@ async def test_cancelling_in_the_turn_it_was_started_in(shielded: bool) -> None:
             log.append("told")
             raise
 
-    def callback() -> None:
+    def start_and_cancel() -> list[asyncio.Task[None]]:
+        tasks = []
         for _ in range(2):  # the second one's task has not even begun
-            task = eager.start(body())
-            assert isinstance(task, asyncio.Task)
-            task.cancel()
-            task.add_done_callback(lambda task: log.append(task.cancelled()))
-        task.add_done_callback(over.set_result)
+            tasks.append(eager.start(body()))
+            tasks[-1].cancel()
+        return tasks
 
-    asyncio.get_running_loop().call_soon(callback)
-    await over
-    assert log.count("told") == log.count(True) == 2
+    tasks = await in_callback(start_and_cancel)
+    await asyncio.wait(tasks)
+    assert log == ["told"] * 2
+    assert all(task.cancelled() for task in tasks)
     assert inner.cancelled() is not shielded
     inner.cancel()
-    await eager.close()
 
 
-async def test_cancelling_itself_without_waiting_does_not_reach_the_next(start: Start) -> None:
+async def test_cancelling_itself_without_waiting_does_not_reach_the_next(eager: EagerStart) -> None:
     async def body() -> str:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
         return "done"
 
-    assert await start(body()) == "done"
-    assert await (await start(many_waits())) == "abc"
+    assert await in_callback(lambda: eager.start(body())) == "done"
+    assert await (await in_callback(lambda: eager.start(many_waits()))) == "abc"
 
 
-async def test_many_may_begin_to_wait_for_one_future_in_one_turn() -> None:
-    eager, shared = EagerStart(), asyncio.get_running_loop().create_future()
-    started: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+async def test_many_may_begin_to_wait_for_one_future_in_one_turn(eager: EagerStart) -> None:
+    shared = asyncio.get_running_loop().create_future()
 
     async def body() -> str:
         return str(await shared)
 
-    asyncio.get_running_loop().call_soon(lambda: started.set_result([eager.start(body()) for _ in range(3)]))
-    tasks = await started
+    tasks = await in_callback(lambda: [eager.start(body()) for _ in range(3)])
     shared.set_result("x")
     assert await asyncio.gather(*tasks) == ["x", "x", "x"]
-    await eager.close()

@@ -44,12 +44,6 @@ async def stub(peer: ServerProcess, request: pytest.FixtureRequest) -> AsyncIter
     await channels.close()
 
 
-async def test_another_process_answers_both_clients(peer: ServerProcess, stub: Any) -> None:
-    assert list((await stub.Exists(EXISTS, timeout=PATIENCE_S)).present) == [True]
-    with SyncChannel(peer.unix, TOKEN) as channel:
-        assert list(stub_of(channel).Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
-
-
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_a_client_in_uvloop_is_answered(peer: ServerProcess, kind: str) -> None:
     """Gateways run in it."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.ports import free_port
 from protocol.errors import InvalidRequest, PeerLost, StaleLease, Unauthenticated
 from protocol.registry.base import Member, Registry
 from protocol.registry.remote import RemoteRegistry
@@ -121,36 +120,30 @@ async def test_a_lease_of_a_dead_owner_is_waited_for(connect: Connect) -> None:
         assert await holder.epoch() > dead.endpoint.epoch
 
 
-class Hasty:
-    """A registry that tells whom it refuses that the lease ends now; nobody joins before `seat` was renewed again."""
+async def test_of_two_owners_the_first_keeps_the_seat(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is told that the lease ends now, and joins only after it was renewed again."""
+    first, registry = Holder(connect(), member(owner="a")), connect()
+    join, loop = registry.join, asyncio.get_running_loop()
 
-    def __init__(self, registry: Registry, seat: Seat) -> None:
-        self._registry = registry
-        self._seat = seat
-        self.renew, self.leave = registry.renew, registry.leave
-        self.members, self.watch, self.close = registry.members, registry.watch, registry.close
-
-    async def join(self, who: Member, *, ttl_s: float) -> Member:
-        loop = asyncio.get_running_loop()
+    async def join_in_haste(who: Member, *, ttl_s: float) -> Member:
+        if who.owner != "b":
+            return await join(who, ttl_s=ttl_s)
         asked_at = loop.time()
 
         async def renewed() -> bool:
-            return loop.time() - self._seat.silence_s > asked_at
+            return loop.time() - first.seat.silence_s > asked_at
 
         await answered(renewed)
         try:
-            return await self._registry.join(who, ttl_s=ttl_s)
+            return await join(who, ttl_s=ttl_s)
         except StaleLease as error:
             error.retry_after_s = 0.0
             raise
 
-
-async def test_of_two_owners_the_first_keeps_the_seat(connect: Connect) -> None:
-    first = Holder(connect(), member(owner="a"))
-    second = Holder(Hasty(connect(), first.seat), member(owner="b"))
     async with seated(first.seat) as first_task:
         await first.epoch()
-        async with seated(second.seat) as second_task:
+        monkeypatch.setattr(registry, "join", join_in_haste)
+        async with seated(Holder(registry, member(owner="b")).seat) as second_task:
             error = await lost(second_task)
             assert isinstance(error, StaleLease)
             assert "belongs to another process, which keeps renewing it" in str(error)
@@ -186,30 +179,25 @@ async def test_a_forgotten_seat_is_taken_again_under_a_later_epoch(connect: Conn
         assert await registry.members() == [holder.seat.member]
 
 
-class LostAnswers:
-    """A registry that does what it is asked, over a network that loses the answers to joins when told to."""
+async def test_a_join_whose_answer_was_lost_does_not_end_the_seat(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = connect()
+    join, to_lose = registry.join, 2
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self.to_lose = 0
-        self.renew, self.leave = registry.renew, registry.leave
-        self.members, self.watch, self.close = registry.members, registry.watch, registry.close
-
-    async def join(self, who: Member, *, ttl_s: float) -> Member:
-        joined = await self._registry.join(who, ttl_s=ttl_s)
-        if self.to_lose:
-            self.to_lose -= 1
+    async def join_unheard(who: Member, *, ttl_s: float) -> Member:
+        nonlocal to_lose
+        joined = await join(who, ttl_s=ttl_s)
+        if to_lose:
+            to_lose -= 1
             raise PeerLost("the answer was lost")
         return joined
 
-
-async def test_a_join_whose_answer_was_lost_does_not_end_the_seat(connect: Connect) -> None:
-    registry = LostAnswers(connect())
+    monkeypatch.setattr(registry, "join", join_unheard)
     holder = Holder(registry, member())
-    registry.to_lose = 2
     async with seated(holder.seat) as task:
         before = await holder.epoch()
-        registry.to_lose = 2
+        to_lose = 2
         await registry.leave(holder.seat.member)  # as if its lease had ended
         assert await holder.epoch() > before
         assert await registry.members() == [holder.seat.member]
@@ -238,24 +226,6 @@ async def test_a_wrong_token_ends_the_seat_at_once() -> None:
         async with seated(Holder(registry, member()).seat) as task:
             assert isinstance(await lost(task), Unauthenticated)
         await registry.close()
-
-
-async def test_a_registry_that_restarts_is_waited_for_and_joined_again(told: Told) -> None:
-    async with served(free_port()) as address:
-        registry = RemoteRegistry(address, "secret", deadline_s=PATIENCE_S)
-        holder = Holder(registry, member())
-        keeping = seated(holder.seat)
-        task = await keeping.__aenter__()
-        before = await holder.epoch()
-    await told.until("cannot be used")
-    assert not task.done()
-    async with served(int(address.rpartition(":")[2])):
-        assert await holder.epoch() > before
-        assert await registry.members() == [holder.seat.member]
-        assert told.count("cannot be used") == 1
-        await keeping.__aexit__(None, None, None)
-        assert await registry.members() == []
-    await registry.close()
 
 
 async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(

@@ -99,25 +99,6 @@ TestTable = TableMachine.TestCase
 TestTable.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 
 
-async def test_a_restart_gives_later_epochs_though_everything_is_forgotten() -> None:
-    before = await one_join(EmbeddedRegistry(wall_ns=lambda: 1_000), member())
-    after = await one_join(EmbeddedRegistry(wall_ns=lambda: 2_000), member())
-    assert after.endpoint.epoch > before.endpoint.epoch
-
-
-async def test_a_restart_under_a_clock_set_back_stays_above_what_members_remember() -> None:
-    before = await one_join(EmbeddedRegistry(wall_ns=lambda: 2_000), member())
-    after = await one_join(EmbeddedRegistry(wall_ns=lambda: 5), before)
-    assert after.endpoint.epoch > before.endpoint.epoch
-
-
-async def one_join(registry: EmbeddedRegistry, who: Member) -> Member:
-    try:
-        return await registry.join(who)
-    finally:
-        await registry.close()
-
-
 def test_ids_that_are_gone_take_bounded_memory_and_still_get_later_epochs() -> None:
     """One of them claims a very high epoch, which raises nobody else's."""
     table, epochs = MembershipTable(first_epoch=1), {}
