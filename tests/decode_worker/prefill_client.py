@@ -43,12 +43,7 @@ class PrefillClient:
     """One request at a time."""
 
     def __init__(
-        self,
-        path: Path,
-        transfer: TransferEngine,
-        channels: Channels,
-        decode: Endpoint,
-        kv_dtype: str = "auto",
+        self, path: Path, transfer: TransferEngine, channels: Channels, decode: Endpoint, kv_dtype: str = "auto"
     ) -> None:
         self.layout = layout_of(path, kv_dtype)
         segment = transfer.allocate(self.layout.pool_bytes(NUM_BLOCKS))

@@ -65,12 +65,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.wishes[name] = prompt
         self.driver.reserve(prompt, name, ttl_s=ttl_s, wait_s=wait_s)
 
-    @rule(
-        prompt=prompts,
-        max_tokens=st.integers(2, 16),
-        priority=st.sampled_from([0, 0, 1]),
-        also_closed=st.booleans(),
-    )
+    @rule(prompt=prompts, max_tokens=st.integers(2, 16), priority=st.sampled_from([0, 0, 1]), also_closed=st.booleans())
     def land(self, prompt: list[int], max_tokens: int, priority: int, also_closed: bool) -> None:
         """The usual way, without which the unusual ones would rarely be reached."""
         self.reserve(prompt, ttl_s=4.0, wait_s=3.0)

@@ -11,15 +11,7 @@ from decode_worker import actions, events
 from decode_worker.keeping import KeepingCosts
 from protocol.keys import block_keys
 from protocol.profile import PrefillProfile
-from tests.decode_worker.driver import (
-    BLOCK_SIZE,
-    CHEAP_STORE,
-    ROOT,
-    STORE,
-    Driver,
-    next_token,
-    request_of,
-)
+from tests.decode_worker.driver import BLOCK_SIZE, CHEAP_STORE, ROOT, STORE, Driver, next_token, request_of
 
 OLD = [1, 2, 3, 4, 5]
 NEW = [5, 6, 7, 8, 9, 10]
@@ -223,11 +215,7 @@ def test_an_answer_is_put_from_the_block_on_in_which_it_begins_and_found_by_the_
     ],
 )
 def test_no_answer_is_put(
-    costs: KeepingCosts | None,
-    prompt: list[int],
-    max_tokens: int,
-    max_moves: int,
-    monkeypatch: pytest.MonkeyPatch,
+    costs: KeepingCosts | None, prompt: list[int], max_tokens: int, max_moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decode_worker.keeping.MAX_MOVES", max_moves)
     driver = finished(Driver(keeping=costs), prompt, max_tokens)

@@ -7,14 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from decode_worker import actions, events
-from protocol.errors import (
-    Cancelled,
-    InvalidRequest,
-    MoonserveError,
-    NoWorker,
-    Overloaded,
-    StaleLease,
-)
+from protocol.errors import Cancelled, InvalidRequest, MoonserveError, NoWorker, Overloaded, StaleLease
 from protocol.ids import GatewayId, LeaseId
 from tests.decode_worker.driver import Driver, only, request_of
 
@@ -221,8 +214,7 @@ def test_a_cancellation_counts_for_a_minute_and_not_for_an_attempt_that_comes_af
 
 
 @pytest.mark.parametrize(
-    ("event", "is_told"),
-    [(events.GatewayLost(gateway_id=GatewayId("g")), False), (events.Stopped(), True)],
+    ("event", "is_told"), [(events.GatewayLost(gateway_id=GatewayId("g")), False), (events.Stopped(), True)]
 )
 def test_a_committed_landing_ends_with_its_gateway_and_with_its_worker(event: events.Event, is_told: bool) -> None:
     driver = Driver()

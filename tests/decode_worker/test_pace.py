@@ -26,12 +26,7 @@ def test_steps_that_agree_are_believed_and_forgotten_again_and_short_ones_promis
 
 
 @given(
-    st.lists(
-        st.tuples(
-            st.floats(allow_nan=True, allow_infinity=True),
-            st.floats(allow_nan=True, allow_infinity=True),
-        )
-    )
+    st.lists(st.tuples(st.floats(allow_nan=True, allow_infinity=True), st.floats(allow_nan=True, allow_infinity=True)))
 )
 def test_whatever_is_told_the_factor_is_usable(steps: list[tuple[float, float]]) -> None:
     pace = Pace()

@@ -42,10 +42,7 @@ def test_the_tokens_of_a_step_leave_as_one_message_per_gateway_behind_the_next_s
     done = driver.compute()
     assert [type(action) for action in done] == [actions.RunStep, *[actions.SendTokens] * 2]
     sent = only(done, actions.SendTokens)
-    assert [(s.gateway_id, [t.request_id for t in s.tokens]) for s in sent] == [
-        ("g1", ["a", "c"]),
-        ("g2", ["b"]),
-    ]
+    assert [(s.gateway_id, [t.request_id for t in s.tokens]) for s in sent] == [("g1", ["a", "c"]), ("g2", ["b"])]
 
 
 def test_at_most_max_num_seqs_run_and_the_others_start_by_priority() -> None:

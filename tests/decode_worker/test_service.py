@@ -12,13 +12,7 @@ import pytest
 
 from decode_worker.service import landing_ranges
 from decode_worker.servicers import MAX_WAIT_S
-from protocol.errors import (
-    Cancelled,
-    Incompatible,
-    InvalidRequest,
-    Overloaded,
-    StaleLease,
-)
+from protocol.errors import Cancelled, Incompatible, InvalidRequest, Overloaded, StaleLease
 from protocol.layout import KvLayout
 from protocol.pb import worker_pb2
 from protocol.request import SamplingParams
@@ -213,9 +207,7 @@ async def test_a_cancelled_request_ends_and_frees_everything(model_path: Path, m
         assert prompt.name not in w.ears.finished
 
 
-async def test_what_the_engine_raises_fails_the_request_and_not_the_worker(
-    model_path: Path,
-) -> None:
+async def test_what_the_engine_raises_fails_the_request_and_not_the_worker(model_path: Path) -> None:
     async with world(model_path) as w:
         prompt = replace(w.client.compute(prompt_of(20), 4), first_token_id=10**6)
         await w.client.hand_off(prompt)

@@ -84,10 +84,7 @@ class Case:
                     own[slot] = (pair[0], pair[1])
         slots = torch.tensor(list(own))
         self.pool.write(
-            0,
-            slots,
-            torch.stack([key for key, _ in own.values()]),
-            torch.stack([value for _, value in own.values()]),
+            0, slots, torch.stack([key for key, _ in own.values()]), torch.stack([value for _, value in own.values()])
         )
         # As in the model: queries are a part of a wider tensor.
         shape = (self.num_tokens, self.geometry.num_heads + 2 * self.kv_heads, self.head_dim)

@@ -27,31 +27,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
-    "llama-biases-llama3": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
-    ),
+    "llama-biases-llama3": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral-window": ("mistral", {"sliding_window": 48, "head_dim": 32}),
     "mistral-linear": ("mistral", {"sliding_window": None, "rope_parameters": LINEAR_ROPE}),
     "qwen2": ("qwen2", {"head_dim": None, "tie_word_embeddings": True}),
     "qwen2-window": (
         "qwen2",
-        {
-            "head_dim": None,
-            "use_sliding_window": True,
-            "sliding_window": 40,
-            "max_window_layers": 1,
-        },
+        {"head_dim": None, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     ),
     "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
     "qwen3-biases": ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),

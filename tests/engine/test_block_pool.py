@@ -55,12 +55,7 @@ class Told:
     def allocate(self, count: int, *, leave_reserve: bool = False) -> list[BlockId] | None:
         """What the pool gives, checked against what it said was free, reserved and cached."""
         pool = self.pool
-        free, cached, refused, evicted = (
-            pool.num_free,
-            pool.num_cached,
-            pool.num_refused,
-            pool.num_evicted,
-        )
+        free, cached, refused, evicted = (pool.num_free, pool.num_cached, pool.num_refused, pool.num_evicted)
         share = self.options.get("reserved_share", 0.0)
         kept = math.ceil(share * self.num_blocks) if leave_reserve else 0
         self.zeroed.clear()
@@ -108,12 +103,7 @@ class Told:
         for key, parent in listed:
             (block,) = pool.match_prefix([key])
             assert pool.key_of(block) == key
-            found[key] = (
-                parent,
-                pool.references_of(block),
-                pool.checksum_of(block),
-                pool.hits_of(block),
-            )
+            found[key] = (parent, pool.references_of(block), pool.checksum_of(block), pool.hits_of(block))
         return found
 
 
@@ -136,11 +126,7 @@ class Twins(RuleBasedStateMachine):
     def come(self, path: str) -> None:
         self.same(lambda twin: twin.come(path, list(range(len(path)))))
 
-    @rule(
-        path=st.text("ab", min_size=1, max_size=6),
-        order=st.permutations(range(6)),
-        end=st.integers(1, 6),
-    )
+    @rule(path=st.text("ab", min_size=1, max_size=6), order=st.permutations(range(6)), end=st.integers(1, 6))
     def come_in_disorder(self, path: str, order: list[int], end: int) -> None:
         self.same(lambda twin: twin.come(path, order[:end]))
 

@@ -47,10 +47,7 @@ def test_auto_takes_the_gpu_that_kernels_run_on(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_left_or_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int] | None,
-    has_triton: bool,
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, has_triton: bool, words: str
 ) -> None:
     gpu(monkeypatch, capability)
     monkeypatch.setattr(requirements, "find_spec", lambda _name: object() if has_triton else None)

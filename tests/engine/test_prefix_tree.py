@@ -14,11 +14,7 @@ from tests.engine.test_block_pool import chain
 
 def tree_of(eviction: str = "lru", *, slack: int = SLACK) -> RadixTree:
     return RadixTree(
-        64,
-        make_eviction(eviction, 64),
-        slack=slack,
-        on_added=lambda key, parent: None,
-        on_removed=lambda key: None,
+        64, make_eviction(eviction, 64), slack=slack, on_added=lambda key, parent: None, on_removed=lambda key: None
     )
 
 

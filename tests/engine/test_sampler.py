@@ -53,9 +53,7 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_frequencies_over_positions_follow_the_filtered_distribution(
-    fields: dict[str, Any],
-) -> None:
+def test_frequencies_over_positions_follow_the_filtered_distribution(fields: dict[str, Any]) -> None:
     """Chi-square over 4,000 positions of one seed."""
     logits = random_logits(1)
     sampling = params(seed=11, **fields)
@@ -221,10 +219,7 @@ def test_bits_equal_numpys_philox(key: int, counter: int) -> None:
 
 
 def test_numbers_are_uniform_over_positions_and_over_seeds() -> None:
-    for numbers in (
-        [uniform(7, position) for position in range(4000)],
-        [uniform(seed, 7) for seed in range(4000)],
-    ):
+    for numbers in ([uniform(7, position) for position in range(4000)], [uniform(seed, 7) for seed in range(4000)]):
         counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
         chi_square = float(np.sum((counts - 200) ** 2 / 200))
         assert chi_square < 43.8  # 0.1 % quantile, 19 degrees of freedom

@@ -27,18 +27,9 @@ def config(llama: Pair) -> ModelConfig:
     inner_each=st.integers(1, 100),
     vocab_size=st.integers(1, 300),
 )
-@settings(
-    max_examples=examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ranks_share_everything_once(
-    config: ModelConfig,
-    size: int,
-    kv_heads_each: int,
-    group: int,
-    inner_each: int,
-    vocab_size: int,
+    config: ModelConfig, size: int, kv_heads_each: int, group: int, inner_each: int, vocab_size: int
 ) -> None:
     """In order, equal parts but for the vocabulary, and query heads where the KV head is that they share."""
     config = replace(

@@ -54,10 +54,7 @@ def make_request(
 
 
 def make_placement(
-    request: Request,
-    *,
-    sources: Sequence[tuple[Endpoint, int, int]] = (),
-    rank: float = 0.0,
+    request: Request, *, sources: Sequence[tuple[Endpoint, int, int]] = (), rank: float = 0.0
 ) -> Placement:
     return Placement(
         request_id=request.request_id,
@@ -71,10 +68,7 @@ def make_placement(
 
 
 def submitted(
-    request: Request,
-    *,
-    sources: Sequence[tuple[Endpoint, int, int]] = (),
-    rank: float = 0.0,
+    request: Request, *, sources: Sequence[tuple[Endpoint, int, int]] = (), rank: float = 0.0
 ) -> ev.Submitted:
     placement = make_placement(request, sources=sources, rank=rank)
     return ev.Submitted(request=request, placement=placement)
@@ -97,11 +91,7 @@ def make_state(
     layered_loads: str = "auto",
     num_stages: int = 1,
 ) -> PrefillState:
-    pool = BlockPool(
-        num_blocks,
-        on_added=lambda key, parent: None,
-        on_removed=lambda key: state.evicted(key),
-    )
+    pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: state.evicted(key))
     state = PrefillState(
         pool,
         Limits(

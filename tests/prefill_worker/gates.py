@@ -92,12 +92,7 @@ class GatedStores(BlockStores):
         return await super().read(store, keys, spots, deadline_s=PATIENCE_S)
 
     async def lease(
-        self,
-        store: Endpoint,
-        keys: Sequence[BlockKey],
-        *,
-        ttl_s: float = 10.0,
-        timeout_s: float = 2.0,
+        self, store: Endpoint, keys: Sequence[BlockKey], *, ttl_s: float = 10.0, timeout_s: float = 2.0
     ) -> ReadLease:
         await self.gate.pass_through()
         await asyncio.sleep(self.delay_s)

@@ -15,15 +15,7 @@ from prefill_worker.state import PrefillState
 from protocol.errors import PeerLost
 from protocol.ids import GatewayId, RequestId
 from protocol.request import Token
-from tests.prefill_worker.builders import (
-    HOME,
-    endpoint,
-    granted,
-    make_request,
-    make_state,
-    step_done,
-    submitted,
-)
+from tests.prefill_worker.builders import HOME, endpoint, granted, make_request, make_state, step_done, submitted
 from tests.thoroughness import examples
 
 GATEWAYS = ("gateway-0", "gateway-1")
@@ -69,14 +61,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
-        self,
-        num_blocks: int,
-        budget: int,
-        policy: str,
-        puts: int,
-        prefetch: int,
-        layered: str,
-        num_stages: int,
+        self, num_blocks: int, budget: int, policy: str, puts: int, prefetch: int, layered: str, num_stages: int
     ) -> None:
         self.state = make_state(
             num_blocks=num_blocks,

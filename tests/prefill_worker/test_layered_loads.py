@@ -37,10 +37,7 @@ async def mortal_store(
 ) -> AsyncIterator[tuple[Endpoint, asyncio.subprocess.Process]]:
     """A store node that has the prompt's blocks, in a process that can be killed."""
     flags = ("--instance-id", name, "--dram", "4MiB", "--transports", transports)
-    async with (
-        cluster(model_path, home_store=name) as writer,
-        process_of("kvstore", *flags) as (process, rpc),
-    ):
+    async with cluster(model_path, home_store=name) as writer, process_of("kvstore", *flags) as (process, rpc):
         store = await writer.stores.locate(rpc)
         await put_into(writer, store, [PROMPT])
         yield store, process
@@ -50,11 +47,7 @@ async def mortal_store(
 async def reading(model_path: Path, *, spare_wait_s: float = PATIENCE_S, device: str = "cpu") -> AsyncIterator[Cluster]:
     """A worker that reads every prefix layer by layer."""
     async with cluster(
-        model_path,
-        profile=PROFILE,
-        layered_loads="always",
-        spare_wait_s=spare_wait_s,
-        device=device,
+        model_path, profile=PROFILE, layered_loads="always", spare_wait_s=spare_wait_s, device=device
     ) as reader:
         yield reader
 
@@ -118,10 +111,7 @@ async def test_a_corrupt_block_is_found_and_what_was_computed_behind_it_is_dropp
 async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(model_path: Path, transports: str) -> None:
     """Over shm its memory stays mapped, and what had been verified by its writer is still right. Afterwards nobody is
     there, which means computing."""
-    async with (
-        mortal_store(model_path, transports) as (store, process),
-        reading(model_path) as c,
-    ):
+    async with mortal_store(model_path, transports) as (store, process), reading(model_path) as c:
         await held_in_an_early_step(c, source_of(store))
         process.kill()
         await process.wait()
@@ -154,10 +144,7 @@ async def test_what_another_store_gave_is_kept_when_one_is_killed(model_path: Pa
 
 async def test_a_store_that_stands_still_holds_nobody_else_up(model_path: Path) -> None:
     """The step is given up, others run, and the prompt goes on once its prefix is there."""
-    async with (
-        stored_prompt(model_path) as store,
-        reading(model_path, spare_wait_s=0.0) as c,
-    ):
+    async with stored_prompt(model_path) as store, reading(model_path, spare_wait_s=0.0) as c:
         await held_in_an_early_step(c, source_of(store))
         other = [(7 * i) % 250 for i in range(13)]
         await c.submit("other", other, max_tokens=5)
@@ -169,9 +156,7 @@ async def test_a_store_that_stands_still_holds_nobody_else_up(model_path: Path) 
         assert counters["store_hit_blocks"] == NUM_STORED
 
 
-async def test_a_cancelled_request_and_a_worker_that_stops_leave_nothing_behind(
-    model_path: Path,
-) -> None:
+async def test_a_cancelled_request_and_a_worker_that_stops_leave_nothing_behind(model_path: Path) -> None:
     async with stored_prompt(model_path) as store:
         async with reading(model_path) as c:
             await held_in_an_early_step(c, source_of(store))

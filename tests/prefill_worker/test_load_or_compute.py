@@ -38,11 +38,7 @@ NUM_TOKENS = 9  # two blocks of four can be read
     ],
 )
 def test_the_leading_parts_are_read_that_make_the_prompt_ready_soonest(
-    part_s: list[float],
-    compute_s: list[float],
-    busy_s: float,
-    gains_s: list[float] | None,
-    num_parts: int,
+    part_s: list[float], compute_s: list[float], busy_s: float, gains_s: list[float] | None, num_parts: int
 ) -> None:
     choice = choose(part_s, compute_s, busy_s, gains_s)
     assert (choice.num_parts, choice.num_skipped) == (num_parts, len(part_s) - num_parts)
@@ -192,10 +188,7 @@ def test_small_prefixes_are_read_in_few_turns_or_at_once() -> None:
     assert Layers(12, "always").at_once(1) == 1
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "busy_s", "expected"),
-    [(200, 0.0, 1), (200, 10.0, None), (2, 0.0, None)],
-)
+@pytest.mark.parametrize(("num_blocks", "busy_s", "expected"), [(200, 0.0, 1), (200, 10.0, None), (2, 0.0, None)])
 def test_what_gains_nothing_is_read_at_once(num_blocks: int, busy_s: float, expected: int | None) -> None:
     choice = chosen(loads_of(Layers(8)), num_blocks, busy_s)
     assert (choice.num_parts, choice.layers_at_once) == (1, expected)

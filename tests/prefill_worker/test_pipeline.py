@@ -27,17 +27,7 @@ from tests.prefill_worker.builders import make_request
 from tests.prefill_worker.processes import process_of
 from tests.random_models import make_model
 from tests.stopping import stop
-from tests.worker.parts import (
-    BLOCK_SIZE,
-    TOKEN,
-    Ears,
-    coupled,
-    decoding,
-    endpoint_of,
-    listening,
-    status_of,
-    submit,
-)
+from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, endpoint_of, listening, status_of, submit
 from transfer import TransferEngine
 from transfer.config import Patience
 
@@ -66,11 +56,7 @@ class Group:
 
     async def submit(self, name: str, token_ids: Sequence[int]) -> None:
         request = make_request(
-            name,
-            token_ids,
-            max_tokens=MAX_TOKENS,
-            block_size=BLOCK_SIZE,
-            fingerprint=self.reference.fingerprint,
+            name, token_ids, max_tokens=MAX_TOKENS, block_size=BLOCK_SIZE, fingerprint=self.reference.fingerprint
         )
         await submit(self.channels, request, self.endpoint, self.decode)
 
@@ -112,10 +98,7 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
     }
     async with (
         decoding(path, 64) as (decode, decoder),
-        process_of("prefill_worker", *(part for pair in own.items() for part in pair), *flags) as (
-            leader,
-            rpc,
-        ),
+        process_of("prefill_worker", *(part for pair in own.items() for part in pair), *flags) as (leader, rpc),
     ):
         endpoint = endpoint_of("prefill-0", rpc)
         async with listening(ears, channels, endpoint), listening(ears, channels, decode):
@@ -124,11 +107,7 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
     await channels.close()
 
 
-PROMPTS = {
-    "long": random_prompt(150, 1),
-    "other": random_prompt(61, 2),
-    "short": random_prompt(9, 3),
-}
+PROMPTS = {"long": random_prompt(150, 1), "other": random_prompt(61, 2), "short": random_prompt(9, 3)}
 
 
 @pytest.mark.slow
@@ -178,13 +157,7 @@ def stages(longest_wait_s: float = PATIENCE_S) -> Iterator[tuple[HiddenOutbox, H
     """The way between two stages; rows of 16 bytes, no more than 8."""
     with TransferEngine(cluster_token=TOKEN) as maker, TransferEngine(cluster_token=TOKEN) as taker:
         outbox = HiddenOutbox(maker, row_bytes=16, slot_rows=8, num_slots=2)
-        inbox = HiddenInbox(
-            taker,
-            outbox.source,
-            row_bytes=16,
-            patience=Patience(),
-            longest_wait_s=longest_wait_s,
-        )
+        inbox = HiddenInbox(taker, outbox.source, row_bytes=16, patience=Patience(), longest_wait_s=longest_wait_s)
         yield outbox, inbox
 
 

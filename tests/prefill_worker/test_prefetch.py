@@ -29,11 +29,7 @@ def fetched(actions: Sequence[Action]) -> list[str]:
 def come(walk: Walk, number: int, *, num_blocks: int = 2, priority: int = 0) -> Sequence[Action]:
     """A request of its own whose leading blocks are in the home store."""
     return walk.submit(
-        f"r{number}",
-        4 * num_blocks + 1,
-        first=1000 * number,
-        sources=[(HOME, 0, num_blocks)],
-        priority=priority,
+        f"r{number}", 4 * num_blocks + 1, first=1000 * number, sources=[(HOME, 0, num_blocks)], priority=priority
     )
 
 
@@ -43,10 +39,7 @@ def test_a_waiting_request_has_its_prefix_fetched_from_all_its_stores() -> None:
     assert walk.submit("r", 13, first=100, sources=[(HOME, 0, 2), (far, 2, 1)]) == [
         act.PrefetchPrefix(
             request_id=RequestId("r"),
-            parts=(
-                act.PrefetchPart(store=HOME, keys=keys[:2]),
-                act.PrefetchPart(store=far, keys=keys[2:3]),
-            ),
+            parts=(act.PrefetchPart(store=HOME, keys=keys[:2]), act.PrefetchPart(store=far, keys=keys[2:3])),
         )
     ]
     assert walk.state.counters["prefetched_blocks"] == 3

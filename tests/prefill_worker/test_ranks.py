@@ -14,9 +14,7 @@ from tests.prefill_worker.walks import Walk, all_of, only, spans
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 20.0)), max_size=30))
-def test_nobody_is_passed_by_what_arrives_later_than_its_rank(
-    arrivals: list[tuple[float, float]],
-) -> None:
+def test_nobody_is_passed_by_what_arrives_later_than_its_rank(arrivals: list[tuple[float, float]]) -> None:
     """Gaps before arrivals, and ranks."""
     queue, now = RequestQueue(), 0.0
     came: dict[str, tuple[float, float]] = {}

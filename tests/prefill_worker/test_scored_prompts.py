@@ -7,12 +7,7 @@ from dataclasses import replace
 
 from engine.batch import MAX_SCORED_TOKENS, Sampled
 from prefill_worker import actions as act
-from prefill_worker.pipeline.wire import (
-    done_to_wire,
-    plan_from_wire,
-    plan_to_wire,
-    sampled_from_wire,
-)
+from prefill_worker.pipeline.wire import done_to_wire, plan_from_wire, plan_to_wire, sampled_from_wire
 from protocol.request import Request
 from tests.prefill_worker.builders import BLOCK_SIZE, HOME, make_request
 from tests.prefill_worker.walks import Walk, kinds, only, spans

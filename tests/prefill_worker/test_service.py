@@ -135,9 +135,7 @@ async def test_a_lease_is_renewed_again_and_again_while_a_request_waits(model_pa
         await c.assert_drained()
 
 
-async def test_malformed_submissions_are_refused_before_they_become_requests(
-    model_path: Path,
-) -> None:
+async def test_malformed_submissions_are_refused_before_they_become_requests(model_path: Path) -> None:
     async with cluster(model_path) as c:
         stub = worker_pb2_grpc.WorkerStub(c.channels.to(c.prefill.rpc_address))
         request = c.request("r", prompt_of(20))
@@ -201,10 +199,7 @@ async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
         disk = f"{tmp_path}:64MiB"
         async with store_node(writer, disk) as store:
             await put_into(writer, store, [PROMPT])
-        async with (
-            store_node(writer, disk) as store,
-            cluster(model_path, num_blocks=8 if waits else 48) as reader,
-        ):
+        async with store_node(writer, disk) as store, cluster(model_path, num_blocks=8 if waits else 48) as reader:
 
             async def until_on_disk_only(count: int) -> None:
                 async def on_disk() -> bool:

@@ -283,11 +283,7 @@ def put_behind(walk: Walk, name: str, tokens: abc.Sequence[int]) -> list[BlockKe
 def test_an_illegal_step_raises_with_the_history_and_changes_nothing() -> None:
     request = make_request("r", range(6))
     sequence = Sequence(
-        request=request,
-        placement=make_placement(request),
-        rank=(0, 0.0, 1),
-        lease_id=LeaseId("l"),
-        submitted_at=0.0,
+        request=request, placement=make_placement(request), rank=(0, 0.0, 1), lease_id=LeaseId("l"), submitted_at=0.0
     )
     sequence.enter(Phase.RESERVING, 1.0)
     with pytest.raises(IllegalTransition, match=r"r: reserving → committing.*reserving@1\.000"):

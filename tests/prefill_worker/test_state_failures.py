@@ -185,18 +185,12 @@ def committing(answer: Event) -> Callable[[Walk], list[Event]]:
         ("committing", committing(ev.HandoffAccepted(request_id=R)), [act.Fail], []),
         *(
             ("committing", committing(answer), [act.Fail], [act.ReleaseLanding])
-            for answer in (
-                ev.HandoffCorrupt(request_id=R, indexes=(0,)),
-                ev.HandoffFailed(request_id=R, error=LOST),
-            )
+            for answer in (ev.HandoffCorrupt(request_id=R, indexes=(0,)), ev.HandoffFailed(request_id=R, error=LOST))
         ),
     ],
 )
 def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
-    phase: str,
-    reach: Callable[[Walk], list[Event]],
-    told: list[type[Action]],
-    released: list[type[Action]],
+    phase: str, reach: Callable[[Walk], list[Event]], told: list[type[Action]], released: list[type[Action]]
 ) -> None:
     """No further step runs, whatever the answers."""
     walk = Walk(home=None, num_blocks=16, budget=16)

@@ -101,19 +101,10 @@ async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> Async
 
 
 async def submit(
-    channels: Channels,
-    request: Request,
-    prefill: Endpoint,
-    decode: Endpoint,
-    sources: Sequence[PrefixSource] = (),
+    channels: Channels, request: Request, prefill: Endpoint, decode: Endpoint, sources: Sequence[PrefixSource] = ()
 ) -> None:
     """As a gateway does it once the request is placed."""
-    placement = Placement(
-        request_id=request.request_id,
-        prefill=prefill,
-        decode=decode,
-        prefix_sources=tuple(sources),
-    )
+    placement = Placement(request_id=request.request_id, prefill=prefill, decode=decode, prefix_sources=tuple(sources))
     stub = worker_pb2_grpc.WorkerStub(channels.to(prefill.rpc_address))
     message = submission_to_wire(request, placement)
     await channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
@@ -129,11 +120,7 @@ async def status_of(channels: Channels, worker: Endpoint) -> worker_pb2.WorkerSt
 
 def endpoint_of(name: str, rpc_address: str, transfer_address: str = "") -> Endpoint:
     return Endpoint(
-        instance_id=name,
-        epoch=1,
-        rpc_address=rpc_address,
-        transfer_address=transfer_address,
-        host=host_identity(),
+        instance_id=name, epoch=1, rpc_address=rpc_address, transfer_address=transfer_address, host=host_identity()
     )
 
 
@@ -142,12 +129,7 @@ def layout_of(path: Path, kv_dtype: str = "auto") -> KvLayout:
 
 
 def load_engine(
-    path: Path,
-    num_blocks: int = 64,
-    memory: memoryview | None = None,
-    *,
-    kv_dtype: str = "auto",
-    device: str = "cpu",
+    path: Path, num_blocks: int = 64, memory: memoryview | None = None, *, kv_dtype: str = "auto", device: str = "cpu"
 ) -> Engine:
     """Computes in float32, and, where KV is quantised, with native kernels: there a row's bits do not depend on its
     batch, and so codes do not either."""

@@ -20,11 +20,7 @@ from engine.cuda.kernels.decode import DecodeBatch, decode_attention
 from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
 from engine.cuda.kernels.prefill import ChunkBatch, prefill_attention
 
-ATTENTION = (
-    (torch.bfloat16, 80, 4096),
-    (torch.bfloat16, 256, None),
-    (torch.float32, 256, None),
-)
+ATTENTION = ((torch.bfloat16, 80, 4096), (torch.bfloat16, 256, None), (torch.float32, 256, None))
 """(dtype, head_dim, window)"""
 
 

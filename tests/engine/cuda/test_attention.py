@@ -54,11 +54,7 @@ def test_any_shape_is_what_the_definition_gives(case: AttentionCase, device: tor
 
 @hypothesis_settings(max_examples=examples(8))
 @given(
-    spans=st.lists(
-        st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 60))),
-        min_size=1,
-        max_size=4,
-    ),
+    spans=st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 60))), min_size=1, max_size=4),
     head_dim=st.sampled_from([8, 32, 40]),
     heads=st.sampled_from([(2, 1), (3, 3), (6, 2)]),
     block_size=st.sampled_from([16, 17, 64]),

@@ -84,10 +84,7 @@ def test_any_order_of_stores_and_loads(moves: list[tuple[bool, int, list[int]]],
     told: list[int] = []
     for outward, layer, blocks in moves:
         source, target = (twin, twin_host) if outward else (twin_host, twin)
-        for piece, place in (
-            (source.keys[layer], target.keys[layer]),
-            (source.values[layer], target.values[layer]),
-        ):
+        for piece, place in ((source.keys[layer], target.keys[layer]), (source.values[layer], target.values[layer])):
             place[blocks] = piece[blocks].to(place.device)
         if outward:
             staging.store(layer, blocks, lambda number=stores: told.append(number))

@@ -34,10 +34,7 @@ class Worker:
         config = LedgerConfig(elastic_kv_memory=True, **options)  # type: ignore[arg-type]
         self.elasticity: Elasticity = config.elasticity(name, self.paging, self.memory)
         self.pool = BlockPool(
-            self.paging.num_blocks,
-            on_added=lambda *_: None,
-            on_removed=lambda _: None,
-            blanks=self.elasticity.blanks,
+            self.paging.num_blocks, on_added=lambda *_: None, on_removed=lambda _: None, blanks=self.elasticity.blanks
         )
         self.elasticity.references = self.pool.references
         self.kv = KvPool(LAYOUT, self.paging.num_blocks, self.memory.view)
@@ -104,10 +101,7 @@ async def test_two_under_one_budget_hand_memory_over(tmp_path: Path) -> None:
     one.fill(blocks)
     assert one.resident == 2 * MIB // page * page
     assert other.pool.allocate(1) is None
-    running_both = (
-        running(one.elasticity.run(one.on_change)),
-        running(other.elasticity.run(other.on_change)),
-    )
+    running_both = (running(one.elasticity.run(one.on_change)), running(other.elasticity.run(other.on_change)))
     async with running_both[0], running_both[1], asyncio.timeout(PATIENCE_S):
         one.pool.release(blocks)
         while (taken := other.pool.allocate(half // 2)) is None:

@@ -64,10 +64,7 @@ Ledger(Path(sys.argv[1]), budget=16 << 20)
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -253,10 +250,7 @@ def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(path: Path, 
 def test_who_starts_waits_for_who_has_the_lock(path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it may wait for its turn longer than others try to take something."""
     late: list[Ledger] = []
-    for begin in (
-        lambda: late.append(Ledger(path, budget=BUDGET)),
-        lambda: late[0].claim("late", 0, BUDGET),
-    ):
+    for begin in (lambda: late.append(Ledger(path, budget=BUDGET)), lambda: late[0].claim("late", 0, BUDGET)):
         held, pauses = contextlib.ExitStack(), itertools.count(1)
         assert held.enter_context(ledger._locked())
 
@@ -271,9 +265,7 @@ def test_who_starts_waits_for_who_has_the_lock(path: Path, ledger: Ledger, monke
     late[0].close()
 
 
-def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(
-    seat: Callable[..., Seat],
-) -> None:
+def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(seat: Callable[..., Seat]) -> None:
     """Both ring for each other."""
     idle, busy = seat("idle"), seat("busy")
     assert idle.take(16) == 16
@@ -304,9 +296,7 @@ def test_what_a_silent_process_wants_or_could_spare_is_forgotten(seat: Callable[
     assert other.room() == 0
 
 
-def test_a_smaller_budget_is_asked_back_and_a_larger_one_can_be_taken(
-    seat: Callable[..., Seat],
-) -> None:
+def test_a_smaller_budget_is_asked_back_and_a_larger_one_can_be_taken(seat: Callable[..., Seat]) -> None:
     worker = seat("worker", floor=2 * MIB)
     assert worker.take(16) == 16
     worker.resize(10 * MIB)

@@ -80,10 +80,7 @@ def test_a_normal_matrix_takes_three_quarters() -> None:
     "weight",
     [
         pytest.param(torch.ones(32, 70, dtype=torch.bfloat16), id="an odd number of words"),
-        pytest.param(
-            torch.exp2(torch.arange(64 * 64) % 40 - 20.0).bfloat16().view(64, 64),
-            id="many exponents",
-        ),
+        pytest.param(torch.exp2(torch.arange(64 * 64) % 40 - 20.0).bfloat16().view(64, 64), id="many exponents"),
         pytest.param(torch.ones(0, 64, dtype=torch.bfloat16), id="nothing"),
     ],
 )

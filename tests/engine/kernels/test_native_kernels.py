@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from engine.config import ModelConfig, load_model_config
-from engine.kernels import (
-    FEW_TOKENS,
-    Kernels,
-    MixedKernels,
-    NativeKernels,
-    TorchKernels,
-    make_kernels,
-)
+from engine.kernels import FEW_TOKENS, Kernels, MixedKernels, NativeKernels, TorchKernels, make_kernels
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.step import Step
 from engine.weights import Weights, load_weights
@@ -104,10 +97,7 @@ def test_layers_are_those_of_torch(name: str, dtype: str, pairs: dict[str, Pair]
         rounded = found[-1].to(TORCH_DTYPES[dtype]).float()
         assert torch.equal(found[-1], rounded), "logits are rounded to the dtype"
         for piece in range(layers):
-            assert_alike(
-                [own_pool.keys[piece], own_pool.values[piece]],
-                [pool.keys[piece], pool.values[piece]],
-            )
+            assert_alike([own_pool.keys[piece], own_pool.values[piece]], [pool.keys[piece], pool.values[piece]])
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)

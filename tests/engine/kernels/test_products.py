@@ -81,13 +81,7 @@ LONG = {"gap": 0, "with_bias": False, "seed": 0}
     seed=st.integers(0, 99),
 )
 def test_a_product_is_the_exact_one_rounded(
-    dtype: torch.dtype,
-    rows: int,
-    outputs: int,
-    pairs: int,
-    gap: int,
-    with_bias: bool,
-    seed: int,
+    dtype: torch.dtype, rows: int, outputs: int, pairs: int, gap: int, with_bias: bool, seed: int
 ) -> None:
     """Any number of rows and outputs, input rows that lie apart and at any alignment."""
     inputs = 2 * pairs

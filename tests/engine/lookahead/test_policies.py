@@ -11,10 +11,7 @@ from protocol.profile import DecodeProfile, PrefillProfile
 from tests.engine.lookahead.asking import Asking
 
 # 1,000 tokens take 0.1 s to compute again; a step's constant part is 25 ms.
-COSTS = Costs(
-    decode=DecodeProfile(c0=0.025, c1=1e-4, c2=4e-8),
-    prefill=PrefillProfile(c0=0.0, c1=1e-4, c2=0.0),
-)
+COSTS = Costs(decode=DecodeProfile(c0=0.025, c1=1e-4, c2=4e-8), prefill=PrefillProfile(c0=0.0, c1=1e-4, c2=0.0))
 
 
 class Tables(ReplayedTables):
@@ -90,11 +87,7 @@ def test_a_preemption_is_weighed_against_the_steps_of_an_empty_place(
 
 @pytest.mark.parametrize(
     ("prompt", "output", "costs", "least", "most"),
-    [
-        (30_000, 20, COSTS, MARGIN, MARGIN),
-        (100, 2000, COSTS, 0.0, 1.0),
-        (100, 2000, None, MARGIN, MARGIN),
-    ],
+    [(30_000, 20, COSTS, MARGIN, MARGIN), (100, 2000, COSTS, 0.0, 1.0), (100, 2000, None, MARGIN, MARGIN)],
     ids=["dear", "cheap", "unknown"],
 )
 def test_the_margin_is_as_wide_as_preemptions_are_dear(

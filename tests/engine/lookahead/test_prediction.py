@@ -38,10 +38,7 @@ def test_what_remains_of_a_running_request_is_that_of_those_who_came_so_far() ->
 
 @pytest.mark.parametrize(
     ("short", "long"),
-    [
-        ({"tenant": "a"}, {"tenant": "b"}),
-        ({"num_prompt_tokens": 20_000}, {"num_prompt_tokens": 20}),
-    ],
+    [({"tenant": "a"}, {"tenant": "b"}), ({"num_prompt_tokens": 20_000}, {"num_prompt_tokens": 20})],
     ids=["tenant", "prompt"],
 )
 def test_requests_are_told_apart(short: dict[str, Any], long: dict[str, Any]) -> None:

@@ -26,12 +26,7 @@ spans = st.builds(
 )
 some_steps = st.builds(
     lambda tokens, longest, spans, rows: Step(
-        token_ids=tokens,
-        positions=tokens + 1,
-        longest=longest,
-        slots=tokens + 2,
-        spans=spans,
-        rows=rows,
+        token_ids=tokens, positions=tokens + 1, longest=longest, slots=tokens + 2, spans=spans, rows=rows
     ),
     numbers,
     st.integers(1, 10_000),
