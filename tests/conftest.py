@@ -108,6 +108,16 @@ def _rank(item: pytest.Item) -> int:
     return next((i for i, begin in enumerate(LONGEST) if place.startswith(begin)), len(LONGEST))
 
 
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, which no test may change."""
+    from tests.random_models import make_model  # only where it is needed: it imports transformers
+
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path)
+    return path
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _services_collect_no_garbage() -> Iterator[None]:
     """A service collects garbage as it starts. In a test process, whose heap is large, that takes 0.3 s each time."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode_worker import actions, events
+from decode_worker.composition import Pace
 from engine.batch import Sampled
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerError
 from protocol.ids import GatewayId, RequestId
@@ -278,3 +282,27 @@ def test_a_sequence_gets_its_next_block_ahead_of_time() -> None:
     ends = [piece.end for step in driver.steps for piece in step.slices]
     assert ends == [BLOCK_SIZE, BLOCK_SIZE + 1]
     assert len(driver.steps[1].slices[0].block_table) == 2
+
+
+def after(*ratios: float) -> float:
+    pace = Pace()
+    for ratio in ratios:
+        pace.observe(0.01, 0.01 * ratio)
+    return pace.factor
+
+
+def test_steps_that_agree_are_believed_and_forgotten_again_and_short_ones_promise_nothing() -> None:
+    assert after(*[3.0] * 100) == pytest.approx(3.0, rel=0.01)
+    assert after(*[3.0] * 100, *[1.0] * 100) == pytest.approx(1.0, rel=0.01)
+    assert after(1_000.0) < 1.2, "one stall moves it little"
+    assert after(*[0.1] * 100) == 1.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(allow_nan=True, allow_infinity=True), st.floats(allow_nan=True, allow_infinity=True)))
+)
+def test_whatever_is_told_the_factor_is_usable(steps: list[tuple[float, float]]) -> None:
+    pace = Pace()
+    for predicted_s, actual_s in steps:
+        pace.observe(predicted_s, actual_s)
+    assert 1.0 <= pace.factor < math.inf

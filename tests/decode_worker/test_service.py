@@ -16,22 +16,13 @@ from protocol.errors import Cancelled, Incompatible, InvalidRequest, Overloaded,
 from protocol.layout import KvLayout
 from protocol.pb import worker_pb2
 from protocol.request import SamplingParams
-from tests.decode_worker.held import hold_steps
-from tests.decode_worker.world import World, prompt_of, world
+from tests.decode_worker.world import World, hold_steps, prompt_of, world
 from tests.patience import PATIENCE_S, answered
-from tests.random_models import make_model
 from tests.worker.parts import BLOCK_SIZE
 from transfer import FaultPlan
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path)
-    return path
 
 
 async def refused(call: Awaitable[T], error: type[BaseException]) -> str:

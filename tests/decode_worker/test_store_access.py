@@ -17,7 +17,6 @@ from protocol.profile import PrefillProfile
 from protocol.rpc import Channels
 from tests.decode_worker.world import World, prompt_of, world
 from tests.patience import PATIENCE_S
-from tests.random_models import make_model
 from tests.services import serving
 from tests.worker.parts import BLOCK_SIZE, TOKEN, endpoint_of, layout_of
 from transfer import TransferEngine
@@ -25,13 +24,6 @@ from transfer.config import Patience
 
 NUM_TOKENS = 40
 NUM_BLOCKS = 10  # three sequences together outgrow them
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path)
-    return path
 
 
 def costs_of(path: Path) -> KeepingCosts:

@@ -9,12 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from decode_worker.events import StepDone, StepFailed
 from decode_worker.service import DecodeService
+from decode_worker.stepping import Stepping
+from decode_worker.verify import BlockVerifier
+from engine.batch import Slice
+from prefill_worker.actions import CommitHandoff, ReserveLanding
+from prefill_worker.events import Landing
+from prefill_worker.landing import Route, token_runs
+from prefill_worker.landing_client import LandingClient
+from protocol.ids import GatewayId, LeaseId, RequestId, new_id
+from protocol.keys import block_keys, root_key
+from protocol.pb import worker_pb2, worker_pb2_grpc
+from protocol.request import Endpoint, Request, SamplingParams
 from protocol.rpc import Channels
-from tests.decode_worker.prefill_client import PrefillClient, Prompt
 from tests.patience import PATIENCE_S
-from tests.worker.parts import TOKEN, Ears, coupled, decoding, listening
+from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, layout_of, listening, load_engine, status_of
 from transfer import FaultPlan, TransferEngine
+from worker.memory import KvMemory
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -60,3 +74,142 @@ async def world(
             async with listening(ears, channels, endpoint):
                 yield World(client, ears, service)
         await channels.close()
+
+
+NUM_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What this client computed for one request, in its own blocks from 0 on."""
+
+    request: Request
+    lease_id: LeaseId
+    first_token_id: int
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+
+class PrefillClient:
+    """One request at a time."""
+
+    def __init__(
+        self, path: Path, transfer: TransferEngine, channels: Channels, decode: Endpoint, kv_dtype: str = "auto"
+    ) -> None:
+        self.layout = layout_of(path, kv_dtype)
+        segment = transfer.allocate(self.layout.pool_bytes(NUM_BLOCKS))
+        self.memory = KvMemory(segment, self.layout, NUM_BLOCKS)
+        self.engine = load_engine(path, NUM_BLOCKS, segment.buffer, kv_dtype=kv_dtype)
+        self.decode = decode
+        self.channels = channels
+        self.transfer = transfer
+        self.worker = worker_pb2_grpc.WorkerStub(channels.to(decode.rpc_address))
+
+    def _landings(self, fingerprint: str = "") -> LandingClient:
+        known = fingerprint or self.engine.fingerprint
+        return LandingClient(self.channels, fingerprint=known, ttl_s=30.0)
+
+    def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: Any) -> Prompt:
+        """Fills own blocks with the prompt's KV and samples the first token."""
+        request = Request(
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(token_ids),
+            block_keys=tuple(block_keys(root_key(self.engine.fingerprint), token_ids, BLOCK_SIZE)),
+            **{
+                "request_id": RequestId(new_id("req")),
+                "gateway_id": GatewayId("gateway-0"),
+                "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                **wishes,
+            },
+        )
+        piece = Slice(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            start=0,
+            end=len(token_ids),
+            block_table=range(NUM_BLOCKS),
+            sampling=request.sampling,
+            num_prompt_tokens=len(token_ids),
+            samples=True,
+        )
+        (first,) = self.engine.execute([piece])
+        assert first is not None
+        return Prompt(request, LeaseId(new_id("lease")), first.token_id)
+
+    async def reserve(self, prompt: Prompt, *, timeout_s: float = PATIENCE_S, fingerprint: str = "") -> Landing:
+        request = prompt.request
+        wish = ReserveLanding(
+            request_id=request.request_id,
+            lease_id=prompt.lease_id,
+            decode=self.decode,
+            num_tokens=len(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+            tenant=request.tenant,
+            priority=request.priority,
+            block_keys=request.block_keys,
+            timeout_s=timeout_s,
+        )
+        return await self._landings(fingerprint).reserve(wish)
+
+    async def write(self, prompt: Prompt, landing: Landing) -> None:
+        """Writes the blocks that are not cached there, valid tokens only."""
+        first, end = landing.num_cached_blocks * BLOCK_SIZE, len(prompt.request.token_ids)
+        if first < end:
+            own = range(NUM_BLOCKS)[: len(landing.block_ids)]
+            runs = token_runs(own, landing.block_ids, first, end, self.layout)
+            pieces = range(self.layout.pieces_per_block)
+            write = Route(self.memory, landing, runs).transfer(pieces)
+            await self.transfer.submit([write], deadline_s=PATIENCE_S)
+
+    async def commit(self, prompt: Prompt, landing: Landing) -> tuple[int, ...]:
+        """Indexes of corrupt blocks."""
+        verifier = BlockVerifier(self.memory.segment.buffer, self.layout, NUM_BLOCKS)
+        num_tokens = len(prompt.request.token_ids)
+        checksums = [
+            verifier.checksum(index, min(BLOCK_SIZE, num_tokens - index * BLOCK_SIZE))
+            for index in range(landing.num_cached_blocks, len(landing.block_ids))
+        ]
+        handoff = CommitHandoff(
+            request=prompt.request,
+            decode=self.decode,
+            lease_id=prompt.lease_id,
+            first_token_id=prompt.first_token_id,
+            num_cached_blocks=landing.num_cached_blocks,
+            checksums=tuple(checksums),
+            timeout_s=prompt.request.timeout_s,
+            transfer_s=0.0,
+        )
+        return await self._landings().commit(handoff)
+
+    async def hand_off(self, prompt: Prompt) -> Landing:
+        """Reserve, write, commit."""
+        landing = await self.reserve(prompt)
+        await self.write(prompt, landing)
+        assert await self.commit(prompt, landing) == ()
+        return landing
+
+    async def release(self, prompt: Prompt) -> None:
+        await self._landings().release(self.decode, prompt.lease_id)
+
+    async def cancel(self, prompt: Prompt) -> None:
+        request = worker_pb2.CancelRequest(request_id=prompt.name)
+        await self.channels.call(self.worker.Cancel, request, timeout_s=PATIENCE_S)
+
+    async def status(self) -> worker_pb2.WorkerStatus:
+        return await status_of(self.channels, self.decode)
+
+
+def hold_steps(monkeypatch: pytest.MonkeyPatch) -> asyncio.Semaphore:
+    """Each `release` lets one step say what it computed."""
+    let_go, outcomes = asyncio.Semaphore(0), Stepping.outcomes
+
+    async def held(stepping: Stepping) -> AsyncIterator[StepDone | StepFailed]:
+        async for outcome in outcomes(stepping):
+            await let_go.acquire()
+            yield outcome
+
+    monkeypatch.setattr(Stepping, "outcomes", held)
+    return let_go

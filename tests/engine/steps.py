@@ -1,4 +1,4 @@
-"""Slices for tests that drive the engine step by step."""
+"""Slices for tests that drive the engine step by step, and decoding by steps that run ahead."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.batch import Slice
+from engine.drawn import BegunStep
+from engine.engine import Engine
 from protocol.ids import RequestId
 from protocol.request import SamplingParams
 
@@ -38,3 +40,41 @@ def make_slice(
         num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
         samples=end == len(tokens),
     )
+
+
+def decode_ahead(
+    engine: Engine, prompts: Sequence[list[int]], wishes: Sequence[SamplingParams], num_tokens: int
+) -> list[list[int]]:
+    """What follows each prompt. Prompts are one step; each step behind it is begun before the one before it has ended,
+    and those who listed the tokens so far get a token appended only when its step has ended."""
+    per_prompt = engine.layout.blocks_for(max(map(len, prompts)) + num_tokens)
+    histories = [list(prompt) for prompt in prompts]
+
+    def slices(step: int) -> list[Slice]:
+        return [
+            Slice(
+                request_id=RequestId(f"{row}"),
+                token_ids=histories[row],
+                start=len(prompt) + step - 1 if step else 0,
+                end=len(prompt) + step,
+                block_table=range(row * per_prompt, (row + 1) * per_prompt),
+                sampling=wish,
+                num_prompt_tokens=len(prompt),
+                samples=True,
+                follows=step > 0,
+            )
+            for row, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True))
+        ]
+
+    def end(step: BegunStep) -> None:
+        for history, sampled in zip(histories, step.end(), strict=True):
+            assert sampled is not None
+            history.append(sampled.token_id)
+
+    under_way = engine.begin(slices(0))
+    for step in range(1, num_tokens):
+        ahead = engine.begin(slices(step))
+        end(under_way)
+        under_way = ahead
+    end(under_way)
+    return [history[len(prompt) :] for history, prompt in zip(histories, prompts, strict=True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
+import threading
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from engine.attention import Attention
 from engine.batch import Sampled
 from engine.config import load_model_config
 from engine.engine import Engine
+from engine.runtime import EngineThread
 from protocol.errors import ConfigError, InvalidRequest
 from protocol.request import SamplingParams
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
+from tests.patience import PATIENCE_S
 
 LAST = 1  # of two layers
 WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
@@ -172,3 +176,25 @@ def test_a_seeded_stream_depends_neither_on_its_company_nor_on_where_it_began(ll
         assert alone.token_ids == result.token_ids
         [rest] = generate(engine, [prompt + alone.token_ids[:5]], wish)
         assert rest.token_ids[:7] == alone.token_ids[5:]
+
+
+async def test_a_cancelled_caller_is_let_go_only_after_its_step(llama: Pair) -> None:
+    runtime = EngineThread(llama.engine(num_blocks=4))
+    started, proceed = threading.Event(), threading.Event()
+    layers: list[int] = []
+
+    def on_layer(layer: int) -> None:
+        started.set()
+        assert proceed.wait(timeout=PATIENCE_S)
+        layers.append(layer)
+
+    task = asyncio.create_task(runtime.execute([make_slice(random_prompt(5), 0, 5, [0])], on_layer))
+    await asyncio.to_thread(started.wait, PATIENCE_S)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=0.05)
+    assert not done
+    proceed.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert layers == [0, 1]
+    runtime.close()

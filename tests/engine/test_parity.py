@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from benchmarks.generate import generate
+from engine.attention import native
+from engine.batch import PromptScores
 from engine.engine import Engine
+from protocol.errors import InvalidRequest
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import SamplingParams
 from tests.engine.conftest import VARIANTS, Pair, tokens_of
-from tests.engine.steps import make_slice, random_prompt
+from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
 from tests.random_models import make_model
 
 TEN = SamplingParams(max_tokens=10, temperature=0.0)
@@ -62,3 +72,144 @@ def test_stale_bytes_behind_a_sequence_do_not_reach_it(llama: Pair, kernels: str
         start = len(tokens)
         tokens.append(sampled.token_id)
     assert tokens[len(prompt) :] == llama.generate(prompt, 6)
+
+
+# -- steps that are begun before the one before them has ended
+
+
+NUM_TOKENS = 8
+PROMPTS = [random_prompt(length, seed=length) for length in (1, 15, 16, 40)]
+WISHES = {
+    "greedy": GREEDY,
+    "seeded": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3),
+    "penalised": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.8),
+    "not to end yet": SamplingParams(
+        max_tokens=NUM_TOKENS, temperature=0.0, min_tokens=4, stop_token_ids=tuple(range(200))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*WISHES, "mixed"])
+def test_tokens_are_those_of_steps_one_after_the_other(llama: Pair, name: str, kernels: str) -> None:
+    wishes = list(WISHES.values()) if name == "mixed" else [WISHES[name]] * len(PROMPTS)
+    engine = llama.engine(kernels=kernels)
+    found = decode_ahead(engine, PROMPTS, wishes, NUM_TOKENS)
+    wishes = [replace(wish, max_tokens=NUM_TOKENS) for wish in wishes]
+    expected = [one.token_ids for one in generate(llama.engine(kernels=kernels), PROMPTS, wishes)]
+    for own, theirs in zip(found, expected, strict=True):
+        assert own[: len(theirs)] == theirs, "a stop token ends only the other"
+        assert len(theirs) >= 4
+
+
+def test_a_slice_that_follows_nothing_is_refused(llama: Pair) -> None:
+    engine = llama.engine(num_blocks=4)
+    prompt = random_prompt(5)
+    follower = replace(make_slice(prompt, 4, 5, [0]), start=5, end=6, follows=True)
+    with pytest.raises(InvalidRequest, match="it follows no step"):
+        engine.begin([follower])
+    engine.begin([make_slice(prompt, 0, 5, [0], request_id="another")]).end()
+    with pytest.raises(InvalidRequest, match="sampled no token for it"):
+        engine.begin([follower])
+
+
+def test_a_step_without_slices_ends_with_nothing(llama: Pair) -> None:
+    assert llama.engine(num_blocks=4).begin([]).end() == []
+
+
+# -- output that is computed again
+
+
+PROMPT_TOKENS, ALL_TOKENS = 37, 340  # tokens
+DECODED = [0, *range(PROMPT_TOKENS, ALL_TOKENS + 1)]
+DRAWN = SamplingParams(max_tokens=ALL_TOKENS, temperature=1.0, seed=3, num_logprobs=5)
+
+
+def computed(engine: Engine, tokens: Sequence[int], ends: Sequence[int]) -> tuple[bytes, object]:
+    """The pool, and what follows the last token."""
+    blocks = range(engine.layout.blocks_for(len(tokens)))
+    engine.memory[:] = bytes(engine.memory.nbytes)
+    for start, end in itertools.pairwise(ends):
+        piece = make_slice(tokens, start, end, blocks, sampling=DRAWN, num_prompt_tokens=PROMPT_TOKENS)
+        [sampled] = engine.execute([piece])
+    return bytes(engine.memory), sampled
+
+
+@pytest.mark.parametrize("kept", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_output_has_the_same_bits_when_it_is_computed_again(
+    name: str, dtype: str, kept: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step, and in chunks of which some end with the prompt, before its last token and within the output."""
+    monkeypatch.setattr(native, "_SINGLES_AT_ONCE", 100)
+    engine = pairs[name].engine(dtype=dtype, kv_dtype=kept, kernels="native", attention="native", num_blocks=24)
+    tokens = random_prompt(ALL_TOKENS, seed=1)
+    decoded = computed(engine, tokens, DECODED)
+    for again in ([0, ALL_TOKENS], [0, 20, 36, 37, 200, ALL_TOKENS], [0, 36, 38, 39, 339, ALL_TOKENS]):
+        assert computed(engine, tokens, again) == decoded
+
+
+# -- log-probabilities of a prompt's own tokens
+
+
+NUM_TOP = 3
+SCORED = random_prompt(70, seed=3)
+BLOCKS = list(range(5))
+
+
+@pytest.fixture
+def engine(engines: dict[str, Engine]) -> Engine:
+    return engines["llama"]
+
+
+def scored(engine: Engine, chunks: list[int], tokens: list[int] = SCORED) -> PromptLogprobs:
+    """`chunks`: where they end."""
+    scores = PromptScores(NUM_TOP)
+    for start, end in zip([0, *chunks], chunks, strict=False):
+        piece = replace(make_slice(tokens, start, end, BLOCKS), scores=scores)
+        [sampled] = engine.execute([piece])
+        assert (sampled is not None) == (end == len(tokens))
+    return scores.result()
+
+
+def check(found: PromptLogprobs, llama: Pair, tokens: list[int] = SCORED) -> None:
+    reference = llama.logprobs(tokens)[:-1]
+    own = reference.gather(1, reference.new_tensor(tokens[1:]).long()[:, None])
+    np.testing.assert_allclose(found.logprobs, own[:, 0], atol=1e-4)
+    best = reference.topk(NUM_TOP)
+    np.testing.assert_allclose(found.top_logprobs, best.values, atol=1e-4)
+    np.testing.assert_array_equal(found.top_ids, best.indices)
+    np.testing.assert_array_equal(found.ranks, (reference > own).sum(-1) + 1)
+
+
+@pytest.mark.parametrize("chunks", [[70], [1, 2, 33, 70], [69, 70]], ids=str)
+def test_they_are_those_of_transformers_in_any_chunks(engine: Engine, llama: Pair, chunks: list[int]) -> None:
+    check(scored(engine, chunks), llama)
+
+
+def test_what_is_computed_again_from_the_beginning_replaces_what_there_was(engine: Engine, llama: Pair) -> None:
+    """As after a preemption."""
+    scores = PromptScores(NUM_TOP)
+    for start, end in ((0, 20), (20, 50), (0, 30), (30, 70)):
+        engine.execute([replace(make_slice(SCORED, start, end, BLOCKS), scores=scores)])
+    check(scores.result(), llama)
+
+
+def test_who_shares_the_step_samples_the_same(engine: Engine, llama: Pair) -> None:
+    """Two scored prompts, one of which samples, around one that only samples."""
+    other = random_prompt(30, seed=9)
+    [alone] = engine.execute([make_slice(other, 0, 30, [20, 21], request_id="b")])
+    first, third = PromptScores(NUM_TOP), PromptScores(NUM_TOP)
+    results = engine.execute(
+        [
+            replace(make_slice(SCORED, 0, 40, BLOCKS), scores=first),
+            make_slice(other, 0, 30, [20, 21], request_id="b"),
+            replace(make_slice(SCORED, 0, 70, list(range(10, 15)), request_id="c"), scores=third),
+        ]
+    )
+    assert results[0] is None
+    assert results[1] == alone
+    assert results[2] is not None
+    assert results[2].token_id == llama.generate(SCORED, 1)[0]
+    check(third.result(), llama)
+    np.testing.assert_allclose(first.result().logprobs, third.result().logprobs[:40], atol=1e-4)

@@ -15,14 +15,6 @@ from engine.replica import load_replica
 from engine.replica_config import ReplicaConfig
 from protocol.errors import ConfigError
 from protocol.process import Lifecycle
-from tests.random_models import make_model
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path)
-    return path
 
 
 @pytest.fixture(scope="module")

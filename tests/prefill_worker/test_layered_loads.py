@@ -4,6 +4,7 @@ the middle, and a real (tiny) model."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +15,19 @@ from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource
 from tests.kvstore.nodes import remove
 from tests.patience import PATIENCE_S, answered
-from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
-from tests.prefill_worker.processes import process_of
-from tests.prefill_worker.stored import NUM_STORED, PROMPT, put_into, source_of, stored_prompt
+from tests.prefill_worker.cluster import (
+    BLOCK_SIZE,
+    NUM_STORED,
+    PROMPT,
+    Cluster,
+    cluster,
+    put_into,
+    source_of,
+    stored_prompt,
+)
+from tests.processes import running
 from tests.random_models import make_model
+from tests.worker.parts import TOKEN
 
 NUM_LAYERS = 4
 # So slow that a step may always begin: how fast the machine is decides nothing.
@@ -34,13 +44,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def mortal_store(
     model_path: Path, transports: str, name: str = "store-0"
-) -> AsyncIterator[tuple[Endpoint, asyncio.subprocess.Process]]:
+) -> AsyncIterator[tuple[Endpoint, subprocess.Popen[bytes]]]:
     """A store node that has the prompt's blocks, in a process that can be killed."""
     flags = ("--instance-id", name, "--dram", "4MiB", "--transports", transports)
-    async with cluster(model_path, home_store=name) as writer, process_of("kvstore", *flags) as (process, rpc):
-        store = await writer.stores.locate(rpc)
-        await put_into(writer, store, [PROMPT])
-        yield store, process
+    with running("kvstore", *flags, token=TOKEN) as (process, facts):
+        async with cluster(model_path, home_store=name) as writer:
+            store = await writer.stores.locate(facts["rpc"])
+            await put_into(writer, store, [PROMPT])
+            yield store, process
 
 
 @asynccontextmanager
@@ -114,7 +125,7 @@ async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(mode
     async with mortal_store(model_path, transports) as (store, process), reading(model_path) as c:
         await held_in_an_early_step(c, source_of(store))
         process.kill()
-        await process.wait()
+        process.wait()
         c.stores.turns.open()
         counters = await assert_right(c)
         if transports == "tcp":
@@ -135,7 +146,7 @@ async def test_what_another_store_gave_is_kept_when_one_is_killed(model_path: Pa
         c.stores.num_ungated_turns = 2
         await held_in_an_early_step(c, source_of(good, 2), source_of(bad, NUM_STORED - 2, 2))
         process.kill()
-        await process.wait()
+        process.wait()
         c.stores.turns.open()
         counters = await assert_right(c)
         assert counters["given_up_early_steps"] == 1

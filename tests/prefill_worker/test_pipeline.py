@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -24,7 +25,7 @@ from protocol.rpc import Channels
 from tests.engine.steps import random_prompt
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
-from tests.prefill_worker.processes import process_of
+from tests.processes import running
 from tests.random_models import make_model
 from tests.stopping import stop
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, endpoint_of, listening, status_of, submit
@@ -46,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Group:
     """A group, a decode worker and the ears of a gateway."""
 
-    leader: asyncio.subprocess.Process
+    leader: subprocess.Popen[bytes]
     endpoint: Endpoint
     decode: Endpoint
     decoder: DecodeService
@@ -96,14 +97,13 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
         "--pipeline-parallel-size": str(size),
         "--cache-dir": str(path / "cache"),
     }
-    async with (
-        decoding(path, 64) as (decode, decoder),
-        process_of("prefill_worker", *(part for pair in own.items() for part in pair), *flags) as (leader, rpc),
-    ):
-        endpoint = endpoint_of("prefill-0", rpc)
-        async with listening(ears, channels, endpoint), listening(ears, channels, decode):
-            reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
-            yield Group(leader, endpoint, decode, decoder, channels, ears, reference)
+    every = (*(part for pair in own.items() for part in pair), *flags)
+    async with decoding(path, 64) as (decode, decoder):
+        with running("prefill_worker", *every, token=TOKEN) as (leader, facts):
+            endpoint = endpoint_of("prefill-0", facts["rpc"])
+            async with listening(ears, channels, endpoint), listening(ears, channels, decode):
+                reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
+                yield Group(leader, endpoint, decode, decoder, channels, ears, reference)
     await channels.close()
 
 
@@ -133,7 +133,7 @@ async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
         assert made.decoder.state.counters.integrity_failures == 0
         followers = made.followers()
         made.leader.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(made.leader.wait(), PATIENCE_S) == 0
+        assert await asyncio.to_thread(made.leader.wait, PATIENCE_S) == 0
         assert len(followers) == 1
         assert not any(Path(f"/proc/{pid}").exists() for pid in followers)
 
@@ -207,4 +207,4 @@ async def test_a_lost_stage_fails_what_is_under_way_and_ends_the_group(model_pat
         os.kill(follower, signal.SIGKILL)
         failure = await made.ears.failure("r")
         assert error_classes()[failure.code].retryable
-        assert await asyncio.wait_for(made.leader.wait(), PATIENCE_S) == 1
+        assert await asyncio.to_thread(made.leader.wait, PATIENCE_S) == 1

@@ -16,18 +16,18 @@ from protocol.wire import submission_to_wire
 from tests.kvstore.nodes import stats_of
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_placement
-from tests.prefill_worker.cluster import BLOCK_SIZE, Cluster, cluster
-from tests.prefill_worker.gates import Gate
-from tests.prefill_worker.stored import NUM_STORED, PROMPT, put_into, source_of, store_node
-from tests.random_models import make_model
+from tests.prefill_worker.cluster import (
+    BLOCK_SIZE,
+    NUM_STORED,
+    PROMPT,
+    Cluster,
+    Gate,
+    cluster,
+    put_into,
+    source_of,
+    store_node,
+)
 from tests.worker.parts import layout_of
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path)
-    return path
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.steps import random_prompt
-from tests.prefill_worker.cluster import BLOCK_SIZE, cluster
-from tests.prefill_worker.stored import put_into, source_of, store_node
+from tests.prefill_worker.cluster import BLOCK_SIZE, cluster, put_into, source_of, store_node
 from tests.random_models import make_model
 
 MAX_TOKENS = 8

@@ -30,20 +30,12 @@ from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb
 from protocol.request import Placement
 from protocol.rpc import Channels
 from protocol.wire import endpoint_from_wire, submission_to_wire
-from tests.decode_worker.held import hold_steps
+from tests.decode_worker.world import hold_steps
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.prometheus import scrape
-from tests.random_models import make_model
 from tests.services import ReportedLifecycle, serving
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, listening
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path)
-    return path
 
 
 class RecordedLifecycle(ReportedLifecycle):

@@ -24,9 +24,8 @@ from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.weights import load_weights
 from protocol.errors import ConfigError
-from tests.engine.ahead import decode_ahead
 from tests.engine.conftest import Pair, tokens_of
-from tests.engine.steps import GREEDY, make_slice, random_prompt
+from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
 
 TRITON = {"kernels": "triton", "attention": "triton", "num_blocks": 40}
 

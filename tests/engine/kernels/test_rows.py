@@ -1,4 +1,4 @@
-"""Quantised heads in C++ are torch's, to the bit."""
+"""K and V in a byte per element: how far off they are, a token's bytes are its own, and C++ gives the same as torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_pool import CODES, quantise
+from engine.kv_pool import CODES, TORCH_DTYPES, KvPool, dequantise, quantise
+from protocol.layout import KvLayout
 from tests.engine.kernels.calls import DTYPES, library, random_tensor
 from tests.thoroughness import examples
 
@@ -48,3 +49,55 @@ def test_every_code_is_that_of_torch(kept: str, format_: int) -> None:
         row = torch.empty(len(head) + 4, dtype=torch.uint8)
         library(torch.float32).quantise(head.data_ptr(), row.data_ptr(), len(head), format_)
         assert torch.equal(row, quantise(head, CODES[kept]))
+
+
+# Half a step of the highest magnitude in int8; half of 3 bits' last one, or half of the least denormal, in fp8.
+RELATIVE = {"int8": 0.0, "fp8": 2.0**-4}
+OF_HIGHEST = {"int8": 0.5 / 127, "fp8": 2.0**-10 / 448}
+
+
+def random_heads(seed: int, magnitude: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(7, 2, 16, generator=generator) * magnitude).to(dtype)
+
+
+@given(
+    name=st.sampled_from(sorted(CODES)),
+    seed=st.integers(0, 1000),
+    exponent=st.integers(-20, 20),
+    dtype=st.sampled_from(list(TORCH_DTYPES.values())),
+)
+def test_an_element_is_off_by_half_a_step_at_most(name: str, seed: int, exponent: int, dtype: torch.dtype) -> None:
+    heads = random_heads(seed, 2.0**exponent, dtype)
+    found = dequantise(quantise(heads, CODES[name]), CODES[name], torch.float32)
+    wide = heads.float()
+    highest = wide.abs().amax(-1, keepdim=True)
+    bound = torch.maximum(wide.abs() * RELATIVE[name], highest * OF_HIGHEST[name])
+    assert ((found - wide).abs() <= bound * 1.001).all()
+
+
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_zeros_are_zeros_and_magnitudes_at_the_edge_of_float32_are_finite(name: str) -> None:
+    for value in (0.0, 1e-38, 3e38, -3e38):
+        rows = quantise(torch.full((1, 8), value), CODES[name])
+        found = dequantise(rows, CODES[name], torch.float32)
+        torch.testing.assert_close(found, torch.full((1, 8), value), rtol=1e-6, atol=1e-32)
+
+
+@pytest.mark.parametrize("name", sorted(CODES))
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_tokens_bytes_do_not_depend_on_who_was_written_with_it(name: str, dtype: str) -> None:
+    """Nor on what lies in the block: nothing is quantised twice."""
+    layout = KvLayout(num_layers=1, block_size=8, num_kv_heads=2, head_dim=16, dtype=name)
+    keys, values = (random_heads(seed, 3.0, TORCH_DTYPES[dtype]) for seed in (1, 2))
+    together, one_by_one = (KvPool(layout, 3, dtype=dtype) for _ in range(2))
+    slots = torch.tensor([9, 8, 14, 10, 11, 12, 13])
+    together.write(0, slots, keys, values)
+    for token in range(7):
+        own = slice(token, token + 1)
+        one_by_one.write(0, slots[own], keys[own] * 5, values[own] * 7)
+        one_by_one.write(0, slots[own], keys[own], values[own])
+    assert bytes(together.memory) == bytes(one_by_one.memory)
+    found, _ = together.gather(0, torch.tensor([1]))
+    assert found.dtype == TORCH_DTYPES[dtype]
+    torch.testing.assert_close(found[0, slots - 8], keys, rtol=0.07, atol=0.07)

@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks, and what they say when one is gone."""
+"""Sums and gathers over ranks, steps as messages, and what is said when a rank is gone or a step goes wrong."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention import Span
+from engine.step import Step
 from engine.tensor_parallel import steps
 from engine.tensor_parallel.shared import Ranks
+from engine.tensor_parallel.team import Leading, OnLayer
 from protocol.errors import PeerLost
 from tests.engine.tensor_parallel.teams import sharing
 from tests.thoroughness import examples
@@ -105,3 +109,113 @@ def test_who_waits_for_a_rank_that_has_died_is_told() -> None:
 def test_who_waits_for_a_rank_that_does_not_come_is_told() -> None:
     with team_of(2, patience_s=0.05) as (first, _), pytest.raises(PeerLost, match="not come"):
         first.gather(torch.ones(4))
+
+
+numbers = st.lists(st.integers(0, 2**40), max_size=20).map(lambda values: torch.tensor(values, dtype=torch.int64))
+
+
+spans = st.builds(
+    lambda start, length, blocks: Span(start, start + length, np.array(blocks, dtype=np.int64), start + length // 2),
+    st.integers(0, 1000),
+    st.integers(1, 1000),
+    st.lists(st.integers(0, 1000), max_size=5),
+)
+some_steps = st.builds(
+    lambda tokens, longest, spans, rows: Step(
+        token_ids=tokens, positions=tokens + 1, longest=longest, slots=tokens + 2, spans=spans, rows=rows
+    ),
+    numbers,
+    st.integers(1, 10_000),
+    st.lists(spans, max_size=4),
+    st.none() | numbers,
+)
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+@given(step=some_steps, dirty=st.none() | numbers)
+@settings(max_examples=examples(50), deadline=None)
+def test_a_message_says_what_the_step_is(step: Step, dirty: torch.Tensor | None) -> None:
+    """Through a real socket."""
+    own, other = steps.pair()
+    with own, other:
+        steps.send([own], steps.encode(step, dirty))
+        message = steps.receive(other)
+    assert message is not None
+    found, found_dirty = steps.decode(message)
+    assert same(found.token_ids, step.token_ids)
+    assert same(found.positions, step.positions)
+    assert same(found.slots, step.slots)
+    assert same(found.rows, step.rows)
+    assert same(found_dirty, dirty)
+    assert found.longest == step.longest
+    assert [(s.start, s.end, s.blocks.tolist(), s.prompt_end) for s in found.spans] == [
+        (s.start, s.end, s.blocks.tolist(), s.prompt_end) for s in step.spans
+    ]
+
+
+def test_what_an_end_does_when_the_other_has_ended() -> None:
+    own, other = steps.pair()
+    with other:
+        own.close()
+        assert steps.receive(other) is None
+    own, other = steps.pair()
+    with own:
+        other.close()
+        with pytest.raises(PeerLost, match="takes no steps"):
+            steps.send([own], b"12345678")
+
+
+class Log:
+    """`Others` that only remember."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def tell(self, step: Step, dirty: torch.Tensor | None) -> None:
+        self.said.append("told")
+
+    def give_up(self, error: BaseException) -> None:
+        self.said.append(f"given up: {type(error).__name__}")
+
+
+def step() -> Step:
+    one = torch.tensor([1])
+    return Step(token_ids=one, positions=one, longest=1, slots=one, spans=[], rows=None)
+
+
+def test_an_error_of_who_watches_layers_comes_when_all_ranks_have_ended_the_step() -> None:
+    """Otherwise the others would wait in the middle of it for ever."""
+    others, layers = Log(), []
+
+    def on_layer(layer: int) -> None:
+        layers.append(layer)
+        raise ValueError("the transfer engine is closed")
+
+    def compute(_step: Step, _dirty: torch.Tensor | None, told: OnLayer | None) -> torch.Tensor:
+        assert told is not None
+        for layer in range(3):
+            told(layer)
+        others.said.append("computed")
+        return torch.empty(0)
+
+    with pytest.raises(ValueError, match="is closed"):
+        Leading(others).run(compute, step(), None, on_layer)
+    assert layers == [0]
+    assert others.said == ["told", "computed"]
+
+
+def test_a_step_that_breaks_off_gives_the_others_up() -> None:
+    """Nobody knows what they wait for."""
+    others = Log()
+
+    def compute(_step: Step, _dirty: torch.Tensor | None, _told: OnLayer | None) -> torch.Tensor:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        Leading(others).run(compute, step(), None, None)
+    assert others.said == ["told", "given up: MemoryError"]

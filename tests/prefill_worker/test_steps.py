@@ -1,0 +1,220 @@
+"""Which steps run: of prompts in order of arrival and rank, by the stages of a pipeline, and with log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import MAX_SCORED_TOKENS, Sampled
+from prefill_worker import actions as act
+from prefill_worker import events as ev
+from prefill_worker.ledger import RequestQueue
+from prefill_worker.pipeline.wire import done_to_wire, plan_from_wire, plan_to_wire, sampled_from_wire
+from prefill_worker.sequence import Sequence
+from protocol.errors import PeerLost
+from protocol.ids import LeaseId
+from protocol.request import Request
+from tests.prefill_worker.builders import BLOCK_SIZE, HOME, make_placement, make_request
+from tests.prefill_worker.walks import Walk, all_of, kinds, only, spans
+from tests.scores import is_whole, pretend
+
+
+def test_consecutive_chunks_of_a_prompt_are_under_way_together() -> None:
+    """Chunk i + 1 begins while chunk i is at a later stage; no more than there are stages; the last one samples."""
+    walk = Walk(num_stages=2)
+    first, second = all_of(walk.submit("r", 20, max_tokens=1), act.RunStep)
+    third = only(walk.done(first, 1.0), act.RunStep)
+    assert spans([first, second, third]) == [("r", 0, 8), ("r", 8, 16), ("r", 16, 20)]
+    assert [step.plans[0].slice.samples for step in (first, second, third)] == [False, False, True]
+    assert not walk.done(second, 2.0)
+    sent = only(walk.done(third, 3.0), act.SendFirstToken)
+    assert sent.report.compute_s == 3.0, "time that two steps share counts once"
+    walk.assert_drained()
+
+
+def test_the_next_prompt_follows_behind_the_last_chunk() -> None:
+    """A pipeline is kept full across prompts."""
+    walk = Walk(num_stages=3)
+    walk.submit("r", 10, max_tokens=1)
+    assert spans(walk.submit("s", 12, first=50, max_tokens=1)) == [("s", 0, 8)]
+
+
+def test_a_prompt_that_would_be_one_step_is_shared_by_the_stages() -> None:
+    """As long as nobody else keeps them busy; a few tokens are not worth a chunk of their own."""
+    walk = Walk(num_stages=2, budget=128, num_blocks=64)
+    steps = all_of(walk.submit("r", 101, max_tokens=1), act.RunStep)
+    assert spans(steps) == [("r", 0, 51), ("r", 51, 101)]
+    for step in steps:
+        walk.done(step)
+    assert spans(walk.submit("s", 15, first=500, max_tokens=1)) == [("s", 0, 15)]
+
+
+def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
+    """Two prompts at two stages are done sooner than four halves."""
+    walk = Walk(num_stages=2, budget=128, num_blocks=64)
+    waiting = [walk.submit("q", 90, first=200), walk.submit("r", 100)]
+    filler = all_of(walk.submit("s", 40, first=300, max_tokens=1), act.RunStep)
+    assert spans(filler) == [("s", 0, 20), ("s", 20, 40)]
+    for submission in waiting:
+        assert not all_of(walk.grant(submission), act.RunStep)
+    assert spans(walk.done(filler[0])) == [("q", 0, 90)]
+
+
+def test_what_is_computed_behind_a_failed_chunk_is_never_shared() -> None:
+    """A later chunk that was under way looked at blocks of which nobody knows what they hold."""
+    walk = Walk(num_stages=2)
+    first, second = all_of(walk.grant(walk.submit("q", 20)), act.RunStep)
+    failed = ev.StepFailed(error=PeerLost("a stage is gone"), step_id=first.step_id)
+    assert act.Fail in kinds(walk.handle(failed))
+    walk.done(second)
+    for _ in range(2):
+        walk.written("q")
+    keys = make_request("q", range(20)).block_keys
+    assert not any(walk.state.pool.match_prefix([key]) for key in keys)
+
+
+def test_blocks_stay_held_until_all_of_a_cancelled_prompts_steps_are_done() -> None:
+    """A later stage may still write to them."""
+    walk = Walk(num_stages=2)
+    first, second = all_of(walk.submit("r", 20, max_tokens=1), act.RunStep)
+    walk.cancel()
+    walk.done(first)
+    assert walk.state.num_held_blocks == 5
+    walk.done(second)
+    walk.assert_drained()
+
+
+def test_a_group_computes_what_stores_hold() -> None:
+    """A stored block is all layers at one place, and no stage has all layers."""
+    actions = Walk(num_stages=2).submit("r", 20, sources=[(HOME, 0, 4)], max_tokens=1)
+    assert kinds(actions) == [act.RunStep, act.RunStep]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 20.0)), max_size=30))
+def test_nobody_is_passed_by_what_arrives_later_than_its_rank(arrivals: list[tuple[float, float]]) -> None:
+    """Gaps before arrivals, and ranks."""
+    queue, now = RequestQueue(), 0.0
+    came: dict[str, tuple[float, float]] = {}
+    for number, (gap_s, rank) in enumerate(arrivals):
+        now += gap_s
+        request = make_request(f"r{number}", range(4))
+        sequence = Sequence(
+            request=request,
+            placement=make_placement(request, rank=rank),
+            rank=(0, now + rank, number),
+            lease_id=LeaseId(f"l{number}"),
+            submitted_at=now,
+        )
+        came[request.request_id] = (now, rank)
+        queue.push(sequence)
+    order = []
+    while (head := queue.head()) is not None:
+        queue.remove(head)
+        order.append(came[head.request_id])
+    assert len(order) == len(arrivals)
+    for place, (arrived_at, rank) in enumerate(order):
+        assert all(other <= arrived_at + rank for other, _ in order[:place])
+
+
+def test_what_a_request_overtakes_does_not_keep_it_from_being_prepared() -> None:
+    """Two are prepared, as many as look ahead; a third of their kind waits, one that goes before them does not."""
+    walk = Walk(lookahead=2, budget=4, num_blocks=64, home=None)
+    prepared = [
+        bool(all_of(walk.submit(f"long{n}", 16, first=100 * n, rank=100.0), act.ReserveLanding)) for n in range(3)
+    ]
+    assert prepared == [True, True, False]
+    short = only(walk.submit("short", 4, first=900, rank=1.0, at=5.0), act.ReserveLanding)
+    assert short.request_id == "short"
+
+
+def test_a_request_of_lower_rank_runs_before_the_rest_of_one_that_runs() -> None:
+    """Between two steps, so that a long prompt's chunks do not hold up a short one."""
+    walk = Walk(budget=4, num_blocks=64, home=None)
+    step = walk.start("long", 16, rank=100.0)
+    walk.grant(walk.submit("short", 4, first=900, at=1.0))
+    step = only(walk.done(step), act.RunStep)
+    assert spans([step]) == [("short", 0, 4)]
+    assert spans(walk.done(step)) == [("long", 4, 8)]
+
+
+def scored(length: int, num_emitted: int = 0) -> Request:
+    request = make_request("r", range(length), num_emitted=num_emitted)
+    return replace(request, sampling=replace(request.sampling, num_prompt_logprobs=2))
+
+
+def first_step(walk: Walk, request: Request) -> act.RunStep:
+    return only(walk.grant(walk.request(request)), act.RunStep)
+
+
+def with_cached_prompt() -> Walk:
+    """Its pool has the blocks of a prompt of ten tokens."""
+    walk = Walk(home=None, budget=16)
+    walk.commit("earlier", 10)
+    walk.accept("earlier")
+    assert walk.state.pool.num_cached == 2
+    return walk
+
+
+def test_neither_cached_nor_stored_blocks_are_used() -> None:
+    walk = with_cached_prompt()
+    actions = walk.request(scored(10), sources=[(HOME, 0, 2)])
+    assert act.LoadPrefix not in kinds(actions)
+    step = only(walk.grant(actions), act.RunStep)
+    assert spans([step]) == [("r", 0, 10)]
+    report = only(walk.done(step), act.SendFirstToken).report
+    assert is_whole(report.prompt_logprobs, 10)
+    assert report.cached_tokens == 0
+
+
+def test_who_goes_on_after_a_loss_has_them_already() -> None:
+    walk = with_cached_prompt()
+    step = first_step(walk, scored(10, num_emitted=2))
+    assert step.plans[0].slice.start == 2 * BLOCK_SIZE
+    assert step.plans[0].slice.scores is None
+    assert only(walk.done(step), act.SendFirstToken).report.prompt_logprobs is None
+
+
+def test_a_step_holds_a_bounded_number_of_scored_tokens() -> None:
+    walk = Walk(home=None, budget=4 * MAX_SCORED_TOKENS, num_blocks=400, lookahead=4)
+    length = MAX_SCORED_TOKENS + 10
+    step = first_step(walk, scored(length))
+    again = only(walk.done(step), act.RunStep)
+    assert spans([step, again]) == [("r", 0, MAX_SCORED_TOKENS), ("r", MAX_SCORED_TOKENS, length)]
+    assert is_whole(only(walk.done(again), act.SendFirstToken).report.prompt_logprobs, length)
+
+
+def test_corrupt_blocks_are_recomputed_without_scoring_again() -> None:
+    walk = Walk(home=None, budget=16)
+    walk.done(first_step(walk, scored(10)))
+    only(walk.written(), act.CommitHandoff)
+    again = only(walk.corrupt(1), act.RunStep)
+    assert again.plans[0].slice.scores is None
+    assert act.SendFirstToken not in kinds(walk.done(again))
+    walk.written()
+    walk.accept()
+    walk.assert_drained()
+
+
+def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
+    """What it found is put into the scores of the leader's own slice."""
+    walk = Walk(home=None, budget=6)
+    step = first_step(walk, scored(10))
+    while True:
+        there = [plan_from_wire(plan_to_wire(plan)) for plan in step.plans]
+        for plan in there:
+            pretend(plan.slice)
+        sampled = [
+            Sampled(request_id=plan.slice.request_id, token_id=42) if plan.slice.samples else None for plan in there
+        ]
+        reply = done_to_wire(there, sampled, [()] * len(there), is_last=True)
+        back = [sampled_from_wire(*both) for both in zip(reply.slices, step.plans, strict=True)]
+        [plan] = step.plans
+        assert plan.slice.scores is not None
+        assert is_whole(plan.slice.scores.result(), min(plan.slice.end + 1, 10))
+        if back[0] is not None:
+            break
+        step = only(walk.done(step), act.RunStep)
+    middle = done_to_wire(there, [None], [()], is_last=False)
+    assert not middle.slices[0].HasField("prompt_logprobs")
