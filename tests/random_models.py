@@ -6,6 +6,7 @@ gateway to serve it and for transformers to load it as the reference.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -89,40 +90,18 @@ def _randomize_vectors(model: PreTrainedModel) -> None:
 
 def write_tokenizer(path: Path) -> None:
     """A tokenizer whose first 256 ids are the bytes and which merges nothing."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     specials = [
-        {
-            "id": 256 + index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for index, token in enumerate(SPECIAL_TOKENS)
+        {"id": 256 + index, "content": token, "special": True, **plain} for index, token in enumerate(SPECIAL_TOKENS)
     ]
     vocabulary = {char: byte for byte, char in enumerate(_byte_characters())}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": specials,
-        "normalizer": None,
-        "pre_tokenizer": {**byte_level, "use_regex": True},
-        "post_processor": None,
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     settings = {
@@ -139,12 +118,5 @@ def write_tokenizer(path: Path) -> None:
 def _byte_characters() -> list[str]:
     """The printable stand-in of each byte in byte-level BPE vocabularies (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    characters: list[str] = []
-    substitutes = 0
-    for byte in range(256):
-        if byte in printable:
-            characters.append(chr(byte))
-        else:
-            characters.append(chr(256 + substitutes))
-            substitutes += 1
-    return characters
+    substitutes = itertools.count(256)
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from decode_worker import actions, events
 from decode_worker.keeping import KeepingCosts
@@ -14,10 +15,11 @@ from engine.batch import Sampled, Slice
 from engine.block_pool import Blanks, BlockPool
 from engine.lookahead.base import Policy
 from protocol.errors import MoonserveError, PeerLost
-from protocol.ids import BlockId, GatewayId, LeaseId, RequestId
+from protocol.ids import BlockId, LeaseId, RequestId
 from protocol.keys import BlockKey, block_keys, root_key
 from protocol.profile import PrefillProfile
-from protocol.request import Endpoint, Request, SamplingParams, Token
+from protocol.request import Endpoint, Request, Token
+from tests.prefill_worker.builders import make_request
 from tests.scores import pretend
 
 BLOCK_SIZE = 4
@@ -29,23 +31,13 @@ A = TypeVar("A")
 
 
 def limits(**changes: int | bool) -> Limits:
-    values: dict[str, int | bool] = {
-        "block_size": BLOCK_SIZE,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 1_000,
-    }
-    return Limits(**{**values, **changes})
+    usual = {"block_size": BLOCK_SIZE, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 1_000}
+    return Limits(**{**usual, **changes})
 
 
-def pool(num_blocks: int, blanks: Blanks | None = None, *, reserved_share: float = 0.0) -> BlockPool:
-    return BlockPool(
-        num_blocks,
-        on_added=lambda key, parent: None,
-        on_removed=lambda key: None,
-        blanks=blanks,
-        reserved_share=reserved_share,
-    )
+def pool(num_blocks: int, blanks: Blanks | None = None, **options: float) -> BlockPool:
+    quiet: Any = {"on_added": lambda key, parent: None, "on_removed": lambda key: None, **options}
+    return BlockPool(num_blocks, blanks=blanks, **quiet)
 
 
 def next_token(position: int) -> int:
@@ -57,31 +49,17 @@ def request_of(
     prompt: Sequence[int],
     request_id: str = "r",
     *,
-    gateway_id: str = "g",
     max_tokens: int = 1_000,
-    priority: int = 0,
-    timeout_s: float = 600.0,
     stops_after: int | None = None,
     num_prompt_logprobs: int | None = None,
+    **wishes: Any,
 ) -> Request:
     """As committed: the prompt and the first token that prefill sampled. `stops_after`: of how many generated tokens
     the last one is one to stop at."""
     stops = () if stops_after is None else (next_token(len(prompt) + stops_after - 1),)
-    return Request(
-        request_id=RequestId(request_id),
-        gateway_id=GatewayId(gateway_id),
-        token_ids=(*prompt, next_token(len(prompt))),
-        num_prompt_tokens=len(prompt),
-        block_keys=tuple(block_keys(ROOT, prompt, BLOCK_SIZE)),
-        sampling=SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            stop_token_ids=frozenset(stops),
-            num_prompt_logprobs=num_prompt_logprobs,
-        ),
-        priority=priority,
-        timeout_s=timeout_s,
-    )
+    request = make_request(request_id, prompt, max_tokens=max_tokens, stop_token_ids=frozenset(stops), **wishes)
+    sampling = replace(request.sampling, num_prompt_logprobs=num_prompt_logprobs)
+    return replace(request, token_ids=(*prompt, next_token(len(prompt))), sampling=sampling)
 
 
 def keys_of(prompt: Sequence[int]) -> tuple[BlockKey, ...]:
@@ -197,8 +175,6 @@ class Driver:
                     self.tokens.setdefault(token.request_id, []).append(token)
             case actions.Fail(request_id=request_id):
                 self.failures.setdefault(request_id, []).append(action)
-            case _:
-                pass
 
     def _check_step(self, step: actions.RunStep) -> None:
         assert step.slices
@@ -333,9 +309,9 @@ class Driver:
             return False
         return True
 
-    def drain(self, max_steps: int = 10_000) -> None:
+    def drain(self) -> None:
         """Until nothing is left, and nothing was lost."""
-        for _ in range(max_steps):
+        for _ in range(10_000):
             if not self.advance():
                 break
         assert self.state.is_idle

@@ -22,6 +22,9 @@ prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(
 )
 
 
+wishes = st.fixed_dictionaries({"max_tokens": st.integers(2, 16), "priority": st.sampled_from([0, 0, 1])})
+
+
 def gateway_of(name: str) -> str:
     return "even" if name[-1] in "02468" else "odd"
 
@@ -65,14 +68,14 @@ class DecodeWorker(RuleBasedStateMachine):
         self.wishes[name] = prompt
         self.driver.reserve(prompt, name, ttl_s=ttl_s, wait_s=wait_s)
 
-    @rule(prompt=prompts, max_tokens=st.integers(2, 16), priority=st.sampled_from([0, 0, 1]), also_closed=st.booleans())
-    def land(self, prompt: list[int], max_tokens: int, priority: int, also_closed: bool) -> None:
+    @rule(prompt=prompts, wishes=wishes, also_closed=st.booleans())
+    def land(self, prompt: list[int], wishes: dict[str, int], also_closed: bool) -> None:
         """The usual way, without which the unusual ones would rarely be reached."""
         self.reserve(prompt, ttl_s=4.0, wait_s=3.0)
         name = f"r{self.count}"
         if self.driver.grant_of(f"lease-{name}") is None:
             return
-        self.commit_one(name, max_tokens, priority, timeout_s=100.0)
+        self.commit_one(name, timeout_s=100.0, **wishes)
         while self.driver.verifying:
             self.driver.verify()
         while also_closed and self.driver.closing:
@@ -85,26 +88,16 @@ class DecodeWorker(RuleBasedStateMachine):
         self.driver.reserve(self.wishes[name], name)
 
     @precondition(lambda self: self.wishes)
-    @rule(
-        data=st.data(),
-        max_tokens=st.integers(2, 16),
-        priority=st.sampled_from([0, 0, 1]),
-        timeout_s=st.sampled_from([2.0, 100.0]),
-    )
-    def commit(self, data: st.DataObject, max_tokens: int, priority: int, timeout_s: float) -> None:
-        self.commit_one(self.some(data), max_tokens, priority, timeout_s)
+    @rule(data=st.data(), wishes=wishes, timeout_s=st.sampled_from([2.0, 100.0]))
+    def commit(self, data: st.DataObject, wishes: dict[str, int], timeout_s: float) -> None:
+        self.commit_one(self.some(data), timeout_s=timeout_s, **wishes)
 
-    def commit_one(self, name: str, max_tokens: int, priority: int, timeout_s: float) -> None:
-        request = request_of(
-            self.wishes[name],
-            name,
-            gateway_id=gateway_of(name),
-            max_tokens=max_tokens,
-            priority=priority,
-            timeout_s=timeout_s,
-            stops_after=self.stops_after(name, max_tokens),
+    def commit_one(self, name: str, *, max_tokens: int, **wishes: float) -> None:
+        stops_after = self.stops_after(name, max_tokens)
+        gateway, prompt = gateway_of(name), self.wishes[name]
+        self.driver.commit(
+            request_of(prompt, name, gateway=gateway, max_tokens=max_tokens, stops_after=stops_after, **wishes)
         )
-        self.driver.commit(request)
 
     @precondition(lambda self: self.driver.verifying)
     @rule(data=st.data(), bad=st.booleans())

@@ -226,7 +226,7 @@ def test_a_cancellation_counts_for_a_minute_and_not_for_an_attempt_that_comes_af
 
 
 @pytest.mark.parametrize(
-    ("event", "is_told"), [(events.GatewayLost(gateway_id=GatewayId("g")), False), (events.Stopped(), True)]
+    ("event", "is_told"), [(events.GatewayLost(gateway_id=GatewayId("gateway-0")), False), (events.Stopped(), True)]
 )
 def test_a_committed_landing_ends_with_its_gateway_and_with_its_worker(event: events.Event, is_told: bool) -> None:
     driver = Driver()

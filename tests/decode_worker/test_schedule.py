@@ -38,9 +38,9 @@ def test_a_sequence_generates_until_a_limit_and_frees_its_blocks(max_model_len: 
 def test_the_tokens_of_a_step_leave_as_one_message_per_gateway_behind_the_next_step() -> None:
     """Who came meanwhile is in it."""
     driver = Driver()
-    driver.start([1], "a", gateway_id="g1")
-    assert only(driver.start([2], "b", gateway_id="g2"), actions.RunStep) == []
-    driver.start([3], "c", gateway_id="g1")
+    driver.start([1], "a", gateway="g1")
+    assert only(driver.start([2], "b", gateway="g2"), actions.RunStep) == []
+    driver.start([3], "c", gateway="g1")
     driver.compute()
     assert names(driver) == ["a", "b", "c"]
     done = driver.compute()
@@ -92,8 +92,8 @@ def run_out_of_time(driver: Driver) -> None:
 )
 def test_one_ends_and_the_other_goes_on(end: Callable[[Driver], object], told: dict[str, type[MoonserveError]]) -> None:
     driver = Driver()
-    driver.start([1], "a", gateway_id="gone", timeout_s=3.0)
-    driver.start([1], "b", gateway_id="here")
+    driver.start([1], "a", gateway="gone", timeout_s=3.0)
+    driver.start([1], "b", gateway="here")
     end(driver)
     assert names(driver) == ["b"]
     assert {name: type(fails[0].error) for name, fails in driver.failures.items()} == told

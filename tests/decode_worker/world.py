@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,17 @@ from decode_worker.events import StepDone, StepFailed
 from decode_worker.service import DecodeService
 from decode_worker.stepping import Stepping
 from decode_worker.verify import BlockVerifier
-from engine.batch import Slice
 from prefill_worker.actions import CommitHandoff, ReserveLanding
 from prefill_worker.events import Landing
 from prefill_worker.landing import Route, token_runs
 from prefill_worker.landing_client import LandingClient
-from protocol.ids import GatewayId, LeaseId, RequestId, new_id
-from protocol.keys import block_keys, root_key
+from protocol.ids import LeaseId, new_id
 from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.request import Endpoint, Request, SamplingParams
+from protocol.request import Endpoint, Request
 from protocol.rpc import Channels
+from tests.engine.steps import make_slice
 from tests.patience import PATIENCE_S
+from tests.prefill_worker.builders import make_request
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, layout_of, listening, load_engine, status_of
 from transfer import FaultPlan, TransferEngine
 from worker.memory import KvMemory
@@ -113,28 +113,13 @@ class PrefillClient:
 
     def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: Any) -> Prompt:
         """Fills own blocks with the prompt's KV and samples the first token."""
-        request = Request(
-            token_ids=tuple(token_ids),
-            num_prompt_tokens=len(token_ids),
-            block_keys=tuple(block_keys(root_key(self.engine.fingerprint), token_ids, BLOCK_SIZE)),
-            **{
-                "request_id": RequestId(new_id("req")),
-                "gateway_id": GatewayId("gateway-0"),
-                "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
-                **wishes,
-            },
+        fingerprint = self.engine.fingerprint
+        request = make_request(
+            new_id("req"), token_ids, max_tokens=max_tokens, block_size=BLOCK_SIZE, fingerprint=fingerprint
         )
-        piece = Slice(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            start=0,
-            end=len(token_ids),
-            block_table=range(NUM_BLOCKS),
-            sampling=request.sampling,
-            num_prompt_tokens=len(token_ids),
-            samples=True,
-        )
-        (first,) = self.engine.execute([piece])
+        request = replace(request, **wishes)
+        piece = make_slice(token_ids, 0, len(token_ids), range(NUM_BLOCKS), sampling=request.sampling)
+        (first,) = self.engine.execute([replace(piece, request_id=request.request_id)])
         assert first is not None
         return Prompt(request, LeaseId(new_id("lease")), first.token_id)
 

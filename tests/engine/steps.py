@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,6 +43,20 @@ def make_slice(
     )
 
 
+def last_of(
+    tokens: Sequence[int],
+    sampling: SamplingParams,
+    num_prompt_tokens: int | None = None,
+    *,
+    request_id: str = "request",
+) -> Slice:
+    """The step that computes the last of these tokens and samples the next one."""
+    end = len(tokens)
+    return make_slice(
+        tokens, end - 1, end, [0], request_id=request_id, sampling=sampling, num_prompt_tokens=num_prompt_tokens
+    )
+
+
 def decode_ahead(
     engine: Engine, prompts: Sequence[list[int]], wishes: Sequence[SamplingParams], num_tokens: int
 ) -> list[list[int]]:
@@ -50,15 +65,15 @@ def decode_ahead(
     per_prompt = engine.layout.blocks_for(max(map(len, prompts)) + num_tokens)
     histories = [list(prompt) for prompt in prompts]
 
+    def blocks_of(row: int) -> range:
+        return range(row * per_prompt, (row + 1) * per_prompt)
+
     def slices(step: int) -> list[Slice]:
         return [
-            Slice(
-                request_id=RequestId(f"{row}"),
-                token_ids=histories[row],
+            replace(
+                make_slice(histories[row], 0, 0, blocks_of(row), request_id=f"{row}", sampling=wish),
                 start=len(prompt) + step - 1 if step else 0,
                 end=len(prompt) + step,
-                block_table=range(row * per_prompt, (row + 1) * per_prompt),
-                sampling=wish,
                 num_prompt_tokens=len(prompt),
                 samples=True,
                 follows=step > 0,

@@ -18,10 +18,9 @@ from engine.grammar_masks import Allowed, GrammarMasks
 from engine.runtime import EngineThread
 from protocol.errors import InvalidRequest
 from protocol.grammar import MAX_GRAMMAR_CHARS
-from protocol.ids import RequestId
 from protocol.request import FinishReason, SamplingParams
 from tests.engine.conftest import Pair
-from tests.engine.steps import random_prompt
+from tests.engine.steps import last_of, random_prompt
 from tests.random_models import EOS, VOCAB_SIZE
 from tests.thoroughness import examples
 
@@ -46,17 +45,8 @@ def masks_of(pair: Pair) -> GrammarMasks:
 
 
 def piece(generated: list[int], grammar: str = JSON_GRAMMAR, request_id: str = "request") -> Slice:
-    tokens = [1, 2, 3, *generated]
-    return Slice(
-        request_id=RequestId(request_id),
-        token_ids=tokens,
-        start=len(tokens) - 1,
-        end=len(tokens),
-        block_table=[0],
-        sampling=replace(DEFAULTS, grammar=grammar),
-        num_prompt_tokens=3,
-        samples=True,
-    )
+    sampling = replace(DEFAULTS, grammar=grammar)
+    return last_of([1, 2, 3, *generated], sampling, 3, request_id=request_id)
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -11,10 +11,12 @@ import pytest
 
 from engine.config import ModelConfig, load_model_config
 from engine.pool_plan import plan_pool
-from engine.replica import load_replica
+from engine.replica import load_replica, loaded_replica
 from engine.replica_config import ReplicaConfig
 from protocol.errors import ConfigError
 from protocol.process import Lifecycle
+from tests.random_models import make_model
+from transfer import TransferEngine
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +72,46 @@ def test_ranks_share_the_workers_threads() -> None:
 def test_workers_read_their_options_without_torch() -> None:
     code = "import sys, prefill_worker.worker, decode_worker.worker\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+# -- ranks as processes: what keeps them from starting. What they compute and how they die: tests/e2e
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    make_model("llama", tmp_path)
+    return tmp_path
+
+
+def ranks_of(path: Path, size: int) -> ReplicaConfig:
+    return ReplicaConfig(
+        instance_id="w",
+        model=str(path),
+        kernels="torch",
+        kv_cache_memory=1 << 20,
+        num_threads=size,
+        tensor_parallel_size=size,
+    )
+
+
+async def test_a_model_that_ranks_cannot_share_is_refused(own_model: Path) -> None:
+    """Before anything is started."""
+    config = ranks_of(own_model, 3)
+    refused = pytest.raises(ConfigError, match="does not divide")
+    with TransferEngine(cluster_token="x") as transfer, refused:
+        async with loaded_replica(config, transfer.allocate, Lifecycle(None)):
+            pass
+
+
+async def test_a_rank_that_cannot_start_is_told_in_its_own_words(own_model: Path) -> None:
+    """Nothing of the worker is left then."""
+
+    class Spoiling(Lifecycle):
+        def progress(self, stage: str, fraction: float | None = None) -> None:
+            if stage == "allocating memory":  # what rank 1 reads is gone by then
+                (own_model / "config.json").unlink()
+
+    refused = pytest.raises(ConfigError, match=r"rank 1: .*config\.json")
+    with TransferEngine(cluster_token="x") as transfer, refused:
+        async with loaded_replica(ranks_of(own_model, 2), transfer.allocate, Spoiling(None)):
+            pass

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Slice
 from engine.sampler import adjust, draw, filter_tokens, random_bits, sample, uniform
-from protocol.ids import RequestId
 from protocol.request import SamplingParams
+from tests.engine.steps import last_of
 from tests.thoroughness import examples
 
 VOCAB = 12
@@ -21,19 +20,6 @@ VOCAB = 12
 
 def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 100, **fields})
-
-
-def piece(tokens: list[int], sampling: SamplingParams, num_prompt_tokens: int | None = None) -> Slice:
-    return Slice(
-        request_id=RequestId("request"),
-        token_ids=tokens,
-        start=len(tokens) - 1,
-        end=len(tokens),
-        block_table=[0],
-        sampling=sampling,
-        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        samples=True,
-    )
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -126,7 +112,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
         params(temperature=0.7, min_p=0.02, seed=8),
         params(temperature=1.0, seed=5),
     ]
-    slices = [piece([1, 2, 3], wish) for wish in wishes]
+    slices = [last_of([1, 2, 3], wish) for wish in wishes]
     before = logits.clone()
     together = [one.token_id for one in sample(logits, slices)]
     alone = [sample(logits[row : row + 1], slices[row : row + 1])[0].token_id for row in range(6)]
@@ -140,7 +126,7 @@ def test_penalties_follow_their_definitions() -> None:
     """Repetition over prompt and output, presence and frequency over the output alone."""
     sampling = params(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     row = np.array([1.0, -1.0, 2.0, -2.0, 3.0], dtype=np.float32)
-    adjust(row, piece([0, 1, 2, 2, 3], sampling, num_prompt_tokens=2))
+    adjust(row, last_of([0, 1, 2, 2, 3], sampling, num_prompt_tokens=2))
     expected = [0.5, -2.0, 1.0 - 0.5 - 2 * 0.25, -4.0 - 0.5 - 0.25, 3.0]
     assert row.tolist() == pytest.approx(expected)
 
@@ -148,12 +134,12 @@ def test_penalties_follow_their_definitions() -> None:
 def test_bias_and_min_tokens_reach_greedy_choices_too() -> None:
     logits = torch.tensor([[5.0, 1.0, 0.0, 0.0]])
     biased = params(temperature=0.0, logit_bias={2: 10.0})
-    assert sample(logits, [piece([1], biased)])[0].token_id == 2
+    assert sample(logits, [last_of([1], biased)])[0].token_id == 2
     waiting = params(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({0}))
     tokens = [9, 9]
     chosen = []
     for _ in range(3):
-        chosen.append(sample(logits, [piece(tokens, waiting, num_prompt_tokens=2)])[0].token_id)
+        chosen.append(sample(logits, [last_of(tokens, waiting, num_prompt_tokens=2)])[0].token_id)
         tokens = [*tokens, chosen[-1]]
     assert chosen == [1, 1, 0]
 
@@ -163,11 +149,11 @@ def test_logprobs_are_the_models_own() -> None:
     logits = random_logits(4, vocab=50)
     expected = torch.log_softmax(logits, -1)
     slices = [
-        piece([1], params(temperature=1.5, num_logprobs=4, logit_bias={7: 100.0})),
-        piece([1], params(num_logprobs=None)),
-        piece([1], params(temperature=0.0, num_logprobs=0)),
+        last_of([1], params(temperature=1.5, num_logprobs=4, logit_bias={7: 100.0})),
+        last_of([1], params(num_logprobs=None)),
+        last_of([1], params(temperature=0.0, num_logprobs=0)),
     ]
-    slices.append(piece([1], params(num_logprobs=99)))
+    slices.append(last_of([1], params(num_logprobs=99)))
     first, second, third, all_ = sample(logits, slices)
     assert first.token_id == 7
     assert first.logprobs is not None
@@ -195,7 +181,7 @@ def test_no_bad_word_is_ever_written(words: list[tuple[int, ...]], prompt: list[
     tokens = list(prompt)
     for _ in range(12):
         before = tokens[len(prompt) :]
-        [sampled] = sample(logits, [piece(tokens, sampling, len(prompt))])
+        [sampled] = sample(logits, [last_of(tokens, sampling, len(prompt))])
         ends = [(*before, sampled.token_id)[-len(word) :] for word in words]
         assert all(end != word for end, word in zip(ends, words, strict=True))
         tokens.append(sampled.token_id)
@@ -204,7 +190,7 @@ def test_no_bad_word_is_ever_written(words: list[tuple[int, ...]], prompt: list[
 def test_a_bad_word_that_is_all_that_is_left_is_written() -> None:
     logits = torch.full((1, 3), -torch.inf)
     logits[0, 1] = 0.0
-    [sampled] = sample(logits, [piece([0], params(bad_words=((1,),), temperature=0.0))])
+    [sampled] = sample(logits, [last_of([0], params(bad_words=((1,),), temperature=0.0))])
     assert sampled.token_id == 1
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from engine.batch import Sampled
 from engine.block_pool import BlockPool
@@ -15,6 +16,7 @@ from protocol.keys import block_keys, root_key
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
 from tests.scores import pretend
+from worker.events import Action, Event
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
@@ -67,53 +69,22 @@ def make_placement(
     )
 
 
-def submitted(
-    request: Request, *, sources: Sequence[tuple[Endpoint, int, int]] = (), rank: float = 0.0
-) -> ev.Submitted:
-    placement = make_placement(request, sources=sources, rank=rank)
-    return ev.Submitted(request=request, placement=placement)
+def submitted(request: Request, **placed: Any) -> ev.Submitted:
+    return ev.Submitted(request=request, placement=make_placement(request, **placed))
 
 
 def make_state(
     *,
     num_blocks: int = 16,
     budget: int = 8,
-    max_model_len: int = 1000,
-    lookahead: int = 4,
-    policy: str = "fcfs",
     home: str | None = "store-0",
-    store_writes: str = "all",
-    max_put_blocks: int = 64,
-    max_pending_puts: int = 4096,
-    max_prefetch_blocks: int = 8,
     profile: PrefillProfile = PROFILE,
-    num_layers: int = 1,
-    layered_loads: str = "auto",
-    num_stages: int = 1,
+    **limits: Any,
 ) -> PrefillState:
     pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: state.evicted(key))
-    state = PrefillState(
-        pool,
-        Limits(
-            block_size=BLOCK_SIZE,
-            block_bytes=BLOCK_BYTES,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=budget,
-            max_num_seqs=8,
-            lookahead=lookahead,
-            policy=policy,
-            store_writes=store_writes,
-            max_put_blocks=max_put_blocks,
-            max_pending_puts=max_pending_puts,
-            max_prefetch_blocks=max_prefetch_blocks,
-            num_layers=num_layers,
-            layered_loads=layered_loads,
-            num_stages=num_stages,
-        ),
-        lease_prefix="lease",
-        profile=profile,
-        home_store=home,
-    )
+    fixed = {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "max_num_batched_tokens": budget, "max_num_seqs": 8}
+    bounds = Limits(**{**fixed, "max_model_len": 1000, "max_prefetch_blocks": 8, **limits})
+    state = PrefillState(pool, bounds, lease_prefix="lease", profile=profile, home_store=home)
     return state
 
 
@@ -150,3 +121,91 @@ def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
             for plan in step.plans
         ),
     )
+
+
+A = TypeVar("A")
+
+
+def all_of(actions: Iterable[Action], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def only(actions: Iterable[Action], kind: type[A]) -> A:
+    """The one action of a kind."""
+    found = all_of(actions, kind)
+    assert len(found) == 1, f"expected one {kind.__name__} in {list(actions)}"
+    return found[0]
+
+
+def kinds(actions: Iterable[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def spans(actions: Iterable[Action]) -> list[tuple[str, int, int]]:
+    """What the steps among them compute."""
+    slices = [plan.slice for step in all_of(actions, act.RunStep) for plan in step.plans]
+    return [(piece.request_id, piece.start, piece.end) for piece in slices]
+
+
+class Walk:
+    """Time is what the test says it is; the books are proven after every event."""
+
+    def __init__(self, **options: Any) -> None:
+        self.state = make_state(**options)
+        self.now = 0.0
+
+    def handle(self, event: Event, at: float | None = None) -> Sequence[Action]:
+        self.now = self.now if at is None else at
+        actions = self.state.handle(event, self.now)
+        self.state.validate()
+        return actions
+
+    def submit(
+        self,
+        name: str = "r",
+        num_tokens: int = 6,
+        *,
+        first: int = 0,
+        sources: Sequence[tuple[Endpoint, int, int]] = (),
+        rank: float = 0.0,
+        at: float | None = None,
+        **options: Any,
+    ) -> Sequence[Action]:
+        request = make_request(name, range(first, first + num_tokens), **options)
+        return self.request(request, sources=sources, rank=rank, at=at)
+
+    def request(self, request: Request, *, at: float | None = None, **placed: Any) -> Sequence[Action]:
+        return self.handle(submitted(request, **placed), at)
+
+    def grant(self, actions: Iterable[Action], *, num_cached: int = 0, at: float | None = None) -> Sequence[Action]:
+        """The decode worker's answer to the reservation among these."""
+        return self.handle(granted(only(actions, act.ReserveLanding), num_cached=num_cached), at)
+
+    def start(self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any) -> act.RunStep:
+        """Submits a request and grants its landing; gives its first step."""
+        submission = self.submit(name, num_tokens, **options)
+        return only(self.grant(submission, num_cached=num_cached), act.RunStep)
+
+    def done(self, step: act.RunStep, at: float | None = None, *, token_id: int = 42) -> Sequence[Action]:
+        return self.handle(step_done(step, token_id=token_id), at)
+
+    def written(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.WritesDone(request_id=RequestId(name)), at)
+
+    def commit(self, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
+        """From a submission to the commit, in one step."""
+        self.done(self.start(name, num_tokens))
+        return only(self.written(name), act.CommitHandoff)
+
+    def accept(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.HandoffAccepted(request_id=RequestId(name)), at)
+
+    def corrupt(self, *indexes: int, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.HandoffCorrupt(request_id=RequestId(name), indexes=indexes), at)
+
+    def cancel(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
+        return self.handle(ev.RequestCancelled(request_id=RequestId(name)), at)
+
+    def assert_drained(self) -> None:
+        assert self.state.is_idle
+        assert self.state.num_held_blocks == 0

@@ -4,11 +4,11 @@ gateway. Gates hold it at the boundaries where a test wants to look or to cancel
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from decode_worker.service import DecodeService
 from engine.batch import HiddenStates, Sampled, Slice
@@ -62,31 +62,19 @@ PROFILE = PrefillProfile(c0=0.1, c1=0.1, c2=0.0)
 
 
 @dataclass
-class Cluster:
-    """One prefill worker and what surrounds it."""
+class Placed:
+    """A prefill worker, a decode worker that it hands over to, and the ears of a gateway."""
 
-    service: PrefillService
-    engine: GatedEngine
-    stores: GatedStores
-    landings: GatedLandings
-    faults: FaultPlan
-    fingerprint: str
     prefill: Endpoint
     decode: Endpoint
     decoder: DecodeService
     channels: Channels
     ears: Ears
     reference: Engine
-    clock: ShiftedClock
 
-    def request(self, name: str, token_ids: Sequence[int], **options: int | float) -> Request:
-        return make_request(
-            name,
-            token_ids,
-            block_size=BLOCK_SIZE,
-            fingerprint=self.fingerprint,
-            **options,  # type: ignore[arg-type]
-        )
+    def request(self, name: str, token_ids: Sequence[int], **options: Any) -> Request:
+        fingerprint = self.reference.fingerprint
+        return make_request(name, token_ids, block_size=BLOCK_SIZE, fingerprint=fingerprint, **options)
 
     async def submit(
         self,
@@ -95,17 +83,10 @@ class Cluster:
         *,
         sources: Sequence[PrefixSource] = (),
         decode: Endpoint | None = None,
-        **options: int | float,
+        **options: Any,
     ) -> None:
         request = self.request(name, token_ids, **options)
         await submit(self.channels, request, self.prefill, decode or self.decode, sources)
-
-    async def cancel(self, name: str) -> None:
-        """At both workers, as a gateway does it."""
-        for endpoint in (self.prefill, self.decode):
-            stub = worker_pb2_grpc.WorkerStub(self.channels.to(endpoint.rpc_address))
-            request = worker_pb2.CancelRequest(request_id=name)
-            await self.channels.call(stub.Cancel, request, timeout_s=PATIENCE_S)
 
     async def status(self) -> worker_pb2.WorkerStatus:
         return await status_of(self.channels, self.prefill)
@@ -113,6 +94,24 @@ class Cluster:
     def expected(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """The coupled engine's answer."""
         return coupled(self.reference, token_ids, max_tokens)
+
+
+@dataclass
+class Cluster(Placed):
+    """In one process, all of it."""
+
+    service: PrefillService
+    engine: GatedEngine
+    stores: GatedStores
+    landings: GatedLandings
+    faults: FaultPlan
+
+    async def cancel(self, name: str) -> None:
+        """At both workers, as a gateway does it."""
+        for endpoint in (self.prefill, self.decode):
+            stub = worker_pb2_grpc.WorkerStub(self.channels.to(endpoint.rpc_address))
+            request = worker_pb2.CancelRequest(request_id=name)
+            await self.channels.call(stub.Cancel, request, timeout_s=PATIENCE_S)
 
     async def until_stored(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
         """All of these blocks can be read there."""
@@ -138,19 +137,17 @@ async def cluster(
     *,
     num_blocks: int = 48,
     decode_blocks: int = 48,
-    budget: int = 20,
     home_store: str | None = None,
     renewed_as_of_s: float = LANDING_TTL_S,
     profile: PrefillProfile = PROFILE,
-    layered_loads: str = "auto",
-    spare_wait_s: float = PATIENCE_S,
     prefill_ranks: int = 1,
     decode_ranks: int = 1,
     device: str = "cpu",
+    **limits: Any,
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order. Landings are renewed as often as those of
     `renewed_as_of_s` must be."""
-    layout, faults, clock = layout_of(path), FaultPlan(), ShiftedClock()
+    layout, faults = layout_of(path), FaultPlan()
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
         channels, store_channels = Channels(TOKEN), PatientChannels(TOKEN)
@@ -163,20 +160,19 @@ async def cluster(
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
         thread = stack.enter_context(computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, device=device))
         staging = stack.enter_context(closing(staging_of(thread.engine)))
-        engine, fingerprint = GatedEngine(thread), thread.engine.fingerprint
-        landings = GatedLandings(channels, fingerprint=fingerprint, ttl_s=LANDING_TTL_S)
+        engine = GatedEngine(thread)
+        landings = GatedLandings(channels, fingerprint=thread.engine.fingerprint, ttl_s=LANDING_TTL_S)
         pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda key: state.evicted(key))
-        limits = Limits(
+        bounds = Limits(
             block_size=BLOCK_SIZE,
             block_bytes=layout.block_bytes,
             max_model_len=1000,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=20,
             max_num_seqs=8,
             num_layers=layout.num_layers,
-            layered_loads=layered_loads,
-            spare_wait_s=spare_wait_s,
+            **{"spare_wait_s": PATIENCE_S, **limits},
         )
-        state = PrefillState(pool, limits, lease_prefix="prefill-0", profile=profile, home_store=home_store)
+        state = PrefillState(pool, bounds, lease_prefix="prefill-0", profile=profile, home_store=home_store)
         service = PrefillService(
             state,
             engine=engine,
@@ -185,7 +181,6 @@ async def cluster(
             landings=landings,
             stores=stores,
             landing_ttl_s=renewed_as_of_s,
-            clock=clock,
         )
         stack.push_async_callback(service.stop)
         server = RpcServer(TOKEN)
@@ -198,19 +193,7 @@ async def cluster(
         for endpoint in (prefill, decode):
             await stack.enter_async_context(listening(ears, channels, endpoint))
         yield Cluster(
-            service=service,
-            engine=engine,
-            stores=stores,
-            landings=landings,
-            faults=faults,
-            fingerprint=fingerprint,
-            prefill=prefill,
-            decode=decode,
-            decoder=decoder,
-            channels=channels,
-            ears=ears,
-            reference=load_engine(path),
-            clock=clock,
+            prefill, decode, decoder, channels, ears, load_engine(path), service, engine, stores, landings, faults
         )
         assert not service.failed.done(), service.failed
 
@@ -256,13 +239,12 @@ class GatedEngine:
 
 
 class GatedStores(BlockStores):
-    """A store client whose reads a test can hold or slow down, and which waits for a store for long: what a worker
+    """A store client whose reads a test can hold, and which waits for a store for long: what a worker
     reads is not to hang on how busy the machine is."""
 
     def __init__(self, channels: PatientChannels, transfer: TransferEngine) -> None:
         super().__init__(channels, transfer)
         self.gate = Gate()
-        self.delay_s = 0.0
         self.turns = Gate()
         """Of a prefix that is read layer by layer, behind the first turn."""
         self.num_turns, self.num_ungated_turns = 0, 1
@@ -279,14 +261,12 @@ class GatedStores(BlockStores):
 
     async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
         await self.gate.pass_through()
-        await asyncio.sleep(self.delay_s)
         return await super().read(store, keys, spots, deadline_s=PATIENCE_S)
 
     async def lease(
         self, store: Endpoint, keys: Sequence[BlockKey], *, ttl_s: float = 10.0, timeout_s: float = 2.0
     ) -> ReadLease:
         await self.gate.pass_through()
-        await asyncio.sleep(self.delay_s)
         return await super().lease(store, keys, ttl_s=PATIENCE_S, timeout_s=timeout_s)
 
 
@@ -306,16 +286,6 @@ class GatedLandings(LandingClient):
     async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
         await self.gate.pass_through()
         return await super().commit(action)
-
-
-@dataclass
-class ShiftedClock:
-    """The worker's clock, which a test can put forward."""
-
-    ahead_s: float = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 NUM_STORED = 5

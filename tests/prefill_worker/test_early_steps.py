@@ -11,8 +11,7 @@ from prefill_worker import events as ev
 from protocol.errors import PeerError, PeerLost
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
-from tests.prefill_worker.builders import BLOCK_SIZE, HOME, step_done
-from tests.prefill_worker.walks import Walk, all_of, kinds, only, spans
+from tests.prefill_worker.builders import BLOCK_SIZE, HOME, Walk, all_of, kinds, only, spans, step_done
 from worker.events import Event
 
 NAME = RequestId("r")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -14,7 +15,7 @@ from prefill_worker import events as ev
 from prefill_worker.state import PrefillState
 from protocol.errors import PeerLost
 from protocol.ids import GatewayId, RequestId
-from protocol.request import Token
+from protocol.request import Endpoint, Token
 from tests.prefill_worker.builders import HOME, endpoint, granted, make_request, make_state, step_done, submitted
 from tests.thoroughness import examples
 
@@ -52,28 +53,21 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.state: PrefillState = make_state()
 
     @initialize(
-        num_blocks=st.integers(2, 12),
-        budget=st.integers(1, 12),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        limits=st.fixed_dictionaries(
+            {
+                "num_blocks": st.integers(2, 12),
+                "budget": st.integers(1, 12),
+                "policy": st.sampled_from(["fcfs", "priority"]),
+                "max_prefetch_blocks": st.integers(0, 6),
+                "layered_loads": st.sampled_from(["always", "never"]),
+                "num_stages": st.sampled_from([1, 1, 2, 3]),
+            }
+        ),
         puts=st.integers(1, 4),
-        prefetch=st.integers(0, 6),
-        layered=st.sampled_from(["always", "never"]),
-        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(
-        self, num_blocks: int, budget: int, policy: str, puts: int, prefetch: int, layered: str, num_stages: int
-    ) -> None:
+    def start(self, limits: dict[str, Any], puts: int) -> None:
         self.state = make_state(
-            num_blocks=num_blocks,
-            budget=budget,
-            policy=policy,
-            max_put_blocks=puts,
-            max_pending_puts=2 * puts,
-            max_prefetch_blocks=prefetch,
-            max_model_len=40,
-            num_layers=3,
-            layered_loads=layered,
-            num_stages=num_stages,
+            max_put_blocks=puts, max_pending_puts=2 * puts, max_model_len=40, num_layers=3, **limits
         )
 
     def post(self, event: ev.Event) -> None:
@@ -216,42 +210,41 @@ class PrefillWorkers(RuleBasedStateMachine):
 
     # -- rules
 
+    def send(
+        self,
+        tokens: Iterable[int],
+        *,
+        sources: Sequence[tuple[Endpoint, int, int]] = (),
+        rank: float = 0.0,
+        gateway: str = GATEWAYS[0],
+        **wishes: Any,
+    ) -> str:
+        """A new request."""
+        name = f"r{self.num_requests}"
+        self.gateway_of[name] = gateway
+        self.live.add(name)
+        self.post(submitted(make_request(name, [*tokens], gateway=gateway, **wishes), sources=sources, rank=rank))
+        return name
+
     @rule(
         shared=st.integers(0, 20),
         own=st.integers(1, 24),
-        max_tokens=st.integers(1, 3),
-        gateway=st.sampled_from(GATEWAYS),
-        priority=st.integers(-1, 1),
         sources=st.integers(0, 4),
-        timeout_s=st.sampled_from([5.0, 600.0]),
         rank=st.sampled_from([0.0, 0.0, -3.0, 3.0, 100.0]),
+        wishes=st.fixed_dictionaries(
+            {
+                "max_tokens": st.integers(1, 3),
+                "gateway": st.sampled_from(GATEWAYS),
+                "priority": st.integers(-1, 1),
+                "timeout_s": st.sampled_from([5.0, 600.0]),
+            }
+        ),
     )
-    def submit(
-        self,
-        shared: int,
-        own: int,
-        max_tokens: int,
-        gateway: str,
-        priority: int,
-        sources: int,
-        timeout_s: float,
-        rank: float,
-    ) -> None:
+    def submit(self, shared: int, own: int, sources: int, rank: float, wishes: dict[str, Any]) -> None:
         self.num_requests += 1
-        name = f"r{self.num_requests}"
-        self.gateway_of[name] = gateway
-        request = make_request(
-            name,
-            [*range(shared), *(1000 * self.num_requests + i for i in range(own))],
-            max_tokens=max_tokens,
-            gateway=gateway,
-            priority=priority,
-            timeout_s=timeout_s,
-            stop_token_ids=frozenset({43}),
-        )
-        self.live.add(name)
+        tokens = [*range(shared), *(1000 * self.num_requests + i for i in range(own))]
         placed = [(HOME, 0, sources), (endpoint("store-1"), sources, 2)] if sources else []
-        self.post(submitted(request, sources=placed, rank=rank))
+        self.send(tokens, sources=placed, rank=rank, stop_token_ids=frozenset({43}), **wishes)
 
     @precondition(lambda self: self.num_requests)
     @rule(data=st.data(), own=st.integers(1, 24))
@@ -278,12 +271,9 @@ class PrefillWorkers(RuleBasedStateMachine):
     def submit_stored(self, own: int, stored: int, max_tokens: int) -> None:
         """A prompt that can begin as soon as a layer of its prefix is there."""
         self.num_requests += 1
-        name = f"r{self.num_requests}"
-        tokens = range(1000 * self.num_requests, 1000 * self.num_requests + 4 * stored + own)
-        self.gateway_of[name] = GATEWAYS[0]
-        self.live.add(name)
-        request = make_request(name, tokens, max_tokens=max_tokens)
-        self.post(submitted(request, sources=[(HOME, 0, stored)]))
+        first = 1000 * self.num_requests
+        tokens = range(first, first + 4 * stored + own)
+        name = self.send(tokens, sources=[(HOME, 0, stored)], max_tokens=max_tokens)
         for position, (other, answer) in enumerate(self.under_way):
             if other == name and name in self.reserving:
                 del self.under_way[position]

@@ -10,7 +10,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from engine.batch import Slice
 from prefill_worker import landing as landing_module
 from prefill_worker import landing as sending
 from prefill_worker.actions import SlicePlan
@@ -18,9 +17,10 @@ from prefill_worker.events import Landing
 from prefill_worker.landing import Sender, StepWriter, block_runs, token_runs
 from protocol.checksum import checksum
 from protocol.errors import InvalidRequest
-from protocol.ids import LeaseId, RequestId
+from protocol.ids import LeaseId
 from protocol.layout import KvLayout
-from protocol.request import Endpoint, SamplingParams
+from protocol.request import Endpoint
+from tests.engine.steps import make_slice
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine, TransferOptions, scatter
 from transfer.config import Patience
 from worker.memory import KvMemory
@@ -44,16 +44,7 @@ def landing(block_ids: Sequence[int]) -> Landing:
 
 def plan_of(table: Sequence[int], target: Sequence[int], start: int, end: int, complete: Sequence[int]) -> SlicePlan:
     return SlicePlan(
-        slice=Slice(
-            request_id=RequestId("r"),
-            token_ids=range(end),
-            start=start,
-            end=end,
-            block_table=table,
-            sampling=SamplingParams(max_tokens=1),
-            num_prompt_tokens=end,
-            samples=True,
-        ),
+        slice=make_slice(range(end), start, end, table, request_id="r"),
         landing=landing(target),
         send_from=start,
         complete=tuple(complete),

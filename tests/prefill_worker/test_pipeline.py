@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -14,21 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from decode_worker.service import DecodeService
 from engine.config import load_model_config
 from engine.engine import Engine
 from prefill_worker.pipeline.stage import HiddenInbox, HiddenOutbox
 from protocol.errors import IntegrityError, PeerLost, error_classes
-from protocol.pb import worker_pb2
-from protocol.request import Endpoint
 from protocol.rpc import Channels
 from tests.engine.steps import random_prompt
 from tests.patience import PATIENCE_S, answered
-from tests.prefill_worker.builders import make_request
+from tests.prefill_worker.cluster import Placed
 from tests.processes import running
 from tests.random_models import make_model
 from tests.stopping import stop
-from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, endpoint_of, listening, status_of, submit
+from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, endpoint_of, listening
 from transfer import TransferEngine
 from transfer.config import Patience
 
@@ -44,28 +41,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass
-class Group:
-    """A group, a decode worker and the ears of a gateway."""
+class Group(Placed):
+    """Several processes are the prefill worker."""
 
     leader: subprocess.Popen[bytes]
-    endpoint: Endpoint
-    decode: Endpoint
-    decoder: DecodeService
-    channels: Channels
-    ears: Ears
-    reference: Engine
-
-    async def submit(self, name: str, token_ids: Sequence[int]) -> None:
-        request = make_request(
-            name, token_ids, max_tokens=MAX_TOKENS, block_size=BLOCK_SIZE, fingerprint=self.reference.fingerprint
-        )
-        await submit(self.channels, request, self.endpoint, self.decode)
-
-    def expected(self, token_ids: Sequence[int]) -> list[int]:
-        return coupled(self.reference, token_ids, MAX_TOKENS)
-
-    async def status(self) -> worker_pb2.WorkerStatus:
-        return await status_of(self.channels, self.endpoint)
 
     async def until_running(self) -> None:
         """A step of some request is under way."""
@@ -103,7 +82,7 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
             endpoint = endpoint_of("prefill-0", facts["rpc"])
             async with listening(ears, channels, endpoint), listening(ears, channels, decode):
                 reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
-                yield Group(leader, endpoint, decode, decoder, channels, ears, reference)
+                yield Group(endpoint, decode, decoder, channels, ears, reference, leader)
     await channels.close()
 
 
@@ -116,12 +95,12 @@ async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
     blocks that nobody computes."""
     async with group(model_path, size=2) as made:
         for name, prompt in PROMPTS.items():
-            await made.submit(name, prompt)
+            await made.submit(name, prompt, max_tokens=MAX_TOKENS)
         for name, prompt in PROMPTS.items():
-            assert await made.ears.all_tokens(name) == made.expected(prompt)
+            assert await made.ears.all_tokens(name) == made.expected(prompt, MAX_TOKENS)
         longer = [*PROMPTS["long"][:120], *random_prompt(30, 4)]
-        await made.submit("longer", longer)
-        assert await made.ears.all_tokens("longer") == made.expected(longer)
+        await made.submit("longer", longer, max_tokens=MAX_TOKENS)
+        assert await made.ears.all_tokens("longer") == made.expected(longer, MAX_TOKENS)
 
         async def counters_behind_the_last_handoff() -> dict[str, int] | None:
             counters = dict((await made.status()).counters)
@@ -146,8 +125,8 @@ async def test_corrupt_bytes_of_any_stage_are_found(model_path: Path) -> None:
     async with group(model_path, *flags, size=3) as made:
         for seed, name in enumerate(("first", "second")):
             prompt = random_prompt(70, seed)
-            await made.submit(name, prompt)
-            assert await made.ears.all_tokens(name) == made.expected(prompt)
+            await made.submit(name, prompt, max_tokens=MAX_TOKENS)
+            assert await made.ears.all_tokens(name) == made.expected(prompt, MAX_TOKENS)
         assert made.decoder.state.counters.integrity_failures > 0
         assert (await made.status()).counters["recomputed_blocks"] > 0
 
@@ -202,7 +181,7 @@ async def test_a_lost_stage_fails_what_is_under_way_and_ends_the_group(model_pat
     async with group(model_path, size=2) as made:
         [follower] = made.followers()
         stop(follower)
-        await made.submit("r", random_prompt(100))
+        await made.submit("r", random_prompt(100), max_tokens=MAX_TOKENS)
         await made.until_running()
         os.kill(follower, signal.SIGKILL)
         failure = await made.ears.failure("r")

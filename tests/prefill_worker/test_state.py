@@ -14,8 +14,7 @@ from protocol.ids import LeaseId, RequestId
 from protocol.keys import BlockKey
 from protocol.profile import PrefillProfile
 from protocol.request import FinishReason
-from tests.prefill_worker.builders import HOME, endpoint, make_placement, make_request
-from tests.prefill_worker.walks import Walk, all_of, kinds, only, spans
+from tests.prefill_worker.builders import HOME, Walk, all_of, endpoint, kinds, make_placement, make_request, only, spans
 
 # Of which c0 is worth five tokens.
 PROFILE = PrefillProfile(c0=0.005, c1=0.001, c2=0.0)

@@ -10,8 +10,7 @@ from prefill_worker import actions as act
 from prefill_worker import events as ev
 from protocol.errors import Cancelled, Incompatible, PeerLost, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
-from tests.prefill_worker.builders import HOME
-from tests.prefill_worker.walks import Walk, kinds, only, spans
+from tests.prefill_worker.builders import HOME, Walk, kinds, only, spans
 from worker.events import Action, Event
 
 R = RequestId("r")

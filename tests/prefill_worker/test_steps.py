@@ -16,8 +16,17 @@ from prefill_worker.sequence import Sequence
 from protocol.errors import PeerLost
 from protocol.ids import LeaseId
 from protocol.request import Request
-from tests.prefill_worker.builders import BLOCK_SIZE, HOME, make_placement, make_request
-from tests.prefill_worker.walks import Walk, all_of, kinds, only, spans
+from tests.prefill_worker.builders import (
+    BLOCK_SIZE,
+    HOME,
+    Walk,
+    all_of,
+    kinds,
+    make_placement,
+    make_request,
+    only,
+    spans,
+)
 from tests.scores import is_whole, pretend
 
 

@@ -27,15 +27,14 @@ from prefill_worker.worker import serve as serve_prefill
 from protocol.config import load
 from protocol.errors import ConfigError, NoWorker
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.request import Placement
 from protocol.rpc import Channels
-from protocol.wire import endpoint_from_wire, submission_to_wire
+from protocol.wire import endpoint_from_wire
 from tests.decode_worker.world import hold_steps
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.prometheus import scrape
 from tests.services import ReportedLifecycle, serving
-from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, listening
+from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, listening, submit
 
 
 class RecordedLifecycle(ReportedLifecycle):
@@ -85,10 +84,7 @@ class Cluster:
             block_size=BLOCK_SIZE,
             fingerprint=(await self.view()).fingerprint,
         )
-        placement = Placement(request_id=request.request_id, prefill=prefill, decode=decode)
-        stub = worker_pb2_grpc.WorkerStub(self.channels.to(prefill.rpc_address))
-        message = submission_to_wire(request, placement)
-        await self.channels.call(stub.Submit, message, timeout_s=PATIENCE_S)
+        await submit(self.channels, request, prefill, decode)
 
     async def set_draining(self, name: str, draining: bool) -> None:
         address = (await self.member(name)).endpoint.rpc_address

@@ -182,7 +182,7 @@ class UndividedWorker(RuleBasedStateMachine):
             name,
             num_stored=stored,
             max_tokens=max_tokens,
-            gateway_id=gateway,
+            gateway=gateway,
             num_prompt_logprobs=num_scored_top,
         )
 

@@ -26,11 +26,14 @@ from tests.thoroughness import examples
 MIB = 1 << 20
 BUDGET = 16 * MIB
 
-# Takes memory by the MiB until there is none, says how much, and waits to be killed.
-GREEDY = """
-import sys
+IMPORTS = """
+import os, signal, sys
 from pathlib import Path
 from engine.elastic.ledger import Ledger
+"""
+
+# Takes memory by the MiB until there is none, says how much, and waits to be killed.
+GREEDY = """
 ledger = Ledger(Path(sys.argv[1]), budget=16 << 20)
 row = ledger.claim(sys.argv[2], 0, 1 << 40)
 total = 0
@@ -42,9 +45,6 @@ sys.stdin.read()
 
 # Stops while it has the lock.
 STOPPED = """
-import os, signal, sys
-from pathlib import Path
-from engine.elastic.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]), budget=16 << 20)
 with ledger._locked():
     print("locked", flush=True)
@@ -54,9 +54,6 @@ print("gone on", flush=True)
 
 # Is killed where it is about to do something with a new file.
 KILLED = """
-import os, signal, sys
-from pathlib import Path
-from engine.elastic.ledger import Ledger
 setattr(os, sys.argv[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 Ledger(Path(sys.argv[1]), budget=16 << 20)
 """
@@ -64,7 +61,7 @@ Ledger(Path(sys.argv[1]), budget=16 << 20)
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", IMPORTS + program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine
 from engine.config import ModelConfig, load_model_config
 from engine.kernels import FEW_TOKENS, Kernels, MixedKernels, NativeKernels, TorchKernels, make_kernels
+from engine.kernels.library import FLAGS
 from engine.kv_pool import TORCH_DTYPES, KvPool
 from engine.step import Step
 from engine.weights import Weights, load_weights
 from protocol.errors import ConfigError
+from tests.compilers import compile_strictly
 from tests.engine.conftest import VARIANTS, Pair
 from tests.engine.kernels.calls import kernels_folder, random_tensor
 from tests.patience import until
@@ -199,3 +202,13 @@ def test_rows_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
     float_kernels, _ = native_kernels(pair, "float32")
     step = make_step(list(range(5)))
     assert_alike(run(float_kernels, step, 2), run(torch_kernels(pair, "float32")[0], step, 2))
+
+
+SOURCES = sorted(Path(engine.__file__).parent.rglob("*.cpp"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_compilers_have_nothing_to_complain_about(compiler: str, source: Path, tmp_path: Path) -> None:
+    """Parsed and typed only: optimising takes ten times as long."""
+    compile_strictly(compiler, source, (*FLAGS, "-fsyntax-only"), tmp_path)
