@@ -18,8 +18,6 @@ from protocol.pb import worker_pb2
 from protocol.request import SamplingParams
 from tests.decode_worker.world import World, hold_steps, prompt_of, world
 from tests.patience import PATIENCE_S, answered
-from tests.worker.parts import BLOCK_SIZE
-from transfer import FaultPlan
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -36,53 +34,6 @@ async def until_queued(w: World, count: int) -> None:
         return (await w.client.status()).load.num_waiting == count
 
     await answered(queued)
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "device"),
-    [
-        ("auto", "cpu"),
-        pytest.param("int8", "cpu", marks=pytest.mark.slow),
-        pytest.param("fp8", "cpu", marks=pytest.mark.slow),
-        ("auto", "cpu-staged"),
-        pytest.param("fp8", "cpu-staged", marks=pytest.mark.slow),
-    ],
-)
-async def test_handed_off_requests_continue_exactly_as_the_coupled_engine(
-    model_path: Path, kv_dtype: str, device: str
-) -> None:
-    """Prompts around block borders, several in one batch; then one whose prefix is there and is not sent."""
-    async with world(model_path, kv_dtype=kv_dtype, device=device) as w:
-        lengths = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 29)
-        prompts = {length: w.client.compute(prompt_of(length, length), 20) for length in lengths}
-        for length, prompt in prompts.items():  # the client's blocks hold one prompt at a time
-            w.client.compute(prompt_of(length, length), 20)
-            await w.client.hand_off(prompt)
-        for length, prompt in prompts.items():
-            assert await w.tokens(prompt) == w.expected(prompt_of(length, length), 20)
-        longer = [*prompt_of(24, 29), 1, 2, 3]
-        second = w.client.compute(longer, 10)
-        assert (await w.client.hand_off(second)).num_cached_blocks == 3
-        assert await w.tokens(second) == w.expected(longer, 10)
-        await w.idle()
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-async def test_a_corrupted_write_is_found_and_repaired(
-    model_path: Path, in_thread: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if in_thread:
-        monkeypatch.setattr("decode_worker.verify.INLINE_BYTES", 0)
-    async with world(model_path, faults=FaultPlan(corrupt_writes=1)) as w:
-        prompt = w.client.compute(prompt_of(20), 8)
-        landing = await w.client.reserve(prompt)
-        await w.client.write(prompt, landing)
-        assert len(await w.client.commit(prompt, landing)) == 1
-        await w.client.write(prompt, landing)
-        assert await w.client.commit(prompt, landing) == ()
-        assert await w.tokens(prompt) == w.expected(prompt_of(20), 8)
-        assert (await w.client.status()).counters["integrity_failures"] == 1
-        await w.idle()
 
 
 async def test_steps_that_run_ahead_and_neighbours_change_no_token(model_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.engine.steps import make_slice
 from tests.patience import PATIENCE_S
 from tests.prefill_worker.builders import make_request
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, layout_of, listening, load_engine, status_of
-from transfer import FaultPlan, TransferEngine
+from transfer import TransferEngine
 from worker.memory import KvMemory
 
 
@@ -63,12 +63,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(
-    path: Path, *, faults: FaultPlan | None = None, kv_dtype: str = "auto", **options: Any
-) -> AsyncIterator[World]:
+async def world(path: Path, *, kv_dtype: str = "auto", **options: Any) -> AsyncIterator[World]:
     """`options`: the decode worker's."""
     channels, ears = Channels(TOKEN), Ears()
-    with TransferEngine(cluster_token=TOKEN, faults=faults) as sender:
+    with TransferEngine(cluster_token=TOKEN) as sender:
         async with decoding(path, kv_dtype=kv_dtype, **options) as (endpoint, service):
             client = PrefillClient(path, sender, channels, endpoint, kv_dtype)
             async with listening(ears, channels, endpoint):
@@ -123,7 +121,7 @@ class PrefillClient:
         assert first is not None
         return Prompt(request, LeaseId(new_id("lease")), first.token_id)
 
-    async def reserve(self, prompt: Prompt, *, timeout_s: float = PATIENCE_S, fingerprint: str = "") -> Landing:
+    async def reserve(self, prompt: Prompt, *, fingerprint: str = "") -> Landing:
         request = prompt.request
         wish = ReserveLanding(
             request_id=request.request_id,
@@ -135,7 +133,7 @@ class PrefillClient:
             tenant=request.tenant,
             priority=request.priority,
             block_keys=request.block_keys,
-            timeout_s=timeout_s,
+            timeout_s=PATIENCE_S,
         )
         return await self._landings(fingerprint).reserve(wish)
 

@@ -142,23 +142,23 @@ async def cluster(
     profile: PrefillProfile = PROFILE,
     prefill_ranks: int = 1,
     decode_ranks: int = 1,
+    kv_dtype: str = "auto",
     device: str = "cpu",
     **limits: Any,
 ) -> AsyncIterator[Cluster]:
     """Everything in one process, torn down in reverse order. Landings are renewed as often as those of
     `renewed_as_of_s` must be."""
-    layout, faults = layout_of(path), FaultPlan()
+    layout, faults = layout_of(path, kv_dtype), FaultPlan()
+    computed: Any = {"kv_dtype": kv_dtype, "device": device}
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
         channels, store_channels = Channels(TOKEN), PatientChannels(TOKEN)
         stores = GatedStores(store_channels, transfer)
         for each in (channels, store_channels, stores):
             stack.push_async_callback(each.close)
-        decode, decoder = await stack.enter_async_context(
-            decoding(path, decode_blocks, ranks=decode_ranks, device=device)
-        )
+        decode, decoder = await stack.enter_async_context(decoding(path, decode_blocks, ranks=decode_ranks, **computed))
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = stack.enter_context(computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, device=device))
+        thread = stack.enter_context(computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, **computed))
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         engine = GatedEngine(thread)
         landings = GatedLandings(channels, fingerprint=thread.engine.fingerprint, ttl_s=LANDING_TTL_S)
@@ -192,9 +192,8 @@ async def cluster(
         prefill, ears = endpoint_of("prefill-0", address, transfer.address), Ears()
         for endpoint in (prefill, decode):
             await stack.enter_async_context(listening(ears, channels, endpoint))
-        yield Cluster(
-            prefill, decode, decoder, channels, ears, load_engine(path), service, engine, stores, landings, faults
-        )
+        reference = load_engine(path, kv_dtype=kv_dtype)
+        yield Cluster(prefill, decode, decoder, channels, ears, reference, service, engine, stores, landings, faults)
         assert not service.failed.done(), service.failed
 
 

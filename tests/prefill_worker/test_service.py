@@ -45,40 +45,51 @@ async def at(gate: Gate) -> None:
     await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
 
 
-async def test_tokens_are_those_of_the_coupled_engine(model_path: Path) -> None:
-    """Prompts around block and chunk borders, several at once."""
-    async with cluster(model_path) as c:
-        lengths = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 20, 41, 64)
+@pytest.mark.parametrize(
+    ("kv_dtype", "device"),
+    [
+        ("auto", "cpu"),
+        pytest.param("int8", "cpu", marks=pytest.mark.slow),
+        pytest.param("fp8", "cpu", marks=pytest.mark.slow),
+        ("auto", "cpu-staged"),
+        pytest.param("fp8", "cpu-staged", marks=pytest.mark.slow),
+    ],
+)
+async def test_tokens_are_those_of_the_coupled_engine(model_path: Path, kv_dtype: str, device: str) -> None:
+    """Prompts around block and chunk borders, several at once; then two that begin alike: what they share is computed
+    once and sent once."""
+    async with cluster(model_path, kv_dtype=kv_dtype, device=device) as c:
+        lengths = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 20, 29, 41, 64)
         for length in lengths:
-            await c.submit(f"r{length}", prompt_of(length, length), max_tokens=6)
+            await c.submit(f"r{length}", prompt_of(length, length), max_tokens=20)
         for length in lengths:
-            expected = c.expected(prompt_of(length, length), 6)
+            expected = c.expected(prompt_of(length, length), 20)
             assert await c.ears.all_tokens(f"r{length}") == expected
         await c.assert_drained()
         assert (await c.status()).counters["handed_off_requests"] == len(lengths)
-
-
-async def test_a_shared_prefix_is_computed_once_and_sent_once(model_path: Path) -> None:
-    async with cluster(model_path) as c:
-        shared = prompt_of(4 * BLOCK_SIZE)
-        await c.submit("first", [*shared, 1, 2], max_tokens=4)
-        assert await c.ears.all_tokens("first") == c.expected([*shared, 1, 2], 4)
-        c.engine.num_tokens = 0
-        await c.submit("second", [*shared, 3, 4, 5], max_tokens=4)
-        assert await c.ears.all_tokens("second") == c.expected([*shared, 3, 4, 5], 4)
-        assert c.engine.num_tokens == 3
+        shared = prompt_of(4 * BLOCK_SIZE, 99)
+        for name, prompt, num_computed in (("first", [*shared, 1, 2], 34), ("second", [*shared, 3, 4, 5], 3)):
+            c.engine.num_tokens = 0
+            await c.submit(name, prompt, max_tokens=4)
+            assert await c.ears.all_tokens(name) == c.expected(prompt, 4)
+            assert c.engine.num_tokens == num_computed
         assert c.ears.reports["second"].cached_tokens == 4 * BLOCK_SIZE
         assert c.decoder.state.counters.shared_blocks == 4
         await c.assert_drained()
 
 
-async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(model_path: Path) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(
+    model_path: Path, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_thread:
+        monkeypatch.setattr("decode_worker.verify.INLINE_BYTES", 0)
     async with cluster(model_path) as c:
         c.faults.corrupt_writes = 1
         await c.submit("r", prompt_of(45), max_tokens=6)
         assert await c.ears.all_tokens("r") == c.expected(prompt_of(45), 6)
         counters = (await c.status()).counters
-        assert counters["integrity_failures"] >= 1
+        assert counters["integrity_failures"] == c.decoder.state.counters.integrity_failures == 1
         assert counters["recomputed_blocks"] >= 1
         await c.assert_drained()
 
