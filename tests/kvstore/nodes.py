@@ -69,11 +69,7 @@ def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
 
 @contextlib.asynccontextmanager
 async def connected(
-    rpc_address: str,
-    transport: str = "shm",
-    *,
-    faults: FaultPlan | None = None,
-    attaches: bool = True,
+    rpc_address: str, transport: str = "shm", *, faults: FaultPlan | None = None, attaches: bool = True
 ) -> AsyncIterator[tuple[BlockStores, TransferEngine, Endpoint]]:
     """A client of a node over one transport."""
     channels = Channels(TOKEN)
@@ -130,11 +126,7 @@ def chain_of(local: Segment, numbers: range, length: int, *, pieces: int = 1) ->
     offsets = [[index * length + n * size for n in reversed(range(pieces))] for index in range(len(numbers))]
     spots = Spots.scattered(local, offsets, size)
     objects = [
-        PutObject(
-            key=key(number),
-            parent=key(number - 1) if index else None,
-            checksum=spots.checksum(index),
-        )
+        PutObject(key=key(number), parent=key(number - 1) if index else None, checksum=spots.checksum(index))
         for index, number in enumerate(numbers)
     ]
     return objects, spots

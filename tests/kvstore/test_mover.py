@@ -132,9 +132,7 @@ async def test_a_stop_says_how_many_objects_are_missing_on_disk(
         assert (stored.place is None) == why.startswith("disk")
 
 
-async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_again(tmp_path: Path) -> None:
     async with node_on(tmp_path) as node:
         node.put(1)
         node.mover._rest()
@@ -144,9 +142,7 @@ async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_agai
         assert await within(PATIENCE_S, flushing) == 0
 
 
-async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(
-    tmp_path: Path,
-) -> None:
+async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(tmp_path: Path) -> None:
     async with node_on(tmp_path) as node:
         for number in range(10):
             node.put(number)
@@ -250,9 +246,7 @@ def only_on_disk(node: Node) -> int:
     return next(n for n in range(60) if (o := node.state.catalog.find(key(n))) and o.offset is None)
 
 
-async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(
-    tmp_path: Path,
-) -> None:
+async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(tmp_path: Path) -> None:
     calls, clock = FaultyCalls("read"), Clock()
     async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
         lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)

@@ -12,17 +12,7 @@ from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, PeerLost, StaleLease
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from protocol.rpc import Channels
-from tests.kvstore.nodes import (
-    TOKEN,
-    Node,
-    chain_of,
-    connected,
-    exists,
-    key,
-    running_node,
-    stats_of,
-    until_stats,
-)
+from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, exists, key, running_node, stats_of, until_stats
 from tests.patience import PATIENCE_S
 from tests.stopping import stopped
 from transfer import FaultPlan, Op, RemoteSegment, Transfer
@@ -39,9 +29,7 @@ def shared_node() -> Iterator[Node]:
         yield node
 
 
-async def test_a_byte_that_rots_under_a_lease_is_found_dropped_and_counted(
-    shared_node: Node,
-) -> None:
+async def test_a_byte_that_rots_under_a_lease_is_found_dropped_and_counted(shared_node: Node) -> None:
     async with connected(shared_node.rpc_address) as (client, transfer, store):
         objects, spots = chain_of(transfer.allocate(4 * BLOCK), range(4), BLOCK)
         await client.put(store, objects, spots)
@@ -106,13 +94,8 @@ class Raw:
         return list(reply.corrupt)
 
 
-async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_out(
-    shared_node: Node,
-) -> None:
-    async with (
-        connected(shared_node.rpc_address) as (client, transfer, store),
-        Raw(shared_node.rpc_address) as raw,
-    ):
+async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_out(shared_node: Node) -> None:
+    async with connected(shared_node.rpc_address) as (client, transfer, store), Raw(shared_node.rpc_address) as raw:
         reply = await raw.reserve("abandoned", 0.1, 801)
         await until_stats(client, store, lambda s: s.reserved_bytes == 0)
         with pytest.raises(StaleLease):
@@ -126,10 +109,7 @@ async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_ou
 
 
 async def test_a_commit_is_idempotent_and_closes_the_window(shared_node: Node) -> None:
-    async with (
-        connected(shared_node.rpc_address) as (client, transfer, store),
-        Raw(shared_node.rpc_address) as raw,
-    ):
+    async with connected(shared_node.rpc_address) as (client, transfer, store), Raw(shared_node.rpc_address) as raw:
         reply = await raw.reserve("twice", 30.0, 400)
         assert await raw.reserve("twice", 30.0, 400) == reply
         local = transfer.allocate(BLOCK)

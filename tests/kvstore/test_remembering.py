@@ -86,9 +86,7 @@ async def present_after(folder: Path) -> list[int]:
         return node.present(range(4))
 
 
-async def test_a_life_that_ends_before_the_disk_knows_leaves_the_removal_to_the_next_attempt(
-    folder: Path,
-) -> None:
+async def test_a_life_that_ends_before_the_disk_knows_leaves_the_removal_to_the_next_attempt(folder: Path) -> None:
     async with life_in(folder) as life:
         removing = asyncio.create_task(life.remove(1))
         await life.at_rest()

@@ -85,10 +85,7 @@ def test_the_share_that_takes_most_for_its_size_makes_room() -> None:
     [
         (lambda node: None, [1, 3, 4, 5]),  # without a disk the others have no share at all
         (lambda node: node.state.catalog.use_disk(node.disk), [2, 3, 4, 5]),
-        (
-            lambda node: [node.state.catalog.use_disk(node.disk), node.state.forget_disk()],
-            [1, 3, 4, 5],
-        ),
+        (lambda node: [node.state.catalog.use_disk(node.disk), node.state.forget_disk()], [1, 3, 4, 5]),
     ],
 )
 def test_a_disk_makes_the_share_of_all_others_larger_for_as_long_as_it_is_there(

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.store_speed import (
-    FORGET_AFTER_S,
-    LATENCY_S,
-    LOCAL_BYTES_PER_S,
-    REMOTE_BYTES_PER_S,
-    Speed,
-    StoreSpeeds,
-)
+from kvstore.store_speed import FORGET_AFTER_S, LATENCY_S, LOCAL_BYTES_PER_S, REMOTE_BYTES_PER_S, Speed, StoreSpeeds
 from tests.prefill_worker.builders import endpoint
 
 STORE = endpoint("store-0")

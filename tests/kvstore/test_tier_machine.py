@@ -363,6 +363,5 @@ def test_two_tiers_keep_every_promise_under_every_policy(name: str) -> None:
     machine = type("TwoTiersUnderPolicy", (TwoTiers,), {"policy_name": name})
     num_examples = examples(80 if name == DEFAULT_POLICY else 10)
     run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=num_examples, stateful_step_count=60, deadline=None),
+        machine, settings=settings(max_examples=num_examples, stateful_step_count=60, deadline=None)
     )

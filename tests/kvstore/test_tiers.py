@@ -71,9 +71,7 @@ def asked_for_by_a_writer(node: Tiered) -> None:
 
 
 @pytest.mark.parametrize("used", [leased, asked_for_by_a_writer, lambda node: node.use(1)])
-def test_an_object_that_is_used_while_it_is_written_stays_in_memory(
-    used: Callable[[Tiered], None],
-) -> None:
+def test_an_object_that_is_used_while_it_is_written_stays_in_memory(used: Callable[[Tiered], None]) -> None:
     node = full()
     node.put(chain(91))
     stores = node.demotions()
@@ -96,10 +94,7 @@ def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> Non
     assert node.state.catalog.usage().num_objects == 91
 
 
-@given(
-    reports=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6),
-    sunk=st.sets(st.integers(0, 7)),
-)
+@given(reports=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), sunk=st.sets(st.integers(0, 7)))
 def test_what_a_report_names_counts_as_used_one_after_the_other_from_its_end(
     reports: list[list[int]], sunk: set[int]
 ) -> None:

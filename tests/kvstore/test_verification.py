@@ -14,9 +14,7 @@ from tests.kvstore.test_mover import SIZE, Node, key, value
 from transfer import Segment
 
 
-async def test_what_is_stored_in_place_of_a_rotten_object_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_stored_in_place_of_a_rotten_object_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "PIECE_BYTES", 0)  # all of them are compared in threads
     node, checked = Node(), 0
     node.put(1)

@@ -58,9 +58,7 @@ async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) ->
     assert await found_in(tmp_path) == {written(2).object}
 
 
-async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(
-    tmp_path: Path,
-) -> None:
+async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(tmp_path: Path) -> None:
     calls, options = faulty("read")
     calls.num_to_fail = 9  # all that have to wait
     async with opened(tmp_path, options) as stand:

@@ -40,9 +40,7 @@ def lazy() -> tuple[FaultyCalls, Ticks, DiskOptions]:
     return calls, ticks, options
 
 
-async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_interval(
-    tmp_path: Path,
-) -> None:
+async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_interval(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
     async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
         for interval in range(3):
@@ -59,9 +57,7 @@ async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_i
         assert ticks.begun.empty()
 
 
-async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals(
-    tmp_path: Path,
-) -> None:
+async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals(tmp_path: Path) -> None:
     calls, _, options = lazy()
     async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
         await stand.put([written(1), written(2)])
@@ -72,10 +68,7 @@ async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals
             assert await stand.get(written(3).object) == bytes(written(3).memory)
             assert not removal.done()
         await removal
-    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {
-        written(2).object,
-        written(3).object,
-    }
+    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {written(2).object, written(3).object}
 
 
 async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
@@ -96,9 +89,7 @@ async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
     assert len(await found_in(tmp_path, AGAIN, capacity=8 * LARGE)) == 3
 
 
-async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(
-    tmp_path: Path,
-) -> None:
+async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
     changed = asyncio.Event()
     async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
@@ -119,10 +110,7 @@ async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(
         assert await stand.put([written(4)]) == [True]
         assert stand.tier._log.active is not active
         del stand.owner.places[written(1).object]
-    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {
-        written(2).object,
-        written(4).object,
-    }
+    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {written(2).object, written(4).object}
 
 
 async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:

@@ -62,11 +62,7 @@ def test_a_flipped_bit_makes_a_header_invalid(record: Record, bit: int) -> None:
 @given(record=records)
 def test_a_header_counts_only_where_it_belongs(record: Record) -> None:
     written = memoryview(header_of(record))
-    for other in (
-        HERE._replace(segment=8),
-        HERE._replace(page=12),
-        HERE._replace(folder_id=bytes(16)),
-    ):
+    for other in (HERE._replace(segment=8), HERE._replace(page=12), HERE._replace(folder_id=bytes(16))):
         assert disk_format.decode_header(written, other) is None
         assert not disk_format.holds(written, other, record.object)
 

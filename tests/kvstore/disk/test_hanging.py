@@ -62,9 +62,7 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path
     assert await found_in(tmp_path) == {written(1).object, written(5).object}
 
 
-async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(tmp_path: Path) -> None:
     calls, clock, options = hanging("read")
     async with opened(tmp_path, options) as stand:
         await stand.put([written(1)])
@@ -101,9 +99,7 @@ async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: 
         stand.tier._waits.validate()
 
 
-async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_back_later(
-    tmp_path: Path,
-) -> None:
+async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_back_later(tmp_path: Path) -> None:
     clock = Clock()
     options = dataclasses.replace(SMALL, clock=clock, sleep=for_ever)
     async with opened(tmp_path, options) as stand:
@@ -146,7 +142,4 @@ async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_pa
             assert stand.tier.health is Health.GOOD
             assert await stand.get(written(1).object) == bytes(written(1).memory)
             assert await stand.put([written(3)]) == [True]
-        assert await found_in(disk, SMALL, capacity=CAPACITY) == {
-            written(1).object,
-            written(3).object,
-        }
+        assert await found_in(disk, SMALL, capacity=CAPACITY) == {written(1).object, written(3).object}

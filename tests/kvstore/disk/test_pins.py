@@ -75,9 +75,7 @@ async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:
 
 
 @settings(max_examples=examples(15), deadline=None)
-@given(
-    steps=st.lists(st.tuples(st.integers(1, 5), PINS, st.booleans()), min_size=1, max_size=12),
-)
+@given(steps=st.lists(st.tuples(st.integers(1, 5), PINS, st.booleans()), min_size=1, max_size=12))
 def test_any_order_of_changes_and_restarts_leaves_the_last(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, Pin, bool]]
 ) -> None:
@@ -104,10 +102,7 @@ def test_any_order_of_changes_and_restarts_leaves_the_last(
     asyncio.run(play())
 
 
-@given(
-    segment=st.integers(0, 2**disk_format.SEGMENT_BITS - 1),
-    pin=st.none() | PINS,
-)
+@given(segment=st.integers(0, 2**disk_format.SEGMENT_BITS - 1), pin=st.none() | PINS)
 def test_pins_and_segments_do_not_touch_each_other_on_disk(segment: int, pin: Pin | None) -> None:
     entry = Tombstone(BlockKey(bytes(range(16))), 2**63, segment, pin)
     assert list(disk_format.unpack_tombstones(disk_format.pack_tombstones([entry]))) == [entry]

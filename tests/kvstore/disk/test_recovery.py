@@ -15,9 +15,7 @@ def record(about: DiskObject, source: int = 0) -> Record:
 
 
 @pytest.mark.parametrize("records", [((7, 9), (3, 7), (0, 3)), ((7, 9), (0, 3))])
-def test_of_several_records_of_one_object_the_latest_counts(
-    records: tuple[tuple[int, int], ...],
-) -> None:
+def test_of_several_records_of_one_object_the_latest_counts(records: tuple[tuple[int, int], ...]) -> None:
     """Also where segment 3 could not be emptied, and 7, from which it was copied on, was given up."""
     about = written(1).object
     known = Known()

@@ -69,11 +69,7 @@ async def ended(ring: Ring, doing: Doing, runs: Sequence[Run]) -> Flight:
 @settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(
-        st.lists(
-            st.tuples(st.integers(0, FILE_PAGES + 2), st.integers(1, LONG_PAGES)),
-            min_size=1,
-            max_size=8,
-        ),
+        st.lists(st.tuples(st.integers(0, FILE_PAGES + 2), st.integers(1, LONG_PAGES)), min_size=1, max_size=8),
         min_size=1,
         max_size=8,
     )
@@ -136,9 +132,7 @@ async def test_one_that_fails_spoils_none_of_the_others(file: int) -> None:
     ring.close()
 
 
-async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_over(
-    file: int,
-) -> None:
+async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_over(file: int) -> None:
     ring = ring_or_skip()
     told: list[Flight] = []
     over = asyncio.Event()

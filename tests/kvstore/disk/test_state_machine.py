@@ -44,9 +44,7 @@ class TierMachine(RuleBasedStateMachine):
         key_file = self.folder / "key"
         key_file.write_bytes(bytes(range(32)))
         self.options = dataclasses.replace(
-            SMALL,
-            key_file=key_file if encrypted else None,
-            sync_interval_s=0.0 if flushed_at_once else 1.0,
+            SMALL, key_file=key_file if encrypted else None, sync_interval_s=0.0 if flushed_at_once else 1.0
         )
         self.stand = self.run(self.open())
 
@@ -123,8 +121,5 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTier = TierMachine.TestCase
 TestTier.settings = settings(
-    max_examples=examples(25),
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=examples(25), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -204,9 +204,7 @@ async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
     assert len(await found_in(tmp_path)) == 20
 
 
-async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file_if_it_never_is(
-    tmp_path: Path,
-) -> None:
+async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file_if_it_never_is(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         segments, log = stand.tier._segments, stand.tier._log
         number = 0

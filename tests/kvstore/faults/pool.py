@@ -190,12 +190,7 @@ class Pool:
     # Auditing
 
     def audit(
-        self,
-        names: Iterable[bytes],
-        *,
-        held: Collection[bytes] = (),
-        gone: Collection[bytes] = (),
-        corrupt: int = 0,
+        self, names: Iterable[bytes], *, held: Collection[bytes] = (), gone: Collection[bytes] = (), corrupt: int = 0
     ) -> set[bytes]:
         """The names that are found. Every one of them is right, all that must be `held` are there, nothing that is
         `gone` is, nodes find `corrupt` damaged objects, and their books add up."""

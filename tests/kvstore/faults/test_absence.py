@@ -77,9 +77,7 @@ def test_a_value_stored_anew_after_a_removal_stays(tmp_path: Path) -> None:
         assert held_by(pool, "store-1", names) == names
 
 
-def test_of_two_values_the_one_that_was_stored_while_the_other_was_away_counts(
-    tmp_path: Path,
-) -> None:
+def test_of_two_values_the_one_that_was_stored_while_the_other_was_away_counts(tmp_path: Path) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         with pool.alone("store-1") as store:
             store.put(b"replaced", b"old")
@@ -95,9 +93,7 @@ def test_of_two_values_the_one_that_was_stored_while_the_other_was_away_counts(
         pool.audit([], held=[other])
 
 
-def test_a_node_that_was_away_for_longer_than_removals_are_kept_begins_empty(
-    tmp_path: Path,
-) -> None:
+def test_a_node_that_was_away_for_longer_than_removals_are_kept_begins_empty(tmp_path: Path) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, "--removals-kept-s", "0.1", ssd="64MiB") as pool:
         # Who begins itself cannot tell that it was there meanwhile.
         until(lambda: pool.stats("store-0").recovered == 1)
@@ -135,13 +131,8 @@ def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_pa
         pool.add_up()
 
 
-def test_what_is_removed_while_the_disk_is_read_only_is_remembered_by_others(
-    tmp_path: Path,
-) -> None:
-    with (
-        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
-        running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool,
-    ):
+def test_what_is_removed_while_the_disk_is_read_only_is_remembered_by_others(tmp_path: Path) -> None:
+    with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         names = put_on(pool, "store-0", "removed", 5)
         kept = put_on(pool, "store-0", "kept", 5)
         with disks.read_only(disk), pool.store() as store:

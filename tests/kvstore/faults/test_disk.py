@@ -18,10 +18,7 @@ SMALL = ("--dram", "8MiB")
 
 def test_a_full_disk_refuses_nobody_and_a_node_starts_on_it(tmp_path: Path) -> None:
     """Segments of 8 MiB on 20 MiB: the second one that fails to be made finds the disk full."""
-    with (
-        mounted(tmp_path / "store-0", 20 * 2**20) as disk,
-        running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
-    ):
+    with mounted(tmp_path / "store-0", 20 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "full", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(100)
             filler = disks.fill_up(disk)
@@ -43,10 +40,7 @@ def names_on_disk(pool: Pool, names: list[bytes]) -> list[bytes]:
 
 
 def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
-        running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
-    ):
+    with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "read-only", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(60)
             with disks.read_only(disk):
@@ -60,10 +54,7 @@ def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_pat
 
 
 def test_a_disk_that_vanishes_costs_what_was_on_it_and_no_request(tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "store-0", 128 * 2**20) as disk,
-        running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool,
-    ):
+    with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "vanished", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(60)
             disks.take_away(disk)
@@ -90,9 +81,7 @@ def test_a_truncated_segment_costs_no_more_than_what_was_cut_off(tmp_path: Path)
         pool.audit([*names, *again], held=found)
 
 
-def test_bits_that_flip_while_a_node_is_down_cost_objects_and_give_no_wrong_bytes(
-    tmp_path: Path,
-) -> None:
+def test_bits_that_flip_while_a_node_is_down_cost_objects_and_give_no_wrong_bytes(tmp_path: Path) -> None:
     with running_pool(tmp_path, 1, "--dram", "32MiB", ssd="64MiB") as pool:
         with pool.store() as store:
             names = put_many(store, "rot", 400, 30_000)

@@ -13,9 +13,7 @@ from tests.patience import PATIENCE_S, until
 
 
 @pytest.mark.slow  # a lease of 10 s has to end, twice
-def test_the_second_owner_of_an_id_ends_with_a_reason_and_takes_over_a_dead_ones_place(
-    tmp_path: Path,
-) -> None:
+def test_the_second_owner_of_an_id_ends_with_a_reason_and_takes_over_a_dead_ones_place(tmp_path: Path) -> None:
     with running_pool(tmp_path, 1, "--dram", "64MiB") as pool:
         first = pool.running["store-0"]
         with pool.store() as store, Load(store, "first") as load:

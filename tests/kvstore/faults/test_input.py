@@ -52,14 +52,8 @@ SENSELESS = {
     "a right without end": ("Reserve", reserving(1, ttl_s=math.inf)),
     "a right for no time at all": ("Reserve", reserving(1, ttl_s=math.nan)),
     "a right for too long": ("Reserve", reserving(1, ttl_s=1e9)),
-    "fewer checksums than keys": (
-        "Commit",
-        pb.StoreCommitRequest(reservation_id="unknown", keys=[KEY]),
-    ),
-    "a commit of nobody's": (
-        "Commit",
-        pb.StoreCommitRequest(reservation_id="unknown", keys=[KEY], checksums=[0]),
-    ),
+    "fewer checksums than keys": ("Commit", pb.StoreCommitRequest(reservation_id="unknown", keys=[KEY])),
+    "a commit of nobody's": ("Commit", pb.StoreCommitRequest(reservation_id="unknown", keys=[KEY], checksums=[0])),
     "a lease on a short key": ("Lease", leasing(b"short")),
     "a lease that has ended": ("Lease", leasing(KEY, ttl_s=-1.0)),
     "a lease without end": ("Lease", leasing(KEY, ttl_s=math.inf)),

@@ -114,9 +114,7 @@ def audit_under(pool: Pool, load: Load, on_disk: set[bytes]) -> None:
     assert not lost, f"{len(lost)} of {len(on_disk)} are lost"
 
 
-def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(
-    tmp_path: Path,
-) -> None:
+def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(tmp_path: Path) -> None:
     flags = ("--dram", "4MiB", "--ssd-write-through")
     with running_pool(tmp_path, 1, *flags, ssd="16MiB") as pool:
         with pool.store() as store, Load(store, "churn", nbytes=400_000, kept=20) as load:

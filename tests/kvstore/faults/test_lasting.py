@@ -20,9 +20,7 @@ def pins_of(pool: Pool, names: list[bytes]) -> list[int]:
     return [pins[plain_key(name)] for name in names]
 
 
-def test_a_pin_that_was_changed_after_the_object_was_written_outlasts_a_crash(
-    tmp_path: Path,
-) -> None:
+def test_a_pin_that_was_changed_after_the_object_was_written_outlasts_a_crash(tmp_path: Path) -> None:
     with running_pool(tmp_path, 1, *ON_DISK, ssd="64MiB") as pool:
         with pool.store() as store:
             names = put_many(store, "pinned", 3, 10_000)

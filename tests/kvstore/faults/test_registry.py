@@ -47,9 +47,7 @@ def test_redis_may_be_killed_and_come_back_empty(
         pool.audit([], held=load.stored, gone=load.removed)
 
 
-def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_back(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_back(tmp_path: Path) -> None:
     port = free_port()
     with running_pool(tmp_path, 3, "--dram", "256MiB", registry=f"127.0.0.1:{port}") as pool:
         with running_directory(port=port) as directory:

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvstore.native import metadata
 from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry
@@ -150,9 +144,7 @@ class HeapMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("machine", [IndexMachine, HeapMachine])
-def test_any_sequence_of_calls_agrees_with_pythons_own_containers(
-    machine: type[RuleBasedStateMachine],
-) -> None:
+def test_any_sequence_of_calls_agrees_with_pythons_own_containers(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
