@@ -20,7 +20,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
-from tests.kvstore.disk.faulty import Clock, FaultyCalls, stuck, until_it_hangs
+from tests.kvstore.disk.tiers import Clock, FaultyCalls, for_ever, stuck, until_it_hangs
 from tests.kvstore.nodes import within
 from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S
@@ -223,10 +223,6 @@ async def test_a_copy_that_is_dropped_while_the_disk_moves_it_can_be_made_again(
 # A disk that does not answer: readers get a miss, memory is kept, and the node can be stopped
 
 LIMIT_S = DiskOptions().time_limit_s
-
-
-async def for_ever(seconds: float) -> None:
-    await asyncio.Event().wait()
 
 
 @asynccontextmanager

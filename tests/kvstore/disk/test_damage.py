@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.disk.base import PAGE
 from kvstore.disk.format import extent_pages
+from tests.kvstore.disk.mounts import flip, segments
 from tests.kvstore.disk.tiers import SEGMENT, Stand, opened, written
 
 LENGTH = 5_000
@@ -21,34 +22,28 @@ WRITES = [written(number, LENGTH) for number in range(COUNT)]
 BEGIN_OF_LAST = PAGE + (COUNT - 1) * EXTENT
 
 
-async def crashed(folder: Path) -> Path:
+@pytest.fixture
+async def crashed(tmp_path: Path) -> Path:
     """The segment of a node that wrote `WRITES`, one group each, and died."""
-    async with opened(folder / "living") as stand:
+    async with opened(tmp_path / "living") as stand:
         for write in WRITES:
             assert await stand.put([write]) == [True]
         await stand.settled()  # the file of the next segment is there too
-        shutil.copytree(folder / "living", folder / "crashed")
-    return min((folder / "crashed").glob("segment-*"))
+        shutil.copytree(tmp_path / "living", tmp_path / "crashed")
+    return segments(tmp_path / "crashed")[0]
 
 
-async def sealed(folder: Path) -> Path:
-    async with opened(folder) as stand:
+@pytest.fixture
+async def sealed(tmp_path: Path) -> Path:
+    async with opened(tmp_path / "stopped") as stand:
         await stand.put(WRITES)
-    return next(folder.glob("segment-*"))
+    return segments(tmp_path / "stopped")[0]
 
 
 def overwrite(path: Path, offset: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(content)
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 async def correct(stand: Stand) -> int:
@@ -59,10 +54,9 @@ async def correct(stand: Stand) -> int:
     return len(stand.owner.places)
 
 
-async def test_after_a_crash_between_writes_nothing_is_torn(tmp_path: Path) -> None:
-    path = await crashed(tmp_path)
+async def test_after_a_crash_between_writes_nothing_is_torn(crashed: Path) -> None:
     for _ in range(2):
-        async with opened(path.parent) as stand:
+        async with opened(crashed.parent) as stand:
             assert await correct(stand) == COUNT
             assert stand.tier.counters["corrupt_tails"] == 0
 
@@ -78,17 +72,16 @@ async def test_after_a_crash_between_writes_nothing_is_torn(tmp_path: Path) -> N
     ],
 )
 async def test_a_torn_tail_is_cut_off_and_reported_and_all_before_it_is_kept(
-    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    crashed: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = await crashed(tmp_path)
-    damage(path)
+    damage(crashed)
     with caplog.at_level(logging.WARNING):
-        async with opened(path.parent) as stand:
+        async with opened(crashed.parent) as stand:
             assert await correct(stand) == COUNT - 1
             assert stand.tier.counters["corrupt_tails"] == 1
             assert await stand.put([WRITES[-1]]) == [True]
     assert "was cut off at page" in caplog.text
-    async with opened(path.parent) as stand:
+    async with opened(crashed.parent) as stand:
         assert await correct(stand) == COUNT
         assert stand.tier.counters["corrupt_tails"] == 0
 
@@ -102,10 +95,9 @@ async def test_a_torn_tail_is_cut_off_and_reported_and_all_before_it_is_kept(
         pytest.param(SEGMENT - PAGE + 50, id="trailer"),
     ],
 )
-async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(tmp_path: Path, offset: int) -> None:
-    path = await sealed(tmp_path)
-    flip(path, offset)
-    async with opened(tmp_path) as stand:
+async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(sealed: Path, offset: int) -> None:
+    flip(sealed, offset)
+    async with opened(sealed.parent) as stand:
         assert await correct(stand) == COUNT
         assert stand.tier.counters["read_mismatches"] == (offset == PAGE + EXTENT + 50)
 
@@ -113,7 +105,7 @@ async def test_a_flipped_bit_in_a_sealed_segment_costs_one_object_at_most(tmp_pa
 async def test_compaction_drops_and_counts_what_is_damaged(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         await stand.put(WRITES)
-        flip(min(tmp_path.glob("segment-*")), PAGE + PAGE + 123)
+        flip(segments(tmp_path)[0], PAGE + PAGE + 123)
         stand.release(WRITES[1].object)
         number = 1000
         while (await stand.put([written(number)]))[0]:
@@ -126,22 +118,18 @@ async def test_compaction_drops_and_counts_what_is_damaged(tmp_path: Path) -> No
 
 async def test_a_segment_that_is_nothing_but_garbage_costs_only_itself(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
-        writes = [written(number, 20_000) for number in range(4)]
-        assert all(await stand.put(writes))
-    first, *_ = sorted(tmp_path.glob("segment-*"))
-    first.write_bytes(os.urandom(SEGMENT))
+        assert all(await stand.put([written(number, 20_000) for number in range(4)]))
+    segments(tmp_path)[0].write_bytes(os.urandom(SEGMENT))
     async with opened(tmp_path) as stand:
         assert 0 < len(stand.owner.places) < 4
-        for about in stand.owner.places:
-            assert await stand.get(about) is not None
+        assert None not in [await stand.get(about) for about in stand.owner.places]
         assert stand.tier.counters["corrupt_tails"] == 1
 
 
-async def test_an_empty_segment_file_is_harmless(tmp_path: Path) -> None:
-    path = await sealed(tmp_path)
-    os.truncate(path, 0)
-    async with opened(tmp_path) as stand:
+async def test_an_empty_segment_file_is_harmless(sealed: Path) -> None:
+    os.truncate(sealed, 0)
+    async with opened(sealed.parent) as stand:
         assert not stand.owner.places
         assert await stand.put(WRITES) == [True] * COUNT
-    async with opened(tmp_path) as stand:
+    async with opened(sealed.parent) as stand:
         assert await correct(stand) == COUNT

@@ -9,9 +9,10 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvstore.disk.base import PAGE, DiskWrite, Place
+from kvstore.disk.format import page_of
 from kvstore.disk.tier import DiskOptions
 from protocol.errors import ConfigError
-from tests.kvstore.disk.tiers import SMALL, opened, written
+from tests.kvstore.disk.tiers import SMALL, found_in, opened, written
 
 KEY = bytes(range(32))
 
@@ -33,14 +34,13 @@ async def test_objects_come_back_and_lie_encrypted_on_disk(tmp_path: Path) -> No
     options, write, folder = with_key(tmp_path), text(), tmp_path / "tier"
     async with opened(folder, options) as stand:
         assert await stand.put([write]) == [True]
-        assert await stand.get(write.object) == bytes(write.memory)
+        assert await stand.holds(write)
     hexadecimal = with_key(tmp_path, KEY.hex().encode() + b"\n")
     async with opened(folder, hexadecimal) as stand:
-        assert await stand.get(write.object) == bytes(write.memory)
+        assert await stand.holds(write)
         places = await stand.tier.write([write, write])
         content = max(folder.glob("segment-*")).read_bytes()
-        begins = [((place or 0) & 0xFFFFFFFF) * PAGE + PAGE for place in places]
-        first, second = (content[begin : begin + 64] for begin in begins)
+        first, second = (content[page_of(place or Place(0)) * PAGE :][PAGE:][:64] for place in places)
         assert first != second, "equal objects, and it shows"
         for place in places:
             stand.tier.release(place or Place(0))
@@ -52,10 +52,8 @@ async def test_objects_come_back_and_lie_encrypted_on_disk(tmp_path: Path) -> No
 
 
 async def test_the_wrong_key_no_key_and_a_needless_key_are_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path / "tier", with_key(tmp_path)):
-        pass
-    async with opened(tmp_path / "plain"):
-        pass
+    await found_in(tmp_path / "tier", with_key(tmp_path))
+    await found_in(tmp_path / "plain")
     no_key = dataclasses.replace(SMALL, key_file=tmp_path / "none")
     for folder, options, message in (
         ("new", with_key(tmp_path, b"short"), "must hold 32 bytes"),
@@ -65,8 +63,7 @@ async def test_the_wrong_key_no_key_and_a_needless_key_are_refused(tmp_path: Pat
         ("plain", with_key(tmp_path), "is not encrypted"),
     ):
         with pytest.raises(ConfigError, match=message):
-            async with opened(tmp_path / folder, options):
-                pass
+            await found_in(tmp_path / folder, options)
 
 
 async def test_ciphertext_moved_to_another_place_is_not_believed(tmp_path: Path) -> None:

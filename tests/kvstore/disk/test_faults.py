@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk import health
-from kvstore.disk.base import DiskRead, Health
-from tests.kvstore.disk.faulty import faulty, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import SMALL, found_in, opened, written
+from kvstore.disk.base import PAGE, Health
+from kvstore.disk.format import page_of
+from tests.kvstore.disk.tiers import SMALL, faulty, found_in, objects, opened, stuck, until_it_hangs, written
 
 
 async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
         calls.errors["write"] = errno.EROFS
         assert await stand.put([written(2)]) == [False]
         assert stand.tier.health is Health.READ_ONLY
-        assert await stand.get(written(1).object) is not None
+        assert await stand.holds(written(1))
         assert await stand.put([written(3)]) == [False]
         ((seen, reason),) = stand.owner.health
         assert seen is Health.READ_ONLY
@@ -44,7 +44,7 @@ async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, wh
         calls.errors.clear()
         await stand.tier.check()
         assert await stand.put([written(1)]) == [True]
-    assert await found_in(tmp_path, options) == {written(1).object}
+    assert await found_in(tmp_path) == objects(1)
 
 
 async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) ->
         await stand.forget(written(1).object)
         calls.errors.clear()
         await stand.tier.check()
-    assert await found_in(tmp_path) == {written(2).object}
+    assert await found_in(tmp_path) == objects(2)
 
 
 async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(tmp_path: Path) -> None:
@@ -64,13 +64,8 @@ async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss
     async with opened(tmp_path, options) as stand:
         writes = [written(1), written(2)]
         assert await stand.put(writes) == [True, True]
-        stand.tier._segments.seal(stand.tier._writer._landed_in)
-        await stand.settled()
-        memory = [bytearray(write.object.length) for write in writes]
-        reads = [
-            DiskRead(object=write.object, place=stand.owner.places[write.object], memory=memoryview(into))
-            for write, into in zip(writes, memory, strict=True)
-        ]
+        await stand.sealed()
+        reads = [stand.read_of(write.object) for write in writes]
         with stuck(calls):
             reading = asyncio.create_task(stand.tier.read(reads))
             await until_it_hangs(calls)
@@ -85,15 +80,13 @@ async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
     calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         writes = [written(number) for number in range(4)]
-        places = await stand.tier.write(writes)
-        stand.owner.places.update({w.object: p for w, p in zip(writes, places, strict=True) if p is not None})
-        assert places[1] is not None
-        calls.bad_offset = (places[1] & 0xFFFFFFFF) * 4096 + 5000
+        await stand.put(writes)
+        calls.bad_offset = page_of(stand.owner.places[writes[1].object]) * PAGE + 5000
         got = await asyncio.gather(*(stand.get(write.object) for write in writes))
         assert [content is not None for content in got] == [True, False, True, True]
         assert stand.tier.health is Health.GOOD
         assert stand.tier.counters["errors_EIO"] >= 1
-        calls.bad_offset = None
+        calls.bad_offset = -1
 
 
 async def test_a_disk_that_cannot_be_read_at_all_fails_and_heals(tmp_path: Path) -> None:
@@ -110,7 +103,7 @@ async def test_a_disk_that_cannot_be_read_at_all_fails_and_heals(tmp_path: Path)
         calls.errors.clear()
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
-        assert await stand.get(written(1).object) is not None
+        assert await stand.holds(written(1))
 
 
 async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Pa
         shutil.move(tmp_path / "elsewhere", tmp_path / "tier")
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
-        assert await stand.get(written(1).object) is not None
+        assert await stand.holds(written(1))
 
 
 async def test_the_disk_is_looked_after_without_being_asked(tmp_path: Path) -> None:
@@ -140,8 +133,7 @@ async def test_the_disk_is_looked_after_without_being_asked(tmp_path: Path) -> N
 
     changed = asyncio.Event()
     async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=sleep)) as stand:
-        stand.owner.health_changed = lambda health, reason: changed.set()  # type: ignore[method-assign]
-        stand.tier._health._changed = stand.owner.health_changed
+        stand.tier._health._changed = lambda health, reason: changed.set()
         shutil.move(tmp_path / "tier", tmp_path / "elsewhere")
         ticks.put_nowait(None)
         await changed.wait()

@@ -1,21 +1,30 @@
-"""A flush every interval: writes do not wait for it, removals do, and it comes without being asked."""
+"""Flushes: one every interval or one per group of writes, what waits for them, and what falls with one that failed."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 from pathlib import Path
 
+import pytest
+
 from kvstore.disk.base import Health
 from kvstore.disk.tier import DiskOptions
-from tests.kvstore.disk.faulty import FaultyCalls, stuck, until_it_hangs
-from tests.kvstore.disk.tiers import SEGMENT, SMALL, found_in, opened, written
+from tests.kvstore.disk.tiers import (
+    SEGMENT,
+    FaultyCalls,
+    Stand,
+    faulty,
+    found_in,
+    objects,
+    opened,
+    stuck,
+    until_it_hangs,
+    written,
+)
 
 INTERVAL_S = 7.0
-LARGE = 16 * SEGMENT
-"""Bytes of a segment: all that a test writes fits into one, whose end flushes nothing."""
-AGAIN = dataclasses.replace(SMALL, segment_bytes=LARGE)
+CAPACITY = 128 * SEGMENT
 
 
 class Ticks:
@@ -33,16 +42,15 @@ class Ticks:
 
 
 def lazy() -> tuple[FaultyCalls, Ticks, DiskOptions]:
-    calls, ticks = FaultyCalls("sync"), Ticks()
-    options = dataclasses.replace(
-        SMALL, calls=calls, sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=LARGE
-    )
+    """All that a test writes fits into one segment, whose end flushes nothing."""
+    ticks = Ticks()
+    calls, options = faulty("sync", sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=16 * SEGMENT)
     return calls, ticks, options
 
 
 async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_interval(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
-    async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
+    async with opened(tmp_path, options, CAPACITY) as stand:
         for interval in range(3):
             before = calls.num_flushes
             for number in range(2):
@@ -59,44 +67,43 @@ async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_i
 
 async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals(tmp_path: Path) -> None:
     calls, _, options = lazy()
-    async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
+    async with opened(tmp_path, options, CAPACITY) as stand:
         await stand.put([written(1), written(2)])
         with stuck(calls):
             removal = asyncio.create_task(stand.forget(written(1).object))
             await until_it_hangs(calls)
             assert await stand.put([written(3)]) == [True]
-            assert await stand.get(written(3).object) == bytes(written(3).memory)
+            assert await stand.holds(written(3))
             assert not removal.done()
         await removal
-    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {written(2).object, written(3).object}
+    assert await found_in(tmp_path, capacity=CAPACITY) == objects(2, 3)
 
 
 async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
     """One is under way, all others wait for the next one."""
     calls, _, options = lazy()
-    async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
-        await stand.put([written(number, 100) for number in range(8)])
+    async with opened(tmp_path, options, CAPACITY) as stand:
+        await stand.put([written(number) for number in range(8)])
         assert await stand.tier.flush()
         before = calls.num_flushes
         with stuck(calls):
-            first = asyncio.create_task(stand.forget(written(0, 100).object))
+            first = asyncio.create_task(stand.forget(written(0).object))
             await until_it_hangs(calls)
-            others = [asyncio.create_task(stand.forget(written(number, 100).object)) for number in range(1, 8)]
-            for number in range(3):
-                await stand.put([written(100 + number, 100)])
+            others = [asyncio.create_task(stand.forget(written(number).object)) for number in range(1, 8)]
+            for number in (100, 101, 102):
+                await stand.put([written(number)])
         await asyncio.gather(first, *others)
         assert calls.num_flushes - before <= 3  # the second may begin before all have landed
-    assert len(await found_in(tmp_path, AGAIN, capacity=8 * LARGE)) == 3
+    assert await found_in(tmp_path, capacity=CAPACITY) == objects(100, 101, 102)
 
 
 async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
     changed = asyncio.Event()
-    async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
+    async with opened(tmp_path, options, CAPACITY) as stand:
         stand.tier._health._changed = lambda health, reason: changed.set()
         await stand.put([written(1), written(2)])
         active = stand.tier._log.active
-        assert active is not None
         await ticks.begun.get()
         calls.errors["sync"] = errno.EIO
         ticks.ends.put_nowait(None)
@@ -104,18 +111,69 @@ async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(tmp_
         assert stand.tier.health is Health.READ_ONLY
         assert await stand.put([written(3)]) == [False]
         assert not await stand.tier.forget([written(1).object])
-        assert await stand.get(written(2).object) == bytes(written(2).memory)
+        assert await stand.holds(written(2))
         calls.errors.clear()
         await stand.tier.check()
         assert await stand.put([written(4)]) == [True]
         assert stand.tier._log.active is not active
         del stand.owner.places[written(1).object]
-    assert await found_in(tmp_path, AGAIN, capacity=8 * LARGE) == {written(2).object, written(4).object}
+    assert await found_in(tmp_path, capacity=CAPACITY) == objects(2, 4)
 
 
 async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:
     calls, _, options = lazy()
-    async with opened(tmp_path, options, capacity=8 * LARGE) as stand:
+    async with opened(tmp_path, options, CAPACITY) as stand:
         await stand.put([written(1)])
         assert calls.num_flushes == 0
     assert calls.num_flushes >= 2  # the log, then its footer
+
+
+# Groups of writes, each made durable by a flush of its own
+
+
+async def until_landed(stand: Stand, num_objects: int) -> None:
+    """So many objects are on disk, durable or not."""
+    log = stand.tier._log
+    while sum(each.num_records for each in log.segments.values()) < num_objects:  # noqa: ASYNC110 - no event says so
+        await asyncio.sleep(0)
+
+
+async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Path) -> None:
+    calls, options = faulty("sync")
+    async with opened(tmp_path, options) as stand:
+        assert await stand.put([written(0)]) == [True]
+        with stuck(calls):
+            first = asyncio.create_task(stand.put([written(1)]))
+            await until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([written(2)]))
+            await until_landed(stand, 3)
+            third = asyncio.create_task(stand.put([written(3)]))
+            await until_landed(stand, 4)
+            assert not any(task.done() for task in (first, second, third))
+        assert await asyncio.gather(first, second, third) == [[True]] * 3
+        assert await stand.holds(*map(written, range(4)))
+    assert await found_in(tmp_path) == objects(0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_what_follows_a_failed_flush_fails_with_it_and_neither_comes_back(
+    tmp_path: Path, cancelled: bool
+) -> None:
+    calls, options = faulty("sync")
+    async with opened(tmp_path, options) as stand:
+        assert await stand.put([written(0)]) == [True]
+        with stuck(calls):
+            calls.num_to_fail = 1
+            first = asyncio.create_task(stand.put([written(1)]))
+            await until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([written(2)]))
+            await until_landed(stand, 3)
+            if cancelled:
+                second.cancel()
+        assert await first == [False]
+        [outcome] = await asyncio.gather(second, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError) if cancelled else outcome == [False]
+        assert stand.tier.health is Health.READ_ONLY
+        await stand.tier.check()
+        assert await stand.put([written(3)]) == [True]
+    assert await found_in(tmp_path) == objects(0, 3)

@@ -1,4 +1,4 @@
-"""Headers and footers: what goes in comes out, and nothing else does."""
+"""What lies on pages comes out as it went in, which record of an object counts, and what the log says of segments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from kvstore.disk import format as disk_format
 from kvstore.disk.base import PAGE, DiskObject, Pin
 from kvstore.disk.format import Context, Kind, Record, Tombstone
+from kvstore.disk.log import Log, Segment
+from kvstore.disk.recovery import Known
 from protocol.keys import BlockKey
+from tests.kvstore.disk.tiers import written
 
 HERE = Context(bytes(range(16)), 7, 11)
+SEGMENT_PAGES = 64
+NUM_SEGMENTS = 12
 
 keys = st.binary(min_size=16, max_size=16).map(BlockKey)
 objects = st.builds(
@@ -29,24 +34,20 @@ objects = st.builds(
 records = st.builds(Record, objects, st.integers(1, 2**31), st.integers(0, 2**31))
 
 
-def page(content: bytes) -> memoryview:
-    return memoryview(content.ljust(PAGE, b"\0"))
-
-
 def header_of(record: Record, tag: bytes = bytes(16)) -> bytearray:
     """A page in which something else was before."""
-    written = bytearray(b"\xff" * PAGE)
-    disk_format.fill_header(memoryview(written), HERE, disk_format.encode_record(record), tag)
-    return written
+    page = bytearray(b"\xff" * PAGE)
+    disk_format.fill_header(memoryview(page), HERE, disk_format.encode_record(record), tag)
+    return page
 
 
 @given(record=records, tag=st.binary(min_size=16, max_size=16))
 def test_a_header_says_everything_about_its_object(record: Record, tag: bytes) -> None:
-    written = memoryview(header_of(record, tag))
-    header = disk_format.decode_header(written, HERE)
+    page = memoryview(header_of(record, tag))
+    header = disk_format.decode_header(page, HERE)
     assert header is not None
     assert (header.kind, header.record, header.tag) == (Kind.OBJECT, record, tag)
-    assert disk_format.holds(written, HERE, record.object)
+    assert disk_format.holds(page, HERE, record.object)
 
 
 @given(record=records, bit=st.integers(0, 8 * 200 - 1))
@@ -61,16 +62,17 @@ def test_a_flipped_bit_makes_a_header_invalid(record: Record, bit: int) -> None:
 
 @given(record=records)
 def test_a_header_counts_only_where_it_belongs(record: Record) -> None:
-    written = memoryview(header_of(record))
+    page = memoryview(header_of(record))
     for other in (HERE._replace(segment=8), HERE._replace(page=12), HERE._replace(folder_id=bytes(16))):
-        assert disk_format.decode_header(written, other) is None
-        assert not disk_format.holds(written, other, record.object)
+        assert disk_format.decode_header(page, other) is None
+        assert not disk_format.holds(page, other, record.object)
 
 
 @given(content=st.binary(max_size=PAGE))
 def test_garbage_is_no_header(content: bytes) -> None:
-    assert disk_format.decode_header(page(content), HERE) is None
-    assert disk_format.decode_trailer(page(content), HERE) is None
+    page = memoryview(content.ljust(PAGE, b"\0"))
+    assert disk_format.decode_header(page, HERE) is None
+    assert disk_format.decode_trailer(page, HERE) is None
 
 
 @given(several=st.lists(records, max_size=20))
@@ -80,14 +82,15 @@ def test_records_back_to_back_come_apart_again(several: list[Record]) -> None:
     assert len(packed) == sum(disk_format.record_bytes(record.object) for record in several)
 
 
-def test_a_page_holds_its_full_number_of_tombstones() -> None:
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**disk_format.SEGMENT_BITS - 1), st.none() | st.sampled_from(Pin))
+def test_a_page_holds_its_full_number_of_tombstones(generation: int, segment: int, pin: Pin | None) -> None:
     tombstones = [
-        Tombstone(BlockKey(number.to_bytes(16, "little")), number, 3)
+        Tombstone(BlockKey(number.to_bytes(16, "little")), generation, segment, pin)
         for number in range(disk_format.TOMBSTONES_PER_PAGE)
     ]
-    written = memoryview(bytearray(PAGE))
-    disk_format.fill(written, Kind.TOMBSTONES, HERE, disk_format.pack_tombstones(tombstones))
-    header = disk_format.decode_header(written, HERE)
+    page = memoryview(bytearray(PAGE))
+    disk_format.fill(page, Kind.TOMBSTONES, HERE, disk_format.pack_tombstones(tombstones))
+    header = disk_format.decode_header(page, HERE)
     assert header is not None
     assert list(disk_format.unpack_tombstones(header.tombstones)) == tombstones
 
@@ -105,3 +108,86 @@ def test_nonces_differ_wherever_pages_do() -> None:
     nonces = {Context(bytes(16), s, p).nonce() for s in range(20) for p in range(20)}
     assert len(nonces) == 400
     assert {len(nonce) for nonce in nonces} == {12}
+
+
+# Which of several records of one object counts
+
+
+def record(about: DiskObject, source: int = 0) -> Record:
+    return Record(about, page=1, source=source)
+
+
+@pytest.mark.parametrize("records", [((7, 9), (3, 7), (0, 3)), ((7, 9), (0, 3))])
+def test_of_several_records_of_one_object_the_latest_counts(records: tuple[tuple[int, int], ...]) -> None:
+    """Also where segment 3 could not be emptied, and 7, from which it was copied on, was given up."""
+    about = written(1).object
+    known = Known()
+    found = [known.counts(record(about, source), segment) for source, segment in records]
+    assert found == [True] + [False] * (len(records) - 1)
+
+
+def test_another_generation_is_another_object() -> None:
+    known = Known()
+    known.forget(disk_format.pack_tombstones([Tombstone(written(1).object.key, 1, segment=9)]))
+    assert known.counts(record(written(1, generation=3).object, source=3), 9)
+    assert known.counts(record(written(1, generation=2).object), 3)
+    assert not known.counts(record(written(1, generation=1).object), 3)
+
+
+def test_what_was_forgotten_in_a_segment_may_have_been_written_again_to_a_later_one() -> None:
+    about, known = written(1, generation=4).object, Known()
+    known.forget(disk_format.pack_tombstones([Tombstone(about.key, 4, segment=7)]))
+    assert not known.counts(record(about), 7)
+    assert known.counts(record(about), 8)
+    assert known.counts(record(about, source=8), 9)
+    assert not known.uncovered
+
+
+def test_a_copy_of_what_was_forgotten_meanwhile_stays_forgotten() -> None:
+    """It lies behind the tombstone, which goes with its source."""
+    about, known = written(1, generation=4).object, Known()
+    known.forget(disk_format.pack_tombstones([Tombstone(about.key, 4, segment=7)]))
+    assert not known.counts(record(about, source=3), 8)
+    assert known.uncovered == [Tombstone(about.key, 4, segment=8)]
+
+
+# What the log gives out, and what it compacts
+
+
+def test_the_emptier_and_the_older_of_two_segments_goes_first() -> None:
+    log = Log(NUM_SEGMENTS * SEGMENT_PAGES * PAGE, SEGMENT_PAGES * PAGE)
+    for number, dead in ((1, 10), (2, 30), (3, 30)):
+        segment = Segment(number, SEGMENT_PAGES)
+        segment.add(1, 60 - dead, live=True)
+        segment.add(61 - dead, dead, live=False)
+        segment.footer = 2
+        log.adopt(segment)
+    victim = log.victim()
+    assert victim is not None
+    assert victim.number == 2
+
+
+def test_a_tombstone_is_needed_as_long_as_a_segment_may_hold_what_it_forbids() -> None:
+    log = Log(NUM_SEGMENTS * SEGMENT_PAGES * PAGE, SEGMENT_PAGES * PAGE)
+    for number in (3, 5, 8):
+        log.adopt(Segment(number, SEGMENT_PAGES))
+    assert log.still_forbids(5, without=8)
+    assert log.still_forbids(3, without=5)
+    assert not log.still_forbids(3, without=3)
+    assert not log.still_forbids(0, without=8)
+
+
+def test_an_object_costs_a_few_bytes_of_memory() -> None:
+    segment = Segment(1, 2**20)
+    for number in range(50_000):
+        segment.add(1 + 17 * number, 17, live=True)
+    assert segment.nbytes / 50_000 < 6
+
+
+def test_the_end_of_a_segment_counts_as_gain_only_if_its_objects_could_have_filled_it() -> None:
+    segment = Segment(1, SEGMENT_PAGES, footer=2)
+    segment.add(1, 40, live=True)
+    assert segment.gain == 0
+    segment = Segment(1, SEGMENT_PAGES, footer=2)
+    segment.add(1, 4, live=True)
+    assert segment.gain == segment.room

@@ -9,35 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk.base import DiskRead, Health
+from kvstore.disk.base import Health
 from kvstore.disk.files import FileCalls
-from kvstore.disk.tier import DiskOptions
-from tests.kvstore.disk.faulty import Clock, FaultyCalls, stuck, until_it_hangs
 from tests.kvstore.disk.mounts import frozen, mounted_ext4
-from tests.kvstore.disk.tiers import CAPACITY, NO_RING, SMALL, Stand, found_in, opened, written
+from tests.kvstore.disk.tiers import (
+    NO_RING,
+    SMALL,
+    Clock,
+    faulty,
+    for_ever,
+    found_in,
+    objects,
+    opened,
+    stuck,
+    until_it_hangs,
+    written,
+)
 
 LIMIT_S = SMALL.time_limit_s
 
 
-def hanging(kind: str) -> tuple[FaultyCalls, Clock, DiskOptions]:
-    calls, clock = FaultyCalls(kind), Clock()
-    options = dataclasses.replace(SMALL, calls=calls, clock=clock, sleep=for_ever, ring=False)
-    return calls, clock, options
-
-
-async def for_ever(seconds: float) -> None:
-    await asyncio.Event().wait()
-
-
-def read_of(stand: Stand, number: int) -> tuple[DiskRead, memoryview]:
-    about = written(number).object
-    memory = memoryview(bytearray(about.length))
-    return DiskRead(object=about, place=stand.owner.places[about], memory=memory), memory
-
-
 @pytest.mark.parametrize("kind", ["write", "sync"])
 async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path, kind: str) -> None:
-    calls, clock, options = hanging(kind)
+    clock = Clock()
+    calls, options = faulty(kind, clock=clock, sleep=for_ever)
     async with opened(tmp_path, options) as stand:
         assert await stand.put([written(1)]) == [True]
         with stuck(calls):
@@ -59,14 +54,15 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
         assert await stand.put([written(5)]) == [True]
-    assert await found_in(tmp_path) == {written(1).object, written(5).object}
+    assert await found_in(tmp_path) == objects(1, 5)
 
 
 async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(tmp_path: Path) -> None:
-    calls, clock, options = hanging("read")
+    clock = Clock()
+    calls, options = faulty("read", clock=clock, sleep=for_ever)
     async with opened(tmp_path, options) as stand:
         await stand.put([written(1)])
-        read, memory = read_of(stand, 1)
+        read = stand.read_of(written(1).object)
         with stuck(calls):
             task = asyncio.create_task(stand.tier.read([read]))
             await until_it_hangs(calls)
@@ -77,19 +73,20 @@ async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it
             assert not task.done()
             assert await stand.tier.read([read]) == [False]
         assert await task == [True]
-        assert memory == written(1).memory
+        assert read.memory == written(1).memory
 
 
 async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: Path) -> None:
     """Sixty reads of 1 s each are no reason to give up a disk."""
-    _, clock, options = hanging("none")
+    clock = Clock()
 
     class Slow(FileCalls):
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             clock.now += 1
             return super().preadv(fd, buffers, offset)
 
-    async with opened(tmp_path, dataclasses.replace(options, calls=Slow())) as stand:
+    options = dataclasses.replace(SMALL, calls=Slow(), clock=clock, sleep=for_ever, ring=False)
+    async with opened(tmp_path, options) as stand:
         for number in range(20):
             await stand.put([written(number)])
         for number in range(60):
@@ -101,33 +98,31 @@ async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: 
 
 async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_back_later(tmp_path: Path) -> None:
     clock = Clock()
-    options = dataclasses.replace(SMALL, clock=clock, sleep=for_ever)
-    async with opened(tmp_path, options) as stand:
+    async with opened(tmp_path, dataclasses.replace(SMALL, clock=clock, sleep=for_ever)) as stand:
         ring = stand.tier._ring
         if ring is None:
             pytest.skip(NO_RING)
         await stand.put([written(1)])
-        read, memory = read_of(stand, 1)
+        read = stand.read_of(written(1).object)
         task = asyncio.create_task(stand.tier.read([read]))
         await asyncio.sleep(0)
         assert ring.num_under_way == 1
         clock.now += LIMIT_S + 1
         stand.tier.look_at_waits()  # before the loop has seen that it has landed
         assert await task == [False]
-        assert not any(memory)
+        assert not any(read.memory)
         ring.validate()
         while ring.num_under_way:  # noqa: ASYNC110 - only the kernel knows when
             await asyncio.sleep(0)
         await stand.tier.check()
-        assert await stand.get(read.object) == bytes(written(1).memory)
+        assert await stand.holds(written(1))
 
 
 async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_path: Path) -> None:
     """A real one: writes wait in the kernel, where no signal reaches them."""
     clock = Clock()
-    options = dataclasses.replace(SMALL, clock=clock, sleep=for_ever)
     with mounted_ext4(tmp_path / "disk") as disk:
-        async with opened(disk, options, capacity=CAPACITY) as stand:
+        async with opened(disk, dataclasses.replace(SMALL, clock=clock, sleep=for_ever)) as stand:
             assert await stand.put([written(1)]) == [True]
             with frozen(disk):
                 task = asyncio.create_task(stand.put([written(2)]))
@@ -140,6 +135,6 @@ async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_pa
                 assert stand.tier.health is Health.FAILED
             await stand.tier.check()
             assert stand.tier.health is Health.GOOD
-            assert await stand.get(written(1).object) == bytes(written(1).memory)
+            assert await stand.holds(written(1))
             assert await stand.put([written(3)]) == [True]
-        assert await found_in(disk, SMALL, capacity=CAPACITY) == {written(1).object, written(3).object}
+        assert await found_in(disk) == objects(1, 3)

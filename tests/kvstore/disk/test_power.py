@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvstore.disk import compaction
 from kvstore.disk.base import DiskObject, DiskWrite, Pin
 from protocol.keys import BlockKey
-from tests.kvstore.disk.power import Disk, Kind, RecordingCalls
-from tests.kvstore.disk.tiers import SEGMENT, SMALL, Stand, opened, written
+from tests.kvstore.disk.power import Disk
+from tests.kvstore.disk.tiers import SEGMENT, SMALL, Stand, for_ever, opened, written
 from tests.thoroughness import examples
 
 LENGTHS = (100, 4_096, 5_000, 12_000, 30_000)
@@ -27,24 +27,22 @@ NUM_CUTS = 12
 """Per history; cheap beside the history itself."""
 
 
-class Said(NamedTuple):
-    """What the owner of a tier knows."""
-
-    what: Literal["written", "flushed", "letting go", "forgotten", "pinned"]
-    objects: tuple[DiskObject, ...]
-
-
 def object_of(number: int) -> DiskWrite:
     return written(number, LENGTHS[number % len(LENGTHS)], generation=number)
 
 
 class Owner:
-    """Writes, forgets, pins and lets go at random, and notes what it is told."""
+    """Writes, forgets, pins and lets go at random. What it is told is among the events of the disk; played, they say
+    what must be there after a cut, and what must not. `strict`: the tier flushes after every group."""
 
-    def __init__(self, stand: Stand, calls: RecordingCalls, rng: random.Random) -> None:
+    def __init__(self, stand: Stand, disk: Disk, rng: random.Random, *, strict: bool) -> None:
+        self.certain: set[int] = set()
+        self.forgotten: set[int] = set()
+        self.pinned: set[BlockKey] = set()
         self._stand = stand
-        self._calls = calls
+        self._disk = disk
         self._rng = rng
+        self._strict = strict
         self._held: list[DiskObject] = []
         self._numbers = itertools.count(1)
 
@@ -55,66 +53,39 @@ class Owner:
         excess = [self._held.pop() for _ in range(max(0, len(self._held) - KEPT))]
         await asyncio.gather(self._forget(excess[::2]), self._release(excess[1::2]))
         if self._rng.random() < 0.3:
-            await self._flush()
+            held = list(self._held)
+            assert await self._stand.tier.flush()
+            self._certain(held)
         if self._held and self._rng.random() < 0.3:
             await self._pin(self._rng.choice(self._held))
 
-    def _say(self, what: str, *objects: DiskObject) -> None:
-        self._calls.note(Said(what, objects))  # type: ignore[arg-type]
+    def _certain(self, objects: Iterable[DiskObject]) -> None:
+        numbers = {about.generation for about in objects}
+        self._disk.events.append(lambda: self.certain.update(numbers))
 
     async def _put(self, size: int) -> None:
         writes = [object_of(next(self._numbers)) for _ in range(size)]
         done = await self._stand.put(writes)
         there = [write.object for write, good in zip(writes, done, strict=True) if good]
-        self._say("written", *there)
+        self._certain(there if self._strict else ())
         self._held += there
 
-    async def _forget(self, objects: list[DiskObject]) -> None:
-        self._say("letting go", *objects)
-        for about in objects:
-            self._stand.release(about)
-        if await self._stand.tier.forget(objects):
-            self._say("forgotten", *objects)
-
     async def _release(self, objects: list[DiskObject]) -> None:
-        self._say("letting go", *objects)
+        numbers = {about.generation for about in objects}
+        self._disk.events.append(lambda: self.certain.difference_update(numbers))
         for about in objects:
             self._stand.release(about)
 
-    async def _flush(self) -> None:
-        held = tuple(self._held)
-        assert await self._stand.tier.flush()
-        self._say("flushed", *held)
+    async def _forget(self, objects: list[DiskObject]) -> None:
+        await self._release(objects)
+        if await self._stand.tier.forget(objects):
+            numbers = {about.generation for about in objects}
+            self._disk.events.append(lambda: self.forgotten.update(numbers))
 
     async def _pin(self, about: DiskObject) -> None:
         changed = dataclasses.replace(about, generation=next(self._numbers), pin=Pin.HARD)
-        self._say("letting go")
         await self._stand.tier.repin([changed])
-        self._say("pinned", about)
-
-
-class Knowledge:
-    """What must be there after a cut, and what must not."""
-
-    def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
-        self.certain: set[int] = set()
-        self.forgotten: set[int] = set()
-        self.pinned: set[BlockKey] = set()
-
-    def hear(self, said: Said) -> None:
-        numbers = {about.generation for about in said.objects}
-        match said.what:
-            case "written":
-                self.certain |= numbers if self._strict else set()
-            case "flushed":
-                self.certain |= numbers
-            case "letting go":
-                self.certain -= numbers
-            case "forgotten":
-                self.forgotten |= numbers
-            case "pinned":
-                self.pinned |= {about.key for about in said.objects}
+        self._disk.events.append(lambda: self.pinned.add(about.key))
 
     async def check(self, folder: Path) -> None:
         async with opened(folder, dataclasses.replace(SMALL, ring=False)) as stand:
@@ -137,23 +108,16 @@ class Knowledge:
             assert found - damaged <= {about.generation for about in stand.owner.places} <= found
 
 
-async def for_ever(seconds: float) -> None:
-    await asyncio.Event().wait()
-
-
-async def lived(folder: Path, rng: random.Random, *, strict: bool) -> RecordingCalls:
+async def lived(folder: Path, disk: Disk, rng: random.Random, *, strict: bool) -> Owner:
     """A history, and its end without an orderly stop."""
-    calls = RecordingCalls()
-    options = dataclasses.replace(
-        SMALL, calls=calls, ring=False, sync_interval_s=0.0 if strict else 1.0, sleep=for_ever
-    )
+    options = dataclasses.replace(SMALL, calls=disk, ring=False, sync_interval_s=0.0 if strict else 1.0, sleep=for_ever)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compaction, "_BATCH_BYTES", rng.choice([1, SEGMENT]))
         async with opened(folder, options) as stand:
-            owner = Owner(stand, calls, rng)
+            owner = Owner(stand, disk, rng, strict=strict)
             for _ in range(rng.randrange(1, 25)):
                 await owner.step()
-    return calls
+    return owner
 
 
 @settings(max_examples=examples(10), deadline=None)
@@ -161,20 +125,15 @@ async def lived(folder: Path, rng: random.Random, *, strict: bool) -> RecordingC
 def test_whatever_the_disk_had_not_written_yet_is_missed_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, seed: int, strict: bool
 ) -> None:
-    """Also what compaction moved meanwhile. `strict` flushes after every group."""
+    """Also what compaction moved meanwhile."""
     rng = random.Random(seed)
-    folder = tmp_path_factory.mktemp("power")
-    calls = asyncio.run(lived(folder / "living", rng, strict=strict))
-    cuts = sorted(rng.choices(range(len(calls.events) + 1), k=NUM_CUTS))
-    disk, knowledge = Disk(calls.sizes), Knowledge(strict=strict)
+    folder, disk = tmp_path_factory.mktemp("power"), Disk()
+    owner = asyncio.run(lived(folder / "living", disk, rng, strict=strict))
     played = 0
-    for number, cut in enumerate(cuts):
-        for event in calls.events[played:cut]:
-            disk.play(event)
-            if event.kind is Kind.NOTED:
-                assert isinstance(event.note, Said)
-                knowledge.hear(event.note)
+    for number, cut in enumerate(sorted(rng.choices(range(len(disk.events) + 1), k=NUM_CUTS))):
+        for event in disk.events[played:cut]:
+            event()
         played = cut
         found = folder / f"cut-{number}"
         disk.cut(folder / "living", found, rng)
-        asyncio.run(knowledge.check(found))
+        asyncio.run(owner.check(found))

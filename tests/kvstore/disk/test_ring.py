@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import mmap
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.disk import ring as rings
-from kvstore.disk.base import PAGE, DiskRead, DiskWrite
+from kvstore.disk.base import PAGE, DiskWrite
 from kvstore.disk.health import Doing, Waits
 from kvstore.disk.memory import MAX_PAGES, OutOfPages
 from kvstore.disk.ring import MAX_BUFFERS, NUM_SLOTS, Flight, Ring, Run
@@ -29,20 +30,31 @@ LONG_PAGES = rings.IN_LOOP_BYTES // PAGE + 1
 """Begun by a thread of the kernel."""
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Iterator[int]:
-    path = tmp_path / "file"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    path = tmp_path_factory.mktemp("ring") / "file"
     path.write_bytes(random.Random(0).randbytes(FILE_PAGES * PAGE))
-    fd = os.open(path, os.O_RDWR)
+    fd = os.open(path, os.O_RDONLY)
     yield fd
     os.close(fd)
 
 
-def ring_or_skip() -> Ring:
+@contextlib.asynccontextmanager
+async def opened_ring() -> AsyncIterator[Ring]:
     ring = Ring.opened(Waits(), memoryview(b""))
     if ring is None:
         pytest.skip(NO_RING)
-    return ring
+    try:
+        yield ring
+        ring.validate()
+    finally:
+        ring.close()
+
+
+@pytest.fixture
+async def ring() -> AsyncIterator[Ring]:
+    async with opened_ring() as ring:
+        yield ring
 
 
 def run_of(fd: int, page: int, buffers: Sequence[bytearray]) -> Run:
@@ -74,13 +86,8 @@ async def ended(ring: Ring, doing: Doing, runs: Sequence[Run]) -> Flight:
         max_size=8,
     )
 )
-def test_what_lands_is_what_a_system_call_reads(
-    tmp_path_factory: pytest.TempPathFactory, batches: list[list[tuple[int, int]]]
-) -> None:
+def test_what_lands_is_what_a_system_call_reads(file: int, batches: list[list[tuple[int, int]]]) -> None:
     """Several batches at once, into several buffers; what the file's end cuts off has not landed."""
-    path = tmp_path_factory.mktemp("ring") / "file"
-    path.write_bytes(random.Random(0).randbytes(FILE_PAGES * PAGE))
-    file = os.open(path, os.O_RDONLY)
 
     async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes | None]:
         memories = [cut(num_pages) for _, num_pages in batch]
@@ -88,27 +95,18 @@ def test_what_lands_is_what_a_system_call_reads(
         flight = await ended(ring, Doing.READ, runs)
         return [b"".join(m) if flight.is_whole(index) else None for index, m in enumerate(memories)]
 
-    async def play() -> None:
-        ring = ring_or_skip()
-        try:
-            landed = await asyncio.gather(*(read(ring, batch) for batch in batches))
-        finally:
-            ring.close()
-        for batch, found in zip(batches, landed, strict=True):
-            there = [os.pread(file, num * PAGE, page * PAGE) for page, num in batch]
-            wanted = [num * PAGE for _, num in batch]
-            assert found == [
-                content if len(content) == nbytes else None for content, nbytes in zip(there, wanted, strict=True)
-            ]
+    async def play() -> list[list[bytes | None]]:
+        async with opened_ring() as ring:
+            return await asyncio.gather(*(read(ring, batch) for batch in batches))
 
-    try:
-        asyncio.run(play())
-    finally:
-        os.close(file)
+    def there(page: int, num_pages: int) -> bytes | None:
+        content = os.pread(file, num_pages * PAGE, page * PAGE)
+        return content if len(content) == num_pages * PAGE else None
+
+    assert asyncio.run(play()) == [[there(*run) for run in batch] for batch in batches]
 
 
-async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file: int) -> None:
-    ring = ring_or_skip()
+async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(ring: Ring, file: int) -> None:
     one = run_of(file, 0, [bytearray(PAGE)])
     assert not ring.takes([run_of(file, 0, [bytearray(PAGE)] * (MAX_BUFFERS + 1))])
     assert not ring.takes([one] * (NUM_SLOTS + 1))
@@ -118,22 +116,18 @@ async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(file
     assert not ring.takes([one])
     await task
     assert ring.takes([one] * NUM_SLOTS)
-    ring.close()
 
 
-async def test_one_that_fails_spoils_none_of_the_others(file: int) -> None:
-    ring = ring_or_skip()
+async def test_one_that_fails_spoils_none_of_the_others(ring: Ring, file: int) -> None:
     closed = os.dup(file)
     os.close(closed)
     memory = bytearray(PAGE)
     flight = await ended(ring, Doing.READ, [run_of(file, 1, [memory]), run_of(closed, 1, [bytearray(PAGE)])])
     assert [flight.is_whole(0), flight.is_whole(1)] == [True, False]
     assert memory == os.pread(file, PAGE, PAGE)
-    ring.close()
 
 
-async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_over(file: int) -> None:
-    ring = ring_or_skip()
+async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_over(ring: Ring, file: int) -> None:
     told: list[Flight] = []
     over = asyncio.Event()
     runs = [run_of(file, 0, [bytearray(PAGE)])]
@@ -147,8 +141,6 @@ async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_o
     assert ring.num_under_way == 1
     await over.wait()
     assert len(told) == 1
-    ring.validate()
-    ring.close()
 
 
 class Forbidden:
@@ -169,7 +161,7 @@ async def test_without_a_ring_everything_goes_through_threads(
     async with opened(tmp_path) as stand:
         assert stand.tier._ring is None
         await stand.put([written(1)])
-        assert await stand.get(written(1).object) == bytes(written(1).memory)
+        assert await stand.holds(written(1))
 
 
 def test_a_library_that_this_processor_cannot_run_is_tried_in_another_process(
@@ -183,9 +175,9 @@ def test_a_library_that_this_processor_cannot_run_is_tried_in_another_process(
     assert Ring.opened(Waits(), memoryview(b"")) is None
 
 
+@pytest.mark.usefixtures("ring")
 async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> None:
     """What the library keeps for ever does not grow with what is written and read."""
-    ring_or_skip().close()
     memory = memoryview(mmap.mmap(-1, 16 * PAGE))
     options = dataclasses.replace(SMALL, memory=memory)
     async with opened(tmp_path, options) as stand:
@@ -197,23 +189,22 @@ async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> N
             part = memory[number % 2 * 4 * PAGE :][: 2 * PAGE]
             part[:] = source.memory
             assert await stand.put([DiskWrite(object=source.object, memory=part)]) == [True]
-            place = stand.owner.places[source.object]
-            assert await stand.tier.read([DiskRead(object=source.object, place=place, memory=part)])
+            assert await stand.tier.read([stand.read_of(source.object, part)]) == [True]
             known.add(len(ring._views._views))
             stand.release(source.object)
         assert max(known) == 2
 
 
+@pytest.mark.usefixtures("ring")
 async def test_what_the_ring_cannot_do_a_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects that lie on no page, one of them too long to be copied by the loop; with all pages in use; where nothing
     lands whole."""
-    ring_or_skip().close()
     options = dataclasses.replace(SMALL, segment_bytes=2**20)
     async with opened(tmp_path, options, capacity=2**23) as stand:
 
         async def comes_back(write: DiskWrite) -> None:
             assert await stand.put([write]) == [True]
-            assert await stand.get(write.object) == bytes(write.memory)
+            assert await stand.holds(write)
 
         await comes_back(written(1, 300_000))
         ring = stand.tier._ring

@@ -53,19 +53,16 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(lengths=st.lists(st.integers(0, 30_000), min_size=1, max_size=6))
     def write(self, lengths: list[int]) -> None:
-        writes = []
-        for length in lengths:
-            self.number += 1
-            writes.append(written(self.number, length, generation=self.number))
+        numbers = range(self.number + 1, self.number + 1 + len(lengths))
+        self.number += len(lengths)
+        writes = [written(n, length, generation=n) for n, length in zip(numbers, lengths, strict=True)]
         room = self.stand.tier.usage().live + sum(map(self.stand.tier.space, lengths))
         fits = room <= self.stand.tier.live_limit
         durable = self.run(self.stand.put(writes))
         # Large ones leave ends of segments unused, those of earlier writes too.
         largest = max(*lengths, *(about.length for about in self.contents), 0)
         assert all(durable) or not fits or largest > 4000
-        for write, done in zip(writes, durable, strict=True):
-            if done:
-                self.contents[write.object] = bytes(write.memory)
+        self.contents |= {w.object: bytes(w.memory) for w, done in zip(writes, durable, strict=True) if done}
 
     @rule(pick=st.integers(0, 999))
     def read(self, pick: int) -> None:

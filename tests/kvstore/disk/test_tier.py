@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
+import json
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore.disk.base import PAGE, DiskRead
+from kvstore.disk.base import PAGE
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
+from kvstore.disk.format import FORMAT_VERSION
 from kvstore.disk.ring import Ring
 from kvstore.disk.tier import DiskOptions, SsdTier
 from protocol.errors import ConfigError
-from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, found_in, opened, written
+from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, Stand, found_in, opened, written
 
 
 @pytest.fixture(autouse=True, params=["ring", "threads"])
@@ -39,8 +43,7 @@ async def test_space_of_released_objects_comes_back_for_ever(tmp_path: Path) -> 
                 stand.release(write.object)
         await stand.settled()
         assert stand.tier.counters["segments_compacted"] > 10
-        for write in kept:
-            assert await stand.get(write.object) == bytes(write.memory)
+        assert await stand.holds(*kept)
     async with opened(tmp_path) as stand:
         assert {write.object for write in kept} <= set(stand.owner.places)
 
@@ -51,8 +54,7 @@ async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_pa
     writes = [written(number, 100, tenant="t" * number) for number in range(300)]
     async with opened(tmp_path, options, capacity=8 * 256 * PAGE) as stand:
         assert all(await stand.put(writes))
-        for write in writes:
-            assert await stand.get(write.object) == bytes(write.memory)
+        assert await stand.holds(*writes)
     assert await found_in(tmp_path, options, capacity=8 * 256 * PAGE) == {write.object for write in writes}
 
 
@@ -67,14 +69,9 @@ async def test_what_fits_into_no_segment_or_header_is_refused(tmp_path: Path) ->
 
 async def test_reading_at_a_place_that_was_given_up_is_a_miss(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
-        first, second = written(1), written(2)
-        await stand.put([first, second])
-        wrong = DiskRead(
-            object=first.object,
-            place=stand.owner.places[second.object],
-            memory=memoryview(bytearray(first.object.length)),
-        )
-        assert await stand.tier.read([wrong]) == [False]
+        await stand.put([written(1), written(2)])
+        there = stand.read_of(written(2).object)
+        assert await stand.tier.read([dataclasses.replace(there, object=written(1).object)]) == [False]
         assert stand.tier.counters["read_mismatches"] == 1
 
 
@@ -93,10 +90,7 @@ async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Pat
     async with opened(tmp_path) as stand:
         write = written(1)
         await stand.put([write])
-        memory = bytearray(write.object.length)
-        place = stand.owner.places[write.object]
-        read = DiskRead(object=write.object, place=place, memory=memoryview(memory))
-        task = asyncio.create_task(stand.tier.read([read]))
+        task = asyncio.create_task(stand.tier.read([stand.read_of(write.object)]))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -105,23 +99,26 @@ async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Pat
 
 
 async def test_a_folder_that_is_not_the_one_it_was_is_refused(tmp_path: Path) -> None:
-    """Its identity is lost or damaged, or another folder's segments, which would be taken for empty ones, lie in it."""
+    """Its identity is of another format, damaged or lost, or another folder's segments lie in it."""
     for name in ("a", "b"):
         async with opened(tmp_path / name) as stand:
             await stand.put([written(1)])
-    (tmp_path / "a" / "folder.json").unlink()
-    (name,) = (path.name for path in (tmp_path / "a").glob("segment-*"))
+    [segment] = (tmp_path / "a").glob("segment-*")
+    identity = tmp_path / "a" / "folder.json"
+    entry = json.loads(identity.read_text())
 
-    async def refused(folder: Path, why: str) -> None:
+    async def refused(folder: str, why: str) -> None:
         with pytest.raises(ConfigError, match=why):
-            async with opened(folder):
-                pass
+            await found_in(tmp_path / folder)
 
-    await refused(tmp_path / "a", "restore it, or empty")
-    (tmp_path / "a" / "folder.json").write_text('{"format": 1}')
-    await refused(tmp_path / "a", "cannot be read")
-    (tmp_path / "a" / name).rename(tmp_path / "b" / "segment-0000000099.kv")
-    await refused(tmp_path / "b", "belongs to another folder")
+    identity.write_text(json.dumps(entry | {"format": FORMAT_VERSION + 1}))
+    await refused("a", f"format {FORMAT_VERSION + 1}")
+    identity.write_text('{"format": 1}')
+    await refused("a", "cannot be read")
+    identity.unlink()
+    await refused("a", "restore it, or empty")
+    segment.rename(tmp_path / "b" / "segment-0000000099.kv")
+    await refused("b", "belongs to another folder")
 
 
 async def test_a_smaller_capacity_keeps_what_is_there_until_it_is_released(tmp_path: Path) -> None:
@@ -143,7 +140,7 @@ async def test_another_segment_size_reads_the_segments_of_the_former(tmp_path: P
         await stand.put([written(1)])
     larger = DiskOptions(segment_bytes=2 * SEGMENT, num_threads=2)
     async with opened(tmp_path, larger) as stand:
-        assert await stand.get(written(1).object) == bytes(written(1).memory)
+        assert await stand.holds(written(1))
         assert await stand.put([written(2, 80_000)]) == [True]
 
 
@@ -168,22 +165,19 @@ async def test_memory_on_page_borders_is_written_and_read_without_a_copy(tmp_pat
     memory = memoryview(mmap.mmap(-1, 8 * PAGE))
     write = written(1, 3 * PAGE + 5)
     memory[: 3 * PAGE + 5] = write.memory
-    aligned = type(write)(object=write.object, memory=memory[: 3 * PAGE + 5])
+    aligned = dataclasses.replace(write, memory=memory[: 3 * PAGE + 5])
     async with opened(tmp_path) as stand:
         assert await stand.put([aligned]) == [True]
-        into = memory[4 * PAGE : 7 * PAGE + 5]
-        place = stand.owner.places[write.object]
-        read = DiskRead(object=write.object, place=place, memory=into)
+        read = stand.read_of(write.object, memory[4 * PAGE : 7 * PAGE + 5])
         assert await stand.tier.read([read]) == [True]
-        assert into == write.memory
+        assert read.memory == write.memory
 
 
 async def test_recovery_gives_pieces_and_says_how_far_it_is(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         assert all(await stand.put([written(number) for number in range(20)]))
-    owner = Owner()
     shares: list[float] = []
-    tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, owner.moved, owner.health_changed)
+    tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, Owner().moved, Owner().health_changed)
     pieces = [piece async for piece in tier.recover(shares.append)]
     await tier.close()
     assert len(pieces) > 1
@@ -195,8 +189,7 @@ async def test_recovery_gives_pieces_and_says_how_far_it_is(tmp_path: Path) -> N
 async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         assert all(await stand.put([written(number) for number in range(20)]))
-    owner = Owner()
-    tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, owner.moved, owner.health_changed)
+    tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, Owner().moved, Owner().health_changed)
     recovery = tier.recover(lambda share: None)
     await anext(recovery)
     await recovery.aclose()  # type: ignore[attr-defined]
@@ -207,23 +200,21 @@ async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
 async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file_if_it_never_is(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         segments, log = stand.tier._segments, stand.tier._log
-        number = 0
-        while not log.is_nearly_full:
-            assert await stand.put([written(number)]) == [True]
-            number += 1
+        await put_while(stand, lambda: not log.is_nearly_full)
         assert segments._prepared is not None
         await segments._prepared
         assert (len(log.segments), len(list(tmp_path.glob("segment-*")))) == (1, 2)
-        while len(log.segments) == 1:
-            assert await stand.put([written(number)]) == [True]
-            number += 1
+        await put_while(stand, lambda: len(log.segments) == 1)
         assert len(list(tmp_path.glob("segment-*"))) == 2
-        while not log.is_nearly_full:
-            assert await stand.put([written(number)]) == [True]
-            number += 1
+        await put_while(stand, lambda: not log.is_nearly_full)
     assert len(list(tmp_path.glob("segment-*"))) == 2
     assert len(list(tmp_path.glob("free-*"))) == 1
-    assert len(await found_in(tmp_path)) == number
+    assert await found_in(tmp_path) == set(stand.owner.places)
+
+
+async def put_while(stand: Stand, holds: Callable[[], bool]) -> None:
+    while holds():
+        assert await stand.put([written(len(stand.owner.places))]) == [True]
 
 
 async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_needed(
@@ -239,14 +230,9 @@ async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_n
         assert await stand.put([written(0)]) == [True]
         with monkeypatch.context() as patch:
             patch.setattr(Folder, "create", full)
-            number = 1
-            while not log.is_nearly_full:
-                assert await stand.put([written(number)]) == [True]
-                number += 1
+            await put_while(stand, lambda: not log.is_nearly_full)
             prepared = stand.tier._segments._prepared
             assert prepared is not None
             assert await prepared is None
-        while len(log.segments) == 1:
-            assert await stand.put([written(number)]) == [True]
-            number += 1
+        await put_while(stand, lambda: len(log.segments) == 1)
         assert stand.tier.counters["errors_ENOSPC"] == 0

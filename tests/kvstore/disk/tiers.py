@@ -1,11 +1,14 @@
-"""Tiers over temporary folders, and a model of what they must hold."""
+"""Tiers over temporary folders whose disk can be made to hang or to fail, and a model of what they must hold."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import errno
 import random
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from kvstore.disk.base import DiskObject, DiskRead, DiskWrite, Health, Place
+from kvstore.disk.files import FileCalls
+from kvstore.disk.log import Segment
 from kvstore.disk.tier import DiskOptions, SsdTier
 from protocol.keys import BlockKey
 
@@ -22,13 +27,9 @@ SMALL = DiskOptions(segment_bytes=SEGMENT, num_threads=2, sync_interval_s=0.0)
 NO_RING = "needs a kernel that permits io_uring, and pip install 'moonserve[uring]'"
 
 
-def content_of(number: int, length: int) -> bytes:
-    return random.Random(number).randbytes(length)
-
-
 def written(number: int, length: int = 5000, *, generation: int = 1, tenant: str = "") -> DiskWrite:
     """The object of a number; its bytes follow from number and generation."""
-    content = content_of(number * 1000 + generation, length)
+    content = random.Random(number * 1000 + generation).randbytes(length)
     about = DiskObject(
         key=BlockKey(number.to_bytes(16, "little")),
         parent=BlockKey((number - 1).to_bytes(16, "little")) if number % 3 else None,
@@ -38,6 +39,10 @@ def written(number: int, length: int = 5000, *, generation: int = 1, tenant: str
         tenant=tenant,
     )
     return DiskWrite(object=about, memory=memoryview(content))
+
+
+def objects(*numbers: int) -> set[DiskObject]:
+    return {written(number).object for number in numbers}
 
 
 @dataclass
@@ -76,11 +81,19 @@ class Stand:
                 self.owner.places[write.object] = place
         return [place is not None for place in places]
 
+    def read_of(self, about: DiskObject, memory: bytearray | memoryview | None = None) -> DiskRead:
+        """From where it lies, into memory of its own if none is given."""
+        into = memoryview(bytearray(about.length) if memory is None else memory)
+        return DiskRead(object=about, place=self.owner.places[about], memory=into)
+
     async def get(self, about: DiskObject) -> bytes | None:
-        memory = bytearray(about.length)
-        read = DiskRead(object=about, place=self.owner.places[about], memory=memoryview(memory))
+        read = self.read_of(about)
         (good,) = await self.tier.read([read])
-        return bytes(memory) if good else None
+        return bytes(read.memory) if good else None
+
+    async def holds(self, *writes: DiskWrite) -> bool:
+        """Whether all of them read back as they were written."""
+        return all([await self.get(write.object) == bytes(write.memory) for write in writes])
 
     def release(self, about: DiskObject) -> None:
         self.tier.release(self.owner.places.pop(about))
@@ -88,6 +101,14 @@ class Stand:
     async def forget(self, about: DiskObject) -> None:
         self.release(about)
         await self.tier.forget([about])
+
+    async def sealed(self) -> Segment:
+        """The first segment, with its footer."""
+        log = self.tier._log
+        if log.active is log.segments[1]:
+            self.tier._segments.seal(self.tier._writer._landed_in)
+        await self.settled()
+        return log.segments[1]
 
     async def settled(self) -> None:
         """Waits for footers, files to come and compaction that are under way."""
@@ -104,8 +125,7 @@ class Stand:
         if self.tier._ring is not None:
             self.tier._ring.validate()
             assert self.tier._ring.num_under_way == 0
-        for place in self.owner.places.values():
-            assert log.is_live(place)
+        assert all(map(log.is_live, self.owner.places.values()))
 
 
 @contextlib.asynccontextmanager
@@ -130,3 +150,85 @@ async def found_in(folder: Path, *how: Any, **options: Any) -> set[DiskObject]:
     """By a restart; `opened` says how."""
     async with opened(folder, *how, **options) as stand:
         return set(stand.owner.places)
+
+
+# Disks that do not answer for a while, or fail
+
+
+class Clock:
+    """Stands still until it is told the time."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def for_ever(seconds: float) -> None:
+    await asyncio.Event().wait()
+
+
+class FaultyCalls(FileCalls):
+    """Calls of one `kind` do not return while `answers` is clear. Kinds are "read", "write" and "sync"."""
+
+    def __init__(self, kind: str = "") -> None:
+        self._kind = kind
+        self.answers = threading.Event()
+        self.answers.set()
+        self.hangs = threading.Semaphore(0)
+        self.errors: dict[str, int] = {}
+        """By kind, what all its calls fail with."""
+        self.num_to_fail = 0
+        """So many calls that have to wait fail in the end, though they did what they should."""
+        self.bad_offset = -1  # what reads it fails
+        self.num_flushes = 0
+        self._lock = threading.Lock()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._call("write"):
+            return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset <= self.bad_offset < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, "made to fail")
+        with self._call("read"):
+            return super().preadv(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        with self._call("sync"):
+            super().fdatasync(fd)
+            self.num_flushes += 1
+
+    @contextlib.contextmanager
+    def _call(self, kind: str) -> Iterator[None]:
+        fails = False
+        if kind == self._kind and not self.answers.is_set():
+            with self._lock:
+                fails = self.num_to_fail > 0
+                self.num_to_fail -= fails
+            self.hangs.release()
+            self.answers.wait()
+        if kind in self.errors:
+            raise OSError(self.errors[kind], "made to fail")
+        yield
+        if fails:
+            raise OSError(errno.EIO, "made to fail")
+
+
+def faulty(kind: str = "", **options: Any) -> tuple[FaultyCalls, DiskOptions]:
+    """Through threads, whose calls can be made to fail."""
+    calls = FaultyCalls(kind)
+    return calls, dataclasses.replace(SMALL, calls=calls, ring=False, **options)
+
+
+@contextlib.contextmanager
+def stuck(calls: FaultyCalls) -> Iterator[None]:
+    calls.answers.clear()
+    try:
+        yield
+    finally:
+        calls.answers.set()
+
+
+async def until_it_hangs(calls: FaultyCalls) -> None:
+    await asyncio.to_thread(calls.hangs.acquire)

@@ -8,8 +8,7 @@ import pytest
 
 from kvstore.client import KvStore
 from protocol.errors import DeadlineExceeded, PeerLost
-from tests.kvstore.disk.mounts import mounted
-from tests.kvstore.faults import disks
+from tests.kvstore.disk.mounts import mounted, read_only
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import put_many, value_of
 from tests.patience import until
@@ -135,7 +134,7 @@ def test_what_is_removed_while_the_disk_is_read_only_is_remembered_by_others(tmp
     with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         names = put_on(pool, "store-0", "removed", 5)
         kept = put_on(pool, "store-0", "kept", 5)
-        with disks.read_only(disk), pool.store() as store:
+        with read_only(disk), pool.store() as store:
             with pool.alone("store-0") as alone:
                 put_many(alone, "fills a segment", 20, 500_000)
             pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")

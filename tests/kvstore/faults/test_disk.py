@@ -7,8 +7,7 @@ from pathlib import Path
 
 from kvstore.client import plain_key
 from tests.kvstore.client.pools import both_ways
-from tests.kvstore.disk.mounts import mounted
-from tests.kvstore.faults import disks
+from tests.kvstore.disk.mounts import fill_up, flip, flip_bits, mounted, read_only, segments, take_away
 from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import FOR_EVER, Load, put_many, value_of
 from tests.patience import until
@@ -21,7 +20,7 @@ def test_a_full_disk_refuses_nobody_and_a_node_starts_on_it(tmp_path: Path) -> N
     with mounted(tmp_path / "store-0", 20 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "full", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(100)
-            filler = disks.fill_up(disk)
+            filler = fill_up(disk)
             load.go_on(30)
         assert not load.errors
         assert pool.stats("store-0").disk_health == "good"
@@ -43,7 +42,7 @@ def test_a_disk_that_turns_read_only_costs_what_was_on_it_and_no_request(tmp_pat
     with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "read-only", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(60)
-            with disks.read_only(disk):
+            with read_only(disk):
                 pool.until_stats("store-0", lambda stats: stats.disk_health == "read-only")
                 load.go_on(30)
             assert not load.errors
@@ -57,7 +56,7 @@ def test_a_disk_that_vanishes_costs_what_was_on_it_and_no_request(tmp_path: Path
     with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "vanished", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(60)
-            disks.take_away(disk)
+            take_away(disk)
             pool.until_stats("store-0", lambda stats: stats.disk_health == "failed")
             load.go_on(30)
             assert not load.errors
@@ -70,7 +69,7 @@ def test_a_truncated_segment_costs_no_more_than_what_was_cut_off(tmp_path: Path)
         with pool.store() as store:
             names = put_many(store, "cut", 40, 300_000)
         pool.stop("store-0")
-        first, *_ = disks.segments(pool.disks["store-0"])
+        first, *_ = segments(pool.disks["store-0"])
         os.truncate(first, first.stat().st_size // 2 + 1000)
         pool.restart("store-0")
         found = pool.audit(names)
@@ -86,8 +85,8 @@ def test_bits_that_flip_while_a_node_is_down_cost_objects_and_give_no_wrong_byte
         with pool.store() as store:
             names = put_many(store, "rot", 400, 30_000)
         pool.stop("store-0")
-        for number, path in enumerate(disks.segments(pool.disks["store-0"])):
-            disks.flip_bits(path, 20, number)
+        for number, path in enumerate(segments(pool.disks["store-0"])):
+            flip_bits(path, 20, number)
         pool.restart("store-0")
         pool.verify("store-0")
         found = pool.audit(names)
@@ -130,5 +129,6 @@ def only_on_disk(pool: Pool, node_id: str, names: list[bytes]) -> list[bytes]:
 
 def rot(pool: Pool, node_id: str, name: bytes) -> None:
     value = value_of(name)
-    path, offset = disks.find_in(disks.segments(pool.disks[node_id]), value)
-    disks.flip(path, offset + len(value) // 2)
+    offsets = {path: path.read_bytes().find(value) for path in segments(pool.disks[node_id])}
+    path = max(offsets, key=offsets.__getitem__)
+    flip(path, offsets[path] + len(value) // 2)
