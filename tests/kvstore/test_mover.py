@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvstore import verification
 from kvstore.disk.base import Health
 from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
@@ -18,12 +20,14 @@ from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
 from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
+from kvstore.verification import Verifier
 from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import Clock, FaultyCalls, for_ever, stuck, until_it_hangs
 from tests.kvstore.nodes import within
 from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S
+from transfer import Segment
 
 SIZE = 8192
 MEMORY = 64 * SIZE
@@ -80,10 +84,9 @@ def ignore(*_: object) -> None:
 async def with_disk(folder: Path, options: DiskOptions | None = None) -> tuple[Node, SsdTier]:
     """What is on it is not known yet."""
     node = Node()
-    mover, moved = node.mover, node.state.moves.relocated
-    options = options or DiskOptions()
-    disk = await SsdTier.open(folder, DISK, options, moved, mover.health_changed)
-    mover.expect(disk)
+    moved, health_changed = node.state.moves.relocated, node.mover.health_changed
+    disk = await SsdTier.open(folder, DISK, options or DiskOptions(), moved, health_changed)
+    node.mover.expect(disk)
     node.state.catalog.use_disk(disk)
     return node, disk
 
@@ -295,3 +298,25 @@ async def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Pa
     await node.mover.close()
     async with node_on(tmp_path) as again:
         assert again.present(range(3)) == []
+
+
+async def test_what_is_stored_in_place_of_a_rotten_object_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "PIECE_BYTES", 0)  # all of them are compared in threads
+    node, checked = Node(), 0
+    node.put(1)
+    node.put(2)
+    node.memory[:SIZE] = value(3)
+
+    async def in_thread(work: Callable[[], bool]) -> bool:
+        nonlocal checked
+        checked += 1
+        if checked == 2:  # a reader has found it, too, and it was stored anew
+            node.state.remove([key(1)], corrupt=True)
+            node.put(1, value(4))
+        return work()
+
+    segment = cast(Segment, SimpleNamespace(buffer=node.memory))
+    replies = [reply async for reply in Verifier(node.state, node.mover, segment, in_thread).run()]
+    assert [list(reply.corrupt) for reply in replies] == [[key(1)]]
+    assert node.present(range(3)) == [1, 2]
+    node.state.validate()

@@ -8,18 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.client.blocks import BlockStores
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, PeerLost, StaleLease
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.rpc import Channels
-from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, exists, key, running_node, stats_of, until_stats
+from protocol.pb import kvstore_pb2
+from protocol.pb.kvstore_pb2 import StoreReserveReply
+from protocol.request import Endpoint
+from tests.kvstore.nodes import Node, chain_of, connected, exists, key, running_node, stats_of, until_stats
 from tests.patience import PATIENCE_S
 from tests.stopping import stopped
-from transfer import FaultPlan, Op, RemoteSegment, Transfer
+from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer
 
 DRAM = 4 * 2**20
 BLOCK = 64 * 1024
-both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 @pytest.fixture(scope="module")
@@ -68,92 +69,74 @@ async def test_a_lost_lease_is_not_mistaken_for_corruption(shared_node: Node) ->
         assert await exists(client, store, [wish.key]) == [True]
 
 
-class Raw:
-    """Calls of a writer that misbehaves."""
+async def reserve(client: BlockStores, store: Endpoint, name: str, ttl_s: float, number: int) -> StoreReserveReply:
+    """As a writer does that may misbehave."""
+    request = kvstore_pb2.StoreReserveRequest(reservation_id=name, ttl_s=ttl_s)
+    request.wishes.add(key=key(number), length=BLOCK)
+    reply: StoreReserveReply = await client.ask(store, "Reserve", request, timeout_s=PATIENCE_S)
+    return reply
 
-    def __init__(self, rpc_address: str) -> None:
-        self._channels = Channels(TOKEN)
-        self.stub = kvstore_pb2_grpc.KvStoreStub(self._channels.to(rpc_address))
 
-    async def __aenter__(self) -> Raw:
-        return self
+async def commit(client: BlockStores, store: Endpoint, name: str, number: int, digest: int) -> list[bytes]:
+    request = kvstore_pb2.StoreCommitRequest(reservation_id=name, keys=[key(number)], checksums=[digest])
+    return list((await client.ask(store, "Commit", request, timeout_s=PATIENCE_S)).corrupt)
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._channels.close()
 
-    async def reserve(self, name: str, ttl_s: float, number: int) -> kvstore_pb2.StoreReserveReply:
-        request = kvstore_pb2.StoreReserveRequest(reservation_id=name, ttl_s=ttl_s)
-        request.wishes.add(key=key(number), length=BLOCK)
-        reply = await self._channels.call(self.stub.Reserve, request, timeout_s=PATIENCE_S)
-        assert isinstance(reply, kvstore_pb2.StoreReserveReply)
-        return reply
-
-    async def commit(self, name: str, number: int, digest: int) -> list[bytes]:
-        request = kvstore_pb2.StoreCommitRequest(reservation_id=name, keys=[key(number)], checksums=[digest])
-        reply = await self._channels.call(self.stub.Commit, request, timeout_s=PATIENCE_S)
-        return list(reply.corrupt)
+def write_of(local: Segment, store: Endpoint, reserved: StoreReserveReply) -> Transfer:
+    remote = RemoteSegment(store.transfer_address, reserved.segment_id)
+    return Transfer(Op.WRITE, local, 0, remote, reserved.slots[0].offset, BLOCK, reserved.window_id)
 
 
 async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_out(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store), Raw(shared_node.rpc_address) as raw:
-        reply = await raw.reserve("abandoned", 0.1, 801)
+    async with connected(shared_node.rpc_address) as (client, transfer, store):
+        reserved = await reserve(client, store, "abandoned", 0.1, 801)
         await until_stats(client, store, lambda s: s.reserved_bytes == 0)
         with pytest.raises(StaleLease):
-            await raw.commit("abandoned", 801, 0)
+            await commit(client, store, "abandoned", 801, 0)
         local = transfer.allocate(BLOCK)
-        remote = RemoteSegment(store.transfer_address, reply.segment_id)
-        late = Transfer(Op.WRITE, local, 0, remote, reply.slots[0].offset, BLOCK, reply.window_id)
         with pytest.raises(StaleLease):
-            await transfer.submit([late], deadline_s=PATIENCE_S)
+            await transfer.submit([write_of(local, store, reserved)], deadline_s=PATIENCE_S)
         assert (await client.put(store, *chain_of(local, range(801, 802), BLOCK))).stored == 1
 
 
 async def test_a_commit_is_idempotent_and_closes_the_window(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store), Raw(shared_node.rpc_address) as raw:
-        reply = await raw.reserve("twice", 30.0, 400)
-        assert await raw.reserve("twice", 30.0, 400) == reply
+    async with connected(shared_node.rpc_address) as (client, transfer, store):
+        reserved = await reserve(client, store, "twice", 30.0, 400)
+        assert await reserve(client, store, "twice", 30.0, 400) == reserved
         local = transfer.allocate(BLOCK)
-        remote = RemoteSegment(store.transfer_address, reply.segment_id)
-        write = Transfer(Op.WRITE, local, 0, remote, reply.slots[0].offset, BLOCK, reply.window_id)
+        write = write_of(local, store, reserved)
         await transfer.submit([write], deadline_s=PATIENCE_S)
-        digest = checksum([local.buffer])
-        commits = [raw.commit("twice", 400, digest) for _ in range(3)]
+        commits = [commit(client, store, "twice", 400, checksum([local.buffer])) for _ in range(3)]
         assert await asyncio.gather(*commits) == [[], [], []]
         with pytest.raises(StaleLease):
             await transfer.submit([write], deadline_s=PATIENCE_S)
         assert await exists(client, store, [key(400)]) == [True]
 
 
-@both_transports
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("end", ["cancelled", "killed"])
 async def test_a_read_that_ends_between_its_lease_and_its_bytes_leaves_no_lease(
     shared_node: Node, transport: str, end: str
 ) -> None:
     faults = FaultPlan()
     with contextlib.ExitStack() as own:
-        node = shared_node
-        if end == "killed":
-            node = own.enter_context(running_node("--dram", str(DRAM)))
-        await _ends_in_the_midst(node, transport, end, faults)
-
-
-async def _ends_in_the_midst(node: Node, transport: str, end: str, faults: FaultPlan) -> None:
-    way = connected(node.rpc_address, transport, faults=faults, attaches=False)
-    async with way as (client, transfer, store):
-        [wish], spots = chain_of(transfer.allocate(BLOCK), range(700, 701), BLOCK)
-        await client.put(store, [wish], spots)
-        faults.held = True
-        read = asyncio.create_task(client.read(store, [wish.key], spots, deadline_s=PATIENCE_S))
-        await until_stats(client, store, lambda s: s.leased_bytes > 0)
-        if end == "killed":
-            node.kill()
-        else:
-            read.cancel()
-        faults.held = False
-        with pytest.raises(PeerLost if end == "killed" else asyncio.CancelledError):
-            await read
-        if end == "cancelled":
-            await until_stats(client, store, lambda s: s.leased_bytes == 0)
+        node = own.enter_context(running_node("--dram", str(DRAM))) if end == "killed" else shared_node
+        way = connected(node.rpc_address, transport, faults=faults, attaches=False)
+        async with way as (client, transfer, store):
+            [wish], spots = chain_of(transfer.allocate(BLOCK), range(700, 701), BLOCK)
+            await client.put(store, [wish], spots)
+            faults.held = True
+            read = asyncio.create_task(client.read(store, [wish.key], spots, deadline_s=PATIENCE_S))
+            await until_stats(client, store, lambda s: s.leased_bytes > 0)
+            if end == "killed":
+                node.kill()
+            else:
+                read.cancel()
+            faults.held = False
+            with pytest.raises(PeerLost if end == "killed" else asyncio.CancelledError):
+                await read
+            if end == "cancelled":
+                await until_stats(client, store, lambda s: s.leased_bytes == 0)
 
 
 async def test_a_node_that_hangs_costs_no_more_than_the_deadline(shared_node: Node) -> None:

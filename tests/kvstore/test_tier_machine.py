@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from kvstore.allocator import ALIGNMENT
-from kvstore.disk.base import DiskObject, Pin, Place
+from kvstore.disk.base import DiskObject, Pin
 from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
 from kvstore.moves import Load, Store
 from kvstore.promises import Outcome
@@ -19,7 +20,7 @@ from kvstore.stored import Wish
 from protocol.errors import StaleLease
 from protocol.keys import BlockKey, pack_keys
 from tests.kvstore.hardware import NOTHING
-from tests.kvstore.two_tiers import DEPTH, NUM_CHAINS, QUOTA_UNITS, TwoTiersInTruth, key
+from tests.kvstore.two_tiers import DEPTH, NUM_CHAINS, QUOTA_UNITS, TwoTiersInTruth, blocks, key
 from tests.thoroughness import examples
 
 TTL_S = 10.0
@@ -64,8 +65,7 @@ class TwoTiers(TwoTiersInTruth):
         expires = not at_once and self.count % 2 == 0
         ttl_s = TTL_S if expires else None
         reservation = self.state.writers.reserve(name, wishes, ttl_s, self.now)
-        after = self.state.catalog.usage().tenant_bytes["limited"]
-        assert after <= max(before, QUOTA_UNITS * ALIGNMENT)
+        assert self.state.catalog.usage().tenant_bytes["limited"] <= max(before, QUOTA_UNITS * ALIGNMENT)
         for wish, slot in zip(wishes, reservation.slots, strict=True):
             assert (slot.outcome is Outcome.PRESENT) <= (wish.key in self.truth)
         if not reservation.objects:
@@ -126,7 +126,7 @@ class TwoTiers(TwoTiersInTruth):
     @rule(chain=chains, last=depths)
     def lease(self, chain: int, last: int) -> None:
         name = f"lease-{self.new_number()}"
-        keys = [key(chain, depth) for depth in range(last + 1)]
+        keys = blocks(chain)[: last + 1]
         present = self.state.catalog.present(keys)
         lease = self.state.readers.lease(name, keys, TTL_S, self.now)
         assert len(lease.objects) <= [*present, False].index(False)
@@ -137,10 +137,10 @@ class TwoTiers(TwoTiersInTruth):
             self.settle_if_ready(name)
 
     def begin(self, loads: Sequence[Load]) -> None:
+        self.loads += loads
         for load in loads:
             assert load.object.place is not None
             self.memory.write(load.offset, load.object.length, NOTHING)
-            self.loads.append(load)
 
     def settle_if_ready(self, name: str) -> None:
         lease = self.waiting[name]
@@ -193,11 +193,11 @@ class TwoTiers(TwoTiersInTruth):
 
     @rule(chain=chains)
     def prefetch(self, chain: int) -> None:
-        self.begin(self.state.readers.prefetch([key(chain, depth) for depth in range(DEPTH)]))
+        self.begin(self.state.readers.prefetch(blocks(chain)))
 
     @rule(chain=chains)
     def touch(self, chain: int) -> None:
-        self.state.touch(pack_keys([key(chain, depth) for depth in range(DEPTH)]))
+        self.state.touch(pack_keys(blocks(chain)))
 
     # Moves
 
@@ -215,7 +215,7 @@ class TwoTiers(TwoTiersInTruth):
     @precondition(lambda self: not self.disk_is_lost)
     @rule(chain=chains)
     def copy(self, chain: int) -> None:
-        found = (self.state.catalog.find(key(chain, depth)) for depth in range(DEPTH))
+        found = map(self.state.catalog.find, blocks(chain))
         self.stores += self.state.moves.copies(2**30, [stored for stored in found if stored])
 
     @precondition(lambda self: self.stores)
@@ -245,9 +245,8 @@ class TwoTiers(TwoTiersInTruth):
         wanted = self.truth.get(load.object.key, (0, 0))[0] == load.object.generation
         if wanted and not read:
             del self.truth[load.object.key]
-        self.law.no_eviction = True
-        self.state.moves.loaded(load, read)
-        self.law.no_eviction = False
+        with self.no_eviction():
+            self.state.moves.loaded(load, read)
         for name in list(self.waiting):
             self.settle_if_ready(name)
 
@@ -282,14 +281,12 @@ class TwoTiers(TwoTiersInTruth):
     @precondition(lambda self: self.loads or self.stores)
     @rule(data=st.data())
     def remove_what_moves(self, data: st.DataObject) -> None:
-        moving = [load.object.key for load in self.loads]
-        moving += [store.object.key for store in self.stores]
-        self.removed(data.draw(st.sampled_from(moving)), corrupt=False)
+        moving = [*self.loads, *self.stores]
+        self.removed(data.draw(st.sampled_from(moving)).object.key, corrupt=False)
 
     def removed(self, block: BlockKey, *, corrupt: bool) -> None:
-        self.law.no_eviction = True
-        removed = self.state.remove([block], corrupt=corrupt)
-        self.law.no_eviction = False
+        with self.no_eviction():
+            removed = self.state.remove([block], corrupt=corrupt)
         assert [o.key for o in removed] == [block] * (block in self.truth)
         self.truth.pop(block, None)
         for o in removed:
@@ -316,9 +313,8 @@ class TwoTiers(TwoTiersInTruth):
             self.lose_the_disk()
 
     def lose_the_disk(self) -> None:
-        self.law.no_eviction = True
-        self.state.forget_disk()
-        self.law.no_eviction = False
+        with self.no_eviction():
+            self.state.forget_disk()
         self.disk_is_lost = True
         self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
 
@@ -331,21 +327,18 @@ class TwoTiers(TwoTiersInTruth):
             self.disk.release(place)  # as the mover does with what was removed before it was found
             return
         known = self.truth.get(found.key)
-        if known is not None and known[0] < found.generation:
-            self.law.no_eviction = True  # it is replaced
-        kept = self.state.restore(found, place)
-        self.law.no_eviction = False
+        is_latest = known is None or known[0] < found.generation
+        with self.no_eviction() if known is not None and is_latest else nullcontext():  # it is replaced
+            kept = self.state.restore(found, place)
         if kept:
-            assert known is None or known[0] < found.generation
+            assert is_latest
             self.truth[found.key] = (found.generation, found.checksum)
             self.law.pins[found.key] = found.pin
             self.protect()
         else:
-            self.give_back(found, place)
-
-    def give_back(self, found: DiskObject, place: Place) -> None:
-        assert found.key in self.truth or not self.fits(found) or self.is_being_written(found.key)
-        self.disk.release(place)
+            is_being_written = any(found.key in each for each in (*self.writing.values(), *self.closing.values()))
+            assert known is not None or is_being_written or not self.fits(found)
+            self.disk.release(place)
 
     def fits(self, found: DiskObject) -> bool:
         usage = self.state.catalog.usage()
@@ -353,15 +346,10 @@ class TwoTiers(TwoTiersInTruth):
         room = usage.disk_limit_bytes - usage.disk_live_bytes - arriving
         return not self.disk_is_lost and self.disk.space(found.length) <= room
 
-    def is_being_written(self, block: BlockKey) -> bool:
-        writers = (*self.writing.values(), *self.closing.values())
-        return any(block in contents for contents in writers)
-
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_two_tiers_keep_every_promise_under_every_policy(name: str) -> None:
     machine = type("TwoTiersUnderPolicy", (TwoTiers,), {"policy_name": name})
     num_examples = examples(80 if name == DEFAULT_POLICY else 10)
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=num_examples, stateful_step_count=60, deadline=None)
-    )
+    limits = settings(max_examples=num_examples, stateful_step_count=60, deadline=None)
+    run_state_machine_as_test(machine, settings=limits)

@@ -6,8 +6,7 @@ Nodes keep their ids, flags and folders over restarts. The registry is whatever 
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from tests.kvstore.directory.cluster import Questions, asking
 from tests.kvstore.faults.values import value_of
 from tests.kvstore.nodes import TOKEN, Node
 from tests.patience import PATIENCE_S, until
-from tests.stopping import stop
+from tests.stopping import stopped
 
 T = TypeVar("T")
 Stats = kvstore_pb2.StoreStatsReply
@@ -38,10 +37,10 @@ SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
 class Starting:
     """A node on its way: several start at once."""
 
-    def __init__(self, flags: Iterable[str], environment: Mapping[str, str], output: Path) -> None:
+    def __init__(self, flags: Iterable[str], output: Path) -> None:
         self.output = output
         with output.open("ab") as said:
-            self._starting = processes.start("kvstore", *flags, token=TOKEN, environment=environment, stderr=said)
+            self._starting = processes.start("kvstore", *flags, token=TOKEN, stderr=said)
         self.process = self._starting.process
 
     def ready(self) -> Node:
@@ -55,26 +54,22 @@ class Starting:
 
 @dataclass(slots=True)
 class Pool:
-    """`running` by id. `disks` are the folders of the nodes that have one."""
+    """`running` by id. `disks`: where the nodes' folders are, if they have any."""
 
     registry: str
     folder: Path
     ssd: str = ""
     flags: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
     disks: dict[str, Path] = field(default_factory=dict)
     running: dict[str, Node] = field(default_factory=dict)
     backstage: Backstage = field(default_factory=Backstage)
     channels: Channels = field(default_factory=lambda: Channels(TOKEN))
 
-    def begin(self, node_id: str, *flags: str) -> Starting:
-        ssd: tuple[str, ...] = ()
-        if self.ssd:
-            disk = self.disks.setdefault(node_id, self.folder / node_id)
-            ssd = ("--ssd", f"{disk}:{self.ssd}")
+    def begin(self, node_id: str) -> Starting:
+        disk = self.disks.setdefault(node_id, self.folder / node_id)
+        ssd = ("--ssd", f"{disk}:{self.ssd}") if self.ssd else ()
         named = ("--instance-id", node_id, "--join", self.registry)
-        output = self.folder / f"{node_id}.log"
-        return Starting([*named, *ssd, *self.flags, *flags], self.environment, output)
+        return Starting([*named, *ssd, *self.flags], self.folder / f"{node_id}.log")
 
     def start(self, *node_ids: str) -> None:
         starting = {node_id: self.begin(node_id) for node_id in node_ids}
@@ -96,15 +91,9 @@ class Pool:
         self.start(node_id)
         until(lambda: self.stats(node_id).recovered == 1)
 
-    @contextlib.contextmanager
-    def frozen(self, node_id: str) -> Iterator[None]:
+    def frozen(self, node_id: str) -> contextlib.AbstractContextManager[None]:
         """SIGSTOP; SIGCONT."""
-        process = self.running[node_id].process
-        stop(process.pid)
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGCONT)
+        return stopped(self.running[node_id].process.pid)
 
     def store(self, transports: tuple[str, ...] = BOTH) -> KvStore:
         """A client that knows the nodes that run, and no others."""
@@ -153,8 +142,7 @@ class Pool:
         """A unary call of a node. Raises as it."""
 
         async def call() -> Any:
-            stub = self._method(node_id, method)
-            return await self.channels.call(stub, request, timeout_s=timeout_s)
+            return await self.channels.call(self._method(node_id, method), request, timeout_s=timeout_s)
 
         return self.backstage.ask(call(), timeout_s + PATIENCE_S)
 
@@ -162,8 +150,7 @@ class Pool:
         """Everything that a streaming call of a node gives."""
 
         async def everything() -> list[Any]:
-            stub = self._method(node_id, method)
-            return [each async for each in self.channels.stream(stub, request)]
+            return [each async for each in self.channels.stream(self._method(node_id, method), request)]
 
         return self.backstage.ask(everything(), PATIENCE_S)
 
@@ -190,10 +177,10 @@ class Pool:
     # Auditing
 
     def audit(
-        self, names: Iterable[bytes], *, held: Collection[bytes] = (), gone: Collection[bytes] = (), corrupt: int = 0
+        self, names: Iterable[bytes], *, held: Collection[bytes] = (), gone: Collection[bytes] = ()
     ) -> set[bytes]:
         """The names that are found. Every one of them is right, all that must be `held` are there, nothing that is
-        `gone` is, nodes find `corrupt` damaged objects, and their books add up."""
+        `gone` is, nodes find nothing damaged, and their books add up."""
         with self.store() as store:
             found = {name for name in names if self._is_right(store, name)}
             lost = [name for name in held if not self._is_right(store, name)]
@@ -201,7 +188,7 @@ class Pool:
         said = self.said()
         assert not lost, f"{len(lost)} of {len(held)} that must be held are lost: {lost[:3]}\n{said}"
         assert not back, f"{len(back)} of {len(gone)} that were removed are back: {back[:3]}\n{said}"
-        assert sum(len(self.verify(node_id)) for node_id in self.running) == corrupt
+        assert not any(self.verify(node_id) for node_id in self.running)
         self.add_up()
         return found
 
@@ -239,18 +226,11 @@ def until_on_disk(pool: Pool, node_id: str, names: Iterable[Key]) -> None:
 
 
 @contextlib.contextmanager
-def running_pool(
-    folder: Path,
-    num_nodes: int,
-    *flags: str,
-    ssd: str = "",
-    registry: str = "",
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Pool]:
+def running_pool(folder: Path, num_nodes: int, *flags: str, ssd: str = "", registry: str = "") -> Iterator[Pool]:
     """`ssd` is the capacity of each node's disk. Without a registry's address this process serves one."""
     with contextlib.ExitStack() as stack:
         registry = registry or stack.enter_context(running_registry())
-        pool = Pool(registry, folder, ssd, (*SHORT_RIGHTS, *flags), dict(environment or {}))
+        pool = Pool(registry, folder, ssd, (*SHORT_RIGHTS, *flags))
         stack.callback(_end, pool)
         pool.start(*(f"store-{number}" for number in range(num_nodes)))
         yield pool

@@ -31,24 +31,17 @@ def test_a_node_killed_during_a_put_keeps_nothing_half_written(tmp_path: Path, t
     rng = random.Random(1)
     flags = ("--dram", "16MiB", "--ssd-write-through")
     with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
-        names = []
+        names, kill = [], partial(pool.kill, "store-0")
         for number in range(ROUNDS):
             with pool.store(transports) as store:
                 put_many(store, f"attaches {number}", 1, 10)
                 names.append(name_of("large", number, LARGE))
-                with killed_after(pool, rng.uniform(0.0, 0.03)), contextlib.suppress(*BLAMELESS):
+                with after(rng.uniform(0.0, 0.03), kill), contextlib.suppress(*BLAMELESS):
                     store.put(names[-1], value_of(names[-1]), timeout_s=5.0)
             pool.restart("store-0")
         with pool.store(transports) as store:
             stored = put_many(store, "afterwards", 5, 100_000)
         pool.audit(names, held=stored)
-
-
-@contextlib.contextmanager
-def killed_after(pool: Pool, after_s: float, node_id: str = "store-0") -> Iterator[None]:
-    """The node dies so long after the block was entered."""
-    with after(after_s, partial(pool.kill, node_id)):
-        yield
 
 
 @contextlib.contextmanager
@@ -71,7 +64,7 @@ def test_a_node_killed_during_gets_from_memory_and_disk_never_gives_wrong_bytes(
         with pool.store(transports) as store:
             names = put_many(store, "read", 40, 500_000)
             until_on_disk(pool, "store-0", names)
-            with killed_after(pool, 0.2):
+            with after(0.2, partial(pool.kill, "store-0")):
                 read_until_lost(store, names)
         pool.restart("store-0")
         pool.audit([], held=names)
@@ -91,23 +84,16 @@ def test_a_node_killed_during_demotions_finds_again_what_was_on_its_disk(tmp_pat
             for _ in range(ROUNDS):
                 load.go_on(60)
                 pool.until_stats("store-0", lambda stats: stats.num_on_disk)
-                held = kill_under(pool, load)
-                load.go_on(5)
-                audit_under(pool, load, held)
+                kill_under(pool, load)
         pool.audit(load.uncertain, gone=load.removed)
 
 
-def kill_under(pool: Pool, load: Load, node_id: str = "store-0") -> set[bytes]:
-    """Kills and restarts a node; gives what was on its disk, of which some may be removed meanwhile."""
+def kill_under(pool: Pool, load: Load) -> None:
+    """Kills and restarts the node: all that was on its disk is there again, but what the load removes."""
     names = {plain_key(name): name for name in [*load.stored, *load.uncertain]}
-    on_disk = {names[o.key] for o in pool.objects(node_id) if o.on_disk and o.key in names}
-    pool.kill(node_id)
-    pool.restart(node_id)
-    return on_disk
-
-
-def audit_under(pool: Pool, load: Load, on_disk: set[bytes]) -> None:
-    """All of it is there, but what the load removes."""
+    on_disk = {names[o.key] for o in pool.objects("store-0") if o.on_disk and o.key in names}
+    pool.restart("store-0")
+    load.go_on(5)
     with pool.store() as store:
         missing = {name for name in on_disk if store.get(name) is None}
     lost = missing - load.removed - load.uncertain
@@ -121,9 +107,7 @@ def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(t
             until(lambda: last_segment(pool) > NUM_SEGMENTS)
             for _ in range(ROUNDS):
                 load.go_on(160)  # twice what the disk holds
-                held = kill_under(pool, load)
-                load.go_on(5)
-                audit_under(pool, load, held)
+                kill_under(pool, load)
         pool.audit(load.uncertain, gone=load.removed)
 
 

@@ -53,8 +53,7 @@ class Mutator:
         self._where = 0
         self._index = KeyIndex(self._allocate)
         self._generation = 0
-        self._free = list(range(NUM_PLACES))
-        self._resident: dict[int, tuple[int, int | None]] = {}  # number → generation, place
+        self._free = list(range(NUM_PLACES))  # more than there are keys with an object
         self._num_keys = NUM_KEYS
         self._random = random.Random(1)
         for number in range(NUM_STABLE):
@@ -63,12 +62,16 @@ class Mutator:
 
     def step(self) -> None:
         number = self._random.randrange(NUM_KEYS)
-        if number not in self._resident:
+        key = key_of(number)
+        entry = self._index.find(key)
+        if entry is None:
             self._insert(number)
-        elif number < NUM_STABLE or self._random.random() < 0.5:
-            self._move(number)
+        elif number < NUM_STABLE or self._random.random() < 0.5:  # to another place, to the disk or back
+            self._index.relocate(key, None if self._random.random() < 0.2 else self._written(number, entry.generation))
+            self._give_back(entry.offset)
         else:
-            self._remove(number)
+            self._index.remove(key)
+            self._give_back(entry.offset)
         if self._num_keys < MAX_KEYS and self._random.random() < 0.02 and self._is_read():
             self._index.insert(key_of(self._num_keys), Entry(0, 1, 0, 1, None))
             self._num_keys += 1
@@ -78,42 +81,26 @@ class Mutator:
         return WHERE.unpack_from(self._memory, READ_AT) == (self._where,)
 
     def _allocate(self, nbytes: int) -> memoryview:
-        start, self._end = self._end, self._end + nbytes
-        self._where = start
-        return self._memory[start : self._end]
+        self._where, self._end = self._end, self._end + nbytes
+        return self._memory[self._where : self._end]
 
     def _publish(self) -> None:
         self._memory[: WHERE.size] = WHERE.pack(self._where)  # whole, unlike `pack_into`
 
     def _insert(self, number: int) -> None:
-        if not self._free:
-            return
         self._generation += 1
-        place = self._take_place()
-        self._data[place] = content_of(number, self._generation)
-        entry = Entry(number, self._generation, number, OBJECT_BYTES, place * OBJECT_BYTES)
-        self._index.insert(key_of(number), entry)
-        self._resident[number] = self._generation, place
+        offset = self._written(number, self._generation)
+        self._index.insert(key_of(number), Entry(number, self._generation, number, OBJECT_BYTES, offset))
 
-    def _move(self, number: int) -> None:
-        """To another place, to the disk or back."""
-        generation, before = self._resident[number]
-        place = None if not self._free or self._random.random() < 0.2 else self._take_place()
-        if place is not None:
-            self._data[place] = content_of(number, generation)
-        self._index.relocate(key_of(number), None if place is None else place * OBJECT_BYTES)
-        self._resident[number] = generation, place
-        self._give_back(before)
+    def _written(self, number: int, generation: int) -> int:
+        """The offset of a free place that has this content now."""
+        place = self._free.pop(self._random.randrange(len(self._free)))
+        self._data[place] = content_of(number, generation)
+        return place * OBJECT_BYTES
 
-    def _remove(self, number: int) -> None:
-        self._index.remove(key_of(number))
-        self._give_back(self._resident.pop(number)[1])
-
-    def _take_place(self) -> int:
-        return self._free.pop(self._random.randrange(len(self._free)))
-
-    def _give_back(self, place: int | None) -> None:
-        if place is not None:
+    def _give_back(self, offset: int | None) -> None:
+        if offset is not None:
+            place = offset // OBJECT_BYTES
             self._data[place] = 2**64 - 1  # whoever copied it meanwhile must notice
             self._free.append(place)
 
@@ -121,8 +108,7 @@ class Mutator:
 def main() -> None:
     fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
     mutator = Mutator(mmap.mmap(fd, nbytes))
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    print("ready", flush=True)  # noqa: T201
     parent = os.getppid()
     while os.getppid() == parent:  # it may have been killed itself
         for _ in range(1000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -19,14 +20,11 @@ from kvstore.native.metadata import KeyIndex, RankHeap
 from protocol.keys import BlockKey
 from protocol.native import C_FLAGS
 from tests.compilers import compile_strictly
+from tests.kvstore.native.mutator import key_of
 from tests.thoroughness import examples
 
 SOURCES = sorted(Path(metadata.__file__).parent.glob("*.c"))
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
-
-
-def key_of(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "little"))
 
 
 def entry_with(record: int, generation: int = 1) -> Entry:
@@ -69,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
         if (entry := self.model.get(key)) is not None:
             for _ in range(times):
                 self.index.relocate(key, offset)
-            self.model[key] = Entry(entry.record, entry.generation, entry.checksum, entry.length, offset)
+            self.model[key] = dataclasses.replace(entry, offset=offset)
 
     @rule(number=numbers, times=st.sampled_from([1, 1, 20]))
     def remove(self, number: int, times: int) -> None:
@@ -225,22 +223,17 @@ def test_regular_keys_are_spread_like_random_ones(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry",
+    "wrong",
     [
-        Entry(MAX_RECORDS, 1, 0, 0, 0),
-        Entry(-1, 1, 0, 0, 0),
-        Entry(0, 0, 0, 0, 0),
-        Entry(0, 2**64, 0, 0, 0),
-        Entry(0, 1, 2**64, 0, 0),
-        Entry(0, 1, 0, 2**32, 0),
-        Entry(0, 1, 0, 0, 255),
-        Entry(0, 1, 0, 0, 2**40),
+        *({"record": MAX_RECORDS}, {"record": -1}, {"generation": 0}, {"generation": 2**64}),
+        *({"checksum": 2**64}, {"length": 2**32}, {"offset": 255}, {"offset": 2**40}),
     ],
+    ids=str,
 )
-def test_what_does_not_fit_into_a_slot_is_refused(entry: Entry) -> None:
+def test_what_does_not_fit_into_a_slot_is_refused(wrong: dict[str, int]) -> None:
     index = KeyIndex()
     with pytest.raises(ValueError, match=r"no slot|multiple"):
-        index.insert(key_of(1), entry)
+        index.insert(key_of(1), dataclasses.replace(entry_with(0), **wrong))
     assert index.find(key_of(1)) is None
 
 

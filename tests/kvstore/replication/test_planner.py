@@ -35,8 +35,8 @@ class Cluster:
         self.heat = Heat(threshold=HITS, window_s=10.0)
         self.planner = Planner(self.directory, self.heat, Limits(extra_replicas=EXTRA, cool_s=COOL_S))
         self.nodes = {
-            InstanceId(name): NodeView(instance_id=InstanceId(name), host=host, free_bytes=50, capacity_bytes=100)
-            for name, host in hosts.items()
+            name: NodeView(instance_id=name, host=host, free_bytes=50, capacity_bytes=100)
+            for name, host in zip(map(InstanceId, hosts), hosts.values(), strict=True)
         }
         self.now = 1000.0
 
@@ -63,7 +63,7 @@ class Cluster:
 
     def carry_out(self, copy: Copy, *, succeeded: bool = True) -> None:
         if succeeded:
-            self.hold(copy.target, [numbers(copy.keys)[i] for i in range(len(copy.keys))])
+            self.hold(copy.target, numbers(copy.keys))
         self.planner.settled(copy, succeeded=succeeded, now=self.now)
 
     def remove(self, drop: Drop) -> None:
@@ -79,31 +79,17 @@ def numbers(keys: Iterable[BlockKey]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("nodes", "held", "copied"),
-    [
-        pytest.param(
-            {"a": ("h1", 50), "b": ("h1", 100), "c": ("h2", 10), "d": ("h2", 60)},
-            {"a": 5},
-            ("d", [0, 1, 2, 3, 4]),
-            id="a whole chain, to the least-used node of another host",
-        ),
-        pytest.param(
-            {"a": ("h1", 50), "b": ("h1", 50)},
-            {"a": 5},
-            ("b", [0, 1, 2, 3, 4]),
-            id="where there is one host, another node of it will do",
-        ),
-        pytest.param(
-            {"a": ("h1", 50), "b": ("h1", 50), "c": ("h2", 50)},
-            {"a": 5, "b": 3, "c": 2},
-            ("c", [2, 3, 4]),
-            id="only what the target lacks",
-        ),
-        pytest.param(
-            {"a": ("h1", 50), "drains": ("h2", 50), "lost": ("h3", 50)},
-            {"a": 5},
-            None,
-            id="nodes that drain or are out of step take nothing",
-        ),
+    [  # by node, host and free bytes; by node, the length of what it holds
+        ({"a": ("h1", 50), "b": ("h1", 100), "c": ("h2", 10), "d": ("h2", 60)}, {"a": 5}, ("d", [0, 1, 2, 3, 4])),
+        ({"a": ("h1", 50), "b": ("h1", 50)}, {"a": 5}, ("b", [0, 1, 2, 3, 4])),
+        ({"a": ("h1", 50), "b": ("h1", 50), "c": ("h2", 50)}, {"a": 5, "b": 3, "c": 2}, ("c", [2, 3, 4])),
+        ({"a": ("h1", 50), "drains": ("h2", 50), "lost": ("h3", 50)}, {"a": 5}, None),
+    ],
+    ids=[
+        "a whole chain, to the least-used node of another host",
+        "where there is one host, another node of it will do",
+        "only what the target lacks",
+        "nodes that drain or are out of step take nothing",
     ],
 )
 def test_where_a_hot_chain_goes(
@@ -204,11 +190,8 @@ UNKNOWN_B = Pins(pinned=pins_of(a=[0, 1]).pinned | pins_of(c=[0, 1]).pinned, unk
 @pytest.mark.parametrize(
     ("pins", "dropped"),
     [
-        (NO_PINS, "ab"),
-        (pins_of(a=[0, 1]), "bc"),
-        (pins_of(a=[0, 1], b=[0, 1]), "ca"),
-        (pins_of(a=[1]), "bc"),
-        (UNKNOWN_B, ""),
+        *((NO_PINS, "ab"), (UNKNOWN_B, ""), (pins_of(a=[1]), "bc")),
+        *((pins_of(a=[0, 1]), "bc"), (pins_of(a=[0, 1], b=[0, 1]), "ca")),
     ],
 )
 def test_fewer_replicas_leave_the_fullest_nodes_first_and_pinned_ones_last(pins: Pins, dropped: str) -> None:
@@ -246,8 +229,7 @@ class AnyHistory(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         """Copies have a deadline, long before which they are settled in one way or the other."""
         self.cluster.now += seconds
-        late = [c for c in self.under_way if self.cluster.now - self.planned_at[id(c)] > 60.0]
-        for copy in late:
+        for copy in [c for c in self.under_way if self.cluster.now - self.planned_at[id(c)] > 60.0]:
             self.under_way.remove(copy)
             self.cluster.carry_out(copy, succeeded=False)
 
@@ -261,30 +243,28 @@ class AnyHistory(RuleBasedStateMachine):
         self.under_way += copies
         self.planned_at.update((id(copy), self.cluster.now) for copy in copies)
         for drop in drops:
-            self._check_drop(drop)
-            for n in numbers(drop.keys):
-                others = self.cluster.holders(n) - {drop.node}
-                spared = (drop.node, n) not in pinned or all((who, n) in pinned for who in others)
-                assert spared, "a replica with a pin before one without"
+            self._check_drop(drop, pinned)
             self.cluster.remove(drop)
 
     def _check_copy(self, copy: Copy, before: dict[int, set[str]]) -> None:
-        for n in numbers(copy.keys):
+        ordered = numbers(copy.keys)
+        assert ordered == sorted(ordered), "a child before its parent"
+        for n in ordered:
             arriving = {c.target for c in self.under_way if n in numbers(c.keys)}
             assert copy.target not in before[n]
             assert len(before[n] | arriving) < 1 + EXTRA, "above the limit"
-        ordered = numbers(copy.keys)
         self.made |= {(copy.target, n) for n in ordered}
-        assert ordered == sorted(ordered), "a child before its parent"
-        for step in copy.steps:
-            assert all(step.source in before[n] for n in numbers(step.keys))
+        assert all(step.source in before[n] for step in copy.steps for n in numbers(step.keys))
 
-    def _check_drop(self, drop: Drop) -> None:
+    def _check_drop(self, drop: Drop, pinned: set[tuple[str, int]]) -> None:
         gone = numbers(drop.keys)
         assert gone == sorted(gone, reverse=True) or len({n // 1000 for n in gone}) > 1
         for n in gone:
+            others = self.cluster.holders(n) - {drop.node}
+            assert others, "the last replica"
             assert (drop.node, n) in self.made, "heat did not make it"
-            assert self.cluster.holders(n) - {drop.node}, "the last replica"
+            spared = (drop.node, n) not in pinned or all((who, n) in pinned for who in others)
+            assert spared, "a replica with a pin before one without"
             follower = n + 1
             if follower % 1000 and drop.node in self.cluster.holders(follower):
                 assert follower in gone[: gone.index(n)], "a follower stays behind"
