@@ -18,6 +18,7 @@ from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
+from kvstore.promises import Lease
 from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
 from kvstore.verification import Verifier
@@ -229,55 +230,46 @@ LIMIT_S = DiskOptions().time_limit_s
 
 
 @asynccontextmanager
-async def node_with_cold_objects(folder: Path, calls: FaultyCalls, clock: Clock) -> AsyncIterator[tuple[Node, SsdTier]]:
-    """Sixty objects, most of them on disk only."""
-    options = DiskOptions(calls=calls, clock=clock, sleep=for_ever, ring=False)
-    node, disk = await with_disk(folder, options)
+async def hanging_read(folder: Path) -> AsyncIterator[tuple[Node, SsdTier, Lease, Clock]]:
+    """A reader waits for an object that is on disk only, as are most of sixty, and the disk hangs."""
+    calls, clock = FaultyCalls("read"), Clock()
+    node, disk = await with_disk(folder, DiskOptions(calls=calls, clock=clock, sleep=for_ever, ring=False))
     await node.mover.recover(disk, ignore)
     for number in range(60):
         node.put(number)
     await node.mover.make_room(MEMORY // 2, 10.0)
-    yield node, disk
+    number = next(n for n in range(60) if (o := node.state.catalog.find(key(n))) and o.offset is None)
+    lease = node.state.readers.lease("l", [key(number)], 30.0, 0.0)
+    with stuck(calls):
+        node.mover.load(lease.loads)
+        await until_it_hangs(calls)
+        yield node, disk, lease, clock
     node.state.validate()
 
 
-def only_on_disk(node: Node) -> int:
-    return next(n for n in range(60) if (o := node.state.catalog.find(key(n))) and o.offset is None)
-
-
 async def test_who_waits_for_a_hanging_disk_gets_a_miss_and_its_memory_is_kept(tmp_path: Path) -> None:
-    calls, clock = FaultyCalls("read"), Clock()
-    async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
-        lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)
+    async with hanging_read(tmp_path) as (node, disk, lease, clock):
         [load] = lease.loads
-        with stuck(calls):
-            node.mover.load(lease.loads)
-            await until_it_hangs(calls)
-            clock.now += LIMIT_S + 1
-            disk.look_at_waits()
-            await node.mover.loaded(lease)
-            assert node.mover.health is Health.FAILED
-            assert not node.state.readers.settle("l").objects
-            assert node.state.moves.extents() == [(load.offset, load.object.length)]
-            node.state.validate()
-        await node.mover.close()
-        assert not node.state.moves.extents()
+        clock.now += LIMIT_S + 1
+        disk.look_at_waits()
+        await node.mover.loaded(lease)
+        assert node.mover.health is Health.FAILED
+        assert not node.state.readers.settle("l").objects
+        assert node.state.moves.extents() == [(load.offset, load.object.length)]
+        node.state.validate()
+    await node.mover.close()
+    assert not node.state.moves.extents()
 
 
 async def test_a_node_stops_although_its_disk_hangs(tmp_path: Path) -> None:
-    calls, clock = FaultyCalls("read"), Clock()
-    async with node_with_cold_objects(tmp_path, calls, clock) as (node, disk):
-        lease = node.state.readers.lease("l", [key(only_on_disk(node))], 30.0, 0.0)
-        with stuck(calls):
-            node.mover.load(lease.loads)
-            await until_it_hangs(calls)
-            stopping = asyncio.create_task(node.mover.close())
-            await asyncio.sleep(0)
-            assert not stopping.done()
-            clock.now += LIMIT_S + 1
-            disk.look_at_waits()
-            await stopping
-        await asyncio.to_thread(disk._threads.close)
+    async with hanging_read(tmp_path) as (node, disk, _, clock):
+        stopping = asyncio.create_task(node.mover.close())
+        await asyncio.sleep(0)
+        assert not stopping.done()
+        clock.now += LIMIT_S + 1
+        disk.look_at_waits()
+        await stopping
+    await asyncio.to_thread(disk._threads.close)
 
 
 async def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Path) -> None:

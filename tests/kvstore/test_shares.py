@@ -73,9 +73,7 @@ def test_an_own_object_that_others_follow_on_disk_is_passed_over() -> None:
 def test_the_share_that_takes_most_for_its_size_makes_room() -> None:
     node = Tiered.make(memory=4, disk=0, quotas={"alice": 3})
     node.put(chain(1, tenant="alice"))
-    node.put(chain(2))
-    node.put(chain(3))
-    node.put(chain(4))
+    node.put_each(2, 3, 4)
     node.put(chain(5, tenant="alice"))
     assert node.in_memory() == [1, 3, 4, 5]
 
@@ -95,8 +93,7 @@ def test_a_disk_makes_the_share_of_all_others_larger_for_as_long_as_it_is_there(
     node.disk.live_limit = 16 * UNIT
     happens(node)
     node.put(chain(1, tenant="alice"))
-    for number in (2, 3, 4, 5):
-        node.put(chain(number))
+    node.put_each(2, 3, 4, 5)
     assert node.in_memory() == left
 
 
@@ -124,8 +121,7 @@ def test_a_tenant_with_a_quota_keeps_it_however_many_names_are_in_use() -> None:
 def test_soft_pinned_objects_go_when_nothing_else_is_on_offer() -> None:
     node = Tiered.make(memory=2, disk=0)
     node.put(chain(1, pin=Pin.SOFT))
-    node.put(chain(2))
-    node.put(chain(3))
+    node.put_each(2, 3)
     assert node.in_memory() == [1, 3]
     node.state.pin(keys(3), Pin.SOFT)
     node.put(chain(4))

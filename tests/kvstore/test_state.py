@@ -144,8 +144,7 @@ def test_room_is_made_by_the_coldest_that_nothing_follows(
 
 def test_leased_objects_are_not_evicted_nor_anything_where_that_would_not_help() -> None:
     node = make(units=3)
-    for number in (1, 2, 3):
-        node.put(chain(number))
+    node.put_each(1, 2, 3)
     node.lease(1)
     behind_it = chain(4, 5)[1]  # for which there is room, but nobody could reach it
     assert node.put([*chain(4, length=3 * ALIGNMENT), behind_it]) == [F, F]
@@ -156,16 +155,14 @@ def test_leased_objects_are_not_evicted_nor_anything_where_that_would_not_help()
 
 def test_making_room_for_a_block_does_not_evict_the_one_that_it_follows() -> None:
     node = make(units=2)
-    node.put(chain(1))
-    node.put(chain(9))
+    node.put_each(1, 9)
     assert node.put(chain(1, 2)[1:]) == [G]
     assert node.in_memory() == [1, 2]
 
 
 def test_above_the_watermark_a_share_is_evicted_ahead() -> None:
     node = make(100, Watermarks())
-    for number in range(1, 91):
-        node.put(chain(number))
+    node.put_each(*range(1, 91))
     assert len(node.in_memory()) == 90
     node.put(chain(91))
     assert node.in_memory() == list(range(7, 92))

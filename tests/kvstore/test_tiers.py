@@ -186,8 +186,7 @@ def test_what_cannot_be_read_is_lost_and_the_lease_keeps_what_comes_before() -> 
 
 def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
     node = Tiered.make()
-    node.put(chain(1))
-    node.sink(1)
+    node.put_on_disk(1)
     lease_id, [load] = node.lease(1)
     assert node.state.readers.lease(lease_id, keys(1), 30.0, 0.0).loads == ()
     node.state.moves.loaded(load, True)
@@ -197,9 +196,7 @@ def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
 
 def test_a_lease_is_cut_where_memory_ends() -> None:
     node = Tiered.make(memory=3)
-    for number in (1, 2, 3):
-        node.put(chain(number))
-        node.sink(number)
+    node.put_on_disk(1, 2, 3)
     node.put(chain(9))
     node.lease(9)
     _, loads = node.lease(1, 2, 3)
@@ -209,9 +206,7 @@ def test_a_lease_is_cut_where_memory_ends() -> None:
 
 def test_prefetch_loads_the_leading_run_as_far_as_there_is_room() -> None:
     node = Tiered.make(memory=2)
-    for number in (1, 2, 3):
-        node.put(chain(number))
-        node.sink(number)
+    node.put_on_disk(1, 2, 3)
     loads = node.state.readers.prefetch(keys(1, 2, 3))
     assert [load.object.key for load in loads] == keys(1, 2)
     assert node.state.readers.prefetch(keys(1, 2)) == [], "they are on their way"
@@ -227,8 +222,7 @@ def test_a_full_disk_drops_its_coldest_leaf() -> None:
     node = Tiered.make(memory=4, disk=3)
     node.put(chain(1, 2))
     node.sink(1, 2)
-    node.put(chain(3))
-    node.sink(3)
+    node.put_on_disk(3)
     node.use(2, 1)  # block 3 is the coldest now, block 1 comes next but has a follower
     for number in (4, 5):
         node.put(chain(number))
@@ -241,11 +235,9 @@ def test_a_full_disk_drops_its_coldest_leaf() -> None:
 def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() -> None:
     marks = Watermarks(evict_above=0.8, evict_share=0.1)
     node = Tiered.make(memory=10, disk=4, watermarks=marks)
-    for number in range(1, 5):
-        node.put(chain(number))
+    node.put_each(*range(1, 5))
     node.copy(1, 2, 3, 4)
-    for number in range(5, 10):
-        node.put(chain(number))
+    node.put_each(*range(5, 10))
     node.use(1, 2, 3, 4)
     stores = node.demotions()
     assert [store.object.key for store in stores] == [key(5), key(6)]
@@ -258,8 +250,7 @@ def test_a_disk_full_of_copies_of_what_is_in_memory_does_not_block_demotion() ->
 
 def test_a_copy_is_not_dropped_for_another_copy_nor_from_under_a_reader() -> None:
     node = Tiered.make(memory=4, disk=1)
-    for number in (1, 2):
-        node.put(chain(number))
+    node.put_each(1, 2)
     node.copy(1)
     found = node.state.catalog.find(key(2))
     assert found is not None

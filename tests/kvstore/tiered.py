@@ -88,6 +88,17 @@ class Tiered:
             self.state.writers.verified(name, [], 0.0)
         return [slot.outcome for slot in reservation.slots]
 
+    def put_each(self, *numbers: int) -> None:
+        """Objects that follow nobody."""
+        for number in numbers:
+            self.put(chain(number))
+
+    def put_on_disk(self, *numbers: int) -> None:
+        """One after the other; none of them stays in memory."""
+        for number in numbers:
+            self.put(chain(number))
+            self.sink(number)
+
     def use(self, *numbers: int) -> None:
         self.state.touch(pack_keys(keys(*numbers)))
 
@@ -151,6 +162,5 @@ class Tiered:
 def full(units: int = 100) -> Tiered:
     """Memory for `units` objects at its high watermark, filled with objects 1, 2, … that follow nobody."""
     node = Tiered.make(units, 2 * units, watermarks=MARKS)
-    for number in range(1, units * 9 // 10 + 1):
-        node.put(chain(number))
+    node.put_each(*range(1, units * 9 // 10 + 1))
     return node
