@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvstore.generations import COARSE_S, FINE_S, Reserving
 from kvstore.removal_file import RECORD_BYTES, Presence, RemovalFile, Stamp
@@ -95,37 +94,28 @@ def test_another_ones_knowledge_is_inherited_and_bounded() -> None:
     assert removals.covered_s(1010.0) == 5.0
 
 
-class Generations(RuleBasedStateMachine):
-    """Nothing given before an instant is above its bound, and what came well after it is not below."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.next_generation = 1
-        self.given: list[tuple[float, int]] = []
-        self.reserving = Reserving()
-
-    @rule(count=st.integers(1, 3))
-    def gives(self, count: int) -> None:
-        self.reserving.note(self.now, self.next_generation)
-        for _ in range(count):
-            self.given.append((self.now, self.next_generation))
-            self.next_generation += 1
-
-    @rule(seconds=st.sampled_from([0.001, FINE_S, 1.0, COARSE_S]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(share=st.floats(0.0, 1.0))
-    def is_asked(self, share: float) -> None:
-        at = share * self.now
-        bound = self.reserving.before(at, self.next_generation)
-        assert all(number < bound for given_at, number in self.given if given_at < at)
-        assert all(number >= bound for given_at, number in self.given if given_at >= at + FINE_S)
-
-
-TestGenerations = Generations.TestCase
-TestGenerations.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([0.001, FINE_S, 1.0, COARSE_S]), st.floats(0.0, 1.0)), max_size=40
+    )
+)
+@settings(max_examples=examples(50), deadline=None)
+def test_no_generation_before_an_instant_is_above_its_bound_and_none_well_after_it_below(
+    steps: list[tuple[int, float, float]],
+) -> None:
+    """Each step gives some, lets time pass and asks for the bound of an instant."""
+    reserving, now, next_generation = Reserving(), 0.0, 1
+    reserved: list[tuple[float, int]] = []
+    for count, seconds, share in steps:
+        if count:
+            reserving.note(now, next_generation)
+        reserved += [(now, next_generation + number) for number in range(count)]
+        next_generation += count
+        now += seconds
+        at = share * now
+        bound = reserving.before(at, next_generation)
+        assert all(number < bound for given_at, number in reserved if given_at < at)
+        assert all(number >= bound for given_at, number in reserved if given_at >= at + FINE_S)
 
 
 def test_a_long_past_is_remembered_less_finely_and_never_too_late() -> None:

@@ -97,19 +97,6 @@ def test_a_disk_makes_the_share_of_all_others_larger_for_as_long_as_it_is_there(
     assert node.in_memory() == left
 
 
-def test_recovered_objects_count_towards_their_tenants_quota() -> None:
-    node = Tiered.make(quotas={"alice": 1})
-    node.put(chain(1, tenant="alice"))
-    node.sink(1)
-    [stored] = node.state.catalog.objects()
-    again = Tiered.make(quotas={"alice": 1})
-    assert again.state.restore(stored.header(), again.disk.write(stored.header()))
-    assert again.state.catalog.usage().tenant_bytes == {"alice": ALIGNMENT}
-    assert again.put(chain(2, tenant="alice")) == [GRANTED]
-    assert again.in_memory() == [2]
-    assert again.on_disk_only() == []
-
-
 def test_a_tenant_with_a_quota_keeps_it_however_many_names_are_in_use() -> None:
     shares = Shares(100, {"alice": 10}, LeastRecentlyUsed)
     numbers = {shares.number(f"tenant-{count}") for count in range(MAX_TENANTS + 5)}

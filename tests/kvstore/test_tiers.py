@@ -184,16 +184,6 @@ def test_what_cannot_be_read_is_lost_and_the_lease_keeps_what_comes_before() -> 
     assert node.state.counters["disk_reads_failed"] == 1
 
 
-def test_a_lease_that_is_asked_for_twice_reads_the_disk_once() -> None:
-    node = Tiered.make()
-    node.put_on_disk(1)
-    lease_id, [load] = node.lease(1)
-    assert node.state.readers.lease(lease_id, keys(1), 30.0, 0.0).loads == ()
-    node.state.moves.loaded(load, True)
-    again = node.state.readers.lease(lease_id, keys(1), 30.0, 0.0)
-    assert (again.loads, [stored.offset for stored in again.objects]) == ((), [load.offset])
-
-
 def test_a_lease_is_cut_where_memory_ends() -> None:
     node = Tiered.make(memory=3)
     node.put_on_disk(1, 2, 3)

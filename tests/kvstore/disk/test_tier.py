@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import errno
 import json
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -159,18 +158,6 @@ async def test_nothing_is_left_open(tmp_path: Path) -> None:
             for about in list(stand.owner.places):
                 stand.release(about)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-async def test_memory_on_page_borders_is_written_and_read_without_a_copy(tmp_path: Path) -> None:
-    memory = memoryview(mmap.mmap(-1, 8 * PAGE))
-    write = written(1, 3 * PAGE + 5)
-    memory[: 3 * PAGE + 5] = write.memory
-    aligned = dataclasses.replace(write, memory=memory[: 3 * PAGE + 5])
-    async with opened(tmp_path) as stand:
-        assert await stand.put([aligned]) == [True]
-        read = stand.read_of(write.object, memory[4 * PAGE : 7 * PAGE + 5])
-        assert await stand.tier.read([read]) == [True]
-        assert read.memory == write.memory
 
 
 async def test_recovery_gives_pieces_and_says_how_far_it_is(tmp_path: Path) -> None:
