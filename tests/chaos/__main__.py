@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 
 from models import demo_model_path
-from tests.chaos.clients import Clients, Tally
+from tests.chaos.clients import BLOCK_SIZE, SYNTHETIC, Clients, Tally, wishes
 from tests.chaos.faults import Clock, Striking, schedule
-from tests.chaos.truth import BLOCK_SIZE, SYNTHETIC, wishes
 from tests.e2e.cluster import UNHURRIED, Cluster
 from tests.e2e.test_lifecycle import left_in_shm
 from tests.patience import PATIENCE_S

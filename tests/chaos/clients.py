@@ -3,6 +3,9 @@
 What a client may meet: its tokens; a refusal with a status that says when or why (429, 503, 504); an error event in its
 stream; a connection that breaks, when the gateway died. After any of these it asks again. What it must never meet:
 another token, a stream that just ends, silence beyond its patience.
+
+The right tokens are computed by one coupled engine before the cluster starts: native kernels compute the same bits in
+any chunks (ARCHITECTURE.md, invariant 6). Prompts and arrivals are a trace's, shortened.
 """
 
 from __future__ import annotations
@@ -14,13 +17,24 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import httpx2 as httpx
 
+from benchmarks.generate import generate
+from engine.config import load_model_config
+from engine.engine import Engine
+from protocol.request import SamplingParams
 from tests.chaos.faults import Clock
-from tests.chaos.truth import Wish
+from traces.format import TraceRecord, read_trace
+from traces.prompts import PromptBuilder
 
+BLOCK_SIZE = 16
+NUM_BLOCKS = 4_096
+MAX_PROMPT, MAX_OUTPUT = 400, 48
+SYNTHETIC = Path(__file__).parents[1] / "traces" / "synthesis" / "small.jsonl"
+SHORTENED = 1 / 24
+"""Prompts: of a thousand tokens remain some forty."""
 NUM_CLIENTS = 6
 SILENCE_S = 60.0
 """Nothing comes for so long: a hang. Longer than the gateway looks for a worker, and than any stop."""
@@ -40,6 +54,55 @@ class Refused(Exception):
 
 class Wrong(Exception):
     """What no fault excuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request."""
+
+    prompt: list[int]
+    tokens: list[int]  # that it must get
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt": self.prompt,
+            "max_tokens": len(self.tokens),
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+
+
+def wishes(model: Path, trace: Path, count: int) -> list[Wish]:
+    """Of the first `count` requests of the trace."""
+    config = load_model_config(model)
+    records = [_shortened(record) for record in read_trace(trace, count)]
+    builder = PromptBuilder(config.vocab_size)
+    prompts = [builder.prompt(record) for record in records]
+    outputs = [record.output_length for record in records]
+    engine = Engine.load(
+        model,
+        config=config,
+        layout=config.kv_layout(BLOCK_SIZE, "float32"),
+        dtype="float32",
+        num_blocks=NUM_BLOCKS,
+        kernels="native",
+    )
+    wanted = [SamplingParams(max_tokens=output, temperature=0.0) for output in outputs]
+    found = generate(engine, prompts, wanted)
+    return [Wish(prompt, each.token_ids) for prompt, each in zip(prompts, found, strict=True)]
+
+
+def _shortened(record: TraceRecord) -> TraceRecord:
+    shorter = record.scaled(SHORTENED, 1 / 8, 1.0)
+    return TraceRecord(
+        arrived_s=shorter.arrived_s,
+        input_length=min(shorter.input_length, MAX_PROMPT),
+        output_length=max(4, min(shorter.output_length, MAX_OUTPUT)),
+        hash_ids=shorter.hash_ids,
+        tokens_per_hash=shorter.tokens_per_hash,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +207,7 @@ class Clients:
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
                 raise Refused(f"in the stream: {chunk['error']['code']}")
-            tokens += _tokens_of(chunk)
+            tokens += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
             if tokens != wish.tokens[: len(tokens)]:
                 raise Wrong(f"another token at {len(tokens) - 1} of {len(wish.tokens)}")
             now = self._clock.now()
@@ -159,7 +222,3 @@ class _Heard:
 
     at: float  # when something came last
     tokens: list[int] = field(default_factory=list)
-
-
-def _tokens_of(chunk: dict[str, Any]) -> list[int]:
-    return [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]

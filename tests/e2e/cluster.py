@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from deploy.local import LocalCluster
 from protocol.ids import new_id
-from protocol.keys import KEY_BYTES, BlockKey, block_keys, root_key
+from protocol.keys import BlockKey, block_keys, root_key
 from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.rpc import TOKEN_HEADER
 from tests.patience import PATIENCE_S
@@ -29,18 +29,14 @@ from tests.stopping import stopped
 
 # One compute thread per worker, exact numbers, objectives that nothing misses, and reads however slow they are. Native
 # kernels give output that is computed again the same bits (ARCHITECTURE.md, invariant 6); auto may mix torch's in.
-NO_OBJECTIVES = ("--ttft-slo", "10000", "--tbt-slo", "10000")
 UNHURRIED = (
     *("--store-reads", "always"),
     *("--dtype", "float32", "--num-threads", "1", "--kernels", "native"),
-    *NO_OBJECTIVES,
+    *("--ttft-slo", "10000", "--tbt-slo", "10000"),
 )
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 """Of an answer whose every token is determined."""
-
-LANDING_TTL_S = 60.0
-"""The longest that a decode worker grants blocks without hearing of them again."""
 
 POLL_S = 0.05
 """Most conditions are asked of three processes that share the processors with what is waited for."""
@@ -52,6 +48,7 @@ class Cluster(LocalCluster):
     def __init__(
         self, model: Path | None, *flags: str, log_dir: Path, environ: Mapping[str, str] | None = None
     ) -> None:
+        self.model = model
         self.token = secrets.token_hex(8)
         self.headers: dict[str, str] = {}  # of every request, such as an API key
         # Beside other tests, workers that give way would wait for seconds for a turn of the processor.
@@ -74,8 +71,7 @@ class Cluster(LocalCluster):
         with self.client() as client:
             response = client.post("/v1/completions", json={"prompt": prompt, **parameters})
             assert response.status_code == 200, response.text
-            answer: dict[str, Any] = response.json()
-            return answer
+            return response.json()
 
     def greedy(self, prompt: Any, max_tokens: int, **parameters: Any) -> dict[str, Any]:
         """As `complete`, with `GREEDY` where the parameters say nothing else."""
@@ -86,8 +82,7 @@ class Cluster(LocalCluster):
         with self.client() as client:
             reply = client.get(f"/v1/requests/{request_id}/explain")
         assert reply.status_code == 200, reply.text
-        found: list[dict[str, Any]] = reply.json()["decisions"]
-        return found
+        return reply.json()["decisions"]
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples, as the gateway tells them."""
@@ -96,8 +91,7 @@ class Cluster(LocalCluster):
 
     def fingerprint(self) -> str:
         with self.client() as client:
-            found: str = client.get("/v1/cluster").json()["fingerprint"]
-            return found
+            return client.get("/v1/cluster").json()["fingerprint"]
 
     def keys_of(self, prompt: Sequence[int], block_size: int, salt: str = "") -> list[BlockKey]:
         """Keys of the prompt's full blocks, as gateways make them."""
@@ -105,8 +99,7 @@ class Cluster(LocalCluster):
 
     def instances(self) -> list[dict[str, Any]]:
         with self.client() as client:
-            listed: list[dict[str, Any]] = client.get("/v1/cluster").json()["instances"]
-            return listed
+            return client.get("/v1/cluster").json()["instances"]
 
     def instance(self, instance_id: str) -> dict[str, Any]:
         """What the cluster says of a member, which it may have lost for a moment where many processes run."""
@@ -134,20 +127,17 @@ class Cluster(LocalCluster):
     def conductor_address(self, name: str = "conductor") -> str:
         """Where a conductor serves, as its log says."""
         log = (self.log_dir / f"{name}.log").read_text()
-        found: str = re.findall(r"ready rpc=([0-9.]+:[0-9]+)", log)[-1]
-        return found
+        return re.findall(r"ready rpc=([0-9.]+:[0-9]+)", log)[-1]
 
     def status(self, instance_id: str) -> worker_pb2.WorkerStatus:
         """What a worker says of itself, now."""
         request = worker_pb2.GetStatusRequest()
-        status: worker_pb2.WorkerStatus = self.rpc(instance_id, worker_pb2_grpc.WorkerStub, "GetStatus", request)
-        return status
+        return self.rpc(instance_id, worker_pb2_grpc.WorkerStub, "GetStatus", request)
 
     def store(self, instance_id: str = "store-0") -> kvstore_pb2.StoreStatsReply:
         """What a store node says of itself, now."""
         request = kvstore_pb2.StoreStatsRequest()
-        stats: kvstore_pb2.StoreStatsReply = self.rpc(instance_id, kvstore_pb2_grpc.KvStoreStub, "Stats", request)
-        return stats
+        return self.rpc(instance_id, kvstore_pb2_grpc.KvStoreStub, "Stats", request)
 
     def counters(self, instance_id: str) -> dict[str, int]:
         """What a worker or a store counts about itself since its start."""
@@ -194,17 +184,7 @@ class Cluster(LocalCluster):
             memory.seek(place)
             memory.write(bytes([byte ^ 0x40]))
 
-    # What is taken
-
-    @contextmanager
-    def landing(self, instance_id: str, num_blocks: int, block_size: int) -> Iterator[Landing]:
-        """So many blocks of a decode worker are the test's within the block, for as long as it renews them."""
-        landing = Landing(self, instance_id)
-        landing.reserve(num_blocks, block_size)
-        try:
-            yield landing
-        finally:
-            landing.release()
+    # What is taken, and from whom
 
     def in_use(self) -> list[str]:
         """What is not free, per instance; empty when everything has been given back and all are members."""
@@ -318,48 +298,14 @@ def small_cluster(
         yield cluster
 
 
-class Landing:
-    """Blocks of a decode worker that are this test's for as long as it renews its lease and releases nothing: what a
-    prefill worker has whose prompt takes long."""
-
-    def __init__(self, cluster: Cluster, instance_id: str) -> None:
-        self._cluster = cluster
-        self._address = cluster.instance(instance_id)["rpc_address"]
-        self._lease_id = new_id("lease")
-
-    def reserve(self, num_blocks: int, block_size: int) -> None:
-        """Of fresh keys, so that nothing cached is shared."""
-        request = worker_pb2.ReserveRequest(
-            lease_id=self._lease_id,
-            request_id=new_id("req"),
-            fingerprint=self._cluster.fingerprint(),
-            num_tokens=num_blocks * block_size,
-            block_keys=secrets.token_bytes(num_blocks * KEY_BYTES),
-            ttl_s=LANDING_TTL_S,
-        )
-        assert len(self._call("Reserve", request).block_ids) == num_blocks
-
-    def renew(self) -> None:
-        """To be called while it is waited for something, now and then."""
-        self._call("Renew", worker_pb2.RenewRequest(lease_id=self._lease_id, ttl_s=LANDING_TTL_S))
-
-    def release(self) -> None:
-        self._call("Release", worker_pb2.ReleaseRequest(lease_id=self._lease_id))
-
-    def _call(self, method: str, request: Message) -> Any:
-        return self._cluster.rpc_at(self._address, worker_pb2_grpc.LandingStub, method, request)
-
-
 def tokens_of(answer: dict[str, Any]) -> list[int]:
     """Of the first choice."""
-    found: list[int] = answer["choices"][0]["token_ids"]
-    return found
+    return answer["choices"][0]["token_ids"]
 
 
 def cached_of(answer: dict[str, Any]) -> int:
     """Tokens of the prompt whose KV was not computed for this answer."""
-    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def prompt_of(name: object, length: int, vocab_size: int = 256) -> list[int]:

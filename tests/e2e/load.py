@@ -1,11 +1,13 @@
-"""Other people's requests: what a cluster is busy with while a test looks at its own."""
+"""Clients of a cluster: one that reads a stream, and others that keep it busy while a test looks at its own."""
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -13,8 +15,51 @@ import httpx2 as httpx
 
 from tests.background import Background
 from tests.e2e.cluster import GREEDY, Cluster, tokens_of
-from tests.e2e.sse import read_choice
 from tests.patience import PATIENCE_S
+
+DONE = "data: [DONE]"
+
+
+@dataclass(slots=True)
+class Said:
+    """All that a client saw of one choice, in whatever pieces it came."""
+
+    text: str = ""
+    arguments: str = ""  # of tool calls
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str | None = None
+    request_ids: set[str] = field(default_factory=set)
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        self.request_ids.add(chunk["id"])
+        (choice,) = chunk["choices"]
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        self.text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            self.arguments += call["function"]["arguments"]
+        self.token_ids += choice.get("token_ids") or ()
+        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
+        self.reason = choice["finish_reason"] or self.reason
+
+
+def read_choice(
+    client: httpx.Client,
+    body: dict[str, Any],
+    on_tokens: Callable[[int], None] = lambda count: None,
+    path: str = "/v1/completions",
+) -> Said:
+    """A streamed reply of one choice, which must end well; `on_tokens` is told the number of tokens as they come."""
+    said, line = Said(), ""
+    with client.stream("POST", path, json={**body, "stream": True, "return_token_ids": True}) as response:
+        assert response.status_code == 200, response.read()
+        for line in filter(None, response.iter_lines()):
+            if line != DONE:
+                said.add(json.loads(line.removeprefix("data: ")))
+                on_tokens(len(said.token_ids))
+    assert line == DONE
+    return said
 
 
 class BackgroundLoad(Background):
@@ -22,13 +67,9 @@ class BackgroundLoad(Background):
     end of the `with` block the streams are dropped wherever they are, which the cluster sees as cancellations. With a
     pause of `pause_s` between requests, where life is wanted and no company in every batch."""
 
-    def __init__(
-        self, cluster: Cluster, vocab_size: int, *, streams: int = 8, seed: int = 0, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, cluster: Cluster, vocab_size: int, *, streams: int, pause_s: float = 0.0) -> None:
         self._flowing = [threading.Event() for _ in range(streams)]
-        super().__init__(
-            partial(self._go_on, f"{seed}-{index}", flowing) for index, flowing in enumerate(self._flowing)
-        )
+        super().__init__(partial(self._go_on, index, flowing) for index, flowing in enumerate(self._flowing))
         self._cluster = cluster
         self._vocab_size = vocab_size
         self._pause_s = pause_s
@@ -42,8 +83,8 @@ class BackgroundLoad(Background):
             raise AssertionError(f"the load does not flow: {self.failures}\n{self._cluster.logs()}")
         return self
 
-    def _go_on(self, name: str, flowing: threading.Event) -> None:
-        dice = random.Random(name)
+    def _go_on(self, seed: int, flowing: threading.Event) -> None:
+        dice = random.Random(seed)
         with self._cluster.client() as client:
             while not self.stopping.wait(self._pause_s):
                 self._stream(client, self._request(dice), flowing)
@@ -76,15 +117,13 @@ class Regulars(Background):
     """Clients who ask for the same answers without a pause, each of one prompt, beside one who reads a long stream:
     every answer must come, and be what it was before the block."""
 
-    def __init__(self, cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, num_streamed: int = 0) -> None:
-        """`num_streamed`: tokens of the stream; 0 = nobody reads one."""
+    def __init__(self, cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, num_streamed: int) -> None:
+        """`num_streamed`: tokens of the stream."""
         self._cluster = cluster
         self._num_tokens = num_tokens
         self._streamed = {"prompt": prompts[0], "max_tokens": num_streamed, **GREEDY}
         loops = [partial(self._ask_on, prompt, self._ask(prompt)) for prompt in prompts]
-        if num_streamed:
-            loops.append(partial(self._read_on, self._read()))
-        super().__init__(loops)
+        super().__init__([*loops, partial(self._read_on, self._read())])
         self.begun_and_done: list[tuple[float, float]] = []  # of each short answer
         self.num_streams = 0  # that were read
         self._num_prompts = len(prompts)

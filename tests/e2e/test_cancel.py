@@ -1,41 +1,27 @@
-"""A client that leaves frees everything it had, everywhere, in whatever phase its request is."""
+"""A client that leaves frees everything it had, everywhere. A prefill worker's every phase: its own test_service.py."""
 
 from __future__ import annotations
 
+import json
 import random
+import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from tests.e2e.cluster import Cluster, prompt_of, small_cluster
-from tests.e2e.raw_http import RawClient
+from tests.e2e.cluster import Cluster, prompt_of
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
-MAX_MODEL_LEN = 16_384
+CONTEXT = 16_384
 LONG = 16_000
 """Tokens of a prompt that takes seconds in steps of 64."""
-
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
     *("--kernels", "torch"),  # slow: every phase has to last until it is noticed
 )
-BLOCK_SIZE = 32
-NUM_BLOCKS = 2_048
-"""In a pool of that size."""
-TOO_MANY_BLOCKS = 2_000
-"""Leave no room for a long prompt."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cancel")
-    with small_cluster(folder, *FLAGS, context=MAX_MODEL_LEN) as started:
-        assert started.status("decode-0").num_blocks == NUM_BLOCKS
-        yield started
-        assert not started.tracebacks(), started.logs()
 
 
 @pytest.fixture(autouse=True)
@@ -47,29 +33,14 @@ def _is_idle_again_and_serves(cluster: Cluster) -> Iterator[None]:
     assert answer["usage"]["completion_tokens"] == 5
 
 
-def long_prompt(name: str) -> list[int]:
-    """A different one for each name, so that nothing of it is cached."""
-    return prompt_of(name, LONG)
-
-
-def wait_for_count(cluster: Cluster, name: str, at_least: int) -> None:
-    cluster.wait_for(name, lambda: cluster.counter("prefill-0", name) >= at_least)
-
-
-def test_while_queued(cluster: Cluster) -> None:
-    """None is handed off, and so none begun, while the decode worker has no room: the line stays."""
-    with cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing, ExitStack() as clients:
-        for index in range(12):
-            client = clients.enter_context(RawClient(cluster))
-            client.ask(long_prompt(f"queued {index}"), max_tokens=100)
-        # More than four are not prepared ahead, so the last ones have neither blocks nor landings.
-        cluster.wait_for("a queue", lambda: landing.renew() or waiting(cluster) > 5)
-    # They left in reverse order, the last one first.
-    wait_for_count(cluster, "cancelled_queued", 1)
-
-
-def waiting(cluster: Cluster) -> int:
-    return cluster.status("prefill-0").load.num_waiting
+def ask(cluster: Cluster, prompt: list[int], max_tokens: int, **parameters: object) -> socket.socket:
+    """The connection on which a completion was asked for, of which nothing is read."""
+    wish = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, **parameters}
+    body = json.dumps(wish).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S)
+    connection.sendall(head.encode() + body)
+    return connection
 
 
 def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
@@ -85,35 +56,23 @@ def left_while_running(cluster: Cluster, attempt: int) -> bool:
         status = cluster.status("prefill-0")
         return status.load.num_running == 1 or status.counters["handed_off_requests"] > handed_off
 
-    with RawClient(cluster) as client:
-        client.ask(long_prompt(f"prefill {attempt}"), max_tokens=100)
+    with ask(cluster, prompt_of(f"prefill {attempt}", LONG), 100):
         cluster.wait_for("its run", runs_or_ran)
     cluster.wait_until_all_is_free()
     return cluster.counter("prefill-0", "cancelled_running") > before
 
 
-def test_while_the_decode_worker_cannot_grant_a_landing(cluster: Cluster) -> None:
-    with cluster.landing("decode-0", TOO_MANY_BLOCKS, BLOCK_SIZE) as landing:
-        with RawClient(cluster) as client:
-            client.ask(long_prompt("reserving"), max_tokens=100)
-            cluster.wait_for("its blocks", lambda: landing.renew() or cluster.status("prefill-0").load.held_blocks > 0)
-        wait_for_count(cluster, "cancelled_reserving", 1)
-
-
 def test_while_a_whole_reply_is_made(cluster: Cluster) -> None:
     dropped = cluster.counter("decode-0", "requests_dropped")
-    with RawClient(cluster) as client:
-        client.ask([8, 9], max_tokens=MAX_MODEL_LEN - 2, stream=False, n=3)
+    with ask(cluster, [8, 9], CONTEXT - 2, stream=False, n=3):
         cluster.wait_for("choices", lambda: cluster.status("decode-0").load.num_running == 3)
     cluster.wait_for("the end", lambda: cluster.counter("decode-0", "requests_dropped") == dropped + 3)
 
 
 def test_twenty_at_once_in_any_phase(cluster: Cluster) -> None:
     dice = random.Random(1)
-    clients = [RawClient(cluster) for _ in range(20)]
-    for index, client in enumerate(clients):
-        prompt = long_prompt(f"any {index}")[: dice.choice((3, 40, 500, 3_000))]
-        client.ask(prompt, max_tokens=dice.choice((1, 20, 1_000)))
+    lengths = [dice.choice((3, 40, 500, 3_000)) for _ in range(20)]
+    clients = [ask(cluster, prompt_of(n, length), dice.choice((1, 20, 1_000))) for n, length in enumerate(lengths)]
     cluster.wait_for("tokens", lambda: cluster.status("decode-0").load.num_running > 0)
     for client in dice.sample(clients, len(clients)):
-        client.leave()
+        client.close()

@@ -3,6 +3,7 @@ worker and a flipped byte. The other files of this folder look at each of these 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -12,9 +13,8 @@ import pytest
 
 from models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, cached_of, prompt_of, running_cluster, tokens_of
-from tests.e2e.raw_http import RawClient, read_events
+from tests.e2e.load import read_choice
 from tests.e2e.reference import continuations, load_reference, num_ties
-from tests.e2e.sse import read_choice
 
 pytestmark = pytest.mark.e2e
 
@@ -122,9 +122,9 @@ def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
 
 def is_dropped(cluster: Cluster) -> bool:
     dropped = cluster.counter("decode-0", "requests_dropped")
-    with RawClient(cluster) as client:
-        client.ask([5, 6, 7], max_tokens=LONG_ANSWER)
-        read_events(client.reply(), 5)
+    wish = {"prompt": [5, 6, 7], "max_tokens": LONG_ANSWER, "stream": True, **GREEDY}
+    with cluster.client() as client, client.stream("POST", "/v1/completions", json=wish) as reply:
+        assert len(list(itertools.islice(filter(None, reply.iter_lines()), 5))) == 5
     cluster.wait_until_all_is_free()
     return cluster.counter("decode-0", "requests_dropped") > dropped
 

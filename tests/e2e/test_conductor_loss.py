@@ -61,7 +61,6 @@ def leaders(cluster: Cluster) -> dict[str, int]:
 
 
 def leading(cluster: Cluster) -> tuple[str, int]:
-    """Who leads, and its epoch."""
     found: list[tuple[str, int]] = []
 
     def is_one() -> bool:
@@ -70,10 +69,6 @@ def leading(cluster: Cluster) -> tuple[str, int]:
 
     cluster.wait_for("a leader", is_one)
     return found[0]
-
-
-def leader(cluster: Cluster) -> str:
-    return leading(cluster)[0]
 
 
 def follows(cluster: Cluster, name: str, other: str) -> bool:
@@ -112,7 +107,7 @@ def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(
 
 
 def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(cluster: Cluster) -> None:
-    old = leader(cluster)
+    old, _ = leading(cluster)
     [new] = set(NAMES) - {old}
     pid = cluster.pids()[old]
     clients = busy(cluster)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from deploy.kvctl.main import main as kvctl
 from engine.elastic.ledger import Ledger
-from tests.e2e.cluster import Cluster, prompt_of, small_cluster
+from tests.e2e.cluster import Cluster, prompt_of
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -26,30 +24,10 @@ FLAGS = (
     *("--kv-cache-memory", "16MiB", "--kv-memory-budget", str(BUDGET), "--ttft-slo", "10000"),
     *("--num-threads", "1", "--admission", "none", "--store-nodes", "0"),
 )
+CONTEXT = 4_096
 NUM_TOKENS = 40
 NUM_PROMPTS = 16  # of 200 tokens, which with the answer take 15 blocks: two fit into a page, all of them do not
 ATTEMPTS = 8
-ANSWER = 300  # tokens of a long one
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with small_cluster(tmp_path_factory.mktemp("elastic"), *FLAGS, context=4_096) as started:
-        yield started
-        assert started.tracebacks() == [], started.logs()
-
-
-@pytest.fixture(scope="module")
-def model(cluster: Cluster) -> Path:
-    return cluster.log_dir.parent / "model"
-
-
-def prompts_of(name: str) -> list[list[int]]:
-    return [prompt_of(f"{name} {number}", 200) for number in range(NUM_PROMPTS)]
-
-
-def ask(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
-    return cluster.greedy(prompt, num_tokens, logprobs=0)
 
 
 def limits(cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
@@ -61,24 +39,9 @@ def limits(cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str
     return {line["worker"]: line for line in lines}
 
 
-@contextmanager
-def shares(cluster: Cluster) -> Iterator[Ledger]:
-    ledger = Ledger(cluster.log_dir / "kv-memory", budget=1)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
-
-
-def held(ledger: Ledger) -> dict[str, int]:
-    return {row.name: row.held for row in ledger.rows()}
-
-
-def test_limits_that_change_under_load_change_no_token(
-    cluster: Cluster, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = prompts_of("load")
-    expected = continuations(load_reference(model), prompts, NUM_TOKENS)
+def test_limits_that_change_under_load_change_no_token(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [prompt_of(number, 200) for number in range(NUM_PROMPTS)]
+    expected = continuations(load_reference(cluster.model), prompts, NUM_TOKENS)
     for _ in range(ATTEMPTS):
         before = cluster.status("decode-0").load.num_preemptions
         ties = take_while_limits_change(cluster, prompts, expected, capsys)
@@ -94,13 +57,14 @@ def take_while_limits_change(
 ) -> int:
     """How many answers differ where two choices are equally good; fails where one differs otherwise."""
     over = threading.Event()
-    with ThreadPoolExecutor(len(prompts)) as pool, shares(cluster) as ledger:
-        asked = [pool.submit(ask, cluster, prompt) for prompt in prompts]
+    shares = closing(Ledger(cluster.log_dir / "kv-memory", budget=1))
+    with ThreadPoolExecutor(len(prompts)) as pool, shares as ledger:
+        asked = [pool.submit(cluster.greedy, prompt, NUM_TOKENS, logprobs=0) for prompt in prompts]
         ceilings = iter(["256KiB", "2MiB", "512KiB", "16MiB"] * 1_000)
         while not all(each.done() for each in asked):
             shown = limits(cluster, capsys, "limit", "decode-0", next(ceilings))
             assert shown["decode-0"]["floor_bytes"] <= shown["decode-0"]["ceiling_bytes"]
-            assert sum(held(ledger).values()) <= BUDGET
+            assert sum(row.held for row in ledger.rows()) <= BUDGET
             over.wait(0.02)
         limits(cluster, capsys, "limit", "decode-0", "16MiB")
         return sum(num_ties(a.result(), e) for a, e in zip(asked, expected, strict=True))

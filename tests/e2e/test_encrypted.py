@@ -30,9 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> I
 
 
 def test_a_request_is_served_with_the_right_tokens(cluster: Cluster) -> None:
-    folder = cluster.log_dir.parent
     prompts = [list(range(16, 16 + length)) for length in (150, 40)]
-    expected = continuations(load_reference(folder / "model"), prompts, num_tokens=12)
+    expected = continuations(load_reference(cluster.model), prompts, num_tokens=12)
     for prompt, continuation in zip(prompts, expected, strict=True):
         for _ in range(2):  # with the KV of the first, from the store, the second time
             answer = cluster.greedy(prompt, 12, logprobs=0)

@@ -1,11 +1,11 @@
-"""Whichever decode worker is killed or drained, every stream says what it would have said: with
+"""Whichever worker is killed, hangs or is drained, every stream says what it would have said: with
 log-probabilities, up to its stop string, within a tool call and within a JSON schema, greedy and drawn."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from deploy.remote import workers
-from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of, small_cluster, tokens_of
-from tests.e2e.sse import Said, read_choice
+from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of, tokens_of
+from tests.e2e.load import Said, read_choice
 
 pytestmark = pytest.mark.e2e
 
@@ -24,6 +24,11 @@ PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 SOME = 2  # streams that a worker decodes when it is hit
 TRIES = 5  # a busy machine's streams may have ended by then
 NUM_ITEMS = 10
+CONTEXT = 16_384
+FLAGS = (
+    *(*UNHURRIED, "--prefill-workers", "2", "--decode-workers", "2", "--kv-cache-memory", "32MiB"),
+    *("--tool-call-parser", "hermes", "--max-num-batched-tokens", "64", "--transfer-timeout-s", "5"),
+)
 
 ITEM: dict[str, Any] = {
     "type": "object",
@@ -66,19 +71,10 @@ STREAMS = (
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(cluster: Cluster) -> Cluster:
     """Two workers of each role, so that there is somebody else."""
-    folder = tmp_path_factory.mktemp("exact")
-    flags = (
-        *("--prefill-workers", "2", "--decode-workers", "2", "--kv-cache-memory", "32MiB"),
-        *("--tool-call-parser", "hermes", "--max-num-batched-tokens", "64"),
-        *("--transfer-timeout-s", "5"),
-    )
-    with small_cluster(folder, *UNHURRIED, *flags, context=16_384) as started:
-        everybody = (*PREFILLS, *DECODES)
-        started.wait_for("all workers", lambda: all(map(started.epoch, everybody)))
-        yield started
-        assert not started.tracebacks(), started.logs()
+    cluster.wait_for("all workers", lambda: all(map(cluster.epoch, (*PREFILLS, *DECODES))))
+    return cluster
 
 
 Bodies = Mapping[str, tuple[str, dict[str, Any]]]
@@ -182,25 +178,26 @@ def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(cluster: Clus
 
 def goes_on_after_kill(cluster: Cluster, known: Known) -> bool:
     """Whether a stream was there."""
-    epochs = {name: cluster.epoch(name) for name in DECODES}
     kills = {name: cluster.killer(name) for name in DECODES}
-    killed: list[str] = []
-
-    def kill(name: str) -> None:
-        kills[name]()
-        killed.append(name)
-
-    disturbed = disturbed_by(cluster, known, DECODES, kill)
+    killed: dict[str, int] = {}
+    disturbed = disturbed_by(cluster, known, DECODES, lambda name: killed.update({name: kills[name]()}))
     check_same(disturbed, known)
-    [victim] = killed
-    cluster.wait_for("its successor", lambda: cluster.epoch(victim) > epochs[victim])
+    [(victim, epoch)] = killed.items()
+    cluster.wait_for("its successor", lambda: cluster.epoch(victim) > epoch)
     return num_moved(cluster, disturbed) > 0
 
 
-def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(cluster: Cluster) -> None:
-    """It is stopped, says nothing and closes nothing. When it wakes it is a member again."""
-    prompt = prompt_of("silent", 12_000)
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_prompt_whose_prefill_worker_is_lost_is_read_elsewhere(cluster: Cluster, how: str) -> None:
+    """The worker is killed, or stopped: then it says nothing and closes nothing, and is a member again when it wakes.
+    On a busy machine the prompt may have been handed off by then, and another one is tried."""
+    assert any(is_read_elsewhere(cluster, how, attempt) for attempt in range(TRIES)), cluster.logs()
+
+
+def is_read_elsewhere(cluster: Cluster, how: str, attempt: int) -> bool:
+    prompt = prompt_of(f"{how} {attempt}", 12_000)
     undisturbed = cluster.greedy(prompt, 5, cache_salt="undisturbed")
+    kills = {name: cluster.killer(name) for name in PREFILLS}
     busy: list[str] = []
 
     def is_caught() -> bool:
@@ -210,16 +207,20 @@ def test_a_silent_prefill_worker_is_removed_and_its_prompt_is_read_elsewhere(clu
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.greedy, prompt, 5)
         cluster.wait_for("the prompt at work", is_caught)
-        silent = (busy or PREFILLS)[0]
-        with cluster.stopped(silent):
-            cluster.wait_for("its removal", lambda: not cluster.epoch(silent))
+        lost = (busy or PREFILLS)[0]
+        if how == "killed":
+            epoch = kills[lost]()
             disturbed = asked.result()
-            other = cluster.greedy([1, 2, 3], 2)
+            cluster.wait_for("its successor", lambda: cluster.epoch(lost) > epoch)
+        else:
+            with cluster.stopped(lost):
+                cluster.wait_for("its removal", lambda: not cluster.epoch(lost))
+                disturbed = asked.result()
+                assert len(tokens_of(cluster.greedy([1, 2, 3], 2))) == 2, "others are served"
+            assert f"prefill {lost} removed: silent" in (cluster.log_dir / "conductor.log").read_text()
+            cluster.wait_for("it back", lambda: cluster.epoch(lost) > 0)
     assert tokens_of(disturbed) == tokens_of(undisturbed)
-    assert len(tokens_of(other)) == 2
-    log = (cluster.log_dir / "conductor.log").read_text()
-    assert f"prefill {silent} removed: silent" in log
-    cluster.wait_for("it back", lambda: cluster.epoch(silent) > 0)
+    return len(cluster.decisions(disturbed["id"])) > 1
 
 
 def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(cluster: Cluster, known: Known) -> None:

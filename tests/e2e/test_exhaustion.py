@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
+from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster, tokens_of
 from tests.kvstore.disk.mounts import mounted
 from tests.random_models import make_model
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.e2e
 FLAGS = (*UNHURRIED, "--kv-cache-memory", "8MiB", "--transfer-timeout-s", "2")
 NUM_CLIENTS = 12
 LOG_BYTES = 2**20
-KNOWN = -1  # number of the request whose answer is looked at
+KNOWN = prompt_of("known", 100)  # whose answer is looked at
 
 # /dev/shm of a process and its children: full from the beginning.
 WITHOUT_SHM = """#!/bin/sh
@@ -57,21 +56,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[int]:
     """What is known to be right: said while nothing but /dev/shm was full."""
-    return token_ids(ask(cluster, KNOWN))
+    return known_tokens(cluster)
 
 
-def ask(cluster: Cluster, number: int) -> httpx.Response:
-    """On a connection of its own, of a prompt that no other number has."""
-    prompt = random.Random(number).choices(range(256), k=100)
+def known_tokens(cluster: Cluster) -> list[int]:
+    return tokens_of(cluster.greedy(KNOWN, 8))
+
+
+def ask(cluster: Cluster, prompt: list[int]) -> httpx.Response:
+    """On a connection of its own."""
     with cluster.client() as client:
-        wish = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        return client.post("/v1/completions", json={"prompt": prompt, **wish})
-
-
-def token_ids(response: httpx.Response) -> list[int]:
-    assert response.status_code == 200, response.text
-    found: list[int] = response.json()["choices"][0]["token_ids"]
-    return found
+        return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, **GREEDY})
 
 
 def test_a_full_dev_shm_concerns_nobody(cluster: Cluster, wanted: list[int]) -> None:
@@ -97,11 +92,11 @@ def few_descriptors(pid: int) -> Iterator[None]:
 def test_without_descriptors_requests_wait_or_are_refused(cluster: Cluster, wanted: list[int], name: str) -> None:
     pid = cluster.pids()[name]
     with ThreadPoolExecutor(NUM_CLIENTS) as pool, few_descriptors(pid):
-        replies = list(pool.map(lambda number: ask(cluster, number), range(NUM_CLIENTS)))
+        replies = list(pool.map(lambda number: ask(cluster, prompt_of(number, 100)), range(NUM_CLIENTS)))
     assert {reply.status_code for reply in replies} <= {200, 429, 503}
     cluster.wait_for(
         "the same answer as before",
-        lambda: (reply := ask(cluster, KNOWN)).status_code == 200 and token_ids(reply) == wanted,
+        lambda: (reply := ask(cluster, KNOWN)).status_code == 200 and tokens_of(reply.json()) == wanted,
     )
     assert cluster.pids()[name] == pid, "it did not end"
 
@@ -125,6 +120,6 @@ def test_a_full_disk_under_the_logs_costs_logs(cluster: Cluster, wanted: list[in
     """Also of a process that starts then."""
     with full(cluster.log_dir):
         epoch = cluster.kill("store-0")
-        assert token_ids(ask(cluster, KNOWN)) == wanted
+        assert known_tokens(cluster) == wanted
         cluster.wait_for("its successor", lambda: cluster.epoch("store-0") > epoch)
-        assert token_ids(ask(cluster, KNOWN)) == wanted
+        assert known_tokens(cluster) == wanted

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, cached_of, prompt_of, small_cluster, tokens_of
+from tests.e2e.cluster import Cluster, cached_of, prompt_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 
 BLOCK_SIZE = 16
 FLAGS = (
     *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "8MiB"),
-    *("--store-reads", "always"),
+    *("--store-reads", "always", "--transports", "shm", "--layered-loads", "always"),
+    # The first put arrives corrupt, and the first handoff behind it.
+    *("--fault-corrupt-writes", "2"),
 )
 PROMPT = prompt_of("integrity", 5 * BLOCK_SIZE + 7)
 WORKERS = ("prefill-0", "decode-0")
 NUM_BLOCKS = len(PROMPT) // BLOCK_SIZE
 NUM_BAD_PUTS = 1
-
-
-@pytest.fixture(scope="module")
-def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Whose first put arrives corrupt, and the first handoff behind it."""
-    flags = (*FLAGS, "--transports", "shm", "--layered-loads", "always")
-    faults = ("--fault-corrupt-writes", str(1 + NUM_BAD_PUTS))
-    with small_cluster(tmp_path_factory.mktemp("integrity"), *flags, *faults) as started:
-        yield started
 
 
 def ask(cluster: Cluster, max_tokens: int = 12, **parameters: Any) -> dict[str, Any]:
@@ -48,25 +40,25 @@ def integrity_failures(cluster: Cluster) -> tuple[int, ...]:
     return tuple(cluster.counter(name, "integrity_failures") for name in names)
 
 
-def test_a_byte_flipped_on_the_way_is_computed_and_sent_again(on: Cluster) -> None:
+def test_a_byte_flipped_on_the_way_is_computed_and_sent_again(cluster: Cluster) -> None:
     # A request that ends at the prefill worker: all that is written are its blocks, to the store.
-    first = ask(on, max_tokens=1)
-    on.wait_for("the puts", lambda: on.store().num_objects == NUM_BLOCKS - NUM_BAD_PUTS)
+    first = ask(cluster, max_tokens=1)
+    cluster.wait_for("the puts", lambda: cluster.store().num_objects == NUM_BLOCKS - NUM_BAD_PUTS)
     bad_puts = (NUM_BAD_PUTS, 0, NUM_BAD_PUTS)
-    on.wait_for("a bad put", lambda: integrity_failures(on) == bad_puts)
+    cluster.wait_for("a bad put", lambda: integrity_failures(cluster) == bad_puts)
     # Another prompt's handoff, whose layers are so small that they leave as one write.
-    corrupted = ask_afresh(on, "corrupted")
+    corrupted = ask_afresh(cluster, "corrupted")
     bad_blocks = (NUM_BAD_PUTS + 1, 1, NUM_BAD_PUTS)
-    assert integrity_failures(on) == bad_blocks
-    recomputed = on.counter("prefill-0", "recomputed_blocks")
+    assert integrity_failures(cluster) == bad_blocks
+    recomputed = cluster.counter("prefill-0", "recomputed_blocks")
     assert recomputed > 0
     # From here on all arrives. The source of a bad put was suspect: it is computed and put again.
-    again = ask(on)
+    again = ask(cluster)
     assert cached_of(again) < NUM_BLOCKS * BLOCK_SIZE
-    on.wait_until_stored([PROMPT], BLOCK_SIZE)
-    assert corrupted == tokens_of(again) == ask_afresh(on, "clean")
+    cluster.wait_until_stored([PROMPT], BLOCK_SIZE)
+    assert corrupted == tokens_of(again) == ask_afresh(cluster, "clean")
     assert tokens_of(first) == tokens_of(again)[:1]
-    assert integrity_failures(on) == bad_blocks
-    assert on.counter("prefill-0", "recomputed_blocks") == recomputed
-    on.wait_until_all_is_free()
-    assert on.counter("prefill-0", "handed_off_requests") == 3
+    assert integrity_failures(cluster) == bad_blocks
+    assert cluster.counter("prefill-0", "recomputed_blocks") == recomputed
+    cluster.wait_until_all_is_free()
+    assert cluster.counter("prefill-0", "handed_off_requests") == 3

@@ -6,6 +6,7 @@ the cluster serves the same tokens, and no process has grown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
@@ -32,8 +33,7 @@ from protocol.pb import (
     worker_pb2_grpc,
 )
 from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
-from tests.e2e.cluster import Cluster, small_cluster
-from tests.e2e.invented import messages
+from tests.e2e.cluster import Cluster
 from tests.processes import running
 from tests.thoroughness import examples
 
@@ -56,6 +56,7 @@ OURS = {
     },
     "directory": {"moonserve.Directory", "moonserve.Registry", "moonserve.Metrics"},
 }
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--ttft-slo", "10000")
 CALL_S = 0.2
 MAX_GROWTH_BYTES = 48 << 20
 PROMPT = "def size(path):\n" * 8
@@ -96,13 +97,57 @@ class Target:
         assert common_pb2.Failure.FromString(told).code != "internal", what
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("invented")
-    flags = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--ttft-slo", "10000")
-    with small_cluster(folder, *flags) as cluster:
-        yield cluster
-        assert not cluster.tracebacks(), cluster.logs()
+_MAX_DEPTH = 4
+
+_WORDS = st.one_of(
+    st.sampled_from(["", "prefill-0", "decode-0", "store-0", "gateway-0", "conductor", "127.0.0.1:1", "host"]),
+    st.sampled_from(["x" * 5_000, "../../etc/passwd", "lean://127.0.0.1:1", "\0", "ünïcödé", "{}"]),
+    st.text(max_size=12),
+)
+_BYTES = st.one_of(
+    st.sampled_from([b"", bytes(16), b"\1" * 16, b"short", bytes(65 * 1024), b"\xff" * 32]), st.binary(max_size=40)
+)
+_FLOATS = st.one_of(st.sampled_from([0.0, -1.0, 1e-300, 1e308, math.inf, -math.inf, math.nan]), st.floats(0, 10))
+
+
+def _whole(low: int, high: int) -> st.SearchStrategy[int]:
+    edges = {low, high, 0, 1, 2, 31, 32, 4096, 65536, 1 << 20, 1 << 31, 1 << 62, -1, high - 1}
+    return st.sampled_from(sorted(n for n in edges if low <= n <= high)) | st.integers(0, 100)
+
+
+_SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.CPPTYPE_INT32: _whole(-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_INT64: _whole(-(1 << 63), (1 << 63) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: _whole(0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_UINT64: _whole(0, (1 << 64) - 1),
+    FieldDescriptor.CPPTYPE_DOUBLE: _FLOATS,
+    FieldDescriptor.CPPTYPE_FLOAT: st.sampled_from([0.0, -1.0, 1.0, math.inf, math.nan]),
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_ENUM: st.integers(0, 5) | st.just(17),
+}
+
+
+def messages(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
+    """Any message of that type. The values of fields that cannot be left out include their defaults."""
+    named = {
+        field.name: st.deferred(lambda field=field: _values(field, depth))
+        for field in descriptor.fields
+        if field.message_type is None or (depth < _MAX_DEPTH and not field.message_type.GetOptions().map_entry)
+    }
+    optional = {name: named.pop(name) for name in list(named) if descriptor.fields_by_name[name].has_presence}
+    make = GetMessageClass(descriptor)
+    return st.fixed_dictionaries(named, optional=optional).map(lambda given: make(**given))
+
+
+def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
+    one = _scalar(field) if field.message_type is None else messages(field.message_type, depth + 1)
+    return st.lists(one, max_size=3) if field.is_repeated else one
+
+
+def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return _BYTES if field.type == FieldDescriptor.TYPE_BYTES else _WORDS
+    return _SCALARS[field.cpp_type]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,49 +15,23 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import GREEDY, Cluster, cached_of, running_cluster, tokens_of
-from tests.e2e.raw_http import RawClient, read_events
-from tests.e2e.sse import read_choice
+from tests.e2e.cluster import GREEDY, Cluster, cached_of, tokens_of
+from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
-MAX_MODEL_LEN = 2_048
-BLOCK_SIZE = 16
-BLOCK_BYTES = 8_192
-"""Of the model below: 16 tokens, K and V of 2 layers, 2 heads of 16 float32."""
-
-COMMON = (
+CONTEXT = 2_048
+FLAGS = (
     *("--dtype", "float32", "--kernels", "native", "--num-threads", "1"),
-    *("--block-size", str(BLOCK_SIZE), "--ttft-slo", "10000"),
+    *("--block-size", "16", "--ttft-slo", "10000", "--kv-cache-memory", "64MiB"),  # room for everything
 )
-NUM_CRAMPED = 48
-"""Blocks of a pool in which requests end with 20 to 27 of them: three that meet cannot stay, and many of two cannot."""
+# oneDNN and torch keep a kernel for each of the last 1,024 shapes of a product, some hundred megabytes, before the
+# first is dropped: too much to see a leak behind.
+ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 CLOSING_S = 5.0
 MAX_GROWTH_KIB = 16 * 1024
 """Of a process in a round of requests: what the conductor's memory of them and the allocator's slack may take."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("load") / "model"
-    make_model("llama", folder, max_position_embeddings=MAX_MODEL_LEN)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
-    """One with room for everything."""
-    flags = ("--kv-cache-memory", "64MiB")
-    with pytest.MonkeyPatch.context() as patch:
-        # oneDNN and torch keep a kernel for each of the last 1,024 shapes of a product, some hundred megabytes, before
-        # the first is dropped: too much to see a leak behind.
-        patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")
-        patch.setenv("LRU_CACHE_CAPACITY", "8")
-        with running_cluster(model, tmp_path_factory.mktemp("logs"), *COMMON, *flags) as cluster:
-            yield cluster
-            assert not cluster.tracebacks(), cluster.logs()
 
 
 def wishes(count: int, *, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> list[dict[str, Any]]:
@@ -102,19 +76,13 @@ def streamed(cluster: Cluster, asked: Sequence[dict[str, Any]], num_clients: int
     return found
 
 
-def alone(cluster: Cluster, wish: dict[str, Any]) -> list[int]:
-    """The tokens when nothing else runs and nothing of it is cached."""
-    answer = cluster.complete(**wish, cache_salt="alone")
-    assert cached_of(answer) == 0
-    return tokens_of(answer)
-
-
 def test_64_streams_at_once_are_as_if_each_were_alone(cluster: Cluster) -> None:
     asked = wishes(64, prompt=(1, 600), output=(1, 80))
     together = streamed(cluster, asked, 64)
     cluster.wait_until_all_is_free()
-    assert together[::4] == [alone(cluster, wish) for wish in asked[::4]]
-    cluster.wait_until_all_is_free()
+    alone = [cluster.complete(**wish, cache_salt="alone") for wish in asked[::4]]
+    assert set(map(cached_of, alone)) == {0}
+    assert together[::4] == list(map(tokens_of, alone))
 
 
 def test_requests_leave_no_descriptor_thread_or_memory_behind(cluster: Cluster) -> None:
@@ -149,13 +117,12 @@ def work(cluster: Cluster, count: int) -> None:
 
 
 def give_up(cluster: Cluster, wish: dict[str, Any]) -> None:
-    with RawClient(cluster) as client:
-        client.ask(wish["prompt"], max_tokens=1_000)
-        read_events(client.reply(), 1)
+    body = {**wish, "max_tokens": 1_000, "stream": True}
+    with cluster.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
+        assert next(reply.iter_lines())
 
 
 def more_than(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
-    """Which processes have grown."""
     return [
         f"{name}: {before[name]} -> {now}"
         for name, now in after.items()

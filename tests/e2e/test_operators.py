@@ -20,7 +20,7 @@ from deploy.cli import main
 from gateway.generation.timings import PHASES
 from models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
-from tests.e2e.sse import read_choice
+from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
 from tests.terminal import terminal
 
@@ -69,38 +69,30 @@ def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
     return decision
 
 
-def test_a_decision_has_all_candidates_the_choice_and_what_then_happened(cluster: Cluster) -> None:
-    answer = cluster.complete(list(range(1, 41)), max_tokens=4, ignore_eos=True)
-    decision = explained(cluster, answer["id"])
-    assert [c["instance_id"] for c in decision["prefill_candidates"]] == ["prefill-0"]
+def test_a_request_is_explained_by_the_name_that_the_client_gave(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All candidates, the choice and what then happened: as tables and as JSON."""
+    name = "my/first+request"
+    reply = post(cluster, {"prompt": list(range(1, 41)), "max_tokens": 4}, **{"x-request-id": name})
+    assert reply.headers["x-request-id"] == name
+    decision = explained(cluster, name)
+    [best] = decision["prefill_candidates"]
+    assert best["instance_id"] == decision["prefill"] == "prefill-0"
     assert {c["instance_id"] for c in decision["decode_candidates"]} == set(DECODES)
-    assert decision["prefill"] == "prefill-0"
     assert decision["rank"] > 0.0, "a prompt yields by its own prefill time"
-    (best,) = decision["prefill_candidates"]
     assert 0 < best["ttft_s"] <= decision["predicted_ttft_s"]
     assert decision["outcome"]["output_tokens"] == 4
     assert 0 < decision["outcome"]["ttft_s"] <= decision["outcome"]["elapsed_s"]
-
-
-def test_the_command_shows_tables_or_json_for_the_name_that_the_client_gave(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = "my/first+request"
-    reply = post(cluster, {"prompt": [5, 6, 7], "max_tokens": 3}, **{"x-request-id": name})
-    assert reply.headers["x-request-id"] == name
-    decision = explained(cluster, name)
     capsys.readouterr()
     assert main(["explain", name, "--url", cluster.url]) == 0
     text = capsys.readouterr().out
     marked = [line.split()[1] for line in text.splitlines() if line.startswith("→")]
     assert marked == ["prefill-0", decision["decode"]]
     assert "finished after" in text
-    assert "with 3 tokens" in text
+    assert "with 4 tokens" in text
     assert main(["explain", name, "--url", cluster.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decisions"] == [decision]
-
-
-def test_an_unknown_id_is_said_with_what_to_do(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "cmpl-never", "--url", cluster.url]) == 1
     assert "last 4096 requests" in capsys.readouterr().err
 
@@ -187,8 +179,7 @@ def test_bandwidths_and_steps_that_workers_saw_are_on_the_gateways_page(cluster:
     assert all(0 < rate < 1e12 for rate in written().values())
 
     def steps() -> dict[str, Any]:
-        found: dict[str, Any] = cluster.instance(decode)["load"]["steps"]
-        return found
+        return cluster.instance(decode)["load"]["steps"]
 
     # Not merely so many steps: those of others before this one are counted as well.
     cluster.wait_for("the decode worker's steps", lambda: steps()["context_tokens"] >= 49 * 3_000)

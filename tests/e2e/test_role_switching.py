@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,34 +13,19 @@ from deploy.remote import workers
 from tests.background import Background
 from tests.e2e.cluster import GREEDY, Cluster, running_cluster
 from tests.e2e.load import Regulars
-from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = [3 + i % 90 for i in range(100)]
 LONG = 150  # tokens
+FLAGS = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("roles") / "model"
-    make_model("llama", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and two decode workers to begin with."""
-    flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
-    with running_cluster(model, tmp_path_factory.mktemp("logs"), *flags) as started:
-        # It is ready with the first worker of each role, and the last one of a role may not be changed.
-        started.wait_for("both decode workers", lambda: num_decode_workers(started) == 2)
-        yield started
-        assert not started.tracebacks(), started.logs()
-
-
-def num_decode_workers(cluster: Cluster) -> int:
-    return sum(instance["role"] == "decode" for instance in cluster.instances())
+def cluster(cluster: Cluster) -> Cluster:
+    """It is ready with the first worker of each role, and the last one of a role may not be changed."""
+    cluster.wait_for("both decode workers", lambda: roles(cluster)["decode"] == 2)
+    return cluster
 
 
 def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
@@ -103,13 +87,12 @@ def test_the_command_says_what_is_wrong(cluster: Cluster, capsys: pytest.Capture
 
 
 def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts_queue(
-    model: Path, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     """Prompts come as fast as they are answered or rejected, until it has. They are as long as computing them has to be
     for being what takes the time."""
-    flags = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")
-    flags += ("--ttft-slo", "0.2", "--role-hold-s", "0", "--no-enable-prefix-caching")
-    with running_cluster(model, tmp_path, *flags) as cluster:
+    flags = (*FLAGS, "--ttft-slo", "0.2", "--role-hold-s", "0", "--no-enable-prefix-caching")
+    with running_cluster(cluster.model, tmp_path, *flags) as cluster:
         with Background([partial(flood, cluster, over := threading.Event())] * 24):
             try:
                 cluster.wait_for("a change", lambda: roles(cluster)["prefill"] == 2)

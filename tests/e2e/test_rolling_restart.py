@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -14,22 +13,16 @@ import psutil
 import pytest
 
 from gateway.openai.resuming import parse
-from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, small_cluster, tokens_of
+from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, tokens_of
 from tests.e2e.load import Regulars
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
+FLAGS = (*UNHURRIED, "--worker-patience-s", str(PATIENCE_S), "--kv-cache-memory", "32MiB")
+CONTEXT = 4_096
 ANSWER, LONG = 12, 1_500  # tokens
 TRIES = 5
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    patience = ("--worker-patience-s", str(PATIENCE_S), "--kv-cache-memory", "32MiB")
-    folder = tmp_path_factory.mktemp("rolling")
-    with small_cluster(folder, *UNHURRIED, *patience, context=4_096) as started:
-        yield started
 
 
 def test_every_process_is_replaced_under_load_and_no_request_fails(cluster: Cluster) -> None:

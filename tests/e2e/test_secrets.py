@@ -29,6 +29,7 @@ REDIS_PASSWORD = "planted-redis-password-77d2"
 WRONG_KEY = "sk-planted-wrong-key-0a9f"
 BLOCK_SIZE = 16
 NUM_BLOCKS = 5
+HITS = "vllm:prefix_cache_hits_total"
 PROMPT = prompt_of("isolation", NUM_BLOCKS * BLOCK_SIZE + 3)
 
 
@@ -89,24 +90,12 @@ def test_every_socket_of_a_cluster_listens_on_loopback_only(site: Site) -> None:
     assert not [each for each in listening if not _is_loopback(each[1].ip)]
 
 
-def ask(cluster: Cluster, key: str, prompt: list[int], **body: Any) -> dict[str, Any]:
+def ask(cluster: Cluster, key: str, **body: Any) -> dict[str, Any]:
     with cluster.client() as client:
-        reply = client.post(
-            "/v1/completions",
-            json={"prompt": prompt, "max_tokens": 1, "temperature": 0, **body},
-            headers={"authorization": f"Bearer {key}"},
-        )
+        wish = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, **body}
+        reply = client.post("/v1/completions", json=wish, headers={"authorization": f"Bearer {key}"})
     assert reply.status_code == 200, reply.text
-    answer: dict[str, Any] = reply.json()
-    return answer
-
-
-def decision_about(cluster: Cluster, answer: dict[str, Any]) -> dict[str, Any]:
-    return cluster.decisions(answer["id"])[0]
-
-
-def hits_of(cluster: Cluster) -> float:
-    return cluster.metric("vllm:prefix_cache_hits_total")
+    return reply.json()
 
 
 def found_anywhere(decision: dict[str, Any]) -> dict[str, int]:
@@ -129,27 +118,28 @@ def test_no_tier_index_or_metric_shares_a_block_between_tenants_or_salts(site: S
         own = cluster.keys_of(PROMPT, BLOCK_SIZE, salt_of(tenant, body.get("cache_salt")))
         assert not seen & set(own)
         seen |= set(own)
-        hits = hits_of(cluster)
+        hits = cluster.metric(HITS)
         counted = cluster.counter("prefill-0", "store_hit_blocks")
-        first = ask(cluster, key, PROMPT, max_tokens=2, **body)
+        first = ask(cluster, key, **body)
         assert cached_of(first) == 0
-        decision = decision_about(cluster, first)
+        [decision] = cluster.decisions(first["id"])
         assert set(found_anywhere(decision).values()) == {0}
         # The key says who asks.
         assert decision["turn"]["tenant"] == tenant
         assert decision["turn"]["weight"] == (2.0 if tenant == "bob" else 1.0)
-        assert hits_of(cluster) == hits
+        assert cluster.metric(HITS) == hits
         assert cluster.counter("prefill-0", "store_hit_blocks") == counted
 
         blocks = nth * NUM_BLOCKS
         cluster.wait_for("the store", lambda n=blocks: cluster.store().num_objects >= n)
         cluster.wait_for("the index", lambda n=blocks: cluster.num_indexed() >= n)
         assert cluster.store().num_objects == blocks  # none of another's stood for one
-        again = ask(cluster, key, PROMPT, max_tokens=2, **body)
+        again = ask(cluster, key, **body)
         assert cached_of(again) == NUM_BLOCKS * BLOCK_SIZE
-        assert found_anywhere(decision_about(cluster, again))["best_blocks"] == NUM_BLOCKS
+        [decision] = cluster.decisions(again["id"])
+        assert found_anywhere(decision)["best_blocks"] == NUM_BLOCKS
         own_hits = hits + NUM_BLOCKS * BLOCK_SIZE
-        cluster.wait_for("its count", lambda n=own_hits: hits_of(cluster) == n)
+        cluster.wait_for("its count", lambda n=own_hits: cluster.metric(HITS) == n)
     assert len(cluster.places(sorted(seen))) == len(askers) * NUM_BLOCKS
     cluster.wait_until_all_is_free()
 
@@ -158,7 +148,7 @@ def test_planted_secrets_are_nowhere_to_be_found(site: Site) -> None:
     shown = _provoked(site)
     files = [*site.cluster.log_dir.rglob("*"), *site.traces.rglob("*")]
     shown |= {str(path): path.read_text(errors="replace") for path in files if path.is_file()}
-    shown |= {f"ps of {process.pid}": _command_line(process) for process in site.processes()}
+    shown |= {f"ps of {process.pid}": " ".join(process.cmdline()) for process in site.processes()}
     shown["the launcher's output"] = site.cluster.output
     assert len([name for name in shown if name.endswith(".log")]) >= 5
     assert any(name.startswith(str(site.traces)) for name in shown)
@@ -195,7 +185,3 @@ def _is_loopback(text: str) -> bool:
     """IPv4 within IPv6, as gRPC binds it, too."""
     ip = ipaddress.ip_address(text)
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
-
-
-def _command_line(process: psutil.Process) -> str:
-    return Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()

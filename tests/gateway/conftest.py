@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -17,9 +17,8 @@ from gateway.config import GatewayConfig
 from gateway.server import serve
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from protocol.grammar import Grammars
-from protocol.process import Lifecycle
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
-from tests.patience import PATIENCE_S
+from tests.services import serving
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 
@@ -34,34 +33,13 @@ def follows(grammar: str, text: str, tokenizer: Tokenizer) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-class RecordingLifecycle(Lifecycle):
-    """Lets a test wait for readiness."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def ready(self, **facts: str) -> None:
-        self.url.set_result(facts["http"])
-
-
 @contextlib.asynccontextmanager
 async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncIterator[str]:
-    """The gateway's URL."""
     config = GatewayConfig(
         model=str(MODEL), port=0, conductor=cluster.address, cluster_token=CLUSTER_TOKEN, drain_s=0.2
     )
-    config = dataclasses.replace(config, **options)
-    lifecycle = RecordingLifecycle()
-    serving = asyncio.create_task(serve(config, lifecycle))
-    await asyncio.wait({serving, lifecycle.url}, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
-    if serving.done():
-        serving.result()
-    try:
-        yield lifecycle.url.result()
-    finally:
-        lifecycle.stopping.set()
-        await serving
+    async with serving(serve, dataclasses.replace(config, **options)) as facts:
+        yield facts["http"]
 
 
 @contextlib.asynccontextmanager
@@ -75,8 +53,22 @@ async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **h
     """A reply that is not streamed; fails on any status but 200."""
     async with http.post(path, json=body, headers=headers) as reply:
         assert reply.status == 200, await reply.text()
-        answer: dict[str, Any] = await reply.json()
-        return answer
+        return await reply.json()
+
+
+async def refused(http: aiohttp.ClientSession, path: str, status: int, **request: Any) -> dict[str, Any]:
+    """The error of a reply, which has OpenAI's form."""
+    if "json" in request:  # aiohttp minds what is large and no file
+        request["data"] = io.BytesIO(json.dumps(request.pop("json")).encode())
+    async with http.post(path, **request) as reply:
+        text = await reply.text()
+        assert reply.status == status, text
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.headers["x-request-id"]
+        error: dict[str, Any] = json.loads(text)["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
 
 
 async def raw_events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[str]:

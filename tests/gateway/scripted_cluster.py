@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 
 from protocol.errors import MoonserveError
+from protocol.held_tasks import HeldTasks
 from protocol.ids import GatewayId, RequestId
 from protocol.keys import unpack_tokens
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.prompt_logprobs import PromptLogprobs
-from protocol.request import FinishReason, Logprobs, PrefillReport, Token, finish_reason
+from protocol.request import Logprobs, PrefillReport, Token, finish_reason
 from protocol.rpc import RpcServer
 from protocol.streams import GatewayStreams
 from protocol.wire import sampling_from_wire
@@ -26,6 +27,7 @@ from tests.patience import PATIENCE_S
 from tests.scores import scores_of
 
 Context = grpc.aio.ServicerContext
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 CLUSTER_TOKEN = "test-token"
 MAX_MODEL_LEN = 512
@@ -35,38 +37,22 @@ BLOCK_SIZE = 32
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """One worker process, as far as a gateway can tell."""
 
-    def __init__(self, cluster: ScriptedCluster, instance_id: str, role: common_pb2.Role) -> None:
+    def __init__(self, cluster: ScriptedCluster, instance_id: str, role: common_pb2.Role, epoch: int) -> None:
         self._cluster = cluster
-        self.instance_id = instance_id
         self.role = role
-        self.lost_gateways: list[str] = []
-        self.streams = GatewayStreams(self.lost_gateways.append, grace_s=60.0)
+        self.endpoint = common_pb2.Endpoint(instance_id=instance_id, epoch=epoch, host="here")
+        self.streams = GatewayStreams(lambda gateway_id: None, grace_s=60.0)
         self.server = RpcServer(CLUSTER_TOKEN)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
         self.server.add_lean("Worker", self)
-        self.rpc_address = ""
-        self.epoch = 1
-
-    async def start(self) -> None:
-        self.rpc_address = await self.server.start("127.0.0.1", 0)
-
-    async def kill(self) -> None:
-        """Ends all calls at once, as a dead process does."""
-        await self.server.stop(0)
-
-    @property
-    def endpoint(self) -> common_pb2.Endpoint:
-        return common_pb2.Endpoint(
-            instance_id=self.instance_id, epoch=self.epoch, rpc_address=self.rpc_address, host="here"
-        )
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
         self._cluster.submitted(self, request)
         return worker_pb2.SubmitReply()
 
     async def Cancel(self, request: worker_pb2.CancelRequest, context: Context) -> worker_pb2.CancelReply:
-        self._cluster.cancels.append((self.instance_id, request.request_id))
-        self._cluster.changed()
+        self._cluster.cancels.append((self.endpoint.instance_id, request.request_id))
+        self._cluster.changed.set()
         return worker_pb2.CancelReply()
 
     async def Events(self, request: worker_pb2.EventsRequest, context: Context) -> AsyncIterator[worker_pb2.EventBatch]:
@@ -87,67 +73,65 @@ class Run:
     def first_index(self) -> int:
         return len(unpack_tokens(self.message.token_ids)) - self.message.num_prompt_tokens
 
-    @property
-    def gateway_id(self) -> GatewayId:
-        return GatewayId(self.message.gateway_id)
+    def send(self, worker: ScriptedWorker, **events: Any) -> None:
+        worker.streams.send(GatewayId(self.message.gateway_id), **events)
 
-    def token(self, index: int, token_id: int, *, last: bool = False) -> Token:
+    def token(self, index: int, token_id: int | None = None) -> Token:
+        """The token at this place of the output: the cluster's unless another is given."""
+        token_id = self.cluster.tokens[index] if token_id is None else token_id
         sampling = sampling_from_wire(self.message.sampling)
-        reason = finish_reason(sampling, index, token_id)
-        if last and reason is None:
-            reason = FinishReason.LENGTH
-        wants = sampling.num_logprobs
         logprobs = None
-        if wants is not None:
-            top = tuple((token_id + place, -0.25 - place) for place in range(wants))
+        if sampling.num_logprobs is not None:
+            top = tuple((token_id + place, -0.25 - place) for place in range(sampling.num_logprobs))
             logprobs = Logprobs(sampled=-0.25, top=top)
-        return Token(
-            request_id=RequestId(self.message.request_id),
-            index=index,
-            token_id=token_id,
-            logprobs=logprobs,
-            finish_reason=reason,
-        )
+        reason = finish_reason(sampling, index, token_id)
+        request_id = RequestId(self.message.request_id)
+        return Token(request_id=request_id, index=index, token_id=token_id, logprobs=logprobs, finish_reason=reason)
 
-    def prefill_done(self, token_id: int, *, cached_tokens: int = 0) -> Token:
-        """The first token of this attempt, with the report."""
-        token = self.token(self.first_index, token_id)
+    def prefill_done(self) -> Token:
+        """Sends and returns the first token of this attempt; with it goes the prefill worker's report."""
+        token = self.token(self.first_index)
+        num_top = sampling_from_wire(self.message.sampling).num_prompt_logprobs
+        is_scored = num_top is not None and not self.first_index
+        scores = scores_of(range(1, self.message.num_prompt_tokens), num_top) if is_scored else None
+        seconds = {"queue_s": 0.01, "load_s": 0.02, "compute_s": 0.03}
+        cached_tokens = self.cluster.cached_tokens
         report = PrefillReport(
-            request_id=token.request_id,
-            cached_tokens=cached_tokens,
-            queue_s=0.01,
-            load_s=0.02,
-            compute_s=0.03,
-            prompt_logprobs=self._prompt_logprobs(),
+            request_id=token.request_id, cached_tokens=cached_tokens, prompt_logprobs=scores, **seconds
         )
-        self.prefill.streams.send(self.gateway_id, tokens=[token], prefills=[report])
+        self.send(self.prefill, tokens=[token], prefills=[report])
         return token
 
-    def _prompt_logprobs(self) -> PromptLogprobs | None:
-        num_top = sampling_from_wire(self.message.sampling).num_prompt_logprobs
-        if num_top is None or self.first_index:
-            return None
-        return scores_of(range(1, self.message.num_prompt_tokens), num_top)
-
     def decoded(self, *tokens: Token) -> None:
-        """Tokens from the decode worker, as one batch."""
-        self.decode.streams.send(self.gateway_id, tokens=tokens)
+        """Sends tokens from the decode worker, as one batch."""
+        self.send(self.decode, tokens=tokens)
 
     def fail(self, error: MoonserveError, by: ScriptedWorker) -> None:
-        by.streams.send(self.gateway_id, failures=[(RequestId(self.message.request_id), error)])
+        self.send(by, failures=[(RequestId(self.message.request_id), error)])
 
-    def play(self, token_ids: Sequence[int], *, cached_tokens: int = 0) -> None:
-        """The rest of `token_ids` (the whole output, by index), until a finish reason."""
-        start = self.first_index
-        token = self.prefill_done(token_ids[start], cached_tokens=cached_tokens)
-        for index in range(start + 1, len(token_ids)):
-            if token.finish_reason is not None:
-                return
-            token = self.token(index, token_ids[index])
+    def play(self) -> None:
+        """Sends the rest of the cluster's tokens, until a finish reason."""
+        token = self.prefill_done()
+        while token.finish_reason is None:
+            token = self.token(token.index + 1)
             self.decoded(token)
 
 
 Script = Callable[[Run], Awaitable[None]]
+
+
+async def begins(run: Run) -> None:
+    """The script of a request whose first token comes and no other."""
+    run.prefill_done()
+
+
+def failing(error: MoonserveError) -> Script:
+    """The script of a request that its prefill worker fails."""
+
+    async def fails(run: Run) -> None:
+        run.fail(error, by=run.prefill)
+
+    return fails
 
 
 @dataclass(kw_only=True)
@@ -171,120 +155,100 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     place_gate: asyncio.Event | None = None  # placements wait for it
     first_token_gate: asyncio.Event | None = None  # reports of first tokens wait for it
 
-    async def start(self, *, num_prefill: int = 2, num_decode: int = 2) -> None:
-        self._changed = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
+    async def start(self) -> None:
+        """Two workers of each role."""
+        self.changed = asyncio.Event()
+        self._tasks = HeldTasks()
         self.server = RpcServer(CLUSTER_TOKEN)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self.server.grpc)
         self.server.add_lean("Conductor", self)
         self.address = await self.server.start("127.0.0.1", 0)
-        for number in range(num_prefill):
-            await self.add(f"prefill-{number}", common_pb2.ROLE_PREFILL)
-        for number in range(num_decode):
-            await self.add(f"decode-{number}", common_pb2.ROLE_DECODE)
+        for role, name in (PREFILL, "prefill"), (DECODE, "decode"):
+            for number in range(2):
+                await self.add(f"{name}-{number}", role)
+
+    async def add(self, instance_id: str, role: common_pb2.Role, *, epoch: int = 1) -> None:
+        worker = ScriptedWorker(self, instance_id, role, epoch)
+        worker.endpoint.rpc_address = await worker.server.start("127.0.0.1", 0)
+        self.workers[instance_id] = worker
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for worker in self.workers.values():
             worker.streams.close()
-            await worker.kill()
+            await worker.server.stop(0)
         await self.server.stop(0)
 
     async def kill(self, instance_id: str) -> None:
-        """The process dies and the conductor notices."""
+        """The process dies, which ends all calls at once, and the conductor notices."""
         self.dead.add(instance_id)
-        await self.workers[instance_id].kill()
+        await self.workers[instance_id].server.stop(0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until what was recorded satisfies `condition`."""
-        async with asyncio.timeout(PATIENCE_S), self._changed:
-            await self._changed.wait_for(condition)
-
-    def changed(self) -> None:
-        self._hold(self._notify())
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
 
     def submitted(self, prefill: ScriptedWorker, request: worker_pb2.SubmitRequest) -> None:
         self.submissions.append(request)
         decode = self.workers[request.placement.decode.instance_id]
-        run = Run(cluster=self, message=request, prefill=prefill, decode=decode)
-        self._hold(self._play(run))
-        self.changed()
+        self._tasks.start(self._play(Run(cluster=self, message=request, prefill=prefill, decode=decode)))
+        self.changed.set()
 
     async def _play(self, run: Run) -> None:
         if self.scripts:
             await self.scripts.pop(0)(run)
         else:
-            run.play(self.tokens, cached_tokens=self.cached_tokens)
+            run.play()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _hold(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def add(self, instance_id: str, role: common_pb2.Role, *, epoch: int = 1) -> None:
-        worker = ScriptedWorker(self, instance_id, role)
-        worker.epoch = epoch
-        await worker.start()
-        self.workers[instance_id] = worker
-
-    def _alive(self, role: common_pb2.Role) -> list[ScriptedWorker]:
-        return [
-            worker for worker in self.workers.values() if worker.role == role and worker.instance_id not in self.dead
-        ]
+    def _alive(self) -> list[ScriptedWorker]:
+        return [worker for name, worker in self.workers.items() if name not in self.dead]
 
     # The conductor
 
     async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Context) -> conductor_pb2.ClusterView:
-        alive = [w for w in self.workers.values() if w.instance_id not in self.dead]
-        has_both = all(self._alive(role) for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE))
+        alive = self._alive()
+        instances = [
+            conductor_pb2.InstanceView(
+                endpoint=w.endpoint,
+                role=w.role,
+                num_blocks=64,
+                last_heard_s=self.last_heard_s.get(w.endpoint.instance_id, 0.0),
+            )
+            for w in reversed(alive)  # in whatever order they joined
+        ]
+        layout = {"num_layers": 1, "block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
         return conductor_pb2.ClusterView(
-            instances=[
-                conductor_pb2.InstanceView(
-                    endpoint=w.endpoint,
-                    role=w.role,
-                    num_blocks=64,
-                    last_heard_s=self.last_heard_s.get(w.instance_id, 0.0),
-                )
-                for w in reversed(alive)  # in whatever order they joined
-            ],
-            layout=common_pb2.KvLayout(
-                num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=64, dtype="float32"
-            ),
+            instances=instances,
+            layout=common_pb2.KvLayout(**layout),
             fingerprint="f00d",
             max_model_len=self.max_model_len,
-            ready=has_both,
+            ready={w.role for w in alive} == {PREFILL, DECODE},
         )
 
     async def Place(self, request: conductor_pb2.PlaceRequest, context: Context) -> conductor_pb2.PlaceReply:
         self.places.append(request)
-        self.changed()
+        self.changed.set()
         if self.place_gate is not None:
             await self.place_gate.wait()
         if self.place_replies:
             return self.place_replies.pop(0)
-        chosen = [
-            next((w for w in self._alive(role) if w.instance_id not in request.excluded_instances), None)
-            for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
-        ]
-        if None in chosen:
+        chosen: dict[common_pb2.Role, common_pb2.Endpoint] = {}
+        for worker in self._alive():
+            if worker.endpoint.instance_id not in request.excluded_instances:
+                chosen.setdefault(worker.role, worker.endpoint)
+        if len(chosen) < 2:
             return conductor_pb2.PlaceReply(failure=common_pb2.Failure(code="no_worker", message="no worker is alive"))
-        return conductor_pb2.PlaceReply(
-            placement=common_pb2.Placement(
-                request_id=request.request_id, prefill=chosen[0].endpoint, decode=chosen[1].endpoint
-            )
-        )
+        ends = {"prefill": chosen[PREFILL], "decode": chosen[DECODE]}
+        return conductor_pb2.PlaceReply(placement=common_pb2.Placement(request_id=request.request_id, **ends))
 
     async def Report(self, request: conductor_pb2.ReportRequest, context: Context) -> conductor_pb2.ReportReply:
         if self.first_token_gate is not None and request.phase == request.PHASE_FIRST_TOKEN:
             await self.first_token_gate.wait()
         self.reports.append(request)
-        self.changed()
+        self.changed.set()
         return conductor_pb2.ReportReply()
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> conductor_pb2.ExplainReply:

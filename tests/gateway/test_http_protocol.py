@@ -7,8 +7,8 @@ import contextlib
 import json
 import random
 import socket
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 import gateway.http.protocol
+from gateway.http.connection import drop
 from gateway.http.protocol import MOST_REFUSED
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.conftest import running_gateway
@@ -138,9 +139,9 @@ async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(clu
     go_on = asyncio.Event()
 
     async def slowly(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0])
+        run.prefill_done()
         await go_on.wait()
-        run.play(cluster.tokens)
+        run.play()
 
     cluster.scripts.append(slowly)
     async with connected(cluster, **SOON) as (reader, writer):
@@ -253,3 +254,36 @@ async def test_a_gateway_that_stops_does_not_wait_for_the_silent(cluster: Script
             reader, writer = await asyncio.open_connection(address.hostname, address.port)
         assert await reader.read() == b""
         writer.close()
+
+
+async def _dropped_after(by_whom: str) -> None:
+    """A server's end of a real connection is dropped when it has been ended already, and dropped again."""
+    accepted: asyncio.Queue[asyncio.Transport] = asyncio.Queue()
+    lost = asyncio.Event()
+
+    class Server(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.put_nowait(cast(asyncio.Transport, transport))  # uvloop's has its methods
+
+        def connection_lost(self, error: Exception | None) -> None:
+            lost.set()
+
+    server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    transport = await accepted.get()
+    if by_whom == "client":
+        writer.transport.abort()
+    else:
+        drop(transport)
+    async with asyncio.timeout(PATIENCE_S):
+        await lost.wait()
+    await asyncio.sleep(0)  # the socket is closed behind the callback
+    drop(transport)
+    writer.close()
+    server.close()
+
+
+@pytest.mark.parametrize("by_whom", ["client", "server"])
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_what_has_ended_may_be_dropped(run: Callable[..., Any], by_whom: str) -> None:
+    run(_dropped_after(by_whom))

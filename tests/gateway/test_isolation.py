@@ -1,12 +1,18 @@
-"""Which requests may share blocks."""
+"""Tenants: who asks (the tenant whose key it is, or whom the body names), and which requests may share blocks."""
 
 from __future__ import annotations
 
+import aiohttp
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access.isolation import salt_of
+from gateway.config import parse_tenant_keys
+from protocol.errors import ConfigError
 from protocol.keys import block_keys, root_key
+from tests.gateway.conftest import clients_of, post, refused
+from tests.gateway.scripted_cluster import ScriptedCluster
 
 names = st.none() | st.text(max_size=8)
 
@@ -35,3 +41,71 @@ def test_nobody_in_particular_shares_with_all_and_it_stays_so() -> None:
     """Equal over starts and versions: keys of blocks on disks are made of it."""
     assert salt_of(None, None) == salt_of("", "") == ""
     assert salt_of("alice", None).startswith("15d7e48e627af014")
+
+
+PATH, BODY = "/v1/completions", {"prompt": "hello", "max_tokens": 6}
+
+
+async def ask(http: aiohttp.ClientSession, key: str = "", user: str = "bob") -> None:
+    await post(http, PATH, {**BODY, "user": user}, **({"Authorization": f"Bearer {key}"} if key else {}))
+
+
+async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: ScriptedCluster) -> None:
+    """A key of nobody in particular is the tenant without a name."""
+    async with clients_of(cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")) as http:
+        wrong = ("one", "Basic one", "Bearer alice", "Bearer alice=one", "Bearer wo==")
+        for headers in ({}, *({"Authorization": each} for each in wrong)):
+            error = await refused(http, PATH, 401, json=BODY, headers=headers)
+            assert error["code"] == "invalid_api_key"
+        for path in ("/health", "/ready", "/metrics", "/version", "/dashboard"):
+            async with http.get(path) as reply:
+                assert reply.status == 200, "open to all"
+        for key, tenant in (("one", "alice"), ("t=wo==", "bob"), ("three", "")):
+            await ask(http, key)
+            assert cluster.places[-1].tenant == tenant
+
+
+async def test_the_latest_requests_are_for_those_who_may_see_all_tenants(cluster: ScriptedCluster) -> None:
+    async with clients_of(cluster, api_key=("three",), tenant_keys=("alice=one",)) as http:
+        await ask(http, "one")
+        told = {}
+        for key in ("one", "three"):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with http.get("/v1/figures", headers=headers) as reply:
+                told[key] = await reply.json()
+    assert "latest" not in told["one"]
+    [latest] = told["three"]["latest"]
+    assert latest["request_id"] == cluster.places[-1].request_id
+    assert (latest["outcome"], latest["output_tokens"]) == ("length", BODY["max_tokens"])
+    assert 0 < latest["ttft_s"] <= latest["e2e_s"]
+
+
+async def test_a_tenant_sees_its_own_decisions_and_an_operator_all(cluster: ScriptedCluster) -> None:
+    keys = ("alice=one", "carol=two")
+    async with clients_of(cluster, api_key=("three",), tenant_keys=keys) as http:
+        await ask(http, "one")
+        path = f"/v1/requests/{cluster.places[-1].request_id}/explain"
+        for key, status in (("one", 200), ("two", 404), ("three", 200)):
+            async with http.get(path, headers={"Authorization": f"Bearer {key}"}) as reply:
+                assert reply.status == status
+
+
+async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(cluster: ScriptedCluster) -> None:
+    """By a digest where the name is very long: the conductor keeps thousands, which would be all of its memory."""
+    for options, key in (({}, ""), ({"api_key": ("three",)}, "three")):
+        async with clients_of(cluster, **options) as http:
+            await ask(http, key)
+            assert cluster.places[-1].tenant == "bob"
+            for name in ("ü" * 100_000, "ü" * 100_000, "ü" * 99_999):
+                await ask(http, key, name)
+    first, same, other = (place.tenant for place in cluster.places[-3:])
+    assert first == same != other
+    assert len(first) <= 256
+
+
+def test_keys_that_cannot_be_are_refused_without_being_told() -> None:
+    assert parse_tenant_keys(("alice=one", "bob=t=wo==")) == {"alice": "one", "bob": "t=wo=="}
+    for wrong in (("alice",), ("=secret",), ("alice=",), ("a=secret", "a=other"), ("a=s", "b=s")):
+        with pytest.raises(ConfigError, match="tenant-keys") as caught:
+            parse_tenant_keys(wrong)
+        assert "secret" not in str(caught.value)

@@ -13,10 +13,12 @@ import pytest
 
 from gateway.access.key_file import KeyFile
 from gateway.access.key_record import ApiKey, KeyLimits, digest_of
+from gateway.access.redis_stores import SharedLimits
 from protocol.errors import ConfigError
 from tests.gateway.conftest import clients_of, running_gateway
-from tests.gateway.scripted_cluster import Run, ScriptedCluster
-from tests.patience import answered
+from tests.gateway.scripted_cluster import ScriptedCluster, begins
+from tests.patience import PATIENCE_S, answered
+from tests.redis_server import RedisServer
 
 PATH = "/v1/completions"
 BODY = {"prompt": [5] * 10, "max_tokens": 6, "ignore_eos": True}
@@ -38,8 +40,8 @@ def key(name: str, **limits: int) -> ApiKey:
     return ApiKey(digest=digest_of(name.encode()), tenant=name, limits=KeyLimits(**limits))
 
 
-async def ask(http: aiohttp.ClientSession, name: str, body: dict = BODY, path: str = PATH) -> aiohttp.ClientResponse:
-    async with http.post(path, json=body, headers={"authorization": f"Bearer {name}"}) as reply:
+async def ask(http: aiohttp.ClientSession, name: str, body: dict = BODY) -> aiohttp.ClientResponse:
+    async with http.post(PATH, json=body, headers={"authorization": f"Bearer {name}"}) as reply:
         await reply.read()
         return reply
 
@@ -68,16 +70,9 @@ async def test_tokens_are_charged_as_expected_and_settled_as_they_were(
     cluster: ScriptedCluster, tmp_path: Path
 ) -> None:
     """Of 1,000 tokens 10 are the prompt's; of the 400 that the answer may have, 6 come."""
-
-    async def six(run: Run) -> None:
-        first = run.prefill_done(cluster.tokens[0])
-        rest = [run.token(i, cluster.tokens[i], last=i == 5) for i in range(1, 6)]
-        assert first.index == 0
-        run.decoded(*rest)
-
+    cluster.tokens[5], stop = 77, {"max_tokens": 400, "stop_token_ids": [77]}
     async with gateway(cluster, tmp_path, k=key("k", tokens_per_minute=1_000)) as (http, _):
-        cluster.scripts += [six, six]
-        first, second = [await ask(http, "k", {**BODY, "max_tokens": 400}) for _ in range(2)]
+        first, second = [await ask(http, "k", {**BODY, **stop}) for _ in range(2)]
         assert first.headers["x-ratelimit-limit-tokens"] == "1000"
         # What refills is 16 a second: the first one's 400 would take half a minute.
         assert 590 <= int(first.headers["x-ratelimit-remaining-tokens"]) < 700
@@ -92,13 +87,9 @@ async def test_tokens_are_charged_as_expected_and_settled_as_they_were(
 async def test_a_place_among_those_under_way_is_free_when_its_client_has_left(
     cluster: ScriptedCluster, tmp_path: Path
 ) -> None:
-
-    async def begin(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0])
-
     hanging = {**BODY, "max_tokens": 400, "stream": True}
     async with gateway(cluster, tmp_path, k=key("k", streams=1)) as (http, _):
-        cluster.scripts.append(begin)
+        cluster.scripts.append(begins)
         headers = {"authorization": "Bearer k"}
         async with http.post(PATH, json=hanging, headers=headers) as stream:
             assert await stream.content.readline()
@@ -155,6 +146,16 @@ async def test_without_keys_limits_are_of_all_clients_together(cluster: Scripted
         assert [(await ask(http, name)).status for name in "abc"] == [200, 200, 429]
         async with http.get("/health") as reply:
             assert reply.status == 200
+
+
+async def test_a_limit_is_one_for_all_gateways_of_a_registry(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SharedLimits.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
+    with RedisServer() as redis:
+        limit = {"registry": redis.url, "requests_per_minute": 1}
+        async with clients_of(cluster, **limit) as one, clients_of(cluster, **limit) as other:
+            assert [(await ask(http, "")).status for http in (one, other)] == [200, 429]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"keys": {}}', '{"keys": [{"digest": "secret"}]}'])

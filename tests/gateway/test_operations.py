@@ -15,10 +15,9 @@ import aiohttp
 import pytest
 
 from gateway.__main__ import main
-from gateway.server import bind
-from protocol.errors import ConfigError, PeerLost
+from protocol.errors import PeerLost
 from tests.gateway.conftest import MODEL, clients_of, post, running_gateway
-from tests.gateway.scripted_cluster import Run, ScriptedCluster
+from tests.gateway.scripted_cluster import Run, ScriptedCluster, failing
 
 PATH = "/v1/completions"
 TEXT = {"prompt": "hello", "max_tokens": 6}
@@ -59,7 +58,7 @@ async def test_operators_are_answered(http: aiohttp.ClientSession) -> None:
     assert set(view["instances"][0]) >= {"role", "rpc_address", "load", "num_blocks"}
     page = await get(http, "/dashboard")
     assert "v1/cluster" in page
-    assert not re.search(r'(src|href)="?https?:', page)
+    assert not re.search(r"""(?:src|href)\s*=(?!"data:)|@import|https?://|url\(""", page), "nothing from elsewhere"
     assert json.loads(await get(http, "/version"))["version"]
     assert json.loads(await get(http, "/health"))["status"] == "ok"
     document = json.loads(await get(http, "/openapi.json"))
@@ -92,13 +91,11 @@ async def test_a_reply_is_explained_by_its_id_also_when_the_client_named_it(
 async def test_all_choices_and_attempts_are_explained_of_the_latest_request_of_a_name(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    async def dies(run: Run) -> None:
-        run.fail(PeerLost("gone"), by=run.prefill)
-
-    await post(http, PATH, TEXT, **{"X-Request-Id": "abc"})
-    cluster.scripts = [dies]
     named = {"X-Request-Id": "abc"}
+    first_id = (await post(http, PATH, TEXT, **named))["id"].removeprefix("cmpl-")
+    cluster.scripts = [failing(PeerLost("gone"))]
     request_id = (await post(http, PATH, TEXT | {"n": 2}, **named))["id"].removeprefix("cmpl-")
+    assert request_id != first_id
     explained = json.loads(await get(http, "/v1/requests/abc/explain"))
     assert explained["request_id"] == request_id
     ids = sorted(decision["request_id"] for decision in explained["decisions"])
@@ -118,8 +115,9 @@ async def test_a_gateway_without_workers_or_conductor_is_alive_but_not_ready(clu
         async with clients_of(cluster) as http:
             await get(http, "/health")
             await get(http, "/ready", 503)
-            async with http.post(PATH, json=TEXT | {"prompt": "x"}) as reply:
-                assert reply.status == 503
+            async with http.post(PATH, json=TEXT) as reply:
+                assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+                assert (await reply.json())["error"]["code"] == "no_worker"
         await cluster.server.stop(0)
 
 
@@ -127,12 +125,12 @@ async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster: Scripted
     finishing = asyncio.Event()
 
     async def finishes(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0])
+        run.prefill_done()
         await finishing.wait()
-        run.decoded(*(run.token(index, cluster.tokens[index]) for index in range(1, 6)))
+        run.decoded(*(run.token(index) for index in range(1, 6)))
 
     async def stalls(run: Run) -> None:
-        await asyncio.Event().wait()
+        """Says nothing."""
 
     cluster.scripts = [finishes, stalls]
     async with aiohttp.ClientSession() as http:
@@ -161,7 +159,14 @@ def untouched() -> Iterator[None]:
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
-    "flags", [[], ["--model", "x", "--prot", "1"], ["--model", "x"], ["--model", str(MODEL), "--port", "taken"]]
+    "flags",
+    [
+        [],
+        ["--model", "x", "--prot", "1"],
+        ["--model", "x"],
+        ["--model", str(MODEL), "--port", "taken"],
+        ["--model", str(MODEL), "--port", "70000"],
+    ],
 )
 def test_bad_flags_and_a_port_in_use_are_one_line_and_exit_code_2(
     flags: list[str], capfd: pytest.CaptureFixture[str]
@@ -172,8 +177,3 @@ def test_bad_flags_and_a_port_in_use_are_one_line_and_exit_code_2(
         assert main([*flags, "--conductor", "127.0.0.1:1"]) == 2
     [line] = capfd.readouterr().err.strip().splitlines()
     assert port not in flags or (port in line and "--port" in line)
-
-
-def test_a_port_that_is_none_cannot_be_bound() -> None:
-    with pytest.raises(ConfigError):
-        bind("127.0.0.1", 70_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import json
 import logging
@@ -17,26 +16,12 @@ from yarl import URL
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
-from tests.gateway.conftest import clients_of
-from tests.gateway.scripted_cluster import MAX_MODEL_LEN, Run, Script, ScriptedCluster
+from tests.gateway.conftest import clients_of, refused
+from tests.gateway.scripted_cluster import MAX_MODEL_LEN, ScriptedCluster, begins, failing
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
 TEXT = {"prompt": "hello", "max_tokens": 6}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
-
-
-async def refused(http: aiohttp.ClientSession, path: str, status: int, **request: Any) -> dict:
-    if "json" in request:  # aiohttp minds what is large and no file
-        request["data"] = io.BytesIO(json.dumps(request.pop("json")).encode())
-    async with http.post(path, **request) as reply:
-        text = await reply.text()
-        assert reply.status == status, text
-        assert reply.headers["content-type"] == "application/json"
-        assert reply.headers["x-request-id"]
-        error = json.loads(text)["error"]
-    assert set(error) >= {"message", "type", "param", "code"}
-    assert error["message"]
-    return error
 
 
 BODIES = (CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize")
@@ -252,19 +237,6 @@ async def test_bodies_over_the_limit_are_413_however_they_are_sent(cluster: Scri
             assert error["code"] == "request_too_large"
 
 
-async def test_api_keys_guard_what_costs(cluster: ScriptedCluster) -> None:
-    async with clients_of(cluster, api_key=("one", "two")) as http:
-        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}):
-            error = await refused(http, TEXT_PATH, 401, json=TEXT, headers=headers)
-            assert error["code"] == "invalid_api_key"
-        for path in ("/health", "/ready", "/metrics", "/version", "/dashboard"):
-            async with http.get(path) as reply:
-                assert reply.status == 200
-        headers = {"Authorization": "Bearer two"}
-        async with http.post(TEXT_PATH, json=TEXT, headers=headers) as reply:
-            assert reply.status == 200
-
-
 OVERLOADED = conductor_pb2.Overloaded(predicted_ttft_s=12.5, predicted_tbt_s=0.25, retry_after_s=3.2, reason="busy")
 TOO_LONG = common_pb2.Failure(code="invalid_request", message="too long for any pool")
 
@@ -285,13 +257,6 @@ async def test_the_conductors_own_refusals_keep_their_status(
     assert error["message"] == "too long for any pool"
 
 
-async def test_no_worker_is_503_with_retry_after(cluster: ScriptedCluster) -> None:
-    cluster.dead |= {"prefill-0", "prefill-1"}
-    async with clients_of(cluster, worker_patience_s=0.0) as http, http.post(TEXT_PATH, json=TEXT) as reply:
-        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-        assert (await reply.json())["error"]["code"] == "no_worker"
-
-
 async def test_a_new_request_waits_for_the_successor_of_the_only_worker(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
@@ -310,13 +275,6 @@ async def test_a_new_request_waits_for_the_successor_of_the_only_worker(
 
 async def test_failures_of_workers_have_their_status(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     """Three losses are enough, each at another worker."""
-
-    def failing(error: MoonserveError) -> Script:
-        async def fails(run: Run) -> None:
-            run.fail(error, by=run.prefill)
-
-        return fails
-
     late, bug, bad = DeadlineExceeded("late"), MoonserveError("bug"), IntegrityError("bad block")
     await cluster.add("prefill-2", common_pb2.ROLE_PREFILL)
     for errors, status in (([late], 504), ([bug], 500), ([bad, bad, bad], 503)):
@@ -329,10 +287,7 @@ async def test_failures_of_workers_have_their_status(http: aiohttp.ClientSession
 
 
 async def test_the_time_limit_of_a_request_is_504(cluster: ScriptedCluster) -> None:
-    async def stalls(run: Run) -> None:
-        await asyncio.Event().wait()
-
-    cluster.scripts = [stalls]
+    cluster.scripts = [begins]
     async with clients_of(cluster, request_timeout_s=2.0) as http:
         error = await refused(http, TEXT_PATH, 504, json=TEXT)
     assert error["code"] == "deadline_exceeded"
@@ -349,15 +304,3 @@ async def test_headers_that_say_nothing_are_400_and_ids_of_no_printable_word_are
         async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": given}) as reply:
             assert reply.status == 200
             assert reply.headers["x-request-id"].startswith("req-")
-
-
-async def test_the_same_id_many_times_at_once_is_as_many_requests(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster
-) -> None:
-    async def ask() -> int:
-        async with http.post(TEXT_PATH, json=TEXT, headers={"X-Request-Id": "same"}) as reply:
-            assert reply.headers["x-request-id"] == "same"
-            return (await reply.json())["usage"]["completion_tokens"]
-
-    assert await asyncio.gather(*(ask() for _ in range(8))) == [6] * 8
-    assert len({message.request_id for message in cluster.submissions}) == 8

@@ -18,7 +18,7 @@ from gateway.http.errors import ApiError
 from gateway.openai.resuming import EventId, digest_of, parse
 from gateway.text.tokenizer import Tokenizer
 from protocol.request import SamplingParams
-from tests.gateway.conftest import Said, running_gateway, said
+from tests.gateway.conftest import Said, refused, running_gateway, said
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
@@ -122,10 +122,10 @@ async def check_every_break(
     read_by_client = [asyncio.Semaphore(0) for _ in range(num_choices)]
 
     async def in_turn(run: Run) -> None:
-        token = run.prefill_done(cluster.tokens[0])
+        token = run.prefill_done()
         while token.finish_reason is None:
             await read_by_client[choice_of(run)].acquire()
-            token = run.token(token.index + 1, cluster.tokens[token.index + 1])
+            token = run.token(token.index + 1)
             run.decoded(token)
 
     cluster.scripts = [in_turn] * num_choices
@@ -195,6 +195,5 @@ async def test_ids_come_to_those_who_ask_and_what_cannot_go_on_is_refused(
         (TEXT_PATH, TEXT | {"n": 2}, last),
         ("/v1/responses", response, last),
     ]:
-        async with http.post(path, json=body, headers={"Last-Event-ID": event_id}) as reply:
-            error = (await reply.json())["error"]
-            assert (reply.status, error["param"]) == (400, "Last-Event-ID")
+        error = await refused(http, path, 400, json=body, headers={"Last-Event-ID": event_id})
+        assert error["param"] == "Last-Event-ID"

@@ -9,14 +9,148 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.generation.avoidance import DOUBT_S
-from gateway.generation.events import Fail, Piece, Reported
-from gateway.generation.state import MAX_ATTEMPTS, PATIENCE_S, Phase
+from gateway.generation.events import (
+    Aborted,
+    CancelAt,
+    Event,
+    Fail,
+    InstanceLost,
+    Pause,
+    Piece,
+    Place,
+    Placed,
+    PlaceDue,
+    PlaceFailed,
+    Report,
+    Reported,
+    SubmitFailed,
+    TokensArrived,
+    WorkerFailed,
+)
+from gateway.generation.state import MAX_ATTEMPTS, PATIENCE_S, Phase, RequestState
+from protocol.errors import (
+    Cancelled,
+    IntegrityError,
+    InvalidRequest,
+    MoonserveError,
+    NotLeader,
+    NoWorker,
+    Overloaded,
+    PeerLost,
+)
 from protocol.ids import RequestId
-from protocol.request import PrefillReport
-from tests.gateway.requests import EOS, event_of, in_words, new_state
+from protocol.request import Endpoint, Placement, PrefillReport, SamplingParams, Token, finish_reason
 
-# Steps: an event, when it comes (otherwise when the one before did), and what follows from it.
-Step = tuple[str, str] | tuple[str, float, str]
+EOS = 99
+ERRORS: dict[str, MoonserveError] = {
+    "lost": PeerLost("gone"),
+    "lost itself": PeerLost("it was", instance_id="p0"),
+    "bad bytes": IntegrityError("bad bytes"),
+    "no worker": NoWorker("none"),
+    "overloaded": Overloaded("full", retry_after_s=2.0),
+    "not leader": NotLeader("not me"),
+    "invalid": InvalidRequest("no"),
+    "left": Cancelled("left"),
+}
+
+
+class Letters:
+    """Token 3 is `d`; the stop string is `z`."""
+
+    stopped = False
+    includes_stop = False
+
+    def push(self, token_id: int) -> str:
+        self.stopped = token_id == 25
+        return "" if self.stopped else chr(ord("a") + token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+def new_state(max_tokens: int = 5) -> RequestState:
+    return RequestState(
+        request_id=RequestId("r"),
+        prompt=(7, 8, 9),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({EOS})),
+        output=Letters(),
+        deadline_at=100.0,
+    )
+
+
+def endpoint(name: str, epoch: int = 1) -> Endpoint:
+    return Endpoint(instance_id=name, epoch=epoch, rpc_address=name, transfer_address="", host="h")
+
+
+def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> TokensArrived:
+    """Tokens by their index."""
+    tokens = []
+    for index, token_id in token_ids.items():
+        reason = finish_reason(state.sampling, index, token_id)
+        token = Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason)
+        tokens.append(token)
+    return TokensArrived(attempt=attempt, tokens=tuple(tokens))
+
+
+def event_of(state: RequestState, words: str, **fields: Any) -> Event:
+    """`placed d1 epoch 2`, `tokens 0 1=25`, `place failed: lost`, `d0 lost`, `p0 failed: bad bytes`, …"""
+    attempt = fields.pop("attempt", state.attempt)
+    what, _, error = words.partition(": ")
+    match what.split():
+        case ["due"]:
+            return PlaceDue(attempt=attempt)
+        case ["placed", *names]:
+            epoch = int(names.pop()) if names[-2:-1] == ["epoch"] else 1
+            decode = names[0] if names and names[0] != "epoch" else "d0"
+            ends = {"prefill": endpoint("p0", epoch), "decode": endpoint(decode, epoch)}
+            made = Placement(request_id=RequestId("r"), **ends)
+            return Placed(attempt=attempt, placement=made, **fields)
+        case ["tokens", *told]:
+            pairs = [each.partition("=") for each in told]
+            ids = {int(index): int(token_id or index) for index, _, token_id in pairs}
+            return arrived(state, ids, attempt)
+        case ["place", "failed"]:
+            return PlaceFailed(attempt=attempt, error=ERRORS[error], **fields)
+        case ["submit", "failed"]:
+            return SubmitFailed(attempt=attempt, error=ERRORS["lost"])
+        case ["aborted"]:
+            return Aborted(error=ERRORS["left"])
+        case [name, "lost"]:
+            return InstanceLost(instance_id=name, error=ERRORS["lost"])
+        case [name, "failed"]:
+            return WorkerFailed(attempt=attempt, instance_id=name, error=ERRORS[error])
+    raise ValueError(words)
+
+
+def in_words(state: RequestState, actions: list[Any]) -> list[str]:
+    """One action each, with what tests look at."""
+    words = []
+    for action in actions:
+        match action:
+            case Place():
+                excluded = [f"{name}@{epoch}" for name, epoch in sorted(action.excluded)]
+                assert action.token_ids == (*state.prompt, *state.generated)
+                assert action.max_tokens == state.sampling.max_tokens - len(state.generated)
+                words.append(" ".join(["place", action.request_id, *excluded]))
+            case Pause():
+                words.append("pause")
+            case CancelAt():
+                where = [each.instance_id for each in action.endpoints]
+                words.append(" ".join(["cancel", action.request_id, *where]))
+            case Report():
+                words.append(f"report {action.request_id} {action.phase}")
+            case Piece():
+                words.append(" ".join(filter(None, ["emit", action.text, action.finish_reason])))
+            case Fail():
+                words.append(f"fail {action.error.code}")
+            case _:
+                assert action.token_ids == (*state.prompt, *state.generated)
+                words.append(f"submit {action.request_id}")
+    return words
+
+
+# Steps: an event, its other fields, when it comes (otherwise when the one before did), and what follows from it.
+Step = tuple[str, *tuple[float | dict[str, Any], ...], str]
 PLACED: Step = ("placed", 1.0, "submit r")
 FIRST: Step = ("tokens 0", "report r first_token, emit a")
 DECODING = [PLACED, FIRST, ("tokens 1", "emit b")]
@@ -129,6 +263,22 @@ LIVES: dict[str, list[Step]] = {
         PLACED, ("submit failed", LOST_AT_ONCE + "p0@1"), ("placed", 1.5, "report r~2 cancelled, pause"),
         ("due", 1.75, "place r~2 p0@1"), ("placed epoch 2", 8.0, "submit r~2"),
     ],
+    "a new request waits for workers that were there a moment ago": [
+        (NO_WORKER, {"may_return": True}, "pause"), ("due", 30.0, "place r"),
+        (NO_WORKER, {"may_return": True}, "fail no_worker"),
+    ],
+    "but not for a crowd to go": [("place failed: overloaded", {"may_return": True}, "fail overloaded")],
+    "who broke is let in again once it speaks on a new connection": [
+        *DECODING, LOST, (NO_WORKER, {"open_since": {("d0", 1): 2.9, ("d1", 1): 9.0}}, 3.2, "pause"),
+        ("due", "place r~2 d0@1"), (NO_WORKER, {"open_since": {("d0", 1): 3.1}}, "pause"), ("due", "place r~2"),
+    ],
+    # The loss was told before the placement came, which the conductor had made before it knew.
+    "a placement with who has a successor is given back": [
+        ("placed", {"replaced": frozenset({"p0"})}, 1.0, "report r cancelled, pause"), ("due", "place r"),
+    ],
+    "an abandoned attempt is not heard any more": [
+        *DECODING, LOST, ("placed d1", "submit r~2"), ("tokens 2", {"attempt": 1}, ""),
+    ],
     "a worker that sent bad bytes has not broken": [
         PLACED, ("d0 failed: bad bytes", LOST_AT_ONCE + "d0@1"), ("placed", "submit r~2"),
     ],
@@ -139,52 +289,12 @@ LIVES: dict[str, list[Step]] = {
 def test_it_lives_so(name: str) -> None:
     state, now = new_state(), 0.0
     assert in_words(state, state.handle(event_of(state, "due"), now)) == ["place r"]
-    for event, *when, expected in LIVES[name]:
-        now = float(when[0]) if when else now
-        actions = state.handle(event_of(state, event), now)
+    for event, *more, expected in LIVES[name]:
+        fields = next((each for each in more if isinstance(each, dict)), {})
+        now = next((each for each in more if isinstance(each, float)), now)
+        actions = state.handle(event_of(state, event, **fields), now)
         assert ", ".join(in_words(state, actions)) == expected, event
         state.validate()
-
-
-def test_an_abandoned_attempt_is_not_heard_any_more() -> None:
-    state = new_state()
-    for event in ("due", "placed", "tokens 0 1", "d0 lost", "placed d1"):
-        state.handle(event_of(state, event), 1.0)
-    assert state.phase is Phase.PREFILLING
-    assert state.handle(event_of(state, "tokens 2", attempt=1), 3.0) == []
-
-
-def test_a_new_request_waits_for_workers_that_were_there_a_moment_ago() -> None:
-    """But not for a crowd to go."""
-    for error, follows in (("no worker", ["pause"]), ("overloaded", ["fail overloaded"])):
-        state = new_state()
-        state.handle(event_of(state, "due"), 0.0)
-        failed = event_of(state, f"place failed: {error}", may_return=True)
-        assert in_words(state, state.handle(failed, 0.0)) == follows
-    state = new_state()
-    for now, follows in ((0.0, ["pause"]), (30.0, ["fail no_worker"])):
-        state.handle(event_of(state, "due"), now)
-        failed = event_of(state, NO_WORKER, may_return=True)
-        assert in_words(state, state.handle(failed, now)) == follows
-
-
-def test_who_broke_is_let_in_again_once_it_speaks_on_a_new_connection() -> None:
-    state = new_state()
-    for event in ("due", "placed", "tokens 0 1", "d0 lost"):
-        state.handle(event_of(state, event), 3.0)
-    for opened_at, places in ((2.9, ["place r~2 d0@1"]), (3.1, ["place r~2"])):
-        speaking = {("d0", 1): opened_at, ("d1", 1): 9.0}
-        state.handle(event_of(state, NO_WORKER, open_since=speaking), 3.2)
-        assert in_words(state, state.handle(event_of(state, "due"), 3.2)) == places
-
-
-def test_a_placement_with_who_has_a_successor_is_given_back() -> None:
-    """The loss was told before the placement came, which the conductor had made before it knew."""
-    state = new_state()
-    state.handle(event_of(state, "due"), 0.0)
-    stale = event_of(state, "placed", replaced=frozenset({"p0"}))
-    assert in_words(state, state.handle(stale, 1.0)) == ["report r cancelled", "pause"]
-    assert in_words(state, state.handle(event_of(state, "due"), 1.0)) == ["place r"]
 
 
 @pytest.mark.parametrize(

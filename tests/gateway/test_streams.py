@@ -1,25 +1,33 @@
-"""The exact form of streamed replies."""
+"""The exact form of streamed replies; clients that leave or do not read; how pieces wait for a reply's writer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import socket
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gateway.cluster.silence
+from gateway.generation.answer import Feed
+from gateway.generation.events import Piece
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import MoonserveError, PeerLost
+from protocol.ids import RequestId
 from protocol.pb import conductor_pb2
-from tests.gateway.conftest import events, post, raw_events, said
-from tests.gateway.scripted_cluster import Run, ScriptedCluster
-from tests.patience import PATIENCE_S
+from protocol.request import FinishReason, Token
+from tests.gateway.conftest import events, post, raw_events, running_gateway, said
+from tests.gateway.scripted_cluster import Run, ScriptedCluster, begins, failing
+from tests.patience import PATIENCE_S, answered
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 6}
-TEXT = {"prompt": "hello", "stream": True, "max_tokens": 6}
+WHOLE = {"prompt": "hello", "max_tokens": 6}
+TEXT = WHOLE | {"stream": True}
 
 
 async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
@@ -95,17 +103,6 @@ async def test_characters_are_whole_in_chunks_of_plain_ascii(
     assert all("\\ufffd" not in chunk for chunk in raw)
 
 
-async def test_a_stop_string_across_tokens_is_cut_and_cancels_the_rest(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
-    body = TEXT | {"stop": ["or no", "unused"]}
-    chunks = await events(http, "/v1/completions", body | {"max_tokens": 100})
-    assert "".join(c["choices"][0]["text"] for c in chunks) == " to be "
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    await cluster.until(lambda: len(cluster.cancels) == 2)
-    assert {instance for instance, _ in cluster.cancels} == {"prefill-0", "decode-0"}
-
-
 async def test_choices_sample_with_consecutive_seeds(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     await events(http, "/v1/completions", TEXT | {"n": 3, "seed": 2**64 - 1})
     seeds = sorted(message.sampling.seed for message in cluster.submissions)
@@ -118,7 +115,7 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_without_done_and_t
     cluster: ScriptedCluster, url: str
 ) -> None:
     async def dies(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0])
+        run.prefill_done()
         await cluster.until(lambda: len(cluster.reports) == 1)
         run.fail(MoonserveError("cannot go on"), by=run.decode)
 
@@ -153,8 +150,8 @@ async def test_a_stream_survives_its_decode_worker(
         monkeypatch.setattr(gateway.cluster.silence, "SILENT_AFTER_S", 0.01)
 
     async def breaks(run: Run) -> None:
-        run.prefill_done(cluster.tokens[0], cached_tokens=3)
-        run.decoded(run.token(1, cluster.tokens[1]), run.token(2, cluster.tokens[2]))
+        run.prefill_done()
+        run.decoded(run.token(1), run.token(2))
         await cluster.until(lambda: len(cluster.reports) == 1)
         if how == "dies":
             await cluster.kill("decode-0")
@@ -166,6 +163,7 @@ async def test_a_stream_survives_its_decode_worker(
             run.decoded(*(run.token(index, cluster.tokens[0]) for index in range(3, 6)))
 
     cluster.scripts = [breaks]
+    cluster.cached_tokens = 3
     body = TEXT | {"return_token_ids": True, "stream_options": {"include_usage": True}}
     *chunks, usage = await events(http, "/v1/completions", body)
     told = said(chunks)[0]
@@ -176,16 +174,13 @@ async def test_a_stream_survives_its_decode_worker(
     assert cluster.submissions[1].request_id == cluster.submissions[0].request_id + "~2"
     assert usage["usage"]["completion_tokens"] == 6
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
-    await old.kill()
+    await old.server.stop(0)
 
 
 async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byte(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    async def gives_up(run: Run) -> None:
-        run.fail(PeerLost("decode is gone"), by=run.prefill)
-
-    cluster.scripts = [gives_up]
+    cluster.scripts = [failing(PeerLost("decode is gone"))]
     async with http.post("/v1/completions", json=TEXT) as reply:
         assert reply.status == 200
         assert reply.headers["x-prefill-instance-id"] == "prefill-0"
@@ -204,3 +199,140 @@ async def test_the_conductor_hears_of_the_first_token_before_the_end(
     await cluster.until(lambda: len(cluster.reports) == 2)
     phases = conductor_pb2.ReportRequest
     assert [report.phase for report in cluster.reports] == [phases.PHASE_FIRST_TOKEN, phases.PHASE_FINISHED]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_at_both_workers(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster, stream: bool
+) -> None:
+    cluster.scripts = [begins]
+    asking = asyncio.ensure_future(http.post("/v1/completions", json=WHOLE | {"stream": stream}))
+    await cluster.until(lambda: len(cluster.reports) == 1)
+    if stream:
+        (await asking).close()
+    else:
+        asking.cancel()
+        await asyncio.wait({asking})
+    await cluster.until(lambda: len(cluster.cancels) == 2 and len(cluster.reports) == 2)
+    assert {instance for instance, _ in cluster.cancels} == {"prefill-0", "decode-0"}
+    assert cluster.reports[1].phase == cluster.reports[1].PHASE_CANCELLED
+
+
+async def test_a_client_that_leaves_before_placement_ends_gives_the_placement_back(
+    http: aiohttp.ClientSession, cluster: ScriptedCluster
+) -> None:
+    cluster.place_gate = asyncio.Event()
+    asking = asyncio.ensure_future(http.post("/v1/completions", json=WHOLE))
+    await cluster.until(lambda: len(cluster.places) == 1)
+    asking.cancel()
+    await asyncio.wait({asking})
+
+    async def is_idle() -> bool:
+        async with http.get("/v1/cluster") as reply:
+            return (await reply.json())["requests"] == 0
+
+    await answered(is_idle)
+    cluster.place_gate.set()
+    await cluster.until(lambda: len(cluster.reports) == 1)
+    assert cluster.submissions == []
+
+
+async def test_a_slow_reader_is_given_up_and_others_are_not_held_up(
+    cluster: ScriptedCluster, tokenizer: Tokenizer
+) -> None:
+    """Its tokens do not pile up: the bounded queue ends the request at the workers."""
+
+    async def floods(run: Run) -> None:
+        run.prefill_done()
+        for start in range(1, 20_001, 500):
+            run.decoded(*(run.token(i, cluster.tokens[0]) for i in range(start, start + 500)))
+            await asyncio.sleep(0)  # more than the kernel buffers for it
+
+    cluster.max_model_len = 10**6
+    async with running_gateway(cluster, slow_client_s=0.3) as url:
+        host, port = url.removeprefix("http://").split(":")
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        narrow.connect((host, int(port)))
+        _, writer = await asyncio.open_connection(sock=narrow, limit=1)
+        writer.transport.pause_reading()
+        cluster.scripts = [floods]
+        body = json.dumps(WHOLE | {"stream": True, "max_tokens": 500_000, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await cluster.until(lambda: len(cluster.submissions) == 1)
+        async with aiohttp.ClientSession(url) as http, http.post("/v1/completions", json=WHOLE) as reply:
+            assert (await reply.json())["choices"][0]["finish_reason"] == "length"
+        await cluster.until(lambda: len(cluster.cancels) == 2)
+        writer.transport.abort()
+
+
+ONE = (Token(request_id=RequestId("r"), index=0, token_id=1),)
+
+
+def piece(text: str, *, is_last: bool = False) -> Piece:
+    reason = FinishReason.LENGTH if is_last else None
+    return Piece(index=0, text=text, tokens=ONE, finish_reason=reason)
+
+
+async def read(feed: Feed, accepts: list[bool], seen: list[str]) -> None:
+    """Until the last piece. `accepts`: which of the pieces that are handed over are dealt with at once."""
+
+    def handle(each: Piece) -> bool:
+        if accepts and not accepts.pop():
+            return False
+        seen.append(each.text)
+        return True
+
+    while True:
+        for each in await feed.take(handle):
+            seen.append(each.text)
+            if each.finish_reason is not None:
+                return
+
+
+@given(accepts=st.lists(st.booleans()), pauses=st.lists(st.booleans(), min_size=1, max_size=20))
+def test_handed_over_or_waiting_pieces_keep_their_order(accepts: list[bool], pauses: list[bool]) -> None:
+    async def run() -> None:
+        feed, seen = Feed(100), list[str]()
+        reading = asyncio.create_task(read(feed, list(accepts), seen))
+        for number, pause in enumerate(pauses):
+            if pause:
+                await asyncio.sleep(0)
+            feed.put(piece(f"{number},"))
+        feed.put(piece("end", is_last=True))
+        await reading
+        assert "".join(seen) == "".join(f"{number}," for number in range(len(pauses))) + "end"
+
+    asyncio.run(run())
+
+
+async def test_only_what_waits_counts_as_unread() -> None:
+    feed, seen = Feed(2), list[str]()
+    assert [feed.put(piece("x")) for _ in range(3)] == [True, True, False]
+    feed = Feed(2)
+    reading = asyncio.create_task(read(feed, [], seen))
+    await asyncio.sleep(0)
+    assert all(feed.put(piece("x")) for _ in range(10))
+    assert feed.put(piece("end", is_last=True))
+    await reading
+    assert seen == [*"xxxxxxxxxx", "end"]
+
+
+async def test_an_error_comes_instead_of_what_was_not_read() -> None:
+    """And a reader that was cancelled is handed nothing."""
+    feed, seen = Feed(100), list[str]()
+    reading = asyncio.create_task(read(feed, [], seen))
+    await asyncio.sleep(0)
+    feed.put(piece("a"))
+    feed.fail(ValueError("over"))
+    feed.put(piece("b"))
+    with pytest.raises(ValueError, match="over"):
+        await reading
+    feed = Feed(100)
+    reading = asyncio.create_task(read(feed, [], seen))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    feed.put(piece("c"))
+    assert seen == ["a"]

@@ -1,12 +1,18 @@
-"""`/v1/responses` with the official client, before a scripted cluster."""
+"""`/v1/responses` with the official client, before a scripted cluster; its items as messages of a chat; its store."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.http.errors import ApiError
+from gateway.openai.responses.handlers import ResponseStore, StoredResponse
+from gateway.openai.responses.schema import ResponsesBody, chat_of, input_messages
 from gateway.text.tokenizer import Tokenizer
 from protocol.keys import unpack_tokens
 from tests.gateway.conftest import running_gateway
@@ -120,3 +126,112 @@ async def test_what_is_not_done_is_refused_by_its_own_name(client: openai.AsyncO
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**{"model": "demo", "input": "hi", **parameters})
         assert caught.value.param == param
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
+def test_calls_belong_to_the_message_before_them_and_results_are_the_tools() -> None:
+    items: list[dict[str, Any]] = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hm"}]},
+        {"type": "reasoning", "summary": []},
+        CALL,
+        {**CALL, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+    ]
+    messages = input_messages(items)
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool"]
+    assert [c["id"] for c in messages[2]["tool_calls"]] == ["c1", "c2"]
+    assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+
+
+def test_formats_tools_and_lengths_go_by_their_names_in_a_chat() -> None:
+    body = ResponsesBody(
+        input="hi",
+        instructions="be brief",
+        max_output_tokens=9,
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        tools=[{"type": "function", "name": "f", "parameters": {}}],
+        tool_choice={"type": "function", "name": "f"},
+    )
+    chat = chat_of(body, input_messages("hi"))
+    assert chat["messages"][0] == {"role": "system", "content": "be brief"}
+    assert chat["max_completion_tokens"] == 9
+    assert chat["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}}
+    assert chat["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "output", "call_id", "name"]) | st.text(max_size=4),
+            inner | st.sampled_from(["message", "function_call", "function_call_output", "input_text"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["type", "role", "content", "output"]), _json)))
+def test_any_items_are_messages_or_a_refusal(items: list[dict[str, Any]]) -> None:
+    status = 200
+    try:
+        messages = input_messages(items)
+        assert all(isinstance(message["role"], str) for message in messages)
+    except ApiError as error:
+        status = error.status
+    assert status in (200, 400)
+
+
+def stored(size: int, name: str = "") -> StoredResponse:
+    return StoredResponse(response={"id": name}, messages=[{"content": "x" * size}])
+
+
+def test_a_flood_of_one_tenant_costs_the_other_nothing() -> None:
+    store = ResponseStore(5_000)
+    store.put("quiet", "mine", stored(500))
+    for number in range(100):
+        store.put("flood", f"resp_{number}", stored(500))
+    assert store.get("quiet", "mine") is not None
+    assert store.get("flood", "resp_99") is not None
+    assert store.get("flood", "resp_0") is None
+
+
+def test_what_was_used_last_stays_longest() -> None:
+    store = ResponseStore(1_500)
+    for name in "abc":
+        store.put("t", name, stored(400))
+        store.get("t", "a")
+    store.put("t", "d", stored(400))
+    assert store.get("t", "a") is not None
+    assert store.get("t", "b") is None
+
+
+_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "get", "remove"]), st.sampled_from("xy"), st.sampled_from("abcde"), st.integers(0, 900)
+    ),
+    max_size=60,
+)
+
+
+@given(_steps, st.sampled_from([0, 2_000]))
+def test_the_bound_and_the_books_hold_after_every_step(steps: list, max_bytes: int) -> None:
+    store = ResponseStore(max_bytes)
+    for kind, tenant, name, size in steps:
+        if kind == "put":
+            store.put(tenant, name, stored(size))
+            assert store.get(tenant, name) is not None or size > 0 or not max_bytes
+        elif kind == "get":
+            store.get(tenant, name)
+        else:
+            store.remove(tenant, name)
+            assert store.get(tenant, name) is None
+        store.validate()
+    assert max_bytes or not len(store)

@@ -1,0 +1,19 @@
+"""The cluster that the tests of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import Cluster, small_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A small cluster with the FLAGS and the ENVIRON of the module, whose model reads CONTEXT tokens."""
+    options = {"context": getattr(request.module, "CONTEXT", 1024), "environ": getattr(request.module, "ENVIRON", None)}
+    with small_cluster(tmp_path_factory.mktemp("cluster"), *request.module.FLAGS, **options) as started:
+        yield started
+        allowed = getattr(request.module, "LOGS_WITH_TRACEBACKS", set())
+        assert set(started.tracebacks()) <= allowed, started.logs()
