@@ -41,20 +41,14 @@ pytestmark = pytest.mark.e2e
 
 _FILES = (*(conductor_pb2, directory_pb2, kvstore_pb2, leadership_pb2), *(metrics_pb2, registry_pb2, worker_pb2))
 SERVICES: dict[str, ServiceDescriptor] = {
-    service.full_name: service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()
+    service.name: service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()
 }
 OURS = {
-    "conductor": {"moonserve.Conductor", "moonserve.Metrics"},
-    "store-0": {"moonserve.KvStore", "moonserve.Metrics"},
-    "prefill-0": {"moonserve.Worker", "moonserve.Draining", "moonserve.KvMemory", "moonserve.Metrics"},
-    "decode-0": {
-        "moonserve.Worker",
-        "moonserve.Draining",
-        "moonserve.Landing",
-        "moonserve.KvMemory",
-        "moonserve.Metrics",
-    },
-    "directory": {"moonserve.Directory", "moonserve.Registry", "moonserve.Metrics"},
+    "conductor": {"Conductor", "Metrics"},
+    "store-0": {"KvStore", "Metrics"},
+    "prefill-0": {"Worker", "Draining", "KvMemory", "Metrics"},
+    "decode-0": {"Worker", "Draining", "Landing", "KvMemory", "Metrics"},
+    "directory": {"Directory", "Registry", "Metrics"},
 }
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB", "--ttft-slo", "10000")
 CALL_S = 0.2
@@ -176,7 +170,7 @@ def test_a_call_that_lies_is_refused_as_somebodys_fault(cluster: Cluster, addres
 
 def test_every_service_of_the_protocol_has_been_lied_to() -> None:
     """But for those that have a test of their own: changing roles, several conductors, and stages (lean only)."""
-    elsewhere = {"moonserve.RoleSwitch", "moonserve.Leadership"}
+    elsewhere = {"RoleSwitch", "Leadership"}
     assert set().union(*OURS.values()) | elsewhere == set(SERVICES)
 
 

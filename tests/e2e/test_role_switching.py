@@ -41,13 +41,9 @@ def test_no_answer_is_lost_or_wrong_while_workers_of_both_roles_change_under_loa
 ) -> None:
     """Short answers without a pause, and a stream that goes on elsewhere."""
     prompts = [PROMPT[:20] + [number] * 60 for number in range(10, 16)]
+    moves = (("worker-1", "prefill"), ("worker-0", "decode"), ("worker-0", "prefill"), ("worker-1", "decode"))
     with Regulars(cluster, prompts, 20, num_streamed=LONG):
-        for instance_id, to in [
-            ("worker-1", "prefill"),
-            ("worker-0", "decode"),
-            ("worker-0", "prefill"),
-            ("worker-1", "decode"),
-        ]:
+        for instance_id, to in moves:
             assert switch(cluster, instance_id, to, drain_s) == 0
 
 

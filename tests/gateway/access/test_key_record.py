@@ -71,7 +71,6 @@ def test_a_presented_key_finds_its_own_record_and_no_other() -> None:
     holder = KeyHolder([old, *records], [], CollectorRegistry())
     for number, key in enumerate(keys):
         found = holder.find(key.encode())
-        assert found is not None
         assert found.tenant == str(number), "the later record of a key counts"
         for near in (key[:-1], key + "x", key.lower(), digest_of(key.encode()), ""):
             assert holder.find(near.encode()) is None

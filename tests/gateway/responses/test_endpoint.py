@@ -36,16 +36,13 @@ async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(clie
         model="demo", input="hi", max_output_tokens=3, top_logprobs=2, include=["message.output_text.logprobs"]
     )
     assert (response.output_text, response.status) == (TEXT, "incomplete")
-    assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.usage is not None
     assert response.usage.output_tokens == 3
     assert response.error is None
     [item] = response.output
     assert item.type == "message"
     [part] = item.content
     assert part.type == "output_text"
-    assert part.logprobs is not None
     assert [len(entry.top_logprobs) for entry in part.logprobs] == [2, 2, 2]
     assert "".join(entry.token for entry in part.logprobs) == TEXT
 
@@ -62,7 +59,6 @@ async def test_a_stream_ends_in_the_response_that_can_be_looked_up(client: opena
         last = event
     assert text == TEXT
     assert kinds[0] == "response.created"
-    assert last is not None
     assert last.type == "response.incomplete"
     assert last.response.id.startswith("resp_team/7")
     assert await client.responses.retrieve(last.response.id) == last.response

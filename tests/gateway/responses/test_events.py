@@ -115,14 +115,6 @@ def test_items_open_and_close_one_after_the_other(turns: list[tuple[bool, list[s
     assert [item["arguments"] for item in calls] == ["".join(parts) for is_call, parts in turns if is_call]
 
 
-def test_text_behind_a_call_may_come_in_one_delta_with_the_calls_end() -> None:
-    """As tokens do that arrive together."""
-    deltas = [call(0, '{"a":', "f"), {**call(0, "1}"), "content": "Done"}, {"content": "."}]
-    called, said = events_of(deltas)[-1]["response"]["output"]
-    assert called["arguments"] == '{"a":1}'
-    assert said["content"][0]["text"] == "Done."
-
-
 def test_a_call_ends_another_begins_and_text_is_between_in_one_delta() -> None:
     both = [*call(0, "}")["tool_calls"], *call(1, "{}", "g")["tool_calls"]]
     deltas = [call(0, "{", "f"), {"tool_calls": both, "content": "and"}]
