@@ -68,9 +68,11 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.tcp.acceptor._HANDSHAKE_S", PATIENCE_S)
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Over the transports that the module names, or shm and tcp, unless the test has its own."""
+    is_told = any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "transport" in metafunc.fixturenames and not is_told:
+        metafunc.parametrize("transport", getattr(metafunc.module, "TRANSPORTS", ["shm", "tcp"]))
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.transfer.conftest import ALL, Make, Pair
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Transfer, scatter
 
-
-@pytest.fixture(params=ALL)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+TRANSPORTS = ALL
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from transfer.stats import Incident
 from transfer.tcp.transport import TcpSession, TcpTransport
 from transfer.windows import Window
 
+TRANSPORTS = ["tcp"]
+
 NBYTES = 16 << 20
 FAILOVER_S = 24.0
 """For a batch that waits half of it for a silent rail and needs little for the rest."""
@@ -61,11 +63,6 @@ def resting(engine: TransferEngine) -> dict[Hashable, _Trouble]:
 def end_rests(engine: TransferEngine) -> None:
     for trouble in resting(engine).values():
         trouble.rest_ends_at = time.monotonic()
-
-
-@pytest.fixture
-def transport() -> str:
-    return "tcp"
 
 
 @pytest.fixture

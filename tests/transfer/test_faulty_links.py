@@ -25,6 +25,8 @@ from transfer.stats import Incident
 from transfer.tcp import handshake
 from transfer.tcp.frames import HEADER_BYTES, Code, Kind
 
+TRANSPORTS = ["tcp"]
+
 HANDSHAKE_TO_TARGET = handshake._HELLO.size + handshake._PROOF.size
 HANDSHAKE_TO_INITIATOR = handshake._CHALLENGE.size + handshake._WELCOME.size
 READ_FRAME = HEADER_BYTES + 24 + 8
@@ -33,11 +35,6 @@ CARRIED = {Op.WRITE: Towards.TARGET, Op.READ: Towards.INITIATOR}
 
 both_ways = pytest.mark.parametrize("op", list(Op))
 near_and_far = pytest.mark.parametrize("transport", ["tcp", "shm"])
-
-
-@pytest.fixture
-def transport() -> str:
-    return "tcp"
 
 
 # Connections that end.

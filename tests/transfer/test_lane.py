@@ -17,12 +17,9 @@ from transfer import Op, RemoteSegment, Transfer
 from transfer.lane import Lane
 from transfer.stats import Incident
 
+TRANSPORTS = ["tcp"]
+
 MakeBench = Callable[..., Pair]
-
-
-@pytest.fixture
-def transport() -> str:
-    return "tcp"
 
 
 @pytest.fixture

@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import random
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
+from protocol.errors import InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.thoroughness import THOROUGH
 from tests.transfer.conftest import TOKEN, PeerInProcess
@@ -106,23 +104,13 @@ class Cycles:
     def end(self, batches: list[Batch]) -> None:
         for batch in batches:
             # InvalidRequest: a READ of mapped memory found that its owner had deregistered it.
-            with suppress(PeerLost, InvalidRequest), told_if_it_hangs():
+            with suppress(PeerLost, InvalidRequest):
                 batch.wait(PATIENCE_S)
 
     def leave(self, address: str) -> None:
         self.near.forget(address)
         for peer in list(self.near._peers.leaving):
             peer.join()
-
-
-@contextmanager
-def told_if_it_hangs() -> Iterator[None]:
-    """Where every thread waits: among thousands of cycles it will not happen again when looked for."""
-    try:
-        yield
-    except DeadlineExceeded:
-        faulthandler.dump_traceback(all_threads=True)
-        raise
 
 
 def engine_of(*transports: str) -> TransferEngine:

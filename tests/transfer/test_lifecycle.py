@@ -20,10 +20,7 @@ from tests.transfer.conftest import TOKEN, Make, Pair, PeerInProcess
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
 
-
-@pytest.fixture(params=["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+TRANSPORTS = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)]
 
 
 def census() -> tuple[int, int]:

@@ -17,10 +17,7 @@ from transfer.address import Rail, parse
 from transfer.lane import Lane
 from transfer.tcp import transport as tcp
 
-
-@pytest.fixture(params=["shm", "tcp", pytest.param("tls", marks=pytest.mark.slow)])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+TRANSPORTS = ["shm", "tcp", pytest.param("tls", marks=pytest.mark.slow)]
 
 
 def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerInProcess) -> None:

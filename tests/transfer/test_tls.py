@@ -18,10 +18,7 @@ from tests.transfer.proxy import Proxy, Towards, Trouble
 from transfer import Op, RemoteSegment, Transfer, TransferEngine
 from transfer.address import parse
 
-
-@pytest.fixture
-def transport() -> str:
-    return "tls"
+TRANSPORTS = ["tls"]
 
 
 def read(near: TransferEngine, far: TransferEngine, address: str | None = None) -> None:

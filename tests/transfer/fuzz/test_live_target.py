@@ -1,4 +1,8 @@
-"""A live engine fed with mutated sessions: it goes on serving, and nothing outside what it grants moves."""
+"""A live engine fed with mutated sessions: it goes on serving, and nothing outside what it grants moves.
+
+`MOONSERVE_FUZZ_S` is the time for all of it together, 10 s unless told. `MOONSERVE_FUZZ_SEED` begins elsewhere; a
+failure names the seed of the one input that caused it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,6 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN
-from tests.transfer.fuzz import FIRST_SEED, TOTAL_S
 from tests.transfer.fuzz.mutations import Ground, Passed, Said, mutated, session
 from tests.transfer.stage import GUARD, dial
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
@@ -28,6 +31,8 @@ from transfer.native import address_of
 from transfer.shm.memfd import OwnedMemory
 from transfer.tcp import handshake
 
+TOTAL_S = float(os.environ.get("MOONSERVE_FUZZ_S", "10"))
+FIRST_SEED = int(os.environ.get("MOONSERVE_FUZZ_SEED", "0"))
 NBYTES = 64 << 10
 _QUIET_S = 0.01
 WINDOW = (16 << 10, 16 << 10)

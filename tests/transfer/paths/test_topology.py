@@ -19,11 +19,6 @@ def machine(*devices: Device, gpus: tuple[Device, ...] = ()) -> Machine:
     return Machine(TWO_NODES, {device.name: device for device in devices}, gpus)
 
 
-def test_rails_of_the_same_numa_node_are_preferred() -> None:
-    found = decide(machine(Device("eth0", 0), Device("eth1", 1)), rails("eth0", "eth1"))
-    assert found.matrix == {"cpu:0": Preference(("eth0",), ("eth1",)), "cpu:1": Preference(("eth1",), ("eth0",))}
-
-
 def test_without_a_rail_on_its_node_memory_prefers_the_nearest() -> None:
     distances = {a: {b: 10 + 10 * abs(a - b) for b in range(3)} for a in range(3)}
     devices = {"eth0": Device("eth0", 0), "eth1": Device("eth1", 1)}
@@ -35,19 +30,6 @@ def test_a_rail_of_which_nothing_is_known_is_never_avoided() -> None:
     found = decide(machine(Device("eth0", 0), Device("lo")), rails("eth0", "lo", "shm"))
     assert found.matrix["cpu:0"] == Preference(("eth0", "lo", "shm"))
     assert found.matrix["cpu:1"] == Preference(("eth0", "lo", "shm"))
-
-
-def test_a_gpu_prefers_the_nic_below_its_own_switch() -> None:
-    gpu = Device("gpu", 0, ("pci0000:00", "0000:00:01.0", "0000:02:00.0"))
-    devices = [
-        Device("same_root:1", 0, ("pci0000:00", "0000:00:02.0", "0000:05:00.0")),
-        Device("same_switch:1", 0, ("pci0000:00", "0000:00:01.0", "0000:03:00.0")),
-        Device("same_node:1", 0, ("pci0000:80", "0000:80:01.0")),
-        Device("other_node:1", 1, ("pci0000:c0", "0000:c0:01.0")),
-    ]
-    names = [device.name for device in devices]
-    found = decide(machine(*devices, gpus=(gpu,)), rails(*names))
-    assert found.matrix["cuda:0"] == Preference(("same_switch:1",), ("same_root:1", "same_node:1", "other_node:1"))
 
 
 def test_several_addresses_of_one_interface_share_its_place() -> None:

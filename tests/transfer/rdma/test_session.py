@@ -20,15 +20,12 @@ from transfer.segments import SegmentTable
 from transfer.stats import Incident
 from transfer.tcp.frames import HEADER_BYTES, Code, Kind, ProtocolViolation, decode
 
+TRANSPORTS = ["rdma"]
+
 
 @pytest.fixture(params=[True, False], ids=["checksums", "bare"])
 def checksums(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
-
-
-@pytest.fixture
-def transport() -> str:
-    return "rdma"
 
 
 @pytest.fixture

@@ -17,13 +17,10 @@ from transfer.shm.memfd import PeerMemory
 from transfer.shm.sources import OtherProcess
 from transfer.tcp.session import StreamSession
 
+TRANSPORTS = ["shm"]
+
 MIB = 1 << 20
 MakePair = Callable[..., Pair]
-
-
-@pytest.fixture
-def transport() -> str:
-    return "shm"
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from transfer.tcp.connection import Connection
 from transfer.tcp.frames import Code, Header, Kind, encode
 from transfer.tcp.target import StreamTarget
 
+TRANSPORTS = ["tcp"]
+
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, socket.socket]]:
@@ -91,11 +93,6 @@ def test_aborting_wakes_a_wait_without_a_deadline(ends: tuple[Connection, socket
 
 
 # The initiator's end.
-
-
-@pytest.fixture
-def transport() -> str:
-    return "tcp"
 
 
 @pytest.fixture
