@@ -16,7 +16,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.rdma.guest", description=__doc__)
     parser.add_argument("--prepare", action="store_true", help="fetch the kernel package and stop")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="kill it after S seconds")
-    parser.add_argument("--results", type=Path, help="folder seen as /run/job in the guest")
     parser.add_argument("command", nargs="*", help="one argument is taken as a shell command")
     given = parser.parse_args()
     try:
@@ -25,7 +24,7 @@ def main() -> int:
             return 0
         job = given.command[0] if len(given.command) == 1 else shlex.join(given.command)
         with tempfile.TemporaryDirectory(prefix="moonserve-guest-") as folder:
-            return machine.run(job, given.results or Path(folder), given.timeout, _say)
+            return machine.run(job, Path(folder), given.timeout, _say)
     except (GuestUnavailable, machine.GuestFailed) as error:
         sys.stderr.write(f"{error}\n")
         return _UNAVAILABLE

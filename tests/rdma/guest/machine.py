@@ -122,15 +122,11 @@ def _pyverbs_fits() -> bool:
 
 
 @contextmanager
-def alone(say: Callable[[str], None]) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Holds the lock of this host's only guest; waits for another run to end."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("guest: another run has it; waiting\n")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -140,7 +136,7 @@ def run(job: str, results: Path, timeout_s: float, say: Callable[[str], None]) -
     `say` gets the job's output as it comes; `results` is /run/job in the guest.
     """
     results.mkdir(parents=True, exist_ok=True)
-    with alone(say):
+    with alone():
         command = _command(results)
         _lay_out(job, results)
         timed_out = _boot(command, results / "qemu.log", timeout_s, say)

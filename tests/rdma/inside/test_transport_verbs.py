@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -11,8 +12,6 @@ from transfer.native import address_of
 from transfer.rdma.device import choose
 from transfer.rdma.fabric import Completion, CompletionQueue, Device, PairAddress, QueuePair
 from transfer.rdma.verbs import VerbsFabric
-
-NBYTES = 1 << 18
 
 
 class End:
@@ -26,15 +25,9 @@ class End:
     @property
     def address(self) -> PairAddress:
         assert self.device.port.gid is not None
-        limits = self.device.limits
-        return PairAddress(
-            self.pair.number,
-            self.pair.first_packet,
-            self.device.port.gid.raw,
-            0,
-            limits.path_mtu,
-            limits.max_outstanding_reads,
-        )
+        gid, limits = self.device.port.gid.raw, self.device.limits
+        pair, mtu, reads = self.pair, limits.path_mtu, limits.max_outstanding_reads
+        return PairAddress(pair.number, pair.first_packet, gid, 0, mtu, reads)
 
     def next(self, timeout_s: float = 20.0) -> Completion:
         """Sleeps until there is one."""
@@ -78,28 +71,31 @@ def test_a_port_with_a_routable_gid_is_found_for_each_interface() -> None:
     assert {port.gid and port.gid.kind for port in ports} == {"RoCE v2"}
 
 
+@contextmanager
+def reading(device: Device, near: End, *, remote_read: bool) -> Iterator[tuple[Callable[[int], None], bytearray]]:
+    """Posts a read of memory that may be read or not, by a token; and where it would arrive."""
+    memory, target = bytearray(b"x" * 4096), bytearray(4096)
+    source = device.register(address_of(memory), 4096, remote_read=remote_read, remote_write=not remote_read)
+    into = device.register(address_of(target), 4096, remote_read=False, remote_write=False)
+    runs = [(address_of(memory), address_of(target), 4096)]
+    yield lambda token: near.pair.read(token, runs, into.local_key, source.remote_key), target
+    source.close()
+    into.close()
+
+
 def test_memory_without_permission_cannot_be_read(device: Device, ends: tuple[End, End]) -> None:
     near, _ = ends
-    memory, target = bytearray(b"x" * 4096), bytearray(4096)
-    secret = device.register(address_of(memory), 4096, remote_read=False, remote_write=True)
-    into = device.register(address_of(target), 4096, remote_read=False, remote_write=False)
-    near.pair.read(1, [(address_of(memory), address_of(target), 4096)], into.local_key, secret.remote_key)
-    assert near.next().failure == "rem access"
-    assert target == bytes(4096)
-    secret.close()
-    into.close()
+    with reading(device, near, remote_read=False) as (read, target):
+        read(1)
+        assert near.next().failure == "rem access"
+        assert target == bytes(4096)
 
 
 def test_a_failed_pair_ends_its_peers_requests(device: Device, ends: tuple[End, End]) -> None:
     near, far = ends
-    memory, target = bytearray(b"x" * 4096), bytearray(4096)
-    source = device.register(address_of(memory), 4096, remote_read=True, remote_write=False)
-    into = device.register(address_of(target), 4096, remote_read=False, remote_write=False)
-    far.pair.fail()
-    near.pair.read(1, [(address_of(memory), address_of(target), 4096)], into.local_key, source.remote_key)
-    assert near.next().failure == "retry exc"
-    near.pair.read(2, [(address_of(memory), address_of(target), 4096)], into.local_key, source.remote_key)
-    assert near.next().failure == "wr flush"
-    assert target == bytes(4096)
-    source.close()
-    into.close()
+    with reading(device, near, remote_read=True) as (read, target):
+        far.pair.fail()
+        for token, failure in ((1, "retry exc"), (2, "wr flush")):
+            read(token)
+            assert near.next().failure == failure
+        assert target == bytes(4096)
