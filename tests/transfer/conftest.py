@@ -26,6 +26,7 @@ ALL = ("shm", "tcp", "tls", "rdma")
 """tls is tcp inside TLS; rdma runs on devices in this process's memory where no port is usable (the guest has some)."""
 HAS_RDMA = find_spec("pyverbs") is not None and any(port.usable for port in discover())
 Make = Callable[..., TransferEngine]
+MakePair = Callable[..., "Pair"]
 
 
 @dataclass
@@ -117,7 +118,7 @@ def make_engine(transport: str, request: pytest.FixtureRequest) -> Iterator[Make
 
 
 @pytest.fixture
-def make_pair(make_engine: Make) -> Callable[..., Pair]:
+def make_pair(make_engine: Make) -> MakePair:
     """Two engines; memory that the engines allocated, or that the test brought and registered."""
 
     def make(nbytes: int = 1 << 20, *, registered: bool = False, **options: Any) -> Pair:
@@ -136,7 +137,7 @@ def make_pair(make_engine: Make) -> Callable[..., Pair]:
 
 
 @pytest.fixture
-def pair(make_pair: Callable[..., Pair]) -> Pair:
+def pair(make_pair: MakePair) -> Pair:
     return make_pair()
 
 
@@ -158,17 +159,3 @@ def peer(transport: str, request: pytest.FixtureRequest) -> Iterator[PeerInProce
 def fates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fates]:
     yield (fates := Fates(monkeypatch))
     assert not fates.open_sessions
-
-
-@pytest.fixture
-def make_bench(fates: Fates, make_engine: Make) -> Callable[..., Pair]:
-    """A pair over tcp, with up to two rails at each end, whose slices meet fates."""
-
-    def make(num_rails: int = 1, **options: Any) -> Pair:
-        options |= {"transports": ("tcp",), "rails": RAILS[:num_rails]}
-        near, far = make_engine(**options), make_engine(**options)
-        local, memory = near.allocate(1 << 16), far.allocate(1 << 16, readable=True)
-        local.buffer[:] = bytes(range(256)) * 256
-        return Pair(near, far, local, memory, far.open_window(memory, [(0, 1 << 16)]))
-
-    return make

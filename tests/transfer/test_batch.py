@@ -40,7 +40,7 @@ def test_all_waiting_threads_are_woken() -> None:
         assert not thread.is_alive()
 
 
-async def test_a_batch_can_be_awaited_by_many_and_again(pair: Pair) -> None:
+async def test_a_batch_can_be_awaited_by_many_and_again_and_raises_why_it_failed(pair: Pair) -> None:
     batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)
 
     async def waiter() -> None:
@@ -50,9 +50,6 @@ async def test_a_batch_can_be_awaited_by_many_and_again(pair: Pair) -> None:
     await batch
     assert batch.errors == (None,)
     assert pair.local.buffer[:4096] == pair.memory.buffer[:4096]
-
-
-async def test_awaiting_a_failed_batch_raises(pair: Pair) -> None:
     pair.far.close()
     with pytest.raises(PeerLost):
         await pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)

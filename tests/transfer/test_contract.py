@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
 from tests.patience import PATIENCE_S
-from tests.transfer.conftest import ALL, Make, Pair
+from tests.transfer.conftest import ALL, Make, MakePair, Pair
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Transfer, scatter
 
 TRANSPORTS = ALL
@@ -23,9 +22,7 @@ TRANSPORTS = ALL
 @pytest.mark.parametrize(
     ("size", "registered"), [(1, False), (1, True), (4097, True), (300_000, False), (9 << 20, False)]
 )
-def test_bytes_arrive_as_they_were_sent_and_come_back(
-    make_pair: Callable[..., Pair], size: int, registered: bool
-) -> None:
+def test_bytes_arrive_as_they_were_sent_and_come_back(make_pair: MakePair, size: int, registered: bool) -> None:
     """Carried by another thread, and by the caller's."""
     pair = make_pair(2 * size + 2, registered=registered)
     before = bytes(pair.memory.buffer)

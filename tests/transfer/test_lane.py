@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from protocol.errors import Cancelled, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S, until
-from tests.transfer.conftest import Make, Pair, run
+from tests.transfer.conftest import RAILS, Make, MakePair, Pair, run
 from tests.transfer.fates import Fate, Fates
 from transfer import Op, RemoteSegment, Transfer
 from transfer.lane import Lane
 from transfer.stats import Incident
 
 TRANSPORTS = ["tcp"]
-
-MakeBench = Callable[..., Pair]
+pytestmark = pytest.mark.usefixtures("fates")  # before the engines
+NBYTES = 1 << 16
 
 
 @pytest.fixture
-def bench(make_bench: MakeBench) -> Pair:
-    return make_bench()
+def bench(make_pair: MakePair) -> Pair:
+    return make_pair(NBYTES)
 
 
 def write(bench: Pair, at: int = 0) -> Transfer:
@@ -39,13 +39,8 @@ def lanes_of(bench: Pair) -> list[Lane]:
 def test_batches_keep_their_deadlines_while_a_caller_has_the_session(bench: Pair, fates: Fates) -> None:
     bench.run(write(bench))
     fates.orders["list"] = [Fate.SILENT]
-
-    def look() -> None:
-        with pytest.raises(PeerLost):
-            bench.near.open(bench.far.address, deadline_s=NEVER_S)
-
-    looking = threading.Thread(target=look)
-    looking.start()
+    threads = ThreadPoolExecutor(1)
+    looking = threads.submit(bench.near.open, bench.far.address, deadline_s=NEVER_S)
     (lane,) = lanes_of(bench)
     until(lane._turn.locked)
     batches = [bench.near.submit([write(bench)], deadline_s=0.1) for _ in range(3)]
@@ -58,7 +53,8 @@ def test_batches_keep_their_deadlines_while_a_caller_has_the_session(bench: Pair
         cancelled.wait(PATIENCE_S)
     assert lane._turn.locked()
     bench.near.forget(bench.far.address)
-    looking.join()
+    with threads, pytest.raises(PeerLost):
+        looking.result()
     bench.run(write(bench))
 
 
@@ -70,26 +66,22 @@ def test_a_batch_that_waits_for_a_connection_fails_alone(bench: Pair, fates: Fat
     ):
         fates.orders["connect"] = [Fate.SILENT]
         fates.counts.clear()
-
-        def fail(give_up: Callable[[], object] = give_up) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            failing = threads.submit(give_up)
+            until(lambda: fates.counts["connect", Fate.SILENT] or failing.done())  # noqa: B023
+            fates.orders["connect"].clear()  # on a busy machine its time is over before it connects
+            batches = [bench.near.submit([write(bench)], deadline_s=PATIENCE_S) for _ in range(10)]
+            for batch in batches:
+                batch.wait(PATIENCE_S)
             with pytest.raises(PeerLost):
-                give_up()
-
-        failing = threading.Thread(target=fail)
-        failing.start()
-        until(lambda: fates.counts["connect", Fate.SILENT] or not failing.is_alive())  # noqa: B023
-        fates.orders["connect"].clear()  # on a busy machine its time is over before it connects
-        batches = [bench.near.submit([write(bench)], deadline_s=PATIENCE_S) for _ in range(10)]
-        for batch in batches:
-            batch.wait(PATIENCE_S)
-        failing.join()
+                failing.result()
         bench.near.forget(bench.far.address)
 
 
 def test_a_rail_that_does_not_connect_is_left_for_another_long_before_the_deadline(
-    make_bench: MakeBench, fates: Fates, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, fates: Fates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make_bench(num_rails=2)
+    bench = make_pair(NBYTES, rails=RAILS)
     with monkeypatch.context() as patched:
         patched.setattr("transfer.waiting._CONNECT_S", 0.1)
         fates.orders["connect"] = [Fate.SILENT]
@@ -98,8 +90,8 @@ def test_a_rail_that_does_not_connect_is_left_for_another_long_before_the_deadli
     assert fates.connect_s[0] <= 0.1
 
 
-def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(make_bench: MakeBench, fates: Fates) -> None:
-    bench = make_bench(num_rails=2)
+def test_a_short_batch_behind_a_silent_long_one_takes_another_rail(make_pair: MakePair, fates: Fates) -> None:
+    bench = make_pair(NBYTES, rails=RAILS)
     fates.orders["slice"] = [Fate.SILENT]
     long = bench.near.submit([write(bench)], deadline_s=NEVER_S)
     until(lambda: fates.counts["slice", Fate.SILENT])
@@ -175,9 +167,9 @@ def test_a_peer_that_is_forgotten_while_it_is_dialled_is_not_served_any_more(ben
 
 
 def test_connections_beyond_the_cap_go_when_they_fall_idle(
-    make_bench: MakeBench, make_engine: Make, fates: Fates
+    make_pair: MakePair, make_engine: Make, fates: Fates
 ) -> None:
-    bench = make_bench(max_endpoints=1)
+    bench = make_pair(NBYTES, max_endpoints=1)
     bench.run(write(bench))
     for _ in range(4):
         far = make_engine()
@@ -257,12 +249,12 @@ def test_a_later_write_fences_what_an_earlier_batch_left_behind(bench: Pair, fat
 
 
 def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
-    make_bench: MakeBench, fates: Fates, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, fates: Fates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> Lane:
         raise RuntimeError("can't start new thread")
 
-    bench = make_bench(num_rails=2)
+    bench = make_pair(NBYTES, rails=RAILS)
     bench.run(bench.read(0, 0, 10))  # there is one lane, and no second one
     fates.orders["slice"] = [Fate.LATE]
     with monkeypatch.context() as exhausted:
@@ -274,12 +266,10 @@ def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
     assert fates.store_what_is_late() == 0
 
 
-def test_a_fence_that_ends_late_takes_nothing_from_a_write_that_has_gone_on(
-    make_bench: MakeBench, fates: Fates
-) -> None:
+def test_a_fence_that_ends_late_takes_nothing_from_a_write_that_has_gone_on(make_pair: MakePair, fates: Fates) -> None:
     """It breaks on the first way; on the second it loses its patience with the fence, and breaks on the third one. When
     that fence ends at last, the write is on its fourth way, with the third one to be fenced."""
-    bench = make_bench(num_rails=2)
+    bench = make_pair(NBYTES, rails=RAILS)
     num_fences, num_connects = itertools.count(1), itertools.count(1)
     fencing: list[Lane] = []
     on_its_fourth_way = threading.Event()

@@ -1,4 +1,4 @@
-"""What is taken is given back: threads, descriptors, memory. What cannot be taken is refused."""
+"""What is taken is given back: threads, descriptors, memory. What cannot be taken, or meant, is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import socket
 import threading
 import weakref
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, Make, Pair, PeerInProcess
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
+from transfer.config import Patience, TransferConfig
 
 TRANSPORTS = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)]
 
@@ -122,15 +125,6 @@ def test_a_segment_with_an_open_window_stays_and_after_that_peers_cannot_read_it
             pair.run(pair.read(0, 0, 10))
 
 
-def test_a_source_that_was_deregistered_and_one_that_replaced_it_are_told_apart(pair: Pair) -> None:
-    for fill in (b"a", b"b", b"c"):
-        local = pair.near.allocate(4096)
-        local.buffer[:] = fill * 4096
-        pair.run(Transfer(Op.WRITE, local, 0, pair.remote, 0, 4096, pair.window_id))
-        assert pair.memory.buffer[:4096] == fill * 4096
-        pair.near.deregister(local)
-
-
 def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(pair: Pair, transport: str) -> None:
     endpoint, view = parse(pair.far.address).rails[transport][0].endpoint, pair.memory.buffer
     pair.far.close()
@@ -221,3 +215,30 @@ def test_idle_engines_use_no_processor_time(pair: Pair) -> None:
     before = sum(os.times()[:2])
     threading.Event().wait(0.3)
     assert sum(os.times()[:2]) - before < 0.1
+
+
+TLS = {name: f"{name}.pem" for name in ("tls_certificate", "tls_key", "tls_authority")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (TransferOptions, {"transports": ()}, "no transports"),
+        (TransferOptions, {"streams": 0}, "streams must be at least 1"),
+        (TransferOptions, {"slice_bytes": -1}, "slice bytes must be at least 1"),
+        (Patience, {"base_s": 0.0}, "above 0"),
+        (Patience, {"slowest_bytes_s": 0}, "above 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_words(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        kind(**options)
+
+
+def test_kv_has_the_processes_tls_unless_it_is_told_otherwise() -> None:
+    told = TransferConfig(**TLS).transfer_options("127.0.0.1").tls
+    assert told is not None
+    assert told.certificate == Path("tls_certificate.pem")
+    assert TransferConfig(**TLS, transfer_tls=False).transfer_options("127.0.0.1").tls is None
+    with pytest.raises(ConfigError, match="--no-transfer-tls"):
+        TransferConfig(**TLS, transports=("rdma",)).transfer_options("127.0.0.1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 
 from transfer import scatter
@@ -30,28 +29,20 @@ class Passed(IntEnum):
 Said = list[tuple[bytes, Passed]]
 
 
-@dataclass(frozen=True)
-class Ground:
-    """What honest frames would speak of."""
-
-    segment_id: int
-    hidden_id: int
-    window_id: int
-    nbytes: int
-    window_start: int
-    window_nbytes: int
-    base: int
-    """Of memory of the initiator's that may be offered by address."""
+# What honest frames speak of: the ids of the first segments and of the first window of an engine.
+SEGMENT_ID, HIDDEN_ID, WINDOW_ID = 1, 2, 1
+NBYTES = 64 << 10
+WINDOW = (16 << 10, 16 << 10)
 
 
-def session(rng: random.Random, ground: Ground, *, near: bool) -> Said:
-    """`near`: over shared memory, where more can be said."""
+def session(rng: random.Random, base: int, *, near: bool) -> Said:
+    """`near`: over shared memory, where more can be said. `base`: of memory of the initiator's that may be offered."""
     kinds = [Kind.READ, Kind.WRITE, rng.choice(list(Kind))]
     if near:
         kinds += [Kind.OFFER, Kind.MAP, *[Kind.WRITE_FROM] * 3]
-    said = [_frame(rng, ground, rng.choice(kinds)) for _ in range(rng.randint(1, 6))]
+    said = [_frame(rng, base, rng.choice(kinds)) for _ in range(rng.randint(1, 6))]
     if near and rng.random() < 0.7:
-        header = Header(kind=Kind.OFFER, source_id=1, nbytes=ground.nbytes)
+        header = Header(kind=Kind.OFFER, source_id=1, nbytes=NBYTES)
         said.insert(0, (encode(header), Passed.MEMORY))
     for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
         at = rng.randrange(len(said))
@@ -61,24 +52,23 @@ def session(rng: random.Random, ground: Ground, *, near: bool) -> Said:
     return said
 
 
-def _frame(rng: random.Random, ground: Ground, kind: Kind) -> tuple[bytes, Passed]:
+def _frame(rng: random.Random, base: int, kind: Kind) -> tuple[bytes, Passed]:
     """Honest, but for a number now and then."""
-    header = Header(kind=kind, segment_id=ground.segment_id, source_id=rng.choice((1, 1, 1, 2, 4)))
+    header = Header(kind=kind, segment_id=SEGMENT_ID, source_id=rng.choice((1, 1, 1, 2, 4)))
     rows, payload, passed = scatter.rows(), b"", Passed.NONE
     match kind:
         case Kind.READ | Kind.MAP:
-            header = header._replace(segment_id=rng.choice((ground.segment_id, ground.hidden_id)))
-            rows = _rows(rng, ground.nbytes, 0) if kind is Kind.READ else rows
+            header = header._replace(segment_id=rng.choice((SEGMENT_ID, HIDDEN_ID)))
+            rows = _rows(rng, 0, NBYTES) if kind is Kind.READ else rows
         case Kind.WRITE | Kind.WRITE_FROM:
-            header = header._replace(window_id=ground.window_id)
-            rows = _rows(rng, ground.window_nbytes, ground.window_start)
+            header = header._replace(window_id=WINDOW_ID)
+            rows = _rows(rng, *WINDOW)
             if kind is Kind.WRITE:
                 nbytes = sum(row[2] for row in rows.tolist())
                 payload = rng.randbytes(min(max(nbytes, 0), 1 << 18))
                 header = header._replace(nbytes=nbytes % (1 << 64))
         case Kind.OFFER:
-            base = rng.choice((0, ground.base))
-            header = header._replace(window_id=base, nbytes=ground.nbytes)
+            header = header._replace(window_id=rng.choice((0, base)), nbytes=NBYTES)
             passed = rng.choice((Passed.MEMORY, Passed.MEMORY, *Passed))
         case _:
             header = header._replace(source_id=rng.getrandbits(63))
@@ -92,7 +82,7 @@ def _frame(rng: random.Random, ground: Ground, kind: Kind) -> tuple[bytes, Passe
     return encode(header) + scatter.pack(rows) + payload, passed
 
 
-def _rows(rng: random.Random, nbytes: int, start: int) -> Rows:
+def _rows(rng: random.Random, start: int, nbytes: int) -> Rows:
     rows = []
     for _ in range(rng.choice((0, 1, 1, 1, 2, 5))):
         length = rng.randint(0, min(nbytes, 8192))

@@ -22,7 +22,17 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN
-from tests.transfer.fuzz.mutations import Ground, Passed, Said, mutated, session
+from tests.transfer.fuzz.mutations import (
+    HIDDEN_ID,
+    NBYTES,
+    SEGMENT_ID,
+    WINDOW,
+    WINDOW_ID,
+    Passed,
+    Said,
+    mutated,
+    session,
+)
 from tests.transfer.stage import GUARD, dial
 from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
 from transfer.address import parse
@@ -33,9 +43,7 @@ from transfer.tcp import handshake
 
 TOTAL_S = float(os.environ.get("MOONSERVE_FUZZ_S", "10"))
 FIRST_SEED = int(os.environ.get("MOONSERVE_FUZZ_SEED", "0"))
-NBYTES = 64 << 10
 _QUIET_S = 0.01
-WINDOW = (16 << 10, 16 << 10)
 SECRET = secrets.token_bytes(32)
 """Fills all memory that peers must not see: a reply that holds any of it is a finding."""
 
@@ -66,15 +74,7 @@ class Quarry:
             Passed.NO_MEMORY: self.no_memory,
         }
         self.buffer = bytearray(NBYTES)
-        self.ground = Ground(
-            segment_id=self.segment.segment_id,
-            hidden_id=self.hidden.segment_id,
-            window_id=self.window_id,
-            nbytes=NBYTES,
-            window_start=WINDOW[0],
-            window_nbytes=WINDOW[1],
-            base=address_of(self.buffer),
-        )
+        assert (self.segment.segment_id, self.hidden.segment_id, self.window_id) == (SEGMENT_ID, HIDDEN_ID, WINDOW_ID)
         self.near = transport == "shm"
         self.honest = TransferEngine(cluster_token=TOKEN, options=options)
         self.honest.start()
@@ -123,7 +123,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 def attack(quarry: Quarry, seed: int) -> bytes:
     """One session; everything that came back."""
     rng, instance = random.Random(seed), parse(quarry.engine.address).instance
-    said = session(rng, quarry.ground, near=quarry.near)
+    said = session(rng, address_of(quarry.buffer), near=quarry.near)
     with closing(dial(quarry.engine.address)) as connection:
         if rng.random() < 0.1:
             hello = handshake._HELLO.pack(b"MOONXFER", handshake.PROTOCOL_VERSION, 1, bytes(32))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import Pair
+from tests.transfer.conftest import MakePair, Pair
 from tests.transfer.fake_fabric import LIMITS, PORT, FakeDevice, Wire
 from transfer import Op, RemoteSegment, Transfer
 from transfer.rdma import control
@@ -29,7 +29,7 @@ def checksums(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def pair(wire: Wire, make_pair: Callable[..., Pair], checksums: bool) -> Pair:
+def pair(wire: Wire, make_pair: MakePair, checksums: bool) -> Pair:
     pair = make_pair(checksums=checksums)
     pair.local.buffer[:] = b"n" * (1 << 20)
     pair.memory.buffer[:] = b"f" * (1 << 20)

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 
-from protocol.errors import ConfigError, InvalidRequest, PeerLost
+from protocol.errors import ConfigError, PeerLost
 from transfer.shm import memfd
 from transfer.shm.memfd import OwnedMemory, PeerMemory
 
@@ -35,20 +35,6 @@ def test_a_borrower_sees_the_owners_stores_and_can_neither_write_nor_shrink(elas
     with pytest.raises(OSError):  # noqa: PT011
         os.pwrite(owned.lent_fd, b"x", 0)
     borrowed.close()
-
-
-def test_a_retired_segment_is_known_as_such_and_views_of_it_live_on() -> None:
-    owned = OwnedMemory(4096)
-    owned.view[:3] = b"abc"
-    borrowed = PeerMemory(owned.fd, 4096)
-    view = borrowed.view[:3]
-    borrowed.require_live()
-    owned.retire()
-    assert not borrowed.live
-    with pytest.raises(InvalidRequest):
-        borrowed.require_live()
-    borrowed.close()
-    assert view == b"abc"
 
 
 def test_memory_that_its_owner_could_shrink_or_of_another_size_is_not_accepted() -> None:

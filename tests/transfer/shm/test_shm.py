@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import Make, Pair, PeerInProcess, run
+from tests.transfer.conftest import Make, MakePair, Pair, PeerInProcess, run
 from transfer import Op, RemoteSegment, Transfer
 from transfer.native import address_of, data_plane
 from transfer.scatter import Rows
@@ -20,7 +18,6 @@ from transfer.tcp.session import StreamSession
 TRANSPORTS = ["shm"]
 
 MIB = 1 << 20
-MakePair = Callable[..., Pair]
 
 
 @pytest.fixture

@@ -83,17 +83,9 @@ def test_rows_outside_the_offered_memory_or_of_none_are_refused(target: Target, 
     target.write(scatter.rows((0, 0, 1)))
 
 
-@pytest.fixture
-def loose() -> Iterator[int]:
-    """Memory that its owner could take away."""
-    fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 1 << 20)
-    yield fd
-    os.close(fd)
-
-
-def test_an_offer_that_cannot_be_one_ends_the_connection(target: Target, loose: int) -> None:
-    fd, marker = target.source.fd, OwnedMemory(1)
+def test_an_offer_that_cannot_be_one_ends_the_connection(target: Target) -> None:
+    fd, marker, loose = target.source.fd, OwnedMemory(1), os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, 1 << 20)  # its owner could take it away
     for offers in (
         [{"fd": fd}, {"fd": fd}],
         [{"fd": None}],
@@ -105,6 +97,7 @@ def test_an_offer_that_cannot_be_one_ends_the_connection(target: Target, loose: 
         for offer in offers:
             stranger.offer(**offer)  # type: ignore[arg-type]
         until_closed(stranger.connection)
+    os.close(loose)
 
 
 def test_memory_offered_by_address_is_read_after_it_was_found_readable(target: Target) -> None:

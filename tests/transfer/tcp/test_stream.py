@@ -6,13 +6,13 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from protocol.errors import PeerLost
 from tests.patience import PATIENCE_S
-from tests.transfer.conftest import Pair
+from tests.transfer.conftest import MakePair, Pair
 from transfer.native import address_of, vectors
 from transfer.tcp.connection import Connection
 from transfer.tcp.frames import Code, Header, Kind, encode
@@ -96,7 +96,7 @@ def test_aborting_wakes_a_wait_without_a_deadline(ends: tuple[Connection, socket
 
 
 @pytest.fixture
-def bare(make_pair: Callable[..., Pair]) -> Pair:
+def bare(make_pair: MakePair) -> Pair:
     return make_pair(64, checksums=False)
 
 
