@@ -151,10 +151,6 @@ LONG = int(PATIENCE_S * SECOND)
 Sockets = tuple[socket.socket, socket.socket]
 
 
-def unix_pair() -> Sockets:
-    return socket.socketpair()
-
-
 def tcp_pair() -> Sockets:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
@@ -162,7 +158,7 @@ def tcp_pair() -> Sockets:
     return near, far
 
 
-@pytest.fixture(params=[unix_pair, tcp_pair])
+@pytest.fixture(params=[socket.socketpair, tcp_pair])
 def pair(request: pytest.FixtureRequest) -> Iterator[Sockets]:
     near, far = request.param()
     near.setblocking(False)
@@ -221,7 +217,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(pair: Sockets) ->
 )
 def test_pieces_of_any_length_on_either_side_are_one_stream(out: list[int], into: list[int], size: int) -> None:
     content, landed = random.Random(size).randbytes(size), bytearray(size)
-    near, far = unix_pair()
+    near, far = socket.socketpair()
     with near, far:
         sender, receiver = Flow(), Flow()
         sender.send(cut(content, out))
@@ -273,7 +269,7 @@ def test_the_peers_end_is_told_after_all_that_it_sent(pair: Sockets) -> None:
 
 
 def test_a_broken_pipe_raises_no_signal_and_what_came_before_it_is_still_read() -> None:
-    near, far = unix_pair()
+    near, far = socket.socketpair()
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         far.send(b"refused")
@@ -310,7 +306,7 @@ def test_a_spin_for_nothing_is_not_repeated_at_once(pair: Sockets) -> None:
 
 
 def test_a_descriptor_comes_with_the_bytes_it_was_sent_with() -> None:
-    near, far = unix_pair()
+    near, far = socket.socketpair()
     with near, far, open(os.devnull) as null:
         socket.send_fds(far, [b"frame1"], [null.fileno(), null.fileno()])
         far.send(b"frame2")
@@ -326,7 +322,7 @@ def test_a_descriptor_comes_with_the_bytes_it_was_sent_with() -> None:
 
 
 def test_a_descriptor_that_nobody_took_is_closed_by_the_next() -> None:
-    near, far = unix_pair()
+    near, far = socket.socketpair()
     landed, flow = bytearray(1), Flow()
     with near, far, open(os.devnull) as null:
         gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from protocol.errors import ConfigError, Incompatible, PeerError, PeerLost, Unau
 from tests.authority import Authority, Files, openssl
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, Make, Pair
-from tests.transfer.proxy import Proxy, Towards, Trouble
+from tests.transfer.proxy import Towards, Trouble
+from tests.transfer.stage import Stage
 from transfer import Op, RemoteSegment, Transfer, TransferEngine
 from transfer.address import parse
 
@@ -107,43 +107,27 @@ def test_plain_bytes_on_the_encrypted_port_end_their_connection_only(pair: Pair)
     pair.run(pair.read(0, 0, 10))
 
 
-@pytest.fixture
-def proxy(pair: Pair) -> Iterator[Proxy]:
-    """Somebody in between, who listens."""
-    proxy = Proxy(parse(pair.far.address).rails["tcp"][0].endpoint)
+def test_a_listener_in_between_sees_nothing_of_what_is_sent(stage: Stage) -> None:
+    proxy, address = stage.proxy()
     proxy.seen = bytearray()
-    yield proxy
-    proxy.close()
-
-
-def write_through(proxy: Proxy, pair: Pair, nbytes: int) -> None:
-    pair.local.buffer[:] = b"a secret, often." * (pair.local.nbytes // 16)
-    endpoint = parse(pair.far.address).rails["tcp"][0].endpoint
-    remote = replace(pair.remote, address=pair.far.address.replace(endpoint, proxy.endpoint))
-    write = replace(pair.write(0, 0, nbytes), remote=remote)
-    try:
-        pair.near.run([write], deadline_s=PATIENCE_S)
-    finally:
-        pair.near.forget(remote.address)
-
-
-def test_a_listener_in_between_sees_nothing_of_what_is_sent(pair: Pair, proxy: Proxy) -> None:
-    write_through(proxy, pair, 64 << 10)
-    assert pair.memory.buffer[: 64 << 10] == pair.local.buffer[: 64 << 10]
-    assert proxy.seen is not None
+    stage.run(stage.transfer(Op.WRITE, address, 64 << 10))
+    stage.require_arrived()
     assert len(proxy.seen) > 64 << 10
-    assert b"secret" not in proxy.seen
+    assert not any(stage.content[at : at + 16] in proxy.seen for at in range(0, 64 << 10, 1024))
 
 
-def test_a_byte_changed_on_the_way_never_reaches_memory(pair: Pair, proxy: Proxy) -> None:
-    write_through(proxy, pair, 10)
-    assert proxy.seen is not None
-    at = len(proxy.seen) + (6 << 10)  # in the middle of one record
+def test_a_byte_changed_on_the_way_never_reaches_memory(stage: Stage) -> None:
+    proxy, address = stage.proxy()
+    proxy.seen = bytearray()
+    stage.run(stage.transfer(Op.WRITE, address, 10))
+    stage.near.forget(address)
+    at = len(proxy.seen) + (6 << 10)  # of the next connection: in the middle of one record
     proxy.flip = Trouble(Towards.TARGET, at=at, times=100)
-    before = bytes(pair.memory.buffer)
+    before = bytes(stage.memory.buffer)
     with pytest.raises(PeerError):
-        write_through(proxy, pair, 12 << 10)
-    assert pair.memory.buffer == before
+        stage.near.run([stage.transfer(Op.WRITE, address, 12 << 10)], deadline_s=PATIENCE_S)
+    assert proxy.flip.times < 100
+    assert stage.memory.buffer == before
 
 
 def test_an_engine_does_not_start_with_files_that_cannot_work(
