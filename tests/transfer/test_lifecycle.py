@@ -138,21 +138,29 @@ def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(
 
 
 @pytest.mark.parametrize(
-    ("token", "host", "transports"),
+    ("options", "words"),
     [
-        ("", "127.0.0.1", ("tcp",)),
-        ("t", "127.0.0.1", ()),
-        ("t", "127.0.0.1", ("tcp", "carrier-pigeon")),
-        ("t", "127.0.0.1", ("tcp", "tcp")),
-        ("t", "0.0.0.0", ("tcp",)),
-        ("t", "203.0.113.1", ("shm", "tcp")),
+        ({"cluster_token": ""}, "token is empty"),
+        ({"transports": ()}, "no transports"),
+        ({"transports": ("tcp", "carrier-pigeon")}, "choose from"),
+        ({"transports": ("tcp", "tcp")}, "choose from"),
+        ({"host": "0.0.0.0"}, "cannot be dialled"),
+        ({"host": "203.0.113.1", "transports": ("shm", "tcp")}, r"203\.0\.113\.1"),
+        ({"streams": 0}, "streams must be at least 1"),
+        ({"slice_bytes": -1}, "slice bytes must be at least 1"),
     ],
 )
-def test_what_cannot_be_started_says_so(token: str, host: str, transports: tuple[str, ...]) -> None:
-    before = census()
-    with pytest.raises(ConfigError):
-        TransferEngine(cluster_token=token, options=TransferOptions(host=host, transports=transports)).start()
+def test_what_cannot_be_started_or_meant_says_so(options: dict[str, Any], words: str) -> None:
+    before, chosen = census(), {"cluster_token": "t", "transports": ("tcp",), **options}
+    with pytest.raises(ConfigError, match=words):
+        TransferEngine(cluster_token=chosen.pop("cluster_token"), options=TransferOptions(**chosen)).start()
     assert census() == before
+
+
+@pytest.mark.parametrize("wrong", [{"base_s": 0.0}, {"slowest_bytes_s": 0}])
+def test_a_patience_that_ends_at_once_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        Patience(**wrong)
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
@@ -218,21 +226,6 @@ def test_idle_engines_use_no_processor_time(pair: Pair) -> None:
 
 
 TLS = {name: f"{name}.pem" for name in ("tls_certificate", "tls_key", "tls_authority")}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        (TransferOptions, {"transports": ()}, "no transports"),
-        (TransferOptions, {"streams": 0}, "streams must be at least 1"),
-        (TransferOptions, {"slice_bytes": -1}, "slice bytes must be at least 1"),
-        (Patience, {"base_s": 0.0}, "above 0"),
-        (Patience, {"slowest_bytes_s": 0}, "above 0"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_in_words(kind: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        kind(**options)
 
 
 def test_kv_has_the_processes_tls_unless_it_is_told_otherwise() -> None:
