@@ -18,7 +18,6 @@ from tests.thoroughness import THOROUGH, examples
 
 SLOW = (
     "benchmarks/",
-    "conductor/test_process.py",
     "conductor/test_standby.py",
     "deploy/kvctl/",
     "deploy/profile/",

@@ -14,6 +14,7 @@ from conductor.limits import Limits
 from conductor.policies import PUBLISHED_POLICY, make_policy
 from conductor.service import ConductorService
 from conductor.state import ConductorState
+from conductor.wire import place_from_wire
 from protocol.errors import Incompatible, InvalidRequest, NoWorker, StaleLease
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
 from protocol.membership import BlockLog, Membership
@@ -90,7 +91,6 @@ def wish(request_id: str, *, tokens: int = 100, keys: Sequence[BlockKey] = ()) -
 
 
 FIRST = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
-CANCELLED = conductor_pb2.ReportRequest.PHASE_CANCELLED
 
 
 def beat(name: str, **load: int) -> conductor_pb2.HeartbeatRequest:
@@ -129,20 +129,11 @@ async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
     assert registry.get_sample_value(gauge, labels) == errors["queue"]
 
 
-async def test_a_session_id_reaches_the_policy(rig: Rig) -> None:
-    for name in ("p0", "p1", "p2", "p3"):
-        await rig.call("Register", registration(name, common_pb2.ROLE_PREFILL))
-    await rig.call("Register", registration("d0", common_pb2.ROLE_DECODE))
-    rig.state._planner.policy = make_policy("session-affinity", 1.0)
-    chosen: dict[str, set[str]] = {}
-    for i in range(40):
-        request = wish(f"r{i}")
-        request.session_id = f"session-{i % 8}"
-        reply = await rig.call("Place", request)
-        chosen.setdefault(request.session_id, set()).add(reply.placement.prefill.instance_id)
-        await rig.call("Report", conductor_pb2.ReportRequest(request_id=f"r{i}", phase=CANCELLED))
-    assert all(len(instances) == 1 for instances in chosen.values())
-    assert len(set.union(*chosen.values())) > 1
+def test_a_session_id_is_the_conversations_or_none() -> None:
+    request = wish("r0")
+    assert place_from_wire(request).session_id is None
+    request.session_id = "x"
+    assert place_from_wire(request).session_id == "x"
 
 
 async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(rig: Rig) -> None:

@@ -1,4 +1,5 @@
-"""Conductors that stand by for each other, over a real registry and real sockets, in one event loop."""
+"""Conductors as processes are, alone and standing by for each other, over a real registry and real sockets, in one
+event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from conductor.config import ConductorConfig
 from conductor.leadership.candidate import Candidate, boot_clock
 from conductor.leadership.standby import LeaderMetrics, Led
 from conductor.leadership.state import Terms
+from conductor.policies import PUBLISHED_POLICY
 from conductor.service import serve
+from deploy.ports import free_port
 from protocol.conductors import Conductors
 from protocol.config import load
 from protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
@@ -46,17 +49,17 @@ class FactsOfReady(Lifecycle):
 class Cluster:
     """Conductors under names, their common registry, and clients of them all."""
 
-    def __init__(self, registry: str) -> None:
+    def __init__(self, registry: str | None = None) -> None:
         self._registry = registry
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lifecycles: dict[str, FactsOfReady] = {}
         self.addresses: dict[str, str] = {}
         self.channels = Channels(TOKEN)
 
-    async def start(self, name: str, lease_s: float = 5.0) -> None:
-        config = ConductorConfig(
-            cluster_token=TOKEN, registry=self._registry, leader_ttl_s=3.0, lease_s=lease_s, heartbeat_interval_s=0.1
-        )
+    async def start(self, name: str, **options: float) -> None:
+        """`options` are fields of its configuration."""
+        common = {"leader_ttl_s": 3.0, "heartbeat_interval_s": 0.1}
+        config = ConductorConfig(cluster_token=TOKEN, registry=self._registry, **common | options)
         lifecycle = self._lifecycles[name] = FactsOfReady()
         self._tasks[name] = asyncio.create_task(serve(config, lifecycle))
         self.addresses[name] = await lifecycle.address
@@ -126,13 +129,6 @@ async def test_a_standby_refuses_every_call_and_names_the_leader(pair: Cluster) 
         with pytest.raises(NotLeader) as caught:
             await pair.ask("b", method, request)
         assert caught.value.ids == {"leader": pair.addresses["a"]}
-
-
-async def test_clients_of_both_reach_the_leader(pair: Cluster) -> None:
-    await call(pair.clients(), "Register", registration("p0", common_pb2.ROLE_PREFILL))
-    await call(pair.clients(), "Register", registration("d0", common_pb2.ROLE_DECODE))
-    reply = await call(pair.clients(), "Place", wish("r0"))
-    assert reply.placement.prefill.instance_id == "p0"
 
 
 @contextlib.asynccontextmanager
@@ -230,11 +226,39 @@ async def test_a_registry_that_refuses_the_credentials_ends_the_start(cluster: C
         await serve(config, FactsOfReady())
 
 
-@pytest.mark.parametrize("ttl", ["0", "0.1", "nan", "100000"])
-async def test_a_leaders_time_that_cannot_work_is_refused(ttl: str) -> None:
-    arguments = ["--registry", "127.0.0.1:1", "--leader-ttl-s", ttl]
-    config = load(ConductorConfig, arguments, prog="conductor", environ={})
-    with pytest.raises(ConfigError, match="leader-ttl-s"):
+async def test_one_without_a_registry_keeps_house_and_is_found_at_one_of_several_addresses() -> None:
+    """As where it may be on several hosts, and is on one."""
+    alone = Cluster()
+    await alone.start("a", lease_s=0.2, heartbeat_interval_s=0.02)
+    alone.addresses["nobody"] = f"127.0.0.1:{free_port()}"
+    reply = await call(alone.clients(), "Register", registration("p0", common_pb2.ROLE_PREFILL))
+    assert reply.lease_s == pytest.approx(0.2)
+    await answered(lambda: is_empty(alone))
+    async with asyncio.timeout(PATIENCE_S):
+        await alone.close()
+
+
+async def is_empty(cluster: Cluster) -> bool:
+    view = await call(cluster.clients(), "GetCluster", conductor_pb2.GetClusterRequest())
+    return not view.instances
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        *((f"--registry 127.0.0.1:1 --leader-ttl-s {ttl}", "leader-ttl-s") for ttl in ("0", "0.1", "nan", "100000")),
+        ("--port 1 --host 0.0.0.0", "cannot dial"),
+        ("--heartbeat-interval-s 5 --lease-s 2", "shorter than --lease-s"),
+        ("--ttft-slo 0", "must be positive"),
+        (f"--placement-policy {PUBLISHED_POLICY} --balancing-threshold 0.5", "at least 1"),
+        ("--decision-mib 0", "must be positive"),
+        ("--placement-policy nonsense", "is not one of"),
+        ("--placement-policy nowhere.py:Nothing", "cannot be made"),
+    ],
+)
+async def test_values_that_cannot_work_are_config_errors(flags: str, named: str) -> None:
+    config = load(ConductorConfig, flags.split(), prog="conductor", environ={})
+    with pytest.raises(ConfigError, match=named):
         await serve(config, FactsOfReady())
 
 

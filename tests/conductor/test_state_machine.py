@@ -7,6 +7,7 @@ report of its end, by being placed again, or by being forgotten.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ from conductor.policies import POLICY_NAMES, make_policy
 from conductor.state import ConductorState
 from protocol.errors import InvalidRequest, NoWorker, StaleLease
 from protocol.ids import InstanceId, RequestId, Role
-from protocol.keys import NO_PARENT
+from protocol.keys import NO_PARENT, BlockKey
 from tests.conductor.cluster import LAYOUT, chain, endpoint, shown, worker
 from tests.thoroughness import examples
 
@@ -48,14 +49,40 @@ instances = st.sampled_from(sorted(ROLES))
 requests = st.sampled_from([RequestId(f"r{i}") for i in range(8)])
 prompts = st.sampled_from(["a", "b"])
 policies = st.sampled_from(POLICY_NAMES)
-# As large as the messages of conductor.proto carry them, whatever a worker could have.
-lies = st.builds(
-    Load,
-    num_running=st.sampled_from([0, 2**32 - 1]),
-    free_blocks=st.sampled_from([0, 2**32 - 1]),
-    leased_blocks=st.sampled_from([0, 2**32 - 1]),
-    context_tokens=st.sampled_from([0, 2**64 - 1]),
-    queued_tokens=st.sampled_from([0, 2**64 - 1]),
+# Also as large as the messages of conductor.proto carry them, whatever a worker could have.
+counts, tokens = st.integers(0, 40) | st.just(2**32 - 1), st.integers(0, 400) | st.just(2**64 - 1)
+loads = st.builds(
+    Load, num_running=counts, free_blocks=counts, leased_blocks=counts, context_tokens=tokens, queued_tokens=tokens
+)
+
+
+def wish(prompt: str, num_tokens: int, **others: Any) -> Place:
+    return Place(block_keys=chain(prompt, num_tokens // 10), num_prompt_tokens=num_tokens, **others)
+
+
+wishes = st.builds(
+    wish,
+    prompts,
+    st.integers(0, 150),
+    request_id=requests,
+    max_tokens=st.integers(0, 50),
+    tenant=st.sampled_from(["", "t", "u"]),
+    priority=st.integers(-1, 1),
+    excluded_instances=st.frozensets(instances, max_size=2),
+    session_id=st.sampled_from([None, "x", "y"]),
+)
+times = st.none() | st.floats(0.0, 1e6)
+# Also with times and counts that cannot be.
+reports = st.builds(
+    Report,
+    request_id=requests,
+    phase=st.sampled_from(Phase),
+    elapsed_s=st.just(0.5),
+    cached_tokens=st.integers(0, 200),
+    output_tokens=st.integers(0, 50),
+    queue_s=times,
+    transfer_s=times,
+    prefill_s=times,
 )
 
 
@@ -130,24 +157,15 @@ class ConductorMachine(RuleBasedStateMachine):
 
     @rule(
         name=instances,
-        prompt=prompts,
-        span=st.tuples(st.integers(0, 10), st.integers(0, 10)),
+        load=loads,
+        keys=st.builds(lambda prompt, span: chain(prompt, 10)[span], prompts, st.slices(10)),
         removes=st.booleans(),
         skips=st.booleans(),
         draining=st.booleans(),
-        numbers=st.tuples(*[st.integers(0, 40)] * 5),
     )
     def heartbeat(
-        self,
-        name: str,
-        prompt: str,
-        span: tuple[int, int],
-        removes: bool,
-        skips: bool,
-        draining: bool,
-        numbers: tuple[int, ...],
+        self, name: str, load: Load, keys: tuple[BlockKey, ...], removes: bool, skips: bool, draining: bool
     ) -> None:
-        keys = chain(prompt, 10)[min(span) : max(span)]
         first = self.next_seq.get(name, 1) + (3 if skips else 0)
         changes = BlockChanges(
             first_seq=first,
@@ -155,66 +173,21 @@ class ConductorMachine(RuleBasedStateMachine):
             added=() if removes else tuple((key, NO_PARENT) for key in keys),
             removed=keys if removes else (),
         )
-        running, free, leased, context, queued = numbers
-        load = Load(
-            num_running=running,
-            free_blocks=free,
-            leased_blocks=leased,
-            context_tokens=context * 10,
-            queued_tokens=queued * 10,
-        )
-        beat = Heartbeat(
-            instance_id=InstanceId(name), epoch=self.epochs.get(name, 1), load=load, changes=changes, draining=draining
-        )
+        epoch = self.epochs.get(name, 1)
+        beat = Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=load, changes=changes, draining=draining)
         reply = self.send(beat)
         assert isinstance(reply, HeartbeatSeen)
         if reply.known and not reply.resync:
             self.next_seq[name] = changes.next_seq
-
-    @rule(name=instances, load=lies)
-    def lie(self, name: str, load: Load) -> None:
-        """Nobody has so much; whoever says so is heard, and no book breaks."""
-        epoch = self.epochs.get(name, 1)
-        reply = self.send(Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=load))
-        assert isinstance(reply, HeartbeatSeen)
 
     @rule(name=policies, threshold=st.sampled_from([1.0, 2.0]), seed=st.integers(0, 3))
     def switch(self, name: str, threshold: float, seed: int) -> None:
         for state in (self.state, self.twin):
             state._planner.policy = make_policy(name, threshold, seed)
 
-    @rule(
-        request_id=requests,
-        prompt=prompts,
-        tokens=st.integers(0, 150),
-        max_tokens=st.integers(0, 50),
-        tenant=st.sampled_from(["", "t", "u"]),
-        priority=st.integers(-1, 1),
-        excluded=st.frozensets(instances, max_size=2),
-        session=st.sampled_from([None, "x", "y"]),
-    )
-    def place(
-        self,
-        request_id: RequestId,
-        prompt: str,
-        tokens: int,
-        max_tokens: int,
-        tenant: str,
-        priority: int,
-        excluded: frozenset[str],
-        session: str | None,
-    ) -> None:
-        event = Place(
-            request_id=request_id,
-            block_keys=chain(prompt, tokens // 10),
-            num_prompt_tokens=tokens,
-            max_tokens=max_tokens,
-            tenant=tenant,
-            priority=priority,
-            excluded_instances=excluded,
-            session_id=session,
-        )
-        reply = self.send(event)
+    @rule(event=wishes)
+    def place(self, event: Place) -> None:
+        reply, request_id = self.send(event), event.request_id
         self.live.discard(request_id)  # placed again: its first placement is over, whatever the reply
         match reply:
             case Placed():
@@ -251,31 +224,11 @@ class ConductorMachine(RuleBasedStateMachine):
             assert placement.predicted_ttft_s <= decision.ttft_slo_s
             assert placement.predicted_tbt_s <= decision.tbt_slo_s
 
-    @rule(
-        request_id=requests,
-        phase=st.sampled_from(Phase),
-        output=st.integers(0, 50),
-        cached=st.integers(0, 200),
-        times=st.tuples(*[st.none() | st.floats(0.0, 1e6)] * 3),
-    )
-    def report(
-        self, request_id: RequestId, phase: Phase, output: int, cached: int, times: tuple[float | None, ...]
-    ) -> None:
-        """Also with times and counts that cannot be."""
-        queue_s, transfer_s, prefill_s = times
-        report = Report(
-            request_id=request_id,
-            phase=phase,
-            elapsed_s=0.5,
-            cached_tokens=cached,
-            output_tokens=output,
-            queue_s=queue_s,
-            transfer_s=transfer_s,
-            prefill_s=prefill_s,
-        )
+    @rule(report=reports)
+    def report(self, report: Report) -> None:
         self.send(report)
-        if phase is not Phase.FIRST_TOKEN:
-            self.live.discard(request_id)
+        if report.phase is not Phase.FIRST_TOKEN:
+            self.live.discard(report.request_id)
 
     @rule(seconds=st.floats(0.0, 6.0))
     def pass_time(self, seconds: float) -> None:
