@@ -57,19 +57,19 @@ def endpoint(name: str, epoch: int = 1, host: str | None = None) -> Endpoint:
     )
 
 
-def worker(name: str, role: Role, *, host: str | None = None, home: str | None = None) -> Register:
-    """A registration that tests vary with `dataclasses.replace`."""
-    return Register(
-        endpoint=endpoint(name, host=host),
+def worker(name: str, role: Role, *, epoch: int = 1, host: str | None = None, **changes: Any) -> Register:
+    """A registration; `changes` are its fields."""
+    registration = Register(
+        endpoint=endpoint(name, epoch, host),
         role=role,
         layout=LAYOUT,
         fingerprint="f1",
         num_blocks=1000,
         prefill_profile=PREFILL,
         decode_profile=DECODE,
-        home_store=InstanceId(home) if home else None,
         max_model_len=4000,
     )
+    return replace(registration, **changes)
 
 
 class Cluster:
@@ -106,64 +106,42 @@ class Cluster:
         self._epochs[registration.endpoint.instance_id] = registration.endpoint.epoch
         self._next_seq[registration.endpoint.instance_id] = 1
 
-    def prefill(self, name: str, *, host: str | None = None, home: str | None = None) -> None:
-        self.join(worker(name, Role.PREFILL, host=host, home=home))
+    def prefill(self, name: str, **changes: Any) -> None:
+        self.join(worker(name, Role.PREFILL, **changes))
 
-    def decode(self, name: str, *, num_blocks: int = 1000) -> None:
-        self.join(replace(worker(name, Role.DECODE), num_blocks=num_blocks))
+    def decode(self, name: str, **changes: Any) -> None:
+        self.join(worker(name, Role.DECODE, **changes))
 
-    def store(self, name: str, *, host: str | None = None) -> None:
+    def store(self, name: str, host: str | None = None) -> None:
         self.join(Register(endpoint=endpoint(name, host=host), role=Role.STORE))
 
     def heartbeat(
         self, name: str, load: Load | None = None, *, holds: Sequence[BlockKey] = (), draining: bool = False
     ) -> Action:
         """Also adds the blocks in `holds`."""
-        first = self._next_seq[name]
-        changes = BlockChanges(
-            first_seq=first, next_seq=first + len(holds), added=tuple((key, NO_PARENT) for key in holds)
-        )
-        self._next_seq[name] = changes.next_seq
-        return self.send(
-            Heartbeat(
-                instance_id=InstanceId(name),
-                epoch=self._epochs[name],
-                load=load or Load(free_blocks=1000),
-                changes=changes,
-                draining=draining,
-            )
-        )[-1]
+        first, added = self._next_seq[name], tuple((key, NO_PARENT) for key in holds)
+        self._next_seq[name] = first + len(added)
+        changes = BlockChanges(first_seq=first, next_seq=first + len(added), added=added)
+        load, epoch = load or Load(free_blocks=1000), self._epochs[name]
+        beat = Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=load, changes=changes, draining=draining)
+        return self.send(beat)[-1]
 
-    def ask(self, request_id: str, place: Place | None = None, **changes: object) -> Action:
+    def ask(self, request_id: str, **changes: Any) -> Action:
         """The reply to a placement; `changes` are fields of `Place`."""
-        wish = place or Place(request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10)
-        return self.send(replace(wish, **changes))[-1]  # type: ignore[arg-type]
+        wish = Place(request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10)
+        return self.send(replace(wish, **changes))[-1]
 
-    def place(
-        self,
-        request_id: str,
-        *,
-        keys: Sequence[BlockKey] = (),
-        tokens: int = 100,
-        max_tokens: int = 10,
-        excluded: frozenset[str] = frozenset(),
-    ) -> Placement:
-        reply = self.ask(
-            request_id,
-            block_keys=tuple(keys),
-            num_prompt_tokens=tokens,
-            max_tokens=max_tokens,
-            excluded_instances=excluded,
-        )
+    def place(self, request_id: str, *, keys: Sequence[BlockKey] = (), tokens: int = 100, **changes: Any) -> Placement:
+        reply = self.ask(request_id, block_keys=tuple(keys), num_prompt_tokens=tokens, **changes)
         assert isinstance(reply, Placed), reply
         return reply.placement
 
-    def reject(self, request_id: str, **changes: object) -> Rejected:
+    def reject(self, request_id: str, **changes: Any) -> Rejected:
         reply = self.ask(request_id, **changes)
         assert isinstance(reply, Rejected), reply
         return reply
 
-    def refuse(self, request_id: str, **changes: object) -> Exception:
+    def refuse(self, request_id: str, **changes: Any) -> Exception:
         reply = self.ask(request_id, **changes)
         assert isinstance(reply, Refused), reply
         return reply.error
@@ -175,11 +153,11 @@ class Cluster:
         return shown(decision)
 
     def report(
-        self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: object
+        self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: Any
     ) -> list[Action]:
         """`changes` are fields of `Report`."""
-        report = Report(request_id=RequestId(request_id), phase=phase, elapsed_s=elapsed_s, output_tokens=output_tokens)
-        return self.send(replace(report, **changes))  # type: ignore[arg-type]
+        times = {"elapsed_s": elapsed_s, "output_tokens": output_tokens, **changes}
+        return self.send(Report(request_id=RequestId(request_id), phase=phase, **times))  # type: ignore[arg-type]
 
 
 def shown(decision: Decision) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from conductor.admission import STEP_SHARE, Admission
 from conductor.events import Load, Phase, Placed, PlacementForgotten, Rejected, Tick, TtftObserved
 from protocol.errors import InvalidRequest, NoWorker
-from protocol.ids import RequestId, Role
-from tests.conductor.cluster import Cluster, chain, endpoint, shown, worker
+from protocol.ids import RequestId
+from tests.conductor.cluster import Cluster, chain, shown
 
 NEAR = pytest.approx
 
@@ -100,7 +98,7 @@ def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(admission:
 def test_which_decode_instance_is_chosen(loads: tuple[Load, Load], slots: tuple[int, int], chosen: str) -> None:
     cluster = Cluster("p0")
     for number, load in enumerate(loads):
-        cluster.join(replace(worker(f"d{number}", Role.DECODE), max_num_seqs=slots[number]))
+        cluster.decode(f"d{number}", max_num_seqs=slots[number])
         cluster.heartbeat(f"d{number}", load)
     names = chosen.split()
     assert [cluster.place(f"r{i}", max_tokens=2000).decode.instance_id for i in range(len(names))] == names
@@ -144,7 +142,7 @@ def test_a_role_without_an_instance_is_no_worker_and_excluded_ones_are_not_chose
         join(f"{join.__name__[0]}0")
     cluster.prefill("p1")
     for i in range(4):
-        placement = cluster.place(f"r{i}", excluded=frozenset({"p0"}))
+        placement = cluster.place(f"r{i}", excluded_instances=frozenset({"p0"}))
         assert placement.prefill.instance_id == "p1"
     assert isinstance(cluster.refuse("x", excluded_instances=frozenset({"d0"})), NoWorker)
 
@@ -206,7 +204,7 @@ def test_what_a_placement_added_is_taken_out_once(end: object) -> None:
         cluster.now += 901.0
         assert cluster.send(Tick()) == [PlacementForgotten(request_id=RequestId("r0"))]
     elif end == "restarted":  # its worker; a report does not touch its successor
-        cluster.join(replace(worker("p0", Role.PREFILL), endpoint=endpoint("p0", epoch=2)))
+        cluster.prefill("p0", epoch=2)
         cluster.place("r1")
         cluster.report("r0", Phase.FAILED)
         assert cluster.place("r2").predicted_ttft_s == NEAR(2.0)

@@ -263,7 +263,7 @@ def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monke
         cluster = Cluster(policy=policy, ttft_slo_s=30.0, lease_s=1e6, validates=False)
         for number in range(3):
             cluster.store(f"s{number}")
-            cluster.prefill(f"p{number}", home=f"s{number}")
+            cluster.prefill(f"p{number}", home_store=f"s{number}")
         cluster.decode("d0")
         cluster.heartbeat("s1", holds=chain("x", 8))
         told = []

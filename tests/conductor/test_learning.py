@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,7 +15,7 @@ from conductor.wire import report_from_wire
 from protocol.ids import InstanceId, Role
 from protocol.pb import conductor_pb2
 from protocol.profile import DecodeProfile
-from tests.conductor.cluster import DECODE, LAYOUT, Cluster, chain, worker
+from tests.conductor.cluster import DECODE, LAYOUT, Cluster, chain
 
 NEAR = pytest.approx
 ODD = [math.nan, math.inf, -1.0, 0.0]
@@ -23,7 +23,7 @@ ODD = [math.nan, math.inf, -1.0, 0.0]
 
 def ran(cluster: Cluster, request_id: str, elapsed_s: float, **times: float) -> None:
     """A prompt of 100 tokens, from its placement to its end; prefill worker p1 is not asked."""
-    cluster.place(request_id, excluded=frozenset({"p1"}))
+    cluster.place(request_id, excluded_instances=frozenset({"p1"}))
     cluster.report(request_id, Phase.FIRST_TOKEN, elapsed_s, **times)
     cluster.report(request_id, Phase.FINISHED, output_tokens=5)
 
@@ -37,15 +37,14 @@ def test_an_instance_that_computes_slower_than_it_said_is_believed_what_it_does(
     cluster.prefill("p1")
     for number in range(20):
         ran(cluster, f"r{number}", 2.0, prefill_s=2.0)  # 1 s by its profile
-    placed = cluster.place("last", excluded=frozenset({"p1"}))
+    placed = cluster.place("last", excluded_instances=frozenset({"p1"}))
     assert placed.predicted_ttft_s == NEAR(2.0, rel=0.05)
     assert cluster.place("other").prefill.instance_id == "p1"
 
 
 def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
     cluster = Cluster("p0")
-    nothing = DecodeProfile(c0=0.0, c1=0.0, c2=0.0)
-    cluster.join(replace(worker("d0", Role.DECODE), decode_profile=nothing))
+    cluster.decode("d0", decode_profile=DecodeProfile(c0=0.0, c1=0.0, c2=0.0))
     for number in range(3):
         cluster.place(f"r{number}", max_tokens=0)
     cluster.report("r0", Phase.FIRST_TOKEN)
@@ -107,7 +106,7 @@ KEYS = chain("a", 20)
 def beside(*, home: bool) -> Cluster:
     """A prefix in a store that is another host's, or the worker's home."""
     cluster = Cluster("s0")
-    cluster.prefill("p0", host="host-of-s0" if home else None, home="s0" if home else None)
+    cluster.prefill("p0", host="host-of-s0" if home else None, home_store="s0" if home else None)
     cluster.decode("d0")
     cluster.heartbeat("s0", holds=KEYS)
     return cluster
@@ -139,8 +138,8 @@ def test_prefixes_are_predicted_from_the_bandwidth_that_a_worker_saw(
 def test_a_worker_tells_how_large_its_steps_are(told: int, waits_s: float) -> None:
     """One that takes 100 tokens at a time lets others in after half of that, 10 ms each."""
     cluster = Cluster(policy="moonserve")
-    cluster.join(replace(worker("p0", Role.PREFILL), max_num_batched_tokens=told, max_model_len=99_999))
-    cluster.join(replace(worker("d0", Role.DECODE), max_model_len=99_999, num_blocks=99_999))
+    cluster.prefill("p0", max_num_batched_tokens=told, max_model_len=99_999)
+    cluster.decode("d0", max_model_len=99_999, num_blocks=99_999)
     [instance] = cluster.state._members.with_role(Role.PREFILL)
     instance.queue.add("running", 100.0, 10_000, cluster.now, rank=1000.0)  # type: ignore[arg-type]
     assert instance.queue.look(cluster.now, 0.0) == (NEAR(waits_s), 1)
@@ -159,15 +158,6 @@ def slow_first_tokens(cluster: Cluster, number: int, *, elapsed_s: float, prefil
     ran(cluster, f"r{number}", elapsed_s, **times)
 
 
-def slow_ways(cluster: Cluster, number: int) -> None:
-    """First tokens took 1 s of computing and much beside it."""
-    slow_first_tokens(cluster, number, elapsed_s=9.0, prefill_s=1.0)
-
-
-def slow_prefill(cluster: Cluster, number: int) -> None:
-    slow_first_tokens(cluster, number, elapsed_s=6.0, prefill_s=6.0)
-
-
 def slow_steps(cluster: Cluster, number: int) -> None:
     """A step of one sequence takes 10 ms by the formula."""
     steps = Steps(num_steps=10 * number, sequences=10.0 * number, seconds=0.7 * number)
@@ -179,7 +169,15 @@ def fading() -> Cluster:
     return Cluster("p0", "d0", ttft_slo_s=2.0, tbt_slo_s=0.05, lease_s=1e6, validates=False)
 
 
-@pytest.mark.parametrize("teach", [slow_ways, slow_prefill, slow_steps])
+@pytest.mark.parametrize(
+    "teach",
+    [
+        partial(slow_first_tokens, elapsed_s=9.0, prefill_s=1.0),  # much beside computing
+        partial(slow_first_tokens, elapsed_s=6.0, prefill_s=6.0),
+        slow_steps,
+    ],
+    ids=["ways", "prefill", "steps"],
+)
 def test_who_is_refused_for_what_nobody_confirms_any_more_is_let_in_within_seconds(
     teach: Callable[[Cluster, int], None],
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from conductor.events import (
@@ -16,7 +14,6 @@ from conductor.events import (
     InstanceRemoved,
     Load,
     Refused,
-    Register,
     Registered,
     Removal,
     Tick,
@@ -27,7 +24,7 @@ from protocol.ids import InstanceId, Role
 from protocol.keys import NO_PARENT
 from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2
-from tests.conductor.cluster import Cluster, chain, endpoint, worker
+from tests.conductor.cluster import Cluster, chain, worker
 
 P0 = InstanceId("p0")
 TOLD = Registered(heartbeat_interval_s=1.0, lease_s=5.0)
@@ -37,12 +34,6 @@ LAYOUT = KvLayout(num_layers=2, block_size=10, num_kv_heads=1, head_dim=8, dtype
 def indexed(cluster: Cluster) -> dict[str, int]:
     views = cluster.state.cluster(cluster.now).instances
     return {view.endpoint.instance_id: view.indexed_blocks for view in views}
-
-
-def newer(**changes: object) -> Register:
-    """p0, started again."""
-    again = replace(worker("p0", Role.PREFILL), endpoint=endpoint("p0", epoch=2))
-    return replace(again, **changes)  # type: ignore[arg-type]
 
 
 def error_of(cluster: Cluster, event: Event) -> MoonserveError:
@@ -62,7 +53,7 @@ def test_a_worker_joins_once_and_its_next_start_replaces_it_with_its_blocks_and_
     cluster.place("r0")
     assert cluster.send(worker("p0", Role.PREFILL)) == [TOLD], "a repeated call changes nothing"
     assert indexed(cluster) == {"p0": 3, "d0": 0}
-    assert cluster.send(newer())[:2] == [
+    assert cluster.send(worker("p0", Role.PREFILL, epoch=2))[:2] == [
         InstanceRemoved(instance_id=P0, role=Role.PREFILL, reason=Removal.REPLACED),
         InstanceJoined(instance_id=P0, role=Role.PREFILL),
     ]
@@ -94,7 +85,7 @@ def test_a_worker_that_does_not_fit_is_refused_and_both_are_named(
     changes: dict[str, object], error: type, named: list[str]
 ) -> None:
     cluster = Cluster("p0", "d0")
-    found = error_of(cluster, replace(worker("d1", Role.DECODE), **changes))  # type: ignore[arg-type]
+    found = error_of(cluster, worker("d1", Role.DECODE, **changes))  # type: ignore[arg-type]
     assert isinstance(found, error)
     assert all(name in found.message for name in named)
     assert indexed(cluster).keys() == {"p0", "d0"}
@@ -105,8 +96,8 @@ def test_after_the_last_worker_another_model_may_move_in_and_one_alone_may_chang
     for name in ("p0", "d0"):
         cluster.send(Deregister(instance_id=InstanceId(name), epoch=1))
     assert cluster.state.cluster(cluster.now).fingerprint is None
-    cluster.join(replace(worker("p0", Role.PREFILL), fingerprint="f2"))
-    cluster.join(newer(fingerprint="f3"))
+    cluster.prefill("p0", fingerprint="f2")
+    cluster.prefill("p0", epoch=2, fingerprint="f3")
     assert cluster.state.cluster(cluster.now).fingerprint == "f3"
 
 
@@ -165,7 +156,7 @@ def test_missed_block_events_ask_for_a_snapshot_which_heals_the_index() -> None:
 def test_the_cluster_is_ready_with_a_prefill_and_a_decode_worker() -> None:
     cluster = Cluster("s0", "p0")
     assert not cluster.state.cluster(cluster.now).ready
-    cluster.join(replace(worker("d0", Role.DECODE), max_model_len=300))
+    cluster.decode("d0", max_model_len=300)
     view = cluster.state.cluster(cluster.now)
     assert (view.ready, view.max_model_len) == (True, 300), "the least capable worker's"
 

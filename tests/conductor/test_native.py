@@ -16,11 +16,12 @@ from conductor.columns import PrefillTable, Seat
 from conductor.cost.queue import PrefillQueue
 from conductor.native import kernels
 from conductor.native.kernels import FLOW_COLUMNS, Flows, Links
-from conductor.policies.base import Looks, Offers, Prompt, predict
+from conductor.policies.base import Looks, Prompt, predict
 from conductor.policies.least_added_delay import LeastAddedDelay, Terms
 from protocol.ids import RequestId
 from protocol.native import C_FLAGS
 from tests.compilers import compile_strictly
+from tests.conductor.test_policies import offers
 from tests.thoroughness import examples
 
 TERMS = st.builds(
@@ -76,35 +77,31 @@ def test_moonserve_weighs_as_its_words_say(
         books.append(SimpleNamespace(queue=book))
     limits = None if limit is None else ones * limit
     own = np.array(blocks[:count])
-    offers = Offers(
-        identity=np.arange(count, dtype=np.uint64),
-        chosen_at=np.zeros(count, np.int64),
-        device_blocks=own,
-        prefix_blocks=own,
+    made = offers(
+        blocks[:count],
         queue_s=np.array([each.queue.estimate_s(now) for each in books]),
         local_s_per_block=ones * 0.01,
         remote_s_per_block=np.linspace(0.1, 2.0, count),
         c0=ones * 0.01,
-        c1=ones * 0.01,
         c2=ones * 1e-5,
         now=now,
         look=Looks(books, now, limits, shift_s),  # type: ignore[arg-type]
     )
     prompt = Prompt(num_tokens=100, block_size=10, best_blocks=9, ttft_slo_s=slo_s)
-    weighed = LeastAddedDelay(terms).weigh(prompt, offers)
+    weighed = LeastAddedDelay(terms).weigh(prompt, made)
     best = np.full(count, 9)
-    computed, fetched = (predict(prompt, offers, reuse) for reuse in (own, best))
+    computed, fetched = (predict(prompt, made, reuse) for reuse in (own, best))
     assert weighed.ttft_s.shape == (count,)
     for row, (is_faster, queue_s) in enumerate(
-        zip(fetched.ttft_s < computed.ttft_s, offers.queue_s.tolist(), strict=True)
+        zip(fetched.ttft_s < computed.ttft_s, made.queue_s.tolist(), strict=True)
     ):
         terms_of = fetched if is_faster else computed
         prefill_s = float(terms_of.prefill_s[row])
         wait_s, num_delayed, rank = 0.0, 0, yields_s(prefill_s, 0.0, slo_s, terms)
         if queue_s:
-            before_late_s = queue_s if math.isinf(slo_s) else offers.look(row, slo_s)[0]
+            before_late_s = queue_s if math.isinf(slo_s) else made.look(row, slo_s)[0]
             rank = yields_s(prefill_s, before_late_s, slo_s, terms)
-            wait_s, num_delayed = offers.look(row, rank)
+            wait_s, num_delayed = made.look(row, rank)
         copied_s = terms.copy * float(computed.prefill_s[row] - fetched.prefill_s[row])
         added_s = prefill_s * num_delayed
         own_s = float(terms_of.ttft_s[row]) - queue_s

@@ -61,7 +61,7 @@ def of(num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admi
     cluster = Cluster(policy=policy, ttft_slo_s=slo_s, lease_s=1e3, admission=admission)
     for i in range(num_prefills):
         cluster.store(f"s{i}", host=f"h{i}")
-        cluster.prefill(f"p{i}", host=f"h{i}", home=f"s{i}")
+        cluster.prefill(f"p{i}", host=f"h{i}", home_store=f"s{i}")
     cluster.decode("d0", num_blocks=100_000)
     return cluster
 
@@ -120,7 +120,7 @@ def test_columns_decide_as_the_loop_of_the_paper(
 def test_the_instance_that_holds_the_prefix_wins_and_its_device_cache_is_nobody_else_s() -> None:
     cluster = Cluster("p0", "p1", "d0")
     cluster.heartbeat("p1", holds=SHARED[:9])
-    other = cluster.place("r0", keys=SHARED[:10], excluded=frozenset({"p1"}))
+    other = cluster.place("r0", keys=SHARED[:10], excluded_instances=frozenset({"p1"}))
     assert (sources(other), other.predicted_ttft_s) == ([], NEAR(1.0))
     placement = cluster.place("r1", keys=SHARED[:10])
     assert placement.prefill.instance_id == "p1"
@@ -148,12 +148,12 @@ def test_prefixes_come_from_the_device_then_home_then_elsewhere(
     holds: dict[str, tuple[int, int]], expected: list[tuple[str, int, int]], ttft_s: float
 ) -> None:
     cluster = Cluster("d0", "s0", "s1")
-    cluster.prefill("p0", host="host-of-s0", home="s0")
+    cluster.prefill("p0", host="host-of-s0", home_store="s0")
     for name, (first, end) in holds.items():
         cluster.heartbeat(name, holds=SHARED[first:end])
     placement = cluster.place("r0", keys=SHARED[:10])
     assert (sources(placement), placement.predicted_ttft_s) == (expected, NEAR(ttft_s))
-    without = cluster.place("r1", keys=SHARED[:10], excluded=frozenset({"s0", "s1"}))
+    without = cluster.place("r1", keys=SHARED[:10], excluded_instances=frozenset({"s0", "s1"}))
     assert sources(without) == [], "excluded stores are not read from"
 
 
@@ -211,7 +211,7 @@ def test_what_simple_policies_look_at(policy: str, chosen: list[str]) -> None:
     assert [placement.prefill.instance_id for placement in placed] == chosen
     decided = cluster.explain("r0")
     assert (decided.policy, decided.balancing_threshold) == (policy, None)
-    elsewhere = cluster.place("last", keys=SHARED[:10], excluded=frozenset({"p2"}))
+    elsewhere = cluster.place("last", keys=SHARED[:10], excluded_instances=frozenset({"p2"}))
     assert sources(elsewhere) == [], "computed, although s2 could send it"
 
 

@@ -169,7 +169,7 @@ def cluster_of(*, can_switch_role: bool = True, switching: bool = True) -> Clust
     cluster = Cluster(roles=roles, ttft_slo_s=30.0, tbt_slo_s=1.0, lease_s=1000.0)
     for name in ("p0", "d0", "d1", "d2"):
         role = Role.PREFILL if name == "p0" else Role.DECODE
-        cluster.join(replace(worker(name, role), can_switch_role=can_switch_role))
+        cluster.join(worker(name, role, can_switch_role=can_switch_role))
         cluster.heartbeat(name, Load(free_blocks=1000))
     return cluster
 
@@ -197,9 +197,7 @@ def test_a_long_queue_turns_a_decode_worker_into_a_prefill_worker_with_another_e
     assert (change.role, name[0]) == (Role.PREFILL, "d")
     cluster.heartbeat(name, Load(free_blocks=1000), draining=True)
     assert tick(cluster, 100) == [], "nothing is decided while one is leaving"
-    registration = worker(name, Role.PREFILL)
-    later = replace(registration, endpoint=replace(registration.endpoint, epoch=2))
-    cluster.join(replace(later, can_switch_role=True))
+    cluster.prefill(name, epoch=2, can_switch_role=True)
     views = cluster.state.cluster(cluster.now).instances
     assert {v.endpoint.instance_id for v in views if v.role is Role.PREFILL} == {"p0", name}
     placed = {cluster.place(f"s{i}", max_tokens=1).prefill.instance_id for i in range(4)}
@@ -241,7 +239,7 @@ def test_full_decode_workers_ask_for_help_that_prefill_workers_may_not_have() ->
     for name in ("d0", "d1", "d2"):
         cluster.heartbeat(name, Load(free_blocks=100))
     assert tick(cluster, 5) == []
-    cluster.join(replace(worker("p1", Role.PREFILL), can_switch_role=True))
+    cluster.prefill("p1", can_switch_role=True)
     cluster.heartbeat("p1")
     assert tick(cluster, 5) == [], "who is new counts as busy"
     (change,) = tick(cluster, 3 * int(BUSY_MEMORY_S))
@@ -263,7 +261,7 @@ def test_a_decode_workers_load_is_its_step_or_its_blocks_whichever_is_nearer_to_
     load: Load, c0: float, tbt_slo_s: float, need: float
 ) -> None:
     cluster = Cluster()
-    cluster.join(replace(worker("d0", Role.DECODE), decode_profile=replace(DECODE, c0=c0)))
+    cluster.decode("d0", decode_profile=replace(DECODE, c0=c0))
     cluster.heartbeat("d0", load)
     loads = RoleLoads(cluster.state._members, ttft_slo_s=30.0, tbt_slo_s=tbt_slo_s)
     (found,) = loads.at(cluster.now)

@@ -6,7 +6,6 @@ report of its end, by being placed again, or by being forgotten.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -37,7 +36,7 @@ from conductor.state import ConductorState
 from protocol.errors import InvalidRequest, NoWorker, StaleLease
 from protocol.ids import InstanceId, RequestId, Role
 from protocol.keys import NO_PARENT, BlockKey
-from tests.conductor.cluster import LAYOUT, chain, endpoint, shown, worker
+from tests.conductor.cluster import LAYOUT, chain, shown, worker
 from tests.thoroughness import examples
 
 ROLES = {
@@ -137,7 +136,7 @@ class ConductorMachine(RuleBasedStateMachine):
             self.next_seq[name] = 1
         self.epochs[name] = epoch
         home = f"s{name[1]}" if ROLES[name] is Role.PREFILL else None
-        registration = replace(worker(name, ROLES[name], home=home), endpoint=endpoint(name, epoch), num_blocks=60)
+        registration = worker(name, ROLES[name], home_store=home, epoch=epoch, num_blocks=60)
         assert not isinstance(self.send(registration), Refused)
 
     @rule(name=instances)
@@ -147,7 +146,7 @@ class ConductorMachine(RuleBasedStateMachine):
         self.send(Tick())
         known = name in {v.endpoint.instance_id for v in self.state.cluster(self.now).instances}
         if known:
-            reply = self.send(replace(worker(name, ROLES[name]), endpoint=endpoint(name, 1)))
+            reply = self.send(worker(name, ROLES[name]))
             assert isinstance(reply, Refused)
             assert isinstance(reply.error, StaleLease)
 

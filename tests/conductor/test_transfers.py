@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from conductor.cost.bandwidth import DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S, MEA
 from conductor.events import Phase, Register
 from conductor.transfers import TICK_S, Transfers
 from protocol.ids import RequestId, Role
-from tests.conductor.cluster import Cluster, chain, endpoint, worker
+from tests.conductor.cluster import Cluster, chain, endpoint
 
 RATE = 1e8  # of every link, in each direction
 NEAR = pytest.approx
@@ -207,11 +207,10 @@ def test_rates_are_those_that_instances_registered() -> None:
     box = endpoint("s0", host="box")
     cluster.join(Register(endpoint=box, role=Role.STORE, bytes_per_s=2e9, local_bytes_per_s=1e10))
     cluster.heartbeat("s0", holds=SHARED)
-    near, home = worker("p0", Role.PREFILL, host="box"), worker("p3", Role.PREFILL, home="s0")
-    cluster.join(replace(near, local_bytes_per_s=10e9))
-    cluster.join(replace(worker("p1", Role.PREFILL), bytes_per_s=0.5e9))
-    cluster.join(replace(worker("p2", Role.PREFILL), bytes_per_s=8e9))
-    cluster.join(replace(home, local_bytes_per_s=1e9))
+    cluster.prefill("p0", host="box", local_bytes_per_s=10e9)
+    cluster.prefill("p1", bytes_per_s=0.5e9)
+    cluster.prefill("p2", bytes_per_s=8e9)
+    cluster.prefill("p3", home_store="s0", local_bytes_per_s=1e9)
     cluster.decode("d0")
     seconds = transfer_s(cluster, "r0")
     assert seconds == NEAR({"p0": 0.0099, "p1": 0.198, "p2": 0.0495, "p3": 0.0})
@@ -222,6 +221,6 @@ def test_members_that_leave_take_their_flows_and_leave_their_places() -> None:
     cluster = holder()
     transfer_s(cluster, "r0")
     for name in ("p0", "p1"):
-        cluster.join(replace(worker(name, Role.PREFILL), endpoint=endpoint(name, epoch=2)))
+        cluster.prefill(name, epoch=2)
     assert transfer_s(cluster, "r1") == IDLE
     cluster.report("r0", Phase.FINISHED)

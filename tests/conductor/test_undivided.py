@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from conductor.events import Phase
@@ -11,7 +9,7 @@ from protocol.ids import Role
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Placement
 from protocol.step_budget import CHUNK_SHARE
-from tests.conductor.cluster import Cluster, chain, endpoint, worker
+from tests.conductor.cluster import Cluster, chain, worker
 
 # 1 ms per token; a step of 20 ms under an objective of 0.1 s: half of it leaves 30 tokens per step.
 PREFILL = PrefillProfile(c0=0.0, c1=0.001, c2=0.0)
@@ -24,9 +22,8 @@ def busy(*, conditional: bool = True, reads: bool = True) -> Cluster:
     """A prefill worker that computes for 2 s, and two decode workers that may read."""
     cluster = Cluster(ttft_slo_s=30.0, tbt_slo_s=0.1, lease_s=30.0, conditional=conditional)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
-        own = worker(name, role)
-        own = replace(own, prefill_profile=PREFILL, decode_profile=DECODE)
-        cluster.join(replace(own, reads_prompts=reads and role is Role.DECODE))
+        profiles = {"prefill_profile": PREFILL, "decode_profile": DECODE}
+        cluster.join(worker(name, role, reads_prompts=reads and role is Role.DECODE, **profiles))
     assert not place(cluster, "long", 2_000).is_undivided
     return cluster
 
@@ -91,5 +88,5 @@ def test_an_objective_that_prefill_workers_miss_is_kept_by_a_decode_worker_or_no
 def test_a_decode_worker_that_leaves_takes_its_prompts_with_it() -> None:
     cluster = busy()
     reader = place(cluster, "short").decode.instance_id
-    cluster.join(replace(worker(reader, Role.DECODE), endpoint=endpoint(reader, epoch=2)))
+    cluster.decode(reader, epoch=2)
     cluster.report("short", Phase.FAILED)
