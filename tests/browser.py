@@ -7,7 +7,6 @@ no Chromium.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import shutil
@@ -41,9 +40,9 @@ class Page:
             await self._call(f"{domain}.enable")
         await self._call("Page.navigate", url=url)
 
-    async def look(self, *, width: int, dark: bool = False, height: int = 900) -> None:
+    async def look(self, *, width: int, dark: bool = False) -> None:
         """From now on through a window of this size, in CSS pixels."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         await self._call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self._call("Emulation.setEmulatedMedia", features=[scheme])
@@ -70,13 +69,6 @@ class Page:
     async def write(self, text: str) -> None:
         """Into what has the focus."""
         await self._call("Input.insertText", text=text)
-
-    async def picture(self, path: Path, height: float | None = None) -> None:
-        """Of the whole page, or its first `height` pixels."""
-        size = (await self._call("Page.getLayoutMetrics"))["cssContentSize"]
-        size["height"] = min(size["height"], height or size["height"])
-        taken = await self._call("Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1})
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     async def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._num_calls += 1

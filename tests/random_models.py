@@ -6,12 +6,13 @@ gateway to serve it and for transformers to load it as the reference.
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -90,20 +92,12 @@ def _randomize_vectors(model: PreTrainedModel) -> None:
 
 def write_tokenizer(path: Path) -> None:
     """A tokenizer whose first 256 ids are the bytes and which merges nothing."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    specials = [
-        {"id": 256 + index, "content": token, "special": True, **plain} for index, token in enumerate(SPECIAL_TOKENS)
-    ]
-    vocabulary = {char: byte for byte, char in enumerate(_byte_characters())}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": specials,
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[0],
@@ -113,10 +107,3 @@ def write_tokenizer(path: Path) -> None:
         "chat_template": _CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte in byte-level BPE vocabularies (GPT-2's table)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = itertools.count(256)
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]

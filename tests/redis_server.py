@@ -21,7 +21,6 @@ from deploy.ports import free_port
 from tests.patience import PATIENCE_S
 from tests.stopping import stop
 
-START_S = PATIENCE_S
 _TRIES = 5  # another process may take the port between its choice and its use
 
 
@@ -69,7 +68,7 @@ class RedisServer:
         """On the same port as before. Returns when it answers; raises ChildProcessError when it ends instead."""
         with open(self.folder / "output", "ab") as output:
             self._process = subprocess.Popen(self._command(), cwd=self.folder, stdout=output, stderr=output)
-        give_up_at = time.monotonic() + START_S
+        give_up_at = time.monotonic() + PATIENCE_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 self.kill()
@@ -103,7 +102,7 @@ class RedisServer:
         encoded = [part.encode() for part in command]
         request = b"*%d\r\n" % len(encoded)
         request += b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in encoded)
-        with socket.create_connection(("127.0.0.1", self.port), timeout=START_S) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as connection:
             connection.sendall(request)
             return connection.recv(64 * 1024)
 

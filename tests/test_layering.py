@@ -36,6 +36,7 @@ PACKAGES = {*ALLOWED, "deploy", "benchmarks", "tests"}
 
 # `state.py` decides; whoever waits, reads clocks or draws random numbers is its shell.
 IMPURE = {"asyncio", "socket", "time", "random", "secrets", "torch", "grpc", "threading", "os"}
+SERVING = {"fastapi", "starlette", "uvicorn"}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -61,17 +62,14 @@ def test_a_package_imports_only_what_its_layer_allows(package: str) -> None:
             assert allowed, f"{path.relative_to(ROOT)} imports {module}"
 
 
-def test_only_the_engine_imports_torch() -> None:
-    for package in sorted(PACKAGES - {"engine", "models", "tests", "benchmarks"}):
-        for path in sources(package):
-            assert "torch" not in {m.split(".")[0] for m in imports_of(path)}, path
-
-
-def test_only_the_gateway_knows_http_serving() -> None:
-    for package in sorted(PACKAGES - {"gateway", "tests"}):
-        for path in sources(package):
-            imported = {m.split(".")[0] for m in imports_of(path)}
-            assert not imported & {"fastapi", "starlette", "uvicorn"}, path
+@pytest.mark.parametrize(
+    ("unwanted", "allowed_in"),
+    [({"torch"}, {"engine", "models", "tests", "benchmarks"}), (SERVING, {"gateway", "tests"})],
+    ids=["torch", "serving of HTTP"],
+)
+def test_a_library_is_imported_only_where_it_belongs(unwanted: set[str], allowed_in: set[str]) -> None:
+    for path in (path for package in PACKAGES - allowed_in for path in sources(package)):
+        assert not {m.split(".")[0] for m in imports_of(path)} & unwanted, path
 
 
 def test_state_files_are_pure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from transfer import FaultPlan, Segment, TransferEngine
 DRAM = 16 * 2**20
 BLOCK = 64 * 1024
 PIECES = 8
+_FIRST = itertools.count(0, 1000)
 ways = pytest.mark.parametrize("way", ["shm", "tcp"])
 
 
@@ -29,6 +31,12 @@ def node() -> Iterator[Node]:
     """For tests that leave no trace but objects of their own."""
     with running_node("--dram", str(DRAM)) as node:
         yield node
+
+
+def fresh(count: int) -> range:
+    """Numbers of keys that nobody has used."""
+    first = next(_FIRST)
+    return range(first, first + count)
 
 
 def filled(transfer: TransferEngine, nbytes: int) -> Segment:
@@ -45,8 +53,7 @@ async def read(client: BlockStores, store: Endpoint, numbers: range, spots: Spot
 @pytest.mark.parametrize("num_blocks", [3, INLINE_BYTES // BLOCK + 1, 4 * INLINE_BYTES // BLOCK])
 async def test_the_leading_run_comes_back_into_its_pieces(node: Node, way: str, num_blocks: int) -> None:
     """Twice, since the first call attaches and connects; the number of bytes decides how."""
-    first = 10_000 * num_blocks + (way == "tcp") * 1000
-    numbers = range(first, first + num_blocks)
+    numbers = fresh(num_blocks)
     async with connected(node.rpc_address, way) as (client, transfer, store):
         local = filled(transfer, num_blocks * BLOCK)
         before = bytes(local.buffer)
@@ -66,7 +73,7 @@ async def test_the_leading_run_comes_back_into_its_pieces(node: Node, way: str, 
 
 @ways
 async def test_a_block_that_rots_ends_the_run_and_is_removed(node: Node, way: str) -> None:
-    numbers = range(700, 704) if way == "shm" else range(800, 804)
+    numbers = fresh(4)
     async with connected(node.rpc_address, way) as (client, transfer, store):
         objects, spots = chain_of(filled(transfer, 4 * BLOCK), numbers, BLOCK, pieces=PIECES)
         await client.put(store, objects, spots)
@@ -83,7 +90,7 @@ async def test_a_block_that_rots_ends_the_run_and_is_removed(node: Node, way: st
 
 @ways
 async def test_a_block_of_another_length_is_refused(node: Node, way: str) -> None:
-    numbers = range(500, 501) if way == "shm" else range(600, 601)
+    numbers = fresh(1)
     async with connected(node.rpc_address, way) as (client, transfer, store):
         local = filled(transfer, 2 * BLOCK)
         await client.put(store, *chain_of(local, numbers, BLOCK))
@@ -145,7 +152,7 @@ async def test_a_cancelled_put_leaves_nothing_behind(node: Node, way: str) -> No
     faults = FaultPlan()
     async with connected(node.rpc_address, way, faults=faults) as (client, transfer, store):
         local = filled(transfer, 96 * BLOCK)  # more than goes in one round trip
-        objects, spots = chain_of(local, range(900, 996), BLOCK, pieces=PIECES)
+        objects, spots = chain_of(local, fresh(96), BLOCK, pieces=PIECES)
         faults.held = True
         put = asyncio.create_task(client.put(store, objects, spots))
         await until_stats(client, store, lambda s: s.reserved_bytes > 0)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -29,10 +29,11 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def own_node() -> Iterator[Node]:
-    """For tests that fill it, one after the other, and leave it empty; it never evicts ahead of need."""
-    with running_node("--dram", str(DRAM), "--evict-above", "1", "--evict-share", "0") as node:
-        yield node
+def own_store() -> Iterator[KvStore]:
+    """Of a node for tests that fill it, one after the other, and leave it empty; it never evicts ahead of need."""
+    own = running_node("--dram", str(DRAM), "--evict-above", "1", "--evict-share", "0")
+    with own as node, store_of(f"node://{node.rpc_address}") as store:
+        yield store
 
 
 class Either:
@@ -104,14 +105,20 @@ async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(store: 
     assert await store.batch_remove(asked) == 4
 
 
-async def test_registered_memory_is_stored_and_read_without_a_detour(store: Either) -> None:
-    segment = await store.allocate(4 * BLOCK)
+@pytest.mark.parametrize("is_callers", [False, True])
+async def test_registered_memory_is_stored_and_read_without_a_detour(store: Either, is_callers: bool) -> None:
+    segment = await (store.register(bytearray(4 * BLOCK)) if is_callers else store.allocate(4 * BLOCK))
     segment.buffer[:BLOCK] = value = os.urandom(BLOCK)
     name = fresh()
     await store.put_from(name, segment, 0, BLOCK)
     assert await store.get_into(name, segment, BLOCK, BLOCK) == BLOCK
     assert await store.get_into(name, segment, 2 * BLOCK) == BLOCK
     assert bytes(segment.buffer[: 3 * BLOCK]) == value * 3
+    names = [fresh(), fresh()]
+    segment.buffer[BLOCK : 2 * BLOCK] = other = os.urandom(BLOCK)
+    await store.batch_put_from(names, segment, [0, BLOCK], [BLOCK, BLOCK])
+    assert await store.batch_get_into([names[1], fresh()], segment, [2 * BLOCK, 0]) == [BLOCK, None]
+    assert bytes(segment.buffer[2 * BLOCK : 3 * BLOCK]) == other
     assert await store.get_into(fresh(), segment) is None
     with pytest.raises(InvalidRequest, match="65536 bytes, the room for it 65535"):
         await store.get_into(name, segment, 0, BLOCK - 1)
@@ -119,19 +126,6 @@ async def test_registered_memory_is_stored_and_read_without_a_detour(store: Eith
         await store.get_into(name, segment, 4 * BLOCK - 1, 2)
     with pytest.raises(InvalidRequest, match="not within a segment"):
         await store.put_from(fresh(), segment, 1, 4 * BLOCK)
-    await store.deregister(segment)
-
-
-async def test_memory_of_the_callers_own_can_be_registered(store: Either) -> None:
-    buffer = bytearray(os.urandom(3 * BLOCK))
-    segment = await store.register(buffer)
-    names = [fresh(), fresh()]
-    await store.batch_put_from(names, segment, [0, BLOCK], [BLOCK, BLOCK])
-    expected = bytes(buffer[BLOCK : 2 * BLOCK])
-    asked = [names[1], fresh()]
-    lengths = await store.batch_get_into(asked, segment, [2 * BLOCK, 0])
-    assert lengths == [BLOCK, None]
-    assert bytes(buffer[2 * BLOCK :]) == expected
     await store.deregister(segment)
 
 
@@ -151,12 +145,8 @@ async def test_values_are_read_in_place_under_a_lease(store: Either, node: Node)
     asked = [pairs[0][0], fresh(), pairs[1][0], pairs[2][0]]
     async with store.lease(asked) as lease:
         views = lease.views
-        assert [None if view is None else bytes(view) for view in views] == [
-            pairs[0][1],
-            None,
-            pairs[1][1],
-            pairs[2][1],
-        ]
+        found = [None if view is None else bytes(view) for view in views]
+        assert found == [pairs[0][1], None, pairs[1][1], pairs[2][1]]
         assert all(view is None or view.readonly for view in views)
         assert await store.remove(pairs[0][0])
         assert await store.get(pairs[0][0]) is None
@@ -219,24 +209,22 @@ async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Eithe
     assert await store.get(bytes(65536)) == b"the longest key"
 
 
-def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_node: Node) -> None:
-    with store_of(f"node://{own_node.rpc_address}") as store:
-        with pytest.raises(InvalidRequest, match=f"{DRAM + 1} bytes .* {DRAM} bytes"):
-            store.put(b"large", bytes(DRAM + 1))
-        store.put(b"exact", bytes(DRAM))
-        assert store.get(b"exact") == bytes(DRAM)
-        assert store.remove(b"exact")
+def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_store: KvStore) -> None:
+    with pytest.raises(InvalidRequest, match=f"{DRAM + 1} bytes .* {DRAM} bytes"):
+        own_store.put(b"large", bytes(DRAM + 1))
+    own_store.put(b"exact", bytes(DRAM))
+    assert own_store.get(b"exact") == bytes(DRAM)
+    assert own_store.remove(b"exact")
 
 
-def test_a_store_full_of_leased_objects_says_so(own_node: Node) -> None:
-    with store_of(f"node://{own_node.rpc_address}") as store:
-        names = [b"%d" % number for number in range(DRAM // 2**20)]
-        store.batch_put((name, bytes(2**20)) for name in names)
-        with store.lease(names), pytest.raises(Overloaded) as refused:
-            store.put(b"one more", b"x")
-        assert refused.value.retry_after_s
-        store.put(b"one more", b"x")
-        store.batch_remove([*names, b"one more"])
+def test_a_store_full_of_leased_objects_says_so(own_store: KvStore) -> None:
+    names = [b"%d" % number for number in range(DRAM // 2**20)]
+    own_store.batch_put((name, bytes(2**20)) for name in names)
+    with own_store.lease(names), pytest.raises(Overloaded) as refused:
+        own_store.put(b"one more", b"x")
+    assert refused.value.retry_after_s
+    own_store.put(b"one more", b"x")
+    own_store.batch_remove([*names, b"one more"])
 
 
 def test_a_tenant_over_its_quota_loses_its_own_and_is_told_what_does_not_fit() -> None:
@@ -273,18 +261,17 @@ def test_readers_follow_an_index_that_grows() -> None:
         assert [reader.exists(b"17") for reader in readers] == [False, False]
 
 
-def test_use_is_reported_at_the_latest_when_a_client_closes(own_node: Node) -> None:
+def test_use_is_reported_at_the_latest_when_a_client_closes(own_store: KvStore) -> None:
     """The oldest object is evicted, unless it has been read."""
-    with store_of(f"node://{own_node.rpc_address}") as store:
-        names = [b"%d" % number for number in range(DRAM // 2**20)]
-        for name in names:
-            store.put(name, bytes(2**20))
-        with store_of(f"node://{own_node.rpc_address}") as reader:
-            assert reader.get(names[0]) is not None
-        store.put(b"one more", bytes(2**20))
-        assert store.exists(names[0])
-        assert not store.exists(names[1])
-        store.batch_remove([*names, b"one more"])
+    names = [b"%d" % number for number in range(DRAM // 2**20)]
+    for name in names:
+        own_store.put(name, bytes(2**20))
+    [node] = own_store.nodes()
+    with store_of(f"node://{node.address}") as reader:
+        assert reader.get(names[0]) is not None
+    own_store.put(b"one more", bytes(2**20))
+    assert own_store.batch_exists(names[:2]) == [True, False]
+    own_store.batch_remove([*names, b"one more"])
 
 
 def test_who_has_not_the_token_or_names_nobody_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,28 +290,23 @@ def test_who_has_not_the_token_or_names_nobody_is_told(node: Node, monkeypatch: 
         connect("127.0.0.1:1", cluster_token=TOKEN, timeout_s=0.3)
 
 
-async def test_a_cancelled_call_is_waited_for(node: Node) -> None:
+@pytest.mark.parametrize(
+    "begin",
+    [lambda store: store.put(fresh(), bytes(2**20)), lambda store: store.lease([b"leased"]).__aenter__()],
+    ids=["put", "lease"],
+)
+async def test_a_cancelled_call_is_waited_for_and_leaves_nothing(
+    node: Node, begin: Callable[[AsyncKvStore], Coroutine[Any, Any, object]]
+) -> None:
     async with AsyncKvStore(store_of(f"node://{node.rpc_address}")) as store:
-        name = fresh()
-        put = asyncio.create_task(store.put(name, bytes(2**20)))
+        await store.put(b"leased", b"value")
+        call = asyncio.create_task(begin(store))
         await asyncio.sleep(0)
-        put.cancel()
+        call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await put
-        stats = await store.stats()
-        assert stats.total.reserved_bytes == 0
-
-
-async def test_a_cancelled_lease_is_given_back(node: Node) -> None:
-    async with AsyncKvStore(store_of(f"node://{node.rpc_address}")) as store:
-        name = fresh()
-        await store.put(name, b"value")
-        entering = asyncio.create_task(store.lease([name]).__aenter__())
-        await asyncio.sleep(0)
-        entering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await entering
-        assert (await store.stats()).total.leased_bytes == 0
+            await call
+        total = (await store.stats()).total
+        assert total.reserved_bytes == total.leased_bytes == 0
 
 
 def test_an_index_that_moves_while_a_client_attaches_is_looked_for_again(

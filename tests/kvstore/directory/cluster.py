@@ -16,8 +16,6 @@ from tests.processes import running
 
 T = TypeVar("T")
 
-OBJECT_BYTES = 4096
-
 
 @contextlib.contextmanager
 def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes]]:

@@ -1,4 +1,4 @@
-"""Gets over an express connection, over an index of this process."""
+"""Gets over an express connection, over an index of this process, and checksums of values that arrive in pieces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -16,17 +17,21 @@ from hypothesis import strategies as st
 
 from kvstore.express import frames
 from kvstore.express.frames import ANSWER, NOT_LIMITED, Kind, MalformedQuestion, Status
-from kvstore.express.link import Link
+from kvstore.express.link import PIECE_BYTES, Link, checksums_on_arrival
 from kvstore.express.service import ExpressService
 from kvstore.express.storing import Storing
 from kvstore.native.answering import MOST_KEYS
 from kvstore.native.layout import Standing
+from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, PeerLost
 from tests.kvstore.client.published import Published, key
 from tests.thoroughness import examples
 from transfer import TransferEngine
+from transfer.native import address_of, vectors
 
 NUM_VALUES = 20
+MOST_PIECES = 500  # a byte at a time only where there are few
+SIZES = st.integers(0, 5_000) | st.just(PIECE_BYTES) | st.integers(130_000, 400_000)
 ANYTHING = settings(
     max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -190,3 +195,54 @@ def test_who_does_not_take_the_answer_is_left_at_the_deadline(published: Publish
     serving.ask(get(numbers, [NOT_LIMITED] * 8, frames.MAX_BYTES, deadline_ms=50))
     assert isinstance(serving.ends_with(), DeadlineExceeded)
     serving.sock.close()
+
+
+def landed(memory: bytearray, lengths: list[int], link: Link) -> list[memoryview]:
+    """Places back to back that `link` receives into."""
+    link.receive(vectors((address_of(memory), sum(lengths))), 0)
+    ends = np.cumsum(lengths).tolist()
+    view = memoryview(memory)
+    return [view[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(st.tuples(SIZES, st.booleans()), max_size=8), st.integers(1, 300_000))
+def test_each_value_has_its_own_checksum_however_it_was_cut(values: list[tuple[int, bool]], piece: int) -> None:
+    """Those that nobody wants are passed over: 0."""
+    lengths = [length for length, _ in values]
+    data = np.random.default_rng(piece).bytes(sum(lengths))
+    piece = max(piece, len(data) // MOST_PIECES)
+    near, far = socket.socketpair()
+
+    def dribble() -> None:
+        for at in range(0, len(data), piece):
+            far.sendall(data[at : at + piece])
+
+    sender = threading.Thread(target=dribble)
+    link = Link(near)
+    sender.start()
+    try:
+        memory = bytearray(max(1, len(data)))
+        places = landed(memory, lengths, link)
+        wanted = [place if is_wanted else None for place, (_, is_wanted) in zip(places, values, strict=True)]
+        found = checksums_on_arrival(link, wanted, lengths, time.monotonic() + 30.0)
+    finally:
+        sender.join()
+        link.close()
+        far.close()
+    assert bytes(memory[: len(data)]) == data
+    expected = [0 if place is None else checksum([place]) for place in wanted]
+    assert found == expected
+
+
+def test_a_peer_that_ends_in_the_midst_is_lost_and_one_that_stops_is_too_late() -> None:
+    near, far = socket.socketpair()
+    link = Link(near)
+    far.sendall(b"half")
+    places = landed(bytearray(8), [8], link)
+    with pytest.raises(DeadlineExceeded):
+        checksums_on_arrival(link, places, [8], time.monotonic() + 0.05)
+    far.close()
+    with pytest.raises(PeerLost):
+        checksums_on_arrival(link, places, [8], time.monotonic() + 30.0)
+    link.close()

@@ -70,14 +70,9 @@ def express_of(store: KvStore) -> Express:
     return express
 
 
-@contextlib.contextmanager
-def link_to(store: KvStore) -> Iterator[Link]:
+def link_to(store: KvStore) -> contextlib.closing[Link]:
     """A connection for questions that no client asks."""
-    link = Link(express_of(store)._dial(10.0))
-    try:
-        yield link
-    finally:
-        link.close()
+    return contextlib.closing(Link(express_of(store)._dial(10.0)))
 
 
 def fresh() -> BlockKey:
@@ -123,6 +118,11 @@ def reserved(store: KvStore) -> int:
     return store.stats().total.reserved_bytes
 
 
+def until_ended(link: Link) -> None:
+    with pytest.raises(PeerLost):
+        received(link, 1, FAR_AHEAD)
+
+
 def test_any_number_of_keys_may_be_asked_about(store: KvStore) -> None:
     store.put(b"there", b"value")
     keys = [b"absent %d" % number for number in range(GET_KEYS)]
@@ -134,32 +134,18 @@ def test_any_number_of_keys_may_be_asked_about(store: KvStore) -> None:
     assert bytes(segment.buffer[8 * GET_KEYS :][:5]) == b"value"
 
 
-def is_ended(link: Link) -> bool:
-    with contextlib.suppress(PeerLost):
-        received(link, 1, FAR_AHEAD)
-        return False
-    return True
-
-
 def test_more_than_one_answer_holds_is_read_another_way(store: KvStore) -> None:
     """A batch larger than GET_BYTES, with a missing key and an empty value in it."""
-    values = {os.urandom(8): os.urandom(700_000) for _ in range(9)}
-    values[b"empty"] = b""
-    for name, value in values.items():
-        store.put(name, value)
+    room = 700_000
+    values = {**{os.urandom(8): os.urandom(room) for _ in range(9)}, b"empty": b""}
+    store.batch_put(values.items())
     names = [*values, b"missing"]
-    wanted = [*values.values(), None]
-    assert store.batch_get(names) == wanted
-    segment = store.allocate(sum(map(len, values.values())) + len(names) * 64)
-    offsets, at = [], 0
-    for value in wanted:
-        offsets.append(at)
-        at += len(value or b"") + 64
-    lengths = [len(value or b"") for value in wanted]
-    landed = store.batch_get_into(names, segment, offsets, [max(1, n) for n in lengths])
-    assert landed == [*lengths[:-1], None]
-    for offset, value in zip(offsets, values.values(), strict=False):
-        assert bytes(segment.buffer[offset : offset + len(value)]) == value
+    assert store.batch_get(names) == [*values.values(), None]
+    segment = store.allocate(len(names) * room)
+    landed = store.batch_get_into(names, segment, range(0, segment.nbytes, room))
+    assert landed == [*map(len, values.values()), None]
+    for place, value in enumerate(values.values()):
+        assert bytes(segment.buffer[place * room :][: len(value)]) == value
     store.batch_remove(names)
 
 
@@ -202,22 +188,23 @@ def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
     key = fresh()
     with link_to(store) as link:
         send(link, begun(key, len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
-        assert is_ended(link)
+        until_ended(link)
     assert reserved(store) == 0
 
 
 def test_of_two_writers_the_first_stores_and_the_second_is_told(store: KvStore, local: Segment) -> None:
     key = fresh()
+    another = begun(key, 7) + b"another" + checksums_of(b"another")
     with link_to(store) as first, link_to(store) as second:
         send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
-        send(second, begun(key, 7) + b"another" + checksums_of(b"another"), FAR_AHEAD)
+        send(second, another, FAR_AHEAD)
         assert outcomes(second) == bytes([Outcome.IN_PROGRESS])
         assert get(express_of(store), key, local) is Fate.ABSENT
         send(first, VALUE[1_000:] + checksums_of(VALUE), FAR_AHEAD)
         assert outcomes(first) == bytes([Outcome.STORED])
         assert get(express_of(store), key, local) == VALUE
-        send(second, begun(key, 7) + b"another" + checksums_of(b"another"), FAR_AHEAD)
+        send(second, another, FAR_AHEAD)
         assert outcomes(second) == bytes([Outcome.PRESENT])
 
 
@@ -234,12 +221,11 @@ def test_a_second_writer_waits_for_the_first_and_takes_over_when_it_dies(store: 
 
 
 def test_a_refused_put_is_told_why_and_the_connection_goes_on(store: KvStore) -> None:
+    value = b"value" + checksums_of(b"value")
     with link_to(store) as link:
-        value = b"value"
-        question = begun(NO_PARENT, len(value)) + value + checksums_of(value)
-        send(link, question, FAR_AHEAD)
+        send(link, begun(NO_PARENT, 5) + value, FAR_AHEAD)
         assert isinstance(outcomes(link), InvalidRequest)
-        send(link, begun(fresh(), len(value)) + value + checksums_of(value), FAR_AHEAD)
+        send(link, begun(fresh(), 5) + value, FAR_AHEAD)
         assert outcomes(link) == bytes([Outcome.STORED])
 
 
@@ -255,23 +241,21 @@ def test_a_refused_put_is_told_why_and_the_connection_goes_on(store: KvStore) ->
 def test_whoever_breaks_the_rules_is_cut_off_and_the_node_serves_on(store: KvStore, question: bytes) -> None:
     with link_to(store) as link:
         send(link, question, FAR_AHEAD)
-        assert is_ended(link)
+        until_ended(link)
     store.put(b"still there", b"yes")
     assert store.get(b"still there") == b"yes"
 
 
 def test_a_node_without_a_place_is_used_the_long_way() -> None:
     """More connections than it takes: nobody is refused what it asks for."""
-    with running_node("--dram", str(DRAM)) as node:
-        url = f"node://{node.rpc_address}"
-        with store_of(url, TCP) as store, contextlib.ExitStack() as stack:
-            store.put(b"key", VALUE)
-            for _ in range(255):
-                stack.enter_context(link_to(store))
-            with store_of(url, TCP) as late:
-                assert late.get(b"key") == VALUE
-                late.put(b"other", VALUE)
-                assert late.get(b"other") == VALUE
+    with own_node() as (node, store), contextlib.ExitStack() as stack:
+        store.put(b"key", VALUE)
+        for _ in range(255):
+            stack.enter_context(link_to(store))
+        with store_of(f"node://{node.rpc_address}", TCP) as late:
+            assert late.get(b"key") == VALUE
+            late.put(b"other", VALUE)
+            assert late.get(b"other") == VALUE
 
 
 @pytest.mark.parametrize("flags", [("--transfer-rails", "127.0.0.1"), ("--transports", "shm")])
@@ -292,7 +276,7 @@ def test_a_node_that_ends_in_the_midst_is_lost_at_once(end: Callable[[Node], Non
         send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
         end(node)
-        assert is_ended(link)
+        until_ended(link)
         with pytest.raises(PeerLost):
             store.get(b"key", timeout_s=NEVER_S)
 

@@ -1,0 +1,115 @@
+"""What a call is given: an address, keys, places in registered memory, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.client.connecting import default_options
+from kvstore.client.deadline import PATIENCE, Deadline
+from kvstore.client.keys import KEPT_KEYS, Block, Key, Keys, block_of, blocks_of, chain, plain_key
+from kvstore.client.spots import Spots, portions
+from protocol.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from protocol.keys import BlockKey
+from transfer import Segment, TransferEngine
+
+A, B, C = (BlockKey(bytes([number]) * 16) for number in range(3))
+SENTINEL_URL = "redis+sentinel://user:secret@127.0.0.1:26379,127.0.0.2:26379/main/0"
+HUNDRED_S = int(PATIENCE.slowest_bytes_s) * 100
+"""So many bytes may take so long."""
+
+
+# Where nobody knows the way, it is loopback.
+@pytest.mark.parametrize("url", ["127.0.0.1:7000", "node://127.0.0.1:7000", SENTINEL_URL, "nowhere.invalid:7000"])
+def test_transfers_leave_by_the_address_that_leads_to_the_registry(url: str) -> None:
+    assert default_options(url).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("url", ["node://127.0.0.1:port", "127.0.0.1:99999", "redis://[::1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        default_options(url)
+
+
+def test_a_chain_has_a_head_and_parents_and_a_plain_key_is_its_own_head() -> None:
+    assert chain([A, B, C]) == [Block(A, A, None), Block(B, A, A), Block(C, A, B)]
+    assert chain([]) == []
+    assert block_of(b"key") == Block(plain_key(b"key"), plain_key(b"key"))
+    assert block_of(A).key != A, "bytes of a block key's length are a plain key too"
+
+
+def test_what_is_no_key_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not str"):
+        block_of("text")  # type: ignore[arg-type]
+    for wrong in (b"one", "text", ["text"], [3], [[]], [None]):
+        for of in (Keys, blocks_of):
+            with pytest.raises(InvalidRequest):
+                of(wrong)  # type: ignore[arg-type]
+
+
+def test_the_keys_of_a_call_are_those_of_their_blocks() -> None:
+    """Known or new, whatever they are made of, and however many."""
+    given: list[Key] = [b"one", *chain([A, B]), b"", bytes(200)]
+    given += [bytearray(b"two"), memoryview(b"one")]  # type: ignore[list-item]
+    for _ in range(2):
+        keys = Keys(given)
+        assert keys.blocks() == blocks_of(given)
+        assert keys.stored == [block.key for block in keys.blocks()]
+        assert len(keys) == len(given)
+        assert keys.at([0, 2]).stored == [keys.stored[0], keys.stored[2]]
+    many = [b"%d" % number for number in range(KEPT_KEYS + 10)]
+    for some in (many, many[:5], [b"one", b"one"]):
+        assert Keys(some).stored == [plain_key(key) for key in some]
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    with TransferEngine(cluster_token="spots") as engine:
+        yield engine.allocate(1000)
+
+
+def test_spots_are_within_the_segment_and_without_lengths_end_where_the_next_begins(segment: Segment) -> None:
+    assert Spots.checked(segment, [500, 0, 100]).rooms.tolist() == [500, 100, 400]
+    Spots.checked(segment, [0, 900], [900, 100])
+    for offsets, rooms in [([0], [1001]), ([-1], [5]), ([990], [11]), ([1000], None), ([0], [1, 2])]:
+        with pytest.raises(InvalidRequest):
+            Spots.checked(segment, offsets, rooms)
+
+
+def test_packed_spots_lie_back_to_back(segment: Segment) -> None:
+    spots = Spots.packed(segment, [10, 0, 20])
+    assert spots.offsets.tolist() == [0, 10, 10]
+    segment.buffer[10:30] = bytes(range(20))
+    assert bytes(spots.memory(2, 20)) == bytes(range(20))
+
+
+def test_portions_stay_within_the_limit_but_for_single_large_objects() -> None:
+    parts = [(part.start, part.stop) for part in portions([4, 4, 4, 20, 1], limit=10)]
+    assert parts == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert not list(portions([], limit=10))
+
+
+@pytest.mark.parametrize(("timeout_s", "left_s", "allowed_s"), [(None, PATIENCE.base_s, 100), (50.0, 50.0, 0)])
+def test_bytes_extend_only_a_time_that_the_caller_has_not_set(
+    timeout_s: float | None, left_s: float, allowed_s: float
+) -> None:
+    """Once, also when an attempt that has half of it says so."""
+    deadline = Deadline(timeout_s)
+    attempt = deadline.half()
+    assert deadline.left_s() == pytest.approx(left_s, abs=1.0)
+    for nbytes in (HUNDRED_S, 1):
+        attempt.allow(nbytes)
+        assert attempt.left_s() == pytest.approx(left_s / 2 + allowed_s, abs=1.0)
+        assert deadline.left_s() == pytest.approx(left_s + allowed_s, abs=1.0)
+
+
+def test_what_is_over_is_over() -> None:
+    deadline = Deadline(1e-9)
+    with pytest.raises(DeadlineExceeded):
+        deadline.left_s()
+    assert not deadline.fair()
+    assert Deadline(1.0).fair()
+    for no_time in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidRequest):
+            Deadline(no_time)
