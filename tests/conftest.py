@@ -32,7 +32,6 @@ SLOW = (
     "engine/test_kv_dtypes.py",
     "kvstore/client/test_concurrency.py",
     "kvstore/client/test_faults.py",
-    "kvstore/client/test_leases.py",
     "kvstore/directory/test_cluster.py",
     "kvstore/disk/test_power.py",
     "kvstore/faults/",

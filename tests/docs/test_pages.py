@@ -115,41 +115,22 @@ def commands_of(script: str) -> Iterator[list[str]]:
 
 def complaint(words: list[str]) -> str | None:
     """What is wrong with a command of ours; None where nothing is, or it is somebody else's."""
-    program, *arguments = words
-    if program == "moonserve":
-        return _complaint_of_verb(arguments)
-    if program == "python" and arguments[:1] == ["-m"]:
-        return _complaint_of_module(arguments[1:])
-    if program == "make":
-        return _complaint_of_targets(arguments)
-    if program == "pytest":
-        return _missing(argument.split("::")[0] for argument in arguments if "/" in argument)
-    return _missing([program]) if "/" in program and not program.startswith("/") else None
-
-
-def _complaint_of_verb(arguments: list[str]) -> str | None:
-    if not arguments or arguments[0] in ("VERB", "--help", "--version"):
-        return None
-    verb, *rest = arguments
-    if verb not in VERBS:
-        return f"there is no verb {verb!r}"
-    return _unknown(_flags(rest), flags_of_verb(verb))
-
-
-def _complaint_of_module(arguments: list[str]) -> str | None:
-    module, *rest = arguments
-    if module.split(".")[0] not in _SOURCES:
-        return None
-    if importlib.util.find_spec(module) is None:
-        return f"there is no module {module}"
-    return _unknown(_flags(rest), all_flags())
-
-
-def _complaint_of_targets(arguments: list[str]) -> str | None:
-    targets = set(re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    wanted = [argument for argument in arguments if "=" not in argument]
-    unknown = [target for target in wanted if target not in targets]
-    return f"make has no {', '.join(unknown)}" if unknown else None
+    match words:
+        case ["moonserve"] | ["moonserve", "VERB" | "--help" | "--version", *_]:
+            return None
+        case ["moonserve", verb, *rest]:
+            return _unknown(rest, flags_of_verb(verb)) if verb in VERBS else f"there is no verb {verb!r}"
+        case ["python", "-m", module, *rest] if module.split(".")[0] in _SOURCES:
+            return _unknown(rest, all_flags()) if importlib.util.find_spec(module) else f"there is no module {module}"
+        case ["make", *arguments]:
+            targets = {*re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(), re.M)}
+            unknown = [argument for argument in arguments if "=" not in argument and argument not in targets]
+            return f"make has no {', '.join(unknown)}" if unknown else None
+        case ["pytest", *arguments]:
+            return _missing(argument.split("::")[0] for argument in arguments if "/" in argument)
+        case [program, *_] if "/" in program and not program.startswith("/"):
+            return _missing([program])
+    return None
 
 
 def _missing(paths: Iterable[str]) -> str | None:
@@ -157,14 +138,11 @@ def _missing(paths: Iterable[str]) -> str | None:
     return f"there is no {', '.join(missing)}" if missing else None
 
 
-def _flags(arguments: list[str]) -> list[str]:
-    """What stands behind a bare `--` is for somebody else."""
+def _unknown(arguments: list[str], known: frozenset[str]) -> str | None:
+    """Flags; what stands behind a bare `--` is for somebody else."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return [argument.partition("=")[0] for argument in own if argument.startswith("--")]
-
-
-def _unknown(flags: list[str], known: frozenset[str]) -> str | None:
-    unknown = sorted(set(flags) - known - {"--help", "--config"})
+    flags = {argument.partition("=")[0] for argument in own if argument.startswith("--")}
+    unknown = sorted(flags - known - {"--help", "--config"})
     return f"unknown: {', '.join(unknown)}" if unknown else None
 
 

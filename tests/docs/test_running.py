@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.fences import ROOT, Fence, Step, fences_of, steps_of
+from tests.docs.fences import ROOT, Fence, fences_of, steps_of
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.patience import PATIENCE_S
 
@@ -71,12 +71,8 @@ class PageRun:
             self._printed = self._shell(fence.text)
         else:
             for step in steps_of(fence.text):
-                self._step(step)
-
-    def _step(self, step: Step) -> None:
-        printed = self._shell(step.command)
-        if step.shown:
-            expect(step.shown, printed)
+                printed = self._shell(step.command)
+                expect(step.shown or "…", printed)
 
     def _execute(self, fence: Fence) -> str:
         """Lines are the page's, so that tracebacks name them."""

@@ -36,14 +36,6 @@ def test_any_sequence_conserves_the_segment(units: int, steps: list[Step]) -> No
     allocator.validate([])
 
 
-def test_equal_sizes_fill_the_segment_without_waste() -> None:
-    allocator = Allocator(10 * ALIGNMENT)
-    offsets = [allocator.allocate(ALIGNMENT) for _ in range(10)]
-    assert sorted(offset for offset in offsets if offset is not None) == [n * ALIGNMENT for n in range(10)]
-    assert allocator.allocate(1) is None
-    allocator.validate((n * ALIGNMENT, ALIGNMENT) for n in range(10))
-
-
 def test_the_extent_freed_last_is_taken_first() -> None:
     allocator = Allocator(9 * ALIGNMENT)
     offsets = [allocator.allocate(ALIGNMENT) for _ in range(9)]

@@ -71,8 +71,14 @@ async def test_what_was_compared_before_another_absence_is_compared_again(monkey
 class Ignorant(CatchingUp):
     """Nobody knows what was removed meanwhile."""
 
+    rounds = 0
+
     async def _fence(self, absent_s: float) -> bool:
         return False
+
+    async def _gossip(self) -> None:
+        await super()._gossip()
+        self.rounds += 1
 
 
 async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too(tmp_path: Path) -> None:
@@ -92,14 +98,6 @@ async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too
         await again.close()
 
 
-class Counting(Ignorant):
-    rounds = 0
-
-    async def _gossip(self) -> None:
-        await super()._gossip()
-        self.rounds += 1
-
-
 async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forgotten_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +108,7 @@ async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forg
         await node.mover.flush(10.0)
     async with life_in(tmp_path) as life:
         registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), tmp_path / PRESENCE_FILE_NAME
-        again = Counting("store-0", registry, life.remembering, life.node.state, channels)
+        again = Ignorant("store-0", registry, life.remembering, life.node.state, channels)
         endpoint = Endpoint(instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host="")
         seat = Seat(registry, Member(endpoint=endpoint, role=STORE_ROLE, owner="owner"))
         async with running(seat.run()), running(again.run(seat)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import aclosing
 
 import pytest
 
-from kvstore.event_log import KEPT_EVENTS, Event, EventLog, follow
+from kvstore.event_log import KEPT_EVENTS, Event, EventLog, follow, message_of
 from kvstore.stored import Tier
-from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey, pack_keys
+from protocol.keys import KEY_BYTES, NO_PARENT, pack_keys
 from protocol.membership import BlockLog
 from protocol.pb import kvstore_pb2
 from tests.kvstore.states import make_state
@@ -75,26 +75,15 @@ def test_reads_of_a_follower_that_does_not_listen_are_bounded() -> None:
     assert len(log.take_reads(follower)) == KEPT_EVENTS * KEY_BYTES
 
 
-async def messages(log: EventLog, num_objects: int, next_seq: int, count: int) -> list[kvstore_pb2.StoreEvents]:
-    """The first messages to a follower of a node with so many objects."""
-    state = make_state(4 * 256 * max(num_objects, 1), log)
-    wishes = chain(*range(1, num_objects + 1))
+async def test_a_new_follower_gets_an_inventory_and_then_the_log() -> None:
+    log, wishes = EventLog(), chain(1, 2, 3)
+    state = make_state(4 * 256 * len(wishes), log)
     state.writers.reserve("r", wishes, 30.0, 0.0)
     state.writers.commit("r", {wish.key: 7 for wish in wishes}, 0.0)
     state.writers.verified("r", [], 0.0)
-    request = kvstore_pb2.StoreSubscribeRequest(epoch=EPOCH, next_seq=next_seq)
-    received: list[kvstore_pb2.StoreEvents] = []
-    subscription = follow(log, state, EPOCH, request)
-    async for message in subscription:
-        received.append(message)
-        if len(received) == count:
-            break
-    await subscription.aclose()  # type: ignore[attr-defined]  # an async generator, declared as an iterator
-    return received
-
-
-async def test_a_new_follower_gets_an_inventory_and_then_the_log() -> None:
-    snapshot, changes = await messages(EventLog(), 3, 0, 2)
+    request = kvstore_pb2.StoreSubscribeRequest(epoch=EPOCH)
+    async with aclosing(follow(log, state, EPOCH, request)) as messages:  # type: ignore[type-var]
+        snapshot, changes = await anext(messages), await anext(messages)
     assert (snapshot.snapshot, snapshot.more, snapshot.next_seq) == (True, False, 4)
     assert snapshot.added_keys == b"".join(keys(1, 2, 3))
     assert snapshot.added_parents == b"".join([NO_PARENT, *keys(1, 2)])
@@ -103,47 +92,21 @@ async def test_a_new_follower_gets_an_inventory_and_then_the_log() -> None:
 
 async def test_an_inventory_that_the_log_outran_is_followed_by_another() -> None:
     log = EventLog()
-    state = make_state(256, log)
-    subscription = follow(log, state, EPOCH, kvstore_pb2.StoreSubscribeRequest())
-    note(log, 99)  # so that the first inventory is due
-    first = await anext(subscription)
+    request = kvstore_pb2.StoreSubscribeRequest()
+    async with aclosing(follow(log, make_state(256, log), EPOCH, request)) as messages:  # type: ignore[type-var]
+        note(log, 99)  # so that the first inventory is due
+        first = await anext(messages)
+        note(log, *range(KEPT_EVENTS + 1))
+        second = await anext(messages)
     assert (first.snapshot, first.next_seq) == (True, 2)
-    note(log, *range(KEPT_EVENTS + 1))
-    second = await anext(subscription)
     assert (second.snapshot, second.next_seq) == (True, KEPT_EVENTS + 3)
-    await subscription.aclose()  # type: ignore[attr-defined]  # an async generator, declared as an iterator
 
 
-async def changes_of(told: Callable[[EventLog], None]) -> kvstore_pb2.StoreEvents:
-    """One message with all that was told to a log."""
-    log = EventLog()
-    log.follow(1)  # keeps what is told
-    told(log)
-    request = kvstore_pb2.StoreSubscribeRequest(epoch=EPOCH, next_seq=1)
-    subscription = follow(log, make_state(256, EventLog()), EPOCH, request)
-    message = await anext(subscription)
-    await subscription.aclose()  # type: ignore[attr-defined]  # an async generator, declared as an iterator
-    return message
-
-
-async def test_the_last_event_of_a_key_says_what_is_so() -> None:
-    def told(log: EventLog) -> None:
-        log.added(key(1), key(9), Tier.MEMORY)
-        log.added(key(2), None, Tier.MEMORY)
-        log.moved(key(1), Tier.DISK)
-        log.removed(key(2))
-
-    message = await changes_of(told)
-    assert message.added_keys == key(1)
-    assert message.added_parents == key(9)
+def test_a_message_says_of_each_key_what_its_last_event_says() -> None:
+    """An object that came again does not inherit the parent that it had."""
+    events = [Event(key(1), key(9)), Event(key(2)), Event(key(2), left=True)]
+    events += [Event(key(3), key(9)), Event(key(3), left=True), Event(key(3))]
+    message = message_of(EPOCH, 1, events, snapshot=False, more=False)
+    assert message.added_keys == pack_keys(keys(1, 3))
+    assert message.added_parents == pack_keys([key(9), NO_PARENT])
     assert message.removed_keys == key(2)
-
-
-async def test_an_object_that_came_again_does_not_inherit_the_parent_it_had() -> None:
-    def told(log: EventLog) -> None:
-        log.added(key(1), key(9), Tier.MEMORY)
-        log.removed(key(1))
-        log.added(key(1), None, Tier.MEMORY)
-
-    message = await changes_of(told)
-    assert BlockKey(message.added_parents) == NO_PARENT

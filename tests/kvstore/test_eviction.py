@@ -269,56 +269,51 @@ def test_s3_fifo_judges_a_head_of_a_chain_when_it_is_offered_where_it_stood() ->
     assert drain(policy) == [0, 2]
 
 
-def make_with_lifetime(lifetime: int) -> EvictionPolicy:
-    """reuse-credit, after one block of this age was evicted; as many are resident, so that short runs owe little."""
+@pytest.fixture
+def with_lifetime() -> EvictionPolicy:
+    """reuse-credit, after one block of age 1000 was evicted; as many are resident, so that short runs owe little."""
     policy = eviction.make("reuse-credit")
-    for number in range(1, lifetime + 2):
-        record = 10_000 + number
+    for record in range(10_000, 11_001):
         policy.added(record, key_of(record), NO_RECORD)
-    policy.offer(10_001)
-    assert evict(policy) == 10_001
+    policy.offer(10_000)
+    assert evict(policy) == 10_000
     return policy
 
 
-def test_reuse_credit_lets_a_read_block_outlast_a_newer_unread_one_by_a_lifetime() -> None:
-    policy = make_with_lifetime(1000)
-    add(policy, 0)
-    policy.used(0)
+def test_reuse_credit_lets_a_read_block_outlast_a_newer_unread_one_by_a_lifetime(with_lifetime: EvictionPolicy) -> None:
+    add(with_lifetime, 0)
+    with_lifetime.used(0)
     for record in RECORDS[1:4]:
-        add(policy, record)
-    assert drain(policy) == [*RECORDS[1:4], 0]
+        add(with_lifetime, record)
+    assert drain(with_lifetime) == [*RECORDS[1:4], 0]
 
 
-def test_reuse_credit_ends_with_its_lifetime() -> None:
-    policy = make_with_lifetime(1000)
-    add(policy, 0)
-    policy.used(0)
-    add(policy, 1)
-    policy.used(1)
+def test_reuse_credit_ends_with_its_lifetime(with_lifetime: EvictionPolicy) -> None:
+    for record in (0, 1):
+        add(with_lifetime, record)
+        with_lifetime.used(record)
     for _ in range(2000):
-        policy.used(1)
-    add(policy, 2)
-    assert drain(policy) == [0, 2, 1]
+        with_lifetime.used(1)
+    add(with_lifetime, 2)
+    assert drain(with_lifetime) == [0, 2, 1]
 
 
-def test_reuse_credit_evicts_the_end_of_a_long_run_before_older_short_ones() -> None:
-    policy = make_with_lifetime(1000)
-    add(policy, 0)
+def test_reuse_credit_evicts_the_end_of_a_long_run_before_older_short_ones(with_lifetime: EvictionPolicy) -> None:
+    add(with_lifetime, 0)
     run = list(range(100, 200))
     for parent, record in zip([NO_RECORD, *run], run, strict=False):
-        add(policy, record, parent)
-    gone = drain(policy)
+        add(with_lifetime, record, parent)
+    gone = drain(with_lifetime)
     assert gone[0] == run[-1]
     assert 0 < gone.index(0) < len(run)
 
 
-def test_reuse_credit_counts_a_run_from_where_it_leaves_what_was_read() -> None:
-    policy = make_with_lifetime(1000)
+def test_reuse_credit_counts_a_run_from_where_it_leaves_what_was_read(with_lifetime: EvictionPolicy) -> None:
     read = list(range(100, 200))
     for parent, record in zip([NO_RECORD, *read], read, strict=False):
-        policy.added(record, key_of(record), parent)
+        with_lifetime.added(record, key_of(record), parent)
     for record in reversed(read):
-        policy.used(record)
-    add(policy, 0)
-    add(policy, 1, read[-1])
-    assert drain(policy) == [0, 1]
+        with_lifetime.used(record)
+    add(with_lifetime, 0)
+    add(with_lifetime, 1, read[-1])
+    assert drain(with_lifetime) == [0, 1]

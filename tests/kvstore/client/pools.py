@@ -37,19 +37,15 @@ def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
 @contextlib.contextmanager
 def running_registry() -> Iterator[str]:
     """An embedded registry, served by this process; gives its address."""
-    backstage = Backstage()
-    servers: list[RpcServer] = []
 
-    async def start() -> str:
+    async def start() -> tuple[RpcServer, str]:
         server = RpcServer(TOKEN)
-        servers.append(server)
-        service = RegistryService(EmbeddedRegistry())
-        registry_pb2_grpc.add_RegistryServicer_to_server(service, server.grpc)
-        return await server.start("127.0.0.1", 0)
+        registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(EmbeddedRegistry()), server.grpc)
+        return server, await server.start("127.0.0.1", 0)
 
-    try:
-        yield backstage.ask(start(), PATIENCE_S)
-    finally:
-        for server in servers:
+    with contextlib.closing(Backstage()) as backstage:
+        server, address = backstage.ask(start(), PATIENCE_S)
+        try:
+            yield address
+        finally:
             backstage.ask(server.stop(0.0), PATIENCE_S)
-        backstage.close()

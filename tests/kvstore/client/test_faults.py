@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from typing import Any
 
 import pytest
 
-from kvstore.client import KvStore
+from kvstore.client import KvStore, store_lease
 from kvstore.client.keys import Key, block_of
-from protocol.errors import DeadlineExceeded, PeerLost
+from protocol.errors import PeerLost, StaleLease
 from tests.kvstore.client.pools import DRAM, TCP, both_ways, fresh, store_of
 from tests.kvstore.faults.pool import Pool
 from tests.kvstore.nodes import running_node
 from tests.patience import PATIENCE_S, until
-from tests.stopping import stopped
-
-# Clusters of processes are started, stopped and killed; the file takes a minute.
-pytestmark = pytest.mark.slow
 
 VALUE = os.urandom(100_000)
 
@@ -128,21 +126,6 @@ def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(pool: Pool, trans
         assert store.get(name) == store.get(other) == VALUE
 
 
-def test_a_single_node_that_is_stopped_fails_within_the_time_given() -> None:
-    with running_node("--dram", str(DRAM)) as node, store_of(f"node://{node.rpc_address}", TCP) as store:
-        store.put(b"key", VALUE)
-        with stopped(node.process.pid):
-            for call in (
-                lambda: store.get(b"key", timeout_s=0.5),
-                lambda: store.put(b"new", b"value", timeout_s=0.5),
-                lambda: store.remove(b"key", timeout_s=0.5),
-            ):
-                with pytest.raises((PeerLost, DeadlineExceeded)):
-                    call()
-        until(lambda: not any(each.resting for each in store.nodes()))
-        assert store.get(b"key") == VALUE
-
-
 def test_a_node_that_comes_back_under_its_address_is_used_again() -> None:
     with running_node("--dram", str(DRAM)) as node:
         url = f"node://{node.rpc_address}"
@@ -181,3 +164,49 @@ def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(sha
         node.lost(PeerLost("it did not answer"))
         until(lambda: not node.resting)
         assert store.get(fresh()) is None
+
+
+def test_a_lease_that_could_not_be_renewed_makes_its_reader_discard(shared_pool: Pool) -> None:
+    name = fresh()
+    first = shared_pool.rank_of(name)[0]
+    with shared_pool.store() as store:
+        store.put(name, VALUE)
+        lease = store.lease([name], ttl_s=0.6)
+        with pytest.raises(StaleLease), lease, shared_pool.frozen(first), pytest.raises(StaleLease):
+            until(lease.check)
+        assert lease.views[0] is not None
+        until(lambda: not any(each.resting for each in store.nodes()))
+
+
+def test_a_lease_is_renewed_for_as_long_as_it_is_open(shared_pool: Pool) -> None:
+    name = fresh()
+    with shared_pool.store() as store:
+        store.put(name, VALUE)
+        with store.lease([name], ttl_s=5.0) as lease:
+            [held] = lease._leases
+            first_end = held.held.expires_at
+            until(lambda: time.monotonic() > first_end + 0.5)
+            lease.check()
+            assert lease.views[0] == VALUE
+
+
+def test_a_lease_at_a_node_that_died_before_it_was_read_does_not_count(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be renewed, and what was read elsewhere need not be discarded for it."""
+    name = fresh()
+    first, second, _ = pool.rank_of(name)
+    pool.put_at(first, name, VALUE)
+    pool.put_at(second, name, VALUE)
+    read = store_lease.read
+
+    def read_too_late(*args: Any) -> None:
+        monkeypatch.setattr(store_lease, "read", read)
+        pool.kill(first)
+        read(*args)
+
+    with pool.store(TCP) as store:
+        monkeypatch.setattr(store_lease, "read", read_too_late)
+        with store.lease([name], timeout_s=PATIENCE_S) as lease:
+            assert lease.views == (VALUE,)
+            assert [held.node.node_id for held in lease._leases] == [second]

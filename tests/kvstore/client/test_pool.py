@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from kvstore.client import KvStore, chain
-from kvstore.client.deadline import Deadline
+from kvstore.client import chain
 from kvstore.client.keys import Key, block_of
 from kvstore.client.pool import new_removal_id
 from protocol.errors import NoWorker, Overloaded
@@ -15,7 +14,7 @@ from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from tests.kvstore.client.pools import DRAM, both_ways, fresh, running_registry, store_of
 from tests.kvstore.faults.pool import Pool
-from tests.patience import PATIENCE_S, until
+from tests.patience import until
 
 pytestmark = pytest.mark.slow
 
@@ -62,15 +61,9 @@ def test_a_removal_that_others_told_a_node_of_is_answered_as_if_it_had_come_firs
     first, second, _ = shared_pool.rank_of(name)
     shared_pool.put_at(second, name, VALUE)
     request = kvstore_pb2.StoreRemoveRequest(keys=[block_of(name).key], removal_id=new_removal_id())
-    with shared_pool.alone(first) as early, shared_pool.alone(second) as late:
-        assert _removed(early, request) == 0
-        until(lambda: not late.exists(name))
-        assert [_removed(late, request) for _ in range(2)] == [1, 1]
-
-
-def _removed(store: KvStore, request: kvstore_pb2.StoreRemoveRequest) -> int:
-    [node] = store._cluster.view.nodes
-    return node.call(lambda stub: stub.Remove, request, Deadline(PATIENCE_S)).removed
+    assert shared_pool.ask(first, "Remove", request).removed == 0
+    until(lambda: not shared_pool.holders(name))
+    assert [shared_pool.ask(second, "Remove", request).removed for _ in range(2)] == [1, 1]
 
 
 @both_ways
@@ -83,21 +76,15 @@ def test_a_draining_node_takes_nothing_new_and_serves_what_it_has(
     first, second, _ = shared_pool.rank_of(new)
     with shared_pool.store(transports) as store, shared_pool.alone(first) as alone:
         store.put(old, VALUE)
-        _drain(alone, draining=True)
+        shared_pool.ask(first, "SetDraining", kvstore_pb2.StoreSetDrainingRequest(draining=True))
         try:
             store.put(new, VALUE)
             assert store.batch_get([old, new]) == [VALUE, VALUE]
             with pytest.raises(Overloaded, match="drained"):
                 alone.put(fresh(), b"x")
         finally:
-            _drain(alone, draining=False)
+            shared_pool.ask(first, "SetDraining", kvstore_pb2.StoreSetDrainingRequest(draining=False))
     assert shared_pool.holders(new) == {second}
-
-
-def _drain(store: KvStore, *, draining: bool) -> None:
-    [node] = store._cluster.view.nodes
-    request = kvstore_pb2.StoreSetDrainingRequest(draining=draining)
-    node.call(lambda stub: stub.SetDraining, request, Deadline(PATIENCE_S))
 
 
 def test_a_node_without_room_passes_puts_on(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""A directory process, store nodes that join it, and questions to them."""
+"""A directory process, and questions to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from protocol.keys import BlockKey, pack_keys
 from protocol.pb import directory_pb2, directory_pb2_grpc
 from protocol.rpc import Channels
-from tests.kvstore.nodes import TOKEN, running_node
+from tests.kvstore.nodes import TOKEN
 from tests.patience import PATIENCE_S, answered
 from tests.processes import running
 
@@ -23,14 +23,6 @@ def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes
     named = ("--instance-id", "directory-0", "--port", str(port), "--log-level", "error")
     with running("kvstore.directory", *named, *flags, token=TOKEN) as (process, _):
         yield process
-
-
-@contextlib.contextmanager
-def running_store(name: str, port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A node of 8 MiB that belongs to the directory at `port`."""
-    join = f"127.0.0.1:{port}"
-    with running_node("--dram", "8MiB", "--join", join, *flags, instance_id=name) as node:
-        yield node.process
 
 
 class Questions:

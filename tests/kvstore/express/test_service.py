@@ -281,11 +281,20 @@ def test_a_node_that_ends_in_the_midst_is_lost_at_once(end: Callable[[Node], Non
             store.get(b"key", timeout_s=NEVER_S)
 
 
-def test_a_stopped_node_is_the_deadlines(node: Node, store: KvStore) -> None:
+def test_calls_of_a_stopped_node_fail_within_the_time_given(node: Node, store: KvStore) -> None:
     store.put(b"key", VALUE)
     express, spots = express_of(store), Spots.packed(store.allocate(100), [100])
-    with stopped(node.process.pid), pytest.raises(DeadlineExceeded):
-        express.get([fresh()], spots, Deadline(0.3))
+    with stopped(node.process.pid):
+        with pytest.raises(DeadlineExceeded):
+            express.get([fresh()], spots, Deadline(0.3))
+        for call in (
+            lambda: store.get(b"key", timeout_s=0.5),
+            lambda: store.put(b"new", b"value", timeout_s=0.5),
+            lambda: store.remove(b"key", timeout_s=0.5),
+        ):
+            with pytest.raises((PeerLost, DeadlineExceeded)):
+                call()
+    until(lambda: not any(each.resting for each in store.nodes()))
     assert store.get(b"key") == VALUE
 
 
