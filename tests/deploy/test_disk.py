@@ -21,10 +21,7 @@ FLAGS += ("--num-threads", "1", "--store-reads", "always")
 
 
 def until_stored(cluster: Cluster) -> None:
-    def is_stored() -> bool:
-        return bool(cluster.instance("store-0")["indexed_blocks"] == NUM_BLOCKS)
-
-    cluster.wait_for("all blocks are in the store", is_stored)
+    cluster.wait_for("all is in the store", lambda: cluster.instance("store-0")["indexed_blocks"] == NUM_BLOCKS)
 
 
 def tokens_and_cached(cluster: Cluster) -> tuple[str, int]:

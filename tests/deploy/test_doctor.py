@@ -156,8 +156,7 @@ def test_an_address_that_is_none_is_told_from_one_that_is_not_reached(
 
 def test_a_peer_on_another_machine_needs_no_shared_memory(doctor: Doctor) -> None:
     with TransferEngine(cluster_token=TOKEN, options=TransferOptions(transports=("tcp",))) as peer:
-        parts = peer.address.split(";")
-        parts = ["host=elsewhere" if part.startswith("host=") else part for part in parts]
+        parts = ["host=elsewhere" if part.startswith("host=") else part for part in peer.address.split(";")]
         code, report = doctor("--peer", ";".join([*parts, "shm=shm@nowhere"]))
     assert (code, finding(report, "peer", "shm")["state"]) == (0, "ok")
 

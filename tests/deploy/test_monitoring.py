@@ -20,8 +20,6 @@ from tests.prometheus import Prometheus, binary, running_prometheus
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"
-
-
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 
 

@@ -18,7 +18,7 @@ from deploy.plan import Kind, ProcessSpec
 from deploy.restarting import RollingRestart
 from deploy.supervisor import Child, ChildDied, Supervisor, cause_of_death, give_way
 from protocol.errors import NoWorker, PeerLost
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import Channels, RpcServer
 from tests.patience import PATIENCE_S
 
@@ -68,13 +68,17 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
             made.append(supervisor)
         fields = {"kind": Kind.STORE, "stop_grace_s": PATIENCE_S, **fields}  # to say which signal it was
         name = f"it-{len(supervisor.children)}"
-        spec = ProcessSpec(instance_id=name, module="serving", flags=flags, **fields)
-        [child] = await supervisor.start([spec])
+        [child] = await supervisor.start([ProcessSpec(instance_id=name, module="serving", flags=flags, **fields)])
         return supervisor, child
 
     yield begun
     for each in made:
         await each.stop()
+
+
+def process_of(child: Child) -> asyncio.subprocess.Process:
+    assert child.process is not None
+    return child.process
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -86,23 +90,20 @@ async def until(holds: Callable[[], object]) -> None:
 @pytest.mark.parametrize(("overlaps", "signal"), [(False, "SIGTERM"), (True, "SIGUSR1")])
 async def test_a_process_gives_way_to_a_successor(launch: Launch, overlaps: bool, signal: str) -> None:
     supervisor, child = await launch(overlaps=overlaps)
-    old = child.process
-    assert old is not None
+    old = process_of(child)
     await supervisor.restart(child)
     assert child.facts["pid"] == str(child.pid) != str(old.pid)
     await until(lambda: f"ended by {signal}" in child.log_path.read_text())
-    assert child.process is not None
-    assert child.process.returncode is None
+    assert process_of(child).returncode is None
 
 
 async def test_one_whose_log_cannot_be_opened_any_more_starts_again_and_writes_where_the_launcher_does(
     launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     supervisor, child = await launch()
-    assert child.process is not None
     child.log_path.unlink()
     child.log_path.mkdir()
-    child.process.kill()
+    process_of(child).kill()
     await until(lambda: child.restarts)
     await child.ready.wait()
     await supervisor.stop()
@@ -115,8 +116,7 @@ async def test_one_whose_successor_does_not_come_up_serves_on(
 ) -> None:
     """Also where it cannot even be started, as without memory or with another Python by now."""
     supervisor, child = await launch("--fails-if", str(tmp_path / "fails"), overlaps=True)
-    old = child.process
-    assert old is not None
+    old = process_of(child)
     if has_process:
         (tmp_path / "fails").touch()
     else:
@@ -142,9 +142,7 @@ async def test_each_process_has_its_own_time_to_stop(launch: Launch) -> None:
     supervisor, killed = await launch("--while-alive", "self", stop_grace_s=0.1)
     _, patient = await launch("--while-alive", str(killed.pid), supervisor=supervisor)
     await supervisor.stop()
-    assert killed.process is not None
-    assert patient.process is not None
-    assert (killed.process.returncode, patient.process.returncode) == (-9, 0)
+    assert [process_of(each).returncode for each in (killed, patient)] == [-9, 0]
 
 
 async def test_a_process_that_died_starts_again_when_it_may(launch: Launch) -> None:
@@ -156,8 +154,7 @@ async def test_a_process_that_died_starts_again_when_it_may(launch: Launch) -> N
         await allowed.wait()
 
     _, child = await launch(may=may_restart)
-    assert child.process is not None
-    child.process.kill()
+    process_of(child).kill()
     await asked.wait()
     assert (child.restarts, child.stage) == (0, "restarting")
     allowed.set()
@@ -224,16 +221,14 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
         if self.silent_for:
             self.silent_for -= 1
             raise PeerLost("nobody leads")
-        members = [
-            conductor_pb2.InstanceView(endpoint=common_pb2.Endpoint(instance_id=name, epoch=epoch))
-            for name, epoch in self.epochs.items()
-            if name not in self.away
-        ]
+        there = {name: epoch for name, epoch in self.epochs.items() if name not in self.away}
         if self.away:
             name = self.away.pop()
             if not self.away:
                 self.events.append(f"{name} is back")
-        return conductor_pb2.ClusterView(instances=members)
+        return conductor_pb2.ClusterView(
+            instances=[{"endpoint": {"instance_id": name, "epoch": epoch}} for name, epoch in there.items()]
+        )
 
     async def restart(self, child: Child) -> None:
         name = child.spec.instance_id

@@ -57,11 +57,12 @@ class Rig:
         self.addresses: dict[str, str] = {}
         self.servers: dict[str, RpcServer] = {}
 
-    async def start(self, scripted: Scripted) -> None:
-        server = self.servers[scripted.name] = RpcServer(TOKEN)
-        conductor_pb2_grpc.add_ConductorServicer_to_server(scripted, server.grpc)
-        leadership_pb2_grpc.add_LeadershipServicer_to_server(scripted, server.grpc)
-        self.addresses[scripted.name] = await server.start("127.0.0.1", 0)
+    async def start(self) -> None:
+        for scripted in (self.a, self.b, self.unknown):
+            server = self.servers[scripted.name] = RpcServer(TOKEN)
+            conductor_pb2_grpc.add_ConductorServicer_to_server(scripted, server.grpc)
+            leadership_pb2_grpc.add_LeadershipServicer_to_server(scripted, server.grpc)
+            self.addresses[scripted.name] = await server.start("127.0.0.1", 0)
 
     def client(self) -> Conductors:
         return Conductors(self.channels, f"{self.addresses['a']}, {self.addresses['b']}")
@@ -77,12 +78,9 @@ class Rig:
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
-    for scripted in (rig.a, rig.b, rig.unknown):
-        await rig.start(scripted)
-    try:
-        yield rig
-    finally:
-        await rig.close()
+    await rig.start()
+    yield rig
+    await rig.close()
 
 
 async def explain(conductors: Conductors, timeout_s: float = LONG_ENOUGH_S) -> str:

@@ -158,9 +158,6 @@ def test_any_reports_leave_valid_curves(reports: list[tuple[int, int, int, str]]
     lengths.validate()
 
 
-# ---- beside those that still run
-
-
 @given(_lengths | st.just([]), _lengths)
 def test_it_falls_from_one_and_leaves_the_curve_alone(ended: list[int], running: list[int]) -> None:
     curve = curve_of(ended)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,33 +62,25 @@ def test_without_a_cache_folder_it_is_compiled_for_this_process(tmp_path: Path) 
     assert load_library(source(tmp_path, 1), ["-DPLUS=0"], None).answer() == 1
 
 
-def test_what_the_compiler_refuses_is_told(tmp_path: Path) -> None:
+def test_why_there_is_no_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source is refused, the folder cannot be made, or there is no compiler."""
+    path = source(tmp_path, 1)
     with pytest.raises(CompilerError, match="PLUS"):
-        load_library(source(tmp_path, 1), [], tmp_path)
-
-
-def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        load_library(path, [], tmp_path)
+    with pytest.raises(CompilerError):
+        load_library(path, ["-DPLUS=0"], path / "cache")
     monkeypatch.setattr(native.shutil, "which", lambda _name: None)
     with pytest.raises(CompilerError, match="no C compiler"):
-        load_library(source(tmp_path, 1), ["-DPLUS=0"], tmp_path)
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CompilerError):
-        load_library(source(tmp_path, 1), ["-DPLUS=0"], tmp_path / "file" / "cache")
+        load_library(path, ["-DPLUS=0"], tmp_path)
 
 
 def test_several_may_compile_the_same_file_at_once(tmp_path: Path) -> None:
-    path, cache, answers = source(tmp_path, 5), tmp_path / "cache", []
+    path = source(tmp_path, 5)
 
-    def load() -> None:
-        library: ctypes.CDLL = load_library(path, ["-DPLUS=5"], cache)
-        answers.append(library.answer())
+    def load(_: int) -> int:
+        answer: int = load_library(path, ["-DPLUS=5"], tmp_path / "cache").answer()
+        return answer
 
-    threads = [threading.Thread(target=load) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(load, range(3)))
     assert answers == [10, 10, 10]

@@ -1,17 +1,79 @@
-"""A process's tasks, timers and waits: until it is told to stop, beside a block, and not for ever."""
+"""A process: what it says of its start, its tasks, timers and waits, and how seldom it looks for garbage."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import weakref
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from protocol import garbage, status
 from protocol.errors import StaleLease
+from protocol.garbage import seldom_collected
 from protocol.held_tasks import HeldTasks
 from protocol.process import Lifecycle, running
+from protocol.status import Failed, NotReady, Progress, Ready, Report
 from protocol.timer import Timer, set_within
 from tests.patience import NEVER_S, PATIENCE_S
+
+READY = Ready({"rpc": "127.0.0.1:1"})
+REPORTS = st.one_of(
+    st.builds(Progress, st.text(), st.none() | st.floats(0, 1)),
+    st.builds(Ready, st.dictionaries(st.text(), st.text())),
+    st.builds(Failed, st.text()),
+)
+
+
+def said(*entries: Report) -> int:
+    """The reading end of a pipe on which a process that has ended said them."""
+    read_fd, write_fd = os.pipe()
+    for entry in entries:
+        status.write(write_fd, entry)
+    os.close(write_fd)
+    return read_fd
+
+
+async def followed(fd: int) -> list[Report]:
+    return [report async for report in status.follow(fd)]
+
+
+@given(st.lists(REPORTS, max_size=5))
+def test_what_is_written_is_read(entries: list[Report]) -> None:
+    assert asyncio.run(followed(said(*entries))) == entries
+
+
+async def test_a_processs_facts_come_with_its_readiness_and_no_descriptor_stays_open() -> None:
+    read_fd = said(Progress("loading"), READY, Progress("afterwards"))
+    opened = os.fstat(read_fd)
+    assert await asyncio.wait_for(status.until_ready(read_fd), PATIENCE_S) == READY.facts
+    await asyncio.sleep(0)  # the transport closes in the loop's next turn
+    paths = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    assert not any(os.path.samestat(path.stat(), opened) for path in paths)
+
+
+@pytest.mark.parametrize(("entries", "reason"), [([Failed("no such model")], "no such model"), ([], "it ended")])
+async def test_why_a_process_will_not_serve(entries: list[Report], reason: str) -> None:
+    """In its own words, or that there were none."""
+    with pytest.raises(NotReady, match=reason):
+        await asyncio.wait_for(status.until_ready(said(Progress("loading"), *entries)), PATIENCE_S)
+
+
+async def test_a_wait_for_a_silent_process_can_be_cancelled() -> None:
+    read_fd, write_fd = os.pipe()
+    waiting = asyncio.create_task(asyncio.wait_for(status.until_ready(read_fd), NEVER_S))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0)  # as above
+    with pytest.raises(BrokenPipeError):
+        status.write(write_fd, READY)
+    os.close(write_fd)
 
 
 async def test_a_process_waits_until_it_is_told_to_stop() -> None:
@@ -45,29 +107,22 @@ async def test_a_cancelled_wait_leaves_the_watched_task_alone() -> None:
         assert not other.done()
 
 
-async def test_what_is_under_way_has_all_its_time_until_somebody_hurries() -> None:
+@pytest.mark.parametrize(("times", "hurries"), [(1, False), (2, False), (1, True)])
+async def test_what_is_under_way_has_all_its_time_until_it_ends_or_somebody_hurries(times: int, hurries: bool) -> None:
+    """However often the process was asked to end when idle."""
     lifecycle, idle = Lifecycle(None), asyncio.Event()
-    lifecycle.stop_when_idle()
+    for _ in range(times):
+        lifecycle.stop_when_idle()
     assert lifecycle.stopping.is_set()
     waiting = asyncio.create_task(lifecycle.drained(idle.wait(), timeout_s=0.0))
     for _ in range(5):
         await asyncio.sleep(0)
     assert not waiting.done()
-    lifecycle.stop()
-    assert not await asyncio.wait_for(waiting, PATIENCE_S)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-async def test_who_has_all_the_time_ends_with_what_is_under_way(times: int) -> None:
-    """However often it was asked to end when idle."""
-    lifecycle, idle = Lifecycle(None), asyncio.Event()
-    for _ in range(times):
-        lifecycle.stop_when_idle()
-    waiting = asyncio.create_task(lifecycle.drained(idle.wait(), timeout_s=0.0))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    idle.set()
-    assert await asyncio.wait_for(waiting, PATIENCE_S)
+    if hurries:
+        lifecycle.stop()
+    else:
+        idle.set()
+    assert await asyncio.wait_for(waiting, PATIENCE_S) is not hurries
 
 
 async def test_a_stop_is_not_taken_back() -> None:
@@ -168,3 +223,35 @@ async def test_an_end_that_comes_together_with_the_event_is_not_lost(turns: int)
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled()
+
+
+@pytest.fixture(autouse=True)
+def _really(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' services leave the heap alone (tests/conftest.py)."""
+    monkeypatch.setattr(garbage, "gc", gc)
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cycles_do_not_pile_up() -> None:
+    """As gRPC's server leaves them behind its calls."""
+    alive: weakref.WeakSet[Cycle] = weakref.WeakSet()
+    most = 0
+    with seldom_collected():
+        for _ in range(40_000):
+            alive.add(Cycle())
+            most = max(most, len(alive))
+    assert 1_000 < most < 20_000, "neither a look for each of them nor one for all"
+
+
+def test_what_is_there_is_never_looked_at() -> None:
+    kept = [Cycle()]
+    before = gc.get_threshold()
+    with seldom_collected():
+        assert gc.get_freeze_count() > 0
+        assert not any(each is kept for each in gc.get_objects())
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before

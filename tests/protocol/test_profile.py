@@ -85,11 +85,6 @@ def test_a_prompt_joins_where_the_first_tokens_of_all_come_sooner_in_sum(
         assert joins == (joined_s < apart_s)
 
 
-def test_without_a_constant_per_step_nobody_waits_for_another_prompt() -> None:
-    profile = PrefillProfile(c0=0.0, c1=1e-3, c2=0.0)
-    assert not profile.joins(1, 0, num_delayed=1, num_waiting=100)
-
-
 DECODE = DecodeProfile(c0=0.0256, c1=1.1e-4, c2=4.07e-8)
 A800 = PrefillProfile(c0=0.0, c1=1.15e-4, c2=7.3e-10)
 
@@ -98,12 +93,6 @@ def test_a_step_of_32_long_sequences_leaves_room_for_less_than_a_block_of_512() 
     """44.8 ms of decoding under a target of 0.1 s: 55.2 ms are 415 tokens behind 12,000."""
     chunk = StepBudget(decode=DECODE, prefill=A800, most_step_s=0.1).chunk_tokens(0.0448, 12_000, 8_192)
     assert chunk == 415
-
-
-def test_a_prompt_goes_on_where_decoding_takes_all_of_the_time() -> None:
-    budget = StepBudget(decode=DECODE, prefill=A800, most_step_s=0.1)
-    assert budget.chunk_tokens(0.2, 0, 8_192) == LEAST_CHUNK
-    assert budget.chunk_tokens(0.2, 0, 3) == 3
 
 
 @pytest.mark.parametrize("most_step_s", [0.0, -1.0, math.inf, math.nan])

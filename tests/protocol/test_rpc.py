@@ -10,7 +10,6 @@ import pytest
 
 from protocol.errors import (
     ConfigError,
-    InvalidRequest,
     MoonserveError,
     Overloaded,
     PeerLost,
@@ -52,10 +51,24 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             yield batch
 
 
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.streams.close()
+
+
+@pytest.fixture
+async def channels() -> AsyncIterator[Channels]:
+    channels = Channels("secret")
+    yield channels
+    await channels.close()
+
+
 @pytest.fixture(params=["grpc", "lean"])
-async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Worker, Channels, str]]:
-    """A worker that is called by `host:port`, over either transport."""
-    server, worker, channels = RpcServer("secret"), Worker(), Channels("secret")
+async def address(request: pytest.FixtureRequest, worker: Worker, channels: Channels) -> AsyncIterator[str]:
+    """The worker's, as `host:port`; the channels call it over either transport."""
+    server = RpcServer("secret")
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     if request.param == "lean":
         server.add_lean("Worker", worker)
@@ -63,10 +76,9 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Worker,
     if request.param == "lean":
         await until_lean(channels, address)
         worker.called.clear()
-    yield worker, channels, address
+    yield address
     await channels.close()
     await server.stop(0)
-    worker.streams.close()
 
 
 async def until_lean(channels: Channels, address: str) -> None:
@@ -82,60 +94,50 @@ async def cancel(channels: Channels, address: str) -> None:
     await channels.call(stub.Cancel, worker_pb2.CancelRequest(request_id="r"), timeout_s=PATIENCE_S)
 
 
-async def test_an_error_arrives_as_the_class_that_was_raised(cluster: tuple[Worker, Channels, str]) -> None:
-    worker, channels, address = cluster
+async def test_an_error_arrives_as_the_class_that_was_raised(worker: Worker, channels: Channels, address: str) -> None:
     worker.error = StaleLease("too late", lease_id="l-1")
     with pytest.raises(StaleLease, match="too late") as caught:
         await cancel(channels, address)
     assert caught.value.ids == {"lease_id": "l-1"}
 
 
-async def test_an_unexpected_error_tells_nothing_of_the_inside(cluster: tuple[Worker, Channels, str]) -> None:
-    worker, channels, address = cluster
+async def test_an_unexpected_error_tells_nothing_of_inside(worker: Worker, channels: Channels, address: str) -> None:
     worker.error = RuntimeError("secret path")
     with pytest.raises(MoonserveError, match="internal error"):
         await cancel(channels, address)
 
 
-async def test_a_wrong_token_is_refused(cluster: tuple[Worker, Channels, str]) -> None:
-    _, _, address = cluster
+async def test_a_wrong_token_is_refused(address: str) -> None:
     stranger = Channels("guess")
     with pytest.raises(Unauthenticated):
         await cancel(stranger, address)
     await stranger.close()
 
 
-async def test_a_peer_that_is_forgotten_while_it_is_called_is_peer_lost(cluster: tuple[Worker, Channels, str]) -> None:
-    """Nobody wanted the caller to end."""
-    worker, channels, address = cluster
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_a_call_ends_with_its_caller_and_when_its_peer_is_forgotten(
+    worker: Worker, channels: Channels, address: str, forgets: bool
+) -> None:
+    """Then nobody wanted the caller to end."""
     worker.hangs = True
     calling = asyncio.create_task(cancel(channels, address))
     await worker.called.wait()
-    await channels.forget(address)
-    with pytest.raises(PeerLost):
+    if forgets:
+        await channels.forget(address)
+    else:
+        calling.cancel()
+    with pytest.raises(PeerLost if forgets else asyncio.CancelledError):
         await calling
 
 
-async def test_who_is_cancelled_while_it_calls_ends(cluster: tuple[Worker, Channels, str]) -> None:
-    worker, channels, address = cluster
-    worker.hangs = True
-    calling = asyncio.create_task(cancel(channels, address))
-    await worker.called.wait()
-    calling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-
-
-async def test_a_call_that_is_not_answered_in_time_is_peer_lost(cluster: tuple[Worker, Channels, str]) -> None:
-    worker, channels, address = cluster
+async def test_a_call_that_is_not_answered_in_time_is_lost(worker: Worker, channels: Channels, address: str) -> None:
     worker.hangs = True
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))
     with pytest.raises(PeerLost, match="deadline_exceeded"):
         await channels.call(stub.Cancel, worker_pb2.CancelRequest(), timeout_s=0.02)
 
 
-async def test_a_handler_is_told_how_much_time_is_left(cluster: tuple[Worker, Channels, str]) -> None:
-    worker, channels, address = cluster
+async def test_a_handler_is_told_how_much_time_is_left(worker: Worker, channels: Channels, address: str) -> None:
     await cancel(channels, address)
     assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC tells tenths of seconds, rounded up
 
@@ -157,8 +159,7 @@ async def test_calls_reach_a_restarted_server_over_lean_again() -> None:
     await channels.close()
 
 
-async def test_a_taken_port_is_told_with_its_flag(cluster: tuple[Worker, Channels, str]) -> None:
-    _, _, address = cluster
+async def test_a_taken_port_is_told_with_its_flag(address: str) -> None:
     with pytest.raises(ConfigError, match=r"port in use.*another --port"):
         await RpcServer("t").start("127.0.0.1", int(address.rpartition(":")[2]))
 
@@ -167,8 +168,7 @@ def token(index: int) -> Token:
     return Token(request_id=RequestId("r"), index=index, token_id=7)
 
 
-async def test_events_sent_before_the_stream_stands_are_not_lost(cluster: tuple[Worker, Channels, str]) -> None:
-    worker, channels, address = cluster
+async def test_events_sent_before_the_stream_are_not_lost(worker: Worker, channels: Channels, address: str) -> None:
     worker.streams.send(GatewayId("g"), tokens=[token(0)])
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))
     stream = channels.stream(stub.Events, worker_pb2.EventsRequest(gateway_id="g"))
@@ -185,12 +185,7 @@ async def test_events_sent_before_the_stream_stands_are_not_lost(cluster: tuple[
 @pytest.mark.parametrize("code", sorted(error_classes()))
 def test_every_error_class_crosses_the_wire(code: str) -> None:
     cls = error_classes()[code]
-    if cls is Overloaded:
-        error: MoonserveError = Overloaded("m", retry_after_s=2.5, request_id="r")
-    elif cls is InvalidRequest:
-        error = InvalidRequest("m", request_id="r")
-    else:
-        error = cls("m", request_id="r")
+    error = cls("m", request_id="r", **({"retry_after_s": 2.5} if cls is Overloaded else {}))
     back = failure_from_wire(failure_to_wire(error))
     assert type(back) is cls
     assert (back.message, back.ids, back.retry_after_s) == ("m", error.ids, error.retry_after_s)

@@ -1,6 +1,9 @@
-"""What one process says arrives at another unchanged."""
+"""What one process says arrives at another unchanged, and whatever is lost or repeated can be made whole."""
 
 from __future__ import annotations
+
+import asyncio
+import random
 
 import numpy as np
 import pytest
@@ -8,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.events import NO_STEPS, Heartbeat, Load, Phase, Register, Report, Steps, Traffic
+from protocol import membership
+from protocol.errors import PeerLost
 from protocol.ids import GatewayId, InstanceId, RequestId, Role
-from protocol.keys import BlockKey
+from protocol.keys import BlockKey, unpack_keys
 from protocol.layout import KvLayout
+from protocol.membership import BlockLog
 from protocol.pb import common_pb2, conductor_pb2, registry_pb2, worker_pb2
+from protocol.pb.conductor_pb2 import BlockEvents
 from protocol.profile import DEFAULT_PREFILL, PrefillProfile
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 from protocol.registry.base import Member
@@ -26,6 +33,7 @@ from protocol.request import (
     SamplingParams,
     Token,
 )
+from protocol.streams import GatewayStreams
 from protocol.wire import (
     from_message,
     prompt_logprobs_from_wire,
@@ -36,6 +44,7 @@ from protocol.wire import (
     token_from_wire,
     token_to_wire,
 )
+from tests.patience import PATIENCE_S
 
 AT = Endpoint(instance_id="p0", epoch=2**62, rpc_address="a:1", transfer_address="b:2", host="here")
 LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=3, head_dim=8, dtype="float32")
@@ -144,14 +153,8 @@ def found(num_tokens: int, num_top: int) -> PromptLogprobs:
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_log_probabilities_of_prompts_arrive_as_they_were(num_tokens: int, num_top: int) -> None:
-    sent = PrefillReport(
-        request_id=RequestId("r"),
-        cached_tokens=0,
-        queue_s=0.0,
-        load_s=0.0,
-        compute_s=0.5,
-        prompt_logprobs=found(num_tokens, num_top),
-    )
+    times, logprobs = {"queue_s": 0.0, "load_s": 0.0, "compute_s": 0.5}, found(num_tokens, num_top)
+    sent = PrefillReport(request_id=RequestId("r"), cached_tokens=0, prompt_logprobs=logprobs, **times)
     report = from_message(PrefillReport, to_message(worker_pb2.PrefillReport, sent))
     assert report.compute_s == 0.5
     for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
@@ -165,3 +168,129 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     message.top_ids = message.top_ids[:-4]
     with pytest.raises(ValueError, match="reshape"):
         prompt_logprobs_from_wire(message)
+
+
+GATEWAY = GatewayId("g")
+
+
+async def test_a_stream_that_ends_after_the_close_gives_nobody_up() -> None:
+    """A worker that changes its role lives on while the streams of its earlier role end."""
+    lost: list[GatewayId] = []
+    streams = GatewayStreams(lost.append, grace_s=0.0)
+    events = streams.events(GATEWAY)
+    await anext(events)
+    streams.close()
+    failures: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failures.append(what))
+    await events.aclose()
+    done = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.0, done.set)  # behind whatever was to be called then
+    await done.wait()
+    assert not lost
+    assert not failures
+
+
+async def test_a_stream_begins_with_how_many_batches_were_taken_before_it() -> None:
+    streams = GatewayStreams(lambda gateway_id: None)
+    first = streams.events(GATEWAY)
+    assert (await anext(first)).standing.num_batches == 0
+    await anext(first)  # whatever waited; here nothing
+    streams.send(GATEWAY, failures=[(RequestId("r"), PeerLost("gone"))])
+    taken = await anext(first)
+    assert taken.failures
+    assert not taken.HasField("standing")
+    second = streams.events(GATEWAY)
+    begun = (await anext(second)).standing
+    assert (begun.times_given_up, begun.num_batches) == (0, 2)
+    await first.aclose()
+    await second.aclose()
+    streams.close()
+
+
+async def test_a_gateway_that_was_given_up_is_told_when_it_comes_back() -> None:
+    lost: asyncio.Queue[GatewayId] = asyncio.Queue()
+    streams = GatewayStreams(lost.put_nowait, grace_s=0.0)
+    streams.send(GATEWAY, failures=[(RequestId("r"), PeerLost("gone"))])
+    for times in (1, 2):  # without a stream, and when its stream has ended
+        assert await asyncio.wait_for(lost.get(), PATIENCE_S) == GATEWAY
+        back = streams.events(GATEWAY)
+        assert (await anext(back)).standing.times_given_up == times
+        await back.aclose()
+    streams.close()
+
+
+async def test_a_finished_stream_gives_what_waits_and_ends() -> None:
+    """So does one that is opened then: its gateway has not heard of the end yet."""
+    streams = GatewayStreams(lambda _: None)
+    events = streams.events(GATEWAY)
+    await anext(events)
+    token = Token(request_id=RequestId("r"), index=0, token_id=7)
+    streams.send(GATEWAY, tokens=[token])
+    streams.finish()
+    async with asyncio.timeout(PATIENCE_S):
+        assert [len(batch.tokens) async for batch in events] == [1]
+        assert [len(batch.tokens) async for batch in streams.events(GATEWAY)] == [0, 0]
+    streams.close()
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+def apply(view: set[BlockKey], events: BlockEvents) -> set[BlockKey]:
+    if events.snapshot:
+        view = set()
+    return (view | set(unpack_keys(events.added_keys))) - set(unpack_keys(events.removed_keys))
+
+
+def test_changes_replayed_in_order_give_what_is_present() -> None:
+    rng = random.Random(7)
+    log, view, present = BlockLog(), set(), set()
+    for _ in range(2_000):
+        number = rng.randrange(20)
+        if rng.random() < 0.5:
+            log.added(key(number), None)
+            present.add(key(number))
+        else:
+            log.removed(key(number))
+            present.discard(key(number))
+        if rng.random() < 0.2:
+            events = log.changes()
+            if rng.random() < 0.5:  # else it is lost, and sent again with what came since
+                view = apply(view, events)
+                log.acknowledge(events)
+    while log.has_changes:
+        events = log.changes()
+        view = apply(view, events)
+        log.acknowledge(events)
+    assert view == present == apply(set(), log.snapshot())
+
+
+def test_numbers_continue_after_an_acknowledged_snapshot() -> None:
+    log = BlockLog()
+    log.added(key(1), None)
+    snapshot = log.snapshot()
+    log.acknowledge(snapshot)
+    log.added(key(2), key(1))
+    changes = log.changes()
+    assert changes.first_seq == snapshot.next_seq
+    assert changes.next_seq == changes.first_seq + 1
+
+
+def test_too_many_unsent_changes_become_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_PENDING", 10)
+    log = BlockLog()
+    log.added(key(0), None)
+    under_way = log.changes()
+    for number in range(1, 25):
+        log.added(key(number), None)
+    log.acknowledge(under_way)
+    events = log.changes()
+    assert events.snapshot
+    assert events.first_seq > under_way.next_seq, "what comes late counts no more"
+    assert len(unpack_keys(events.added_keys)) == 25
+    log.acknowledge(events)
+    assert not log.has_changes
+    log.removed(key(3))
+    assert not log.changes().snapshot
+    assert log.changes().first_seq == events.next_seq

@@ -1,16 +1,158 @@
-"""One cluster of two nodes for the tests that break nothing; each stores objects of its own."""
+"""A cluster for kvctl's tests: a directory, store nodes that join it, objects in them, and the command itself."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from deploy.kvctl.main import main
+from deploy.ports import free_port
+from kvstore.client import plain_key
+from kvstore.client.objects import PutObject
+from kvstore.client.spots import Spots
+from protocol.checksum import checksum
+from protocol.keys import BlockKey
+from protocol.registry.connect import connect
 from protocol.registry.redis_registry import RedisRegistry
 from tests.channels import PatientChannels
-from tests.deploy.kvctl.stage import Kvctl, Stage, stage
-from tests.patience import PATIENCE_S
+from tests.kvstore.client.pools import store_of
+from tests.kvstore.directory.cluster import asking, running_directory
+from tests.kvstore.nodes import TOKEN, Node, connected, running_node
+from tests.patience import NEVER_S, PATIENCE_S, answered
+
+SEGMENT_BYTES = 8 * 2**20
+PATIENTLY = (sys.executable, "-m", "tests.deploy.kvctl.patiently")
+"""The command as a process."""
+ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
+
+
+@dataclass(slots=True)
+class Stage:
+    """The processes of one test."""
+
+    registry: str
+    port: int
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def address(self, name: str) -> str:
+        return self.nodes[name].rpc_address
+
+    @contextlib.contextmanager
+    def joined(self, name: str, *flags: str) -> Iterator[Node]:
+        """Another node, once the directory knows it: nodes are ready before they are members."""
+        with running_node(*flags, "--join", self.registry, instance_id=name) as node:
+            self.nodes[name] = node
+            asyncio.run(self.until_indexed([]))
+            yield node
+
+    async def keep_member(self, name: str) -> None:
+        """One that is lost is known for seconds, which may be over before it was asked about: for longer now."""
+        registry = connect(self.registry, cluster_token=TOKEN)
+        try:
+            [member] = [m for m in await registry.members() if m.instance_id == name]
+            await registry.renew(member, ttl_s=NEVER_S)
+        finally:
+            await registry.close()
+
+    async def until_indexed(self, keys: Sequence[BlockKey]) -> None:
+        """The directory knows who holds them."""
+        async with asking(self.port) as questions:
+
+            async def indexed() -> bool:
+                return all(await questions.holders(keys))
+
+            await questions.until_in_step(*self.nodes)
+            await answered(indexed)
+
+
+@contextlib.contextmanager
+def stage(names: Sequence[str], *flags: str) -> Iterator[Stage]:
+    """`flags` go to every node."""
+    port = free_port()
+    with ExitStack() as stack:
+        stack.enter_context(running_directory(port=port))
+        made = Stage(f"127.0.0.1:{port}", port)
+        for name in names:
+            stack.enter_context(made.joined(name, "--dram", str(SEGMENT_BYTES), *flags))
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one command printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines]
+
+
+class Kvctl:
+    """Runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], registry: str = "") -> None:
+        self._capsys = capsys
+        self._registry = registry
+
+    def __call__(self, *arguments: str, ends: int | None = None, environ: Mapping[str, str] = ENVIRON) -> Said:
+        """`ends`: the exit code that it must have."""
+        registry = ["--registry", self._registry] if self._registry else []
+        self._capsys.readouterr()
+        code = main([*registry, *arguments], environ)
+        printed = self._capsys.readouterr()
+        assert ends in (None, code), printed.err
+        return Said(code, printed.out, printed.err)
+
+    def json(self, *arguments: str) -> list[dict[str, Any]]:
+        """The records of a command that is to succeed."""
+        return self("--json", *arguments, ends=0).records
+
+
+def put(node: Node, values: Mapping[str, bytes]) -> None:
+    with store_of(f"node://{node.rpc_address}") as store:
+        for key, value in values.items():
+            store.put(key.encode(), value)
+
+
+def get_all(node: Node, keys: Iterable[str]) -> dict[str, bytes]:
+    """Those of the values that the node has, compared with their checksums."""
+    with store_of(f"node://{node.rpc_address}") as store:
+        found = {key: store.get(key.encode()) for key in keys}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def chain_keys(name: str, length: int) -> list[BlockKey]:
+    return [plain_key(f"{name}/{number}".encode()) for number in range(length)]
+
+
+def put_chain(node: Node, keys: Sequence[BlockKey], num_bytes: int = 4096) -> None:
+    async def body() -> None:
+        async with connected(node.rpc_address) as (client, transfer, endpoint):
+            local = transfer.allocate(num_bytes)
+            local.buffer[:] = bytes(num_bytes)
+            digest = checksum([local.buffer])
+            parents = zip(keys, [None, *keys], strict=False)
+            wishes = [PutObject(key=key, parent=parent, checksum=digest) for key, parent in parents]
+            spots = Spots.checked(local, [0] * len(wishes), [num_bytes] * len(wishes))
+            assert (await client.put(endpoint, wishes, spots)).stored == len(keys)
+
+    asyncio.run(body())
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from deploy.kvctl.cluster import reason
+from deploy.kvctl.main import main
 from deploy.ports import free_port
+from deploy.terminal.client import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from engine.elastic.serving import KvMemoryServicer
 from kvstore.client import plain_key
 from protocol.errors import PeerLost
-from tests.deploy.kvctl.stage import ENVIRON, SEGMENT_BYTES, Kvctl, Stage, chain_keys, get, put, put_chain, stage
-from tests.kvstore.nodes import running_node
+from protocol.pb import worker_pb2_grpc
+from protocol.rpc import RpcServer
+from tests.deploy.kvctl.conftest import ENVIRON, SEGMENT_BYTES, Kvctl, Stage, chain_keys, get_all, put, put_chain, stage
+from tests.engine.elastic.test_elasticity import Worker
+from tests.kvstore.nodes import TOKEN, running_node
 from tests.patience import until
 from tests.redis_server import RedisServer
 from tests.stopping import stop
@@ -20,8 +30,7 @@ from tests.stopping import stop
 def test_ls_shows_what_was_asked_for_and_says_how_many_more(pair: Stage, kvctl: Kvctl) -> None:
     put(pair.nodes["store-0"], {f"listed-{number}": b"value" for number in range(5)})
     put(pair.nodes["store-1"], {"big": bytes(200_000)})
-    said = kvctl("ls", "--node", "store-0", "--limit", "2")
-    assert said.code == 0
+    said = kvctl("ls", "--node", "store-0", "--limit", "2", ends=0)
     assert " ".join(said.lines[0].split()) == "key node tier size pin holds followers tenant"
     assert len(said.lines) == 3
     total = len(kvctl.json("ls", "--node", "store-0", "--limit", "0"))
@@ -82,9 +91,9 @@ def test_nodes_shows_every_node_and_each_can_be_asked_without_a_registry(
 def test_a_pin_is_on_all_replicas_until_it_is_taken_away(pair: Stage, kvctl: Kvctl) -> None:
     for node in pair.nodes.values():
         put(node, {"pinned": b"value"})
-    said = kvctl("pin", "pinned", "not-there", "--hard")
+    said = kvctl("pin", "pinned", "not-there", "--hard", ends=1)
     assert said.out == "pinned (hard) 1 object: 2 replicas on 2 nodes\n"
-    assert (said.code, "no such key: not-there" in said.err) == (1, True)
+    assert "no such key: not-there" in said.err
     assert [r["pin"] for r in kvctl.json("replicas", "pinned")] == ["hard", "hard"]
     assert kvctl("pin", "pinned", "--none").code == 0
     assert [r["pin"] for r in kvctl.json("replicas", "pinned")] == ["none", "none"]
@@ -105,15 +114,14 @@ def test_a_dropped_object_is_gone_from_every_node(pair: Stage, kvctl: Kvctl) -> 
         put(node, {"dropped": b"value"})
     said = kvctl("drop", "dropped")
     assert said.out == "dropped 1 object: 2 replicas on 2 nodes\n"
-    assert [get(node, "dropped") for node in pair.nodes.values()] == [None, None]
+    assert not any(get_all(node, ["dropped"]) for node in pair.nodes.values())
     assert kvctl("drop", "dropped").code == 1
 
 
 def test_many_objects_are_dropped_only_when_it_is_meant(pair: Stage, kvctl: Kvctl) -> None:
     keys = chain_keys("drop", 20)
     put_chain(pair.nodes["store-0"], keys)
-    said = kvctl("drop", keys[4].hex(), "--chain-below")
-    assert said.code == 2
+    said = kvctl("drop", keys[4].hex(), "--chain-below", ends=2)
     assert "would drop 16 objects; add --yes" in said.err
     assert kvctl("stat", keys[-1].hex()).code == 0
     assert kvctl("drop", keys[4].hex(), "--chain-below", "--yes").code == 0
@@ -125,16 +133,15 @@ def test_replicas_are_made_and_taken_away_with_their_chain_by_the_directory(
 ) -> None:
     keys = chain_keys("replicas", 3)
     put_chain(pair.nodes["store-0"], keys)
-    pair.until_indexed(keys)
-    said = kvctl("replicas", keys[-1].hex(), "2")
-    assert said.code == 0, said.err
+    asyncio.run(pair.until_indexed(keys))
+    said = kvctl("replicas", keys[-1].hex(), "2", ends=0)
     assert "created 3 replicas" in said.err
     for key in keys:
         assert {r["node"] for r in kvctl.json("replicas", key.hex())} == {"store-0", "store-1"}
-    said = kvctl("replicas", keys[-1].hex(), "3")
-    assert (said.code, "3 wanted, 2 there" in said.err) == (1, True)
-    said = Kvctl(capsys)("--node", pair.address("store-0"), "replicas", keys[-1].hex(), "2")
-    assert (said.code, "moonserve directory" in said.err) == (2, True)
+    said = kvctl("replicas", keys[-1].hex(), "3", ends=1)
+    assert "3 wanted, 2 there" in said.err
+    said = Kvctl(capsys)("--node", pair.address("store-0"), "replicas", keys[-1].hex(), "2", ends=2)
+    assert "moonserve directory" in said.err
 
 
 def test_a_flipped_byte_is_found_and_the_other_replica_serves_if_there_is_one(
@@ -147,12 +154,11 @@ def test_a_flipped_byte_is_found_and_the_other_replica_serves_if_there_is_one(
             put(node, {"doubled": value})
         first.flip_byte(7, SEGMENT_BYTES)
         kvctl = Kvctl(capsys, made.registry)
-        said = kvctl("verify")
-        assert said.code == 1
+        said = kvctl("verify", ends=1)
         corrupt = f"corrupt {plain_key(b'doubled').hex()}, dropped"
         assert f"store-0: {corrupt}; still on store-1" in said.lines
         assert "store-1: 1 object checked, all good" in said.lines
-        assert (get(first, "doubled"), get(second, "doubled")) == (None, value)
+        assert [get_all(node, ["doubled"]) for node in (first, second)] == [{}, {"doubled": value}]
         good = {"node": "store-1", "checked": 1, "total": 1, "corrupt": []}
         assert kvctl.json("verify", "--node", "store-1") == [good]
         second.flip_byte(7, SEGMENT_BYTES)
@@ -189,11 +195,9 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
 
 
 def test_registry_and_token_come_from_the_environment(pair: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    said = Kvctl(capsys)("nodes", environ={**ENVIRON, "MOONSERVE_REGISTRY": pair.registry})
-    assert said.code == 0
+    said = Kvctl(capsys)("nodes", environ={**ENVIRON, "MOONSERVE_REGISTRY": pair.registry}, ends=0)
     assert "store-1" in said.out
-    said = Kvctl(capsys, pair.registry)("nodes", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"})
-    assert said.code == 2
+    said = Kvctl(capsys, pair.registry)("nodes", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"}, ends=2)
     assert "set MOONSERVE_CLUSTER_TOKEN" in said.err
 
 
@@ -201,11 +205,10 @@ def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]
     with stage(["store-0", "store-1"]) as made:
         put(made.nodes["store-0"], {"here": b"value"})
         made.nodes["store-1"].kill()
-        made.keep_member("store-1")
+        asyncio.run(made.keep_member("store-1"))
         kvctl = Kvctl(capsys, made.registry)
         for verb in (["nodes"], ["ls"], ["stat", "here"], ["pin", "here", "--soft"], ["verify"]):
-            said = kvctl(*verb)
-            assert said.code == 3, verb
+            said = kvctl(*verb, ends=3)
             assert f"store-1 at {made.address('store-1')}: connection refused" in said.err
             assert said.out
         lost = kvctl("--json", "nodes").records[1]
@@ -222,7 +225,7 @@ def test_a_stopped_node_costs_seconds_and_is_named(
         put_chain(made.nodes["store-0"], keys)
         stopped = made.nodes["store-1"].process
         stop(stopped.pid)
-        made.keep_member("store-1")
+        asyncio.run(made.keep_member("store-1"))
         try:
             said = Kvctl(capsys, made.registry)("stat", keys[-1].hex())
         finally:
@@ -244,13 +247,6 @@ def test_redis_is_a_registry_too_and_one_without_nodes_is_told(capsys: pytest.Ca
     assert (record["node"], record["last_heard_s"]) == ("store-0", None)  # there is no directory
 
 
-def test_help_lists_every_verb_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = Kvctl(capsys)("--help").out
-    verbs = "ls stat nodes replicas pin drop verify drain limit limits"
-    assert all(f"    {verb} " in listed for verb in verbs.split())
-    assert "exit codes" in listed
-
-
 @pytest.mark.parametrize(
     ("raw", "shown"),
     [
@@ -265,3 +261,78 @@ def test_help_lists_every_verb_and_the_exit_codes(capsys: pytest.CaptureFixture[
 def test_what_grpc_says_is_put_in_words(raw: str, shown: str) -> None:
     assert shown in reason(PeerLost(raw))
     assert "\n" not in reason(PeerLost(raw))
+
+
+@asynccontextmanager
+async def serving(worker: Worker | None) -> AsyncIterator[str]:
+    """A worker's address; None: one whose memory is fixed."""
+    server = RpcServer(TOKEN)
+    servicer = (
+        KvMemoryServicer(None, lambda: None)
+        if worker is None
+        else KvMemoryServicer(worker.elasticity, worker.on_change)
+    )
+    worker_pb2_grpc.add_KvMemoryServicer_to_server(servicer, server.grpc)
+    address = await server.start("127.0.0.1", 0)
+    try:
+        yield address
+    finally:
+        await server.stop(0.0)
+
+
+async def test_a_ceiling_is_changed_in_whole_pages_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = Worker()
+    page = worker.paging.page_bytes
+    async with serving(worker) as address:
+        arguments = ["--node", address, "--json"]
+        asked = ["limit", "worker", str(2 * page + 1)]
+        assert await asyncio.to_thread(main, [*arguments, *asked], ENVIRON) == EXIT_OK
+        changed = json.loads(capsys.readouterr().out)
+        assert changed["ceiling_bytes"] == 2 * page
+        assert worker.changed.is_set(), "who holds too much was told"
+        assert await asyncio.to_thread(main, [*arguments, "limits"], ENVIRON) == EXIT_OK
+        assert json.loads(capsys.readouterr().out) == {**changed, "worker": address}
+        assert await asyncio.to_thread(main, [*arguments[:2], "limits"], ENVIRON) == EXIT_OK
+        table = capsys.readouterr().out.splitlines()
+        assert table[0].split()[:3] == ["worker", "role", "resident"]
+        assert "its own" in table[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["limit", "w", "1KiB"], "page"),
+        (["limit", "w", "1TiB"], ""),  # beyond the addresses
+        (["limit", "w", "1MiB", "--floor", "2MiB"], "floor"),
+        (["limit", "w", "--budget", "1GiB"], "budget"),  # shares none
+        (["limit", "w"], "nothing to change"),
+        (["limit", "w", "much"], "much"),
+        (["--node", "worker-0", "limits"], "HOST:PORT"),
+        ([], "set MOONSERVE_CLUSTER_TOKEN"),
+        (None, "--elastic-kv-memory"),
+    ],
+)
+async def test_what_cannot_be_is_refused_in_words_and_changes_nothing(
+    capsys: pytest.CaptureFixture[str], asked: list[str] | None, words: str
+) -> None:
+    """Also without a token, and by a worker whose memory is fixed."""
+    worker = Worker()
+    before = worker.elasticity.limits()
+    async with serving(None if asked is None else worker) as address:
+        arguments = ["--node", address, *(asked or ["limit", "w", "1MiB"])]
+        environ = {} if asked == [] else ENVIRON
+        assert await asyncio.to_thread(main, arguments, environ) == EXIT_USAGE
+    assert words in capsys.readouterr().err
+    assert worker.elasticity.limits() == before
+
+
+def test_a_worker_or_a_gateway_that_does_not_answer_is_told_apart_from_a_refusal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    assert main(["--node", nobody, "limits"], ENVIRON) == EXIT_UNREACHABLE
+    for asked in (["limits", "--url", f"http://{nobody}"], ["--url", f"http://{nobody}", "limits"]):
+        assert main(asked, ENVIRON) == EXIT_UNREACHABLE
+        assert "--url" in capsys.readouterr().err
+    assert main(["--url", f"http://{nobody}", "ls"], ENVIRON) == EXIT_USAGE
+    assert "--registry" in capsys.readouterr().err  # only limits are asked of a gateway

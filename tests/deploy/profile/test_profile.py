@@ -156,10 +156,7 @@ def test_nothing_measured_is_said() -> None:
 
 def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
     """Two streams with steps of 10 ms, one a step ahead; prompts of 100 tokens, 3 to 7 generated: 210 on average."""
-    streams = [
-        Timeline(0.0, tuple(0.01 * n for n in range(12))),
-        Timeline(0.0, tuple(0.01 * n + 0.01 for n in range(12))),
-    ]
+    streams = [Timeline(0.0, tuple(0.01 * (n + ahead) for n in range(12))) for ahead in (0, 1)]
     (run,) = steps_between(streams, 100, 0.03, 0.07)
     assert (run.num_seqs, run.num_others, run.seconds) == (2, 0, NEAR(0.01))
     assert run.context_tokens == 100 + 5 + 100 + 4

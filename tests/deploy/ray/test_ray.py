@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,8 +41,8 @@ pytestmark = [
 TOKEN = "a-token-of-the-test"
 PROMPTS = [list(range(10 * number, 10 * number + 40)) for number in range(1, 4)]
 PAUSE_S = 0.5  # of a client between two requests: the processors are for what starts
-OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it
-WORK = {"prefill": 3.0, "decode": 3.0}
+SERVE = {"dtype": "float32", "num_threads": 1, "ttft_slo": 10000, "tbt_slo": 10000, "dram": "32MiB"}
+SERVE |= {"kv_cache_memory": "16MiB"}
 RAYLET_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
 
 
@@ -51,12 +52,12 @@ def ray_cluster(num_hosts: int) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ.update(RAYLET_ENVIRONMENT)
-    common = {"object_store_memory": OBJECT_STORE_BYTES}
+    common = {"object_store_memory": 80 * 2**20}  # nothing of ours goes through it
     head = {"num_cpus": 2, "resources": {"gateway": 2}, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**head, **common})
     try:
         for _ in range(num_hosts):
-            cluster.add_node(num_cpus=8, resources=WORK, **common)
+            cluster.add_node(num_cpus=8, resources={"prefill": 3.0, "decode": 3.0}, **common)
         connect(cluster.address)
         yield cluster
     finally:
@@ -75,7 +76,7 @@ def kill_raylet(cluster: Any, node_id: str) -> None:
 
 
 def document(log_dir: Path) -> dict[str, Any]:
-    """2 prefill and 2 decode workers of the demo model, two conductors, two gateways."""
+    """Two workers of either role for the demo model, two conductors, two gateways."""
     return {
         "name": "test",
         "conductors": {"count": 2, "port": free_port(2)},
@@ -84,16 +85,7 @@ def document(log_dir: Path) -> dict[str, Any]:
         "prefill": {"count": 2, "resources": {"prefill": 1}},
         "decode": {"count": 2, "resources": {"decode": 1}},
         "drain_s": 10,
-        "serve": {
-            "port": free_port(),
-            "dtype": "float32",
-            "num_threads": 1,
-            "ttft_slo": 10000,
-            "tbt_slo": 10000,
-            "dram": "32MiB",
-            "kv_cache_memory": "16MiB",
-            "log_dir": str(log_dir),
-        },
+        "serve": {"port": free_port(), "log_dir": str(log_dir), **SERVE},
     }
 
 
@@ -150,26 +142,22 @@ class Deployed:
         return done.stdout
 
 
-class Checking(Background):
+@contextmanager
+def checking(cluster: Deployed, expected: list[list[int]]) -> Iterator[None]:
     """Clients that know the right tokens in advance and ask again and again; at the end nothing may have failed."""
+    answered = threading.Event()
 
-    def __init__(self, deployed: Deployed, expected: list[list[int]]) -> None:
-        super().__init__(partial(self._ask, *each) for each in zip(PROMPTS, expected, strict=True))
-        self._deployed = deployed
-        self._num_answered = 0
+    def ask(prompt: list[int], tokens: list[int]) -> None:
+        while not clients.stopping.is_set():
+            found = cluster.complete(prompt)
+            assert found == tokens, f"{found} instead of {tokens}"
+            answered.set()
+            clients.stopping.wait(PAUSE_S)
 
-    def stop(self) -> None:
-        super().stop()
-        if not self.failures and not self._num_answered:
-            self.failures.append("nothing was answered")
-
-    def _ask(self, prompt: list[int], expected: list[int]) -> None:
-        while not self.stopping.is_set():
-            found = self._deployed.complete(prompt)
-            assert found == expected, f"{found} instead of {expected}"
-            with self.lock:
-                self._num_answered += 1
-            self.stopping.wait(PAUSE_S)
+    clients = Background(partial(ask, *each) for each in zip(PROMPTS, expected, strict=True))
+    with clients:
+        yield
+    assert answered.is_set(), "nothing was answered"
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +238,7 @@ def test_a_killed_raylet_costs_no_request_and_its_processes_start_elsewhere(
     actor = psutil.Process(zombie.ppid())
     lost_node = before["decode-0"]["node_id"]
     moving = {n for n, p in before.items() if p["node_id"] == lost_node} - {"store-1", "store-2"}
-    with Checking(cluster, expected), hung(actor):
+    with checking(cluster, expected), hung(actor):
         with hung(zombie):
             kill_raylet(hosts, lost_node)
             cluster.wait(lambda s: all(p["node_id"] != lost_node for p in s["processes"]))
@@ -283,7 +271,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def test_scaling_adds_a_worker_and_draining_takes_one_away(cluster: Deployed, expected: list[list[int]]) -> None:
-    with Checking(cluster, expected):
+    with checking(cluster, expected):
         cluster.command("scale", "prefill=3")
         assert cluster.names("prefill") == {"prefill-0", "prefill-1", "prefill-2"}
         cluster.deployment.wish(Leave(name="prefill-0"))
@@ -297,7 +285,7 @@ def test_a_controller_that_dies_starts_again_and_changes_nothing(cluster: Deploy
     """And an actor that dies takes its process along, and Ray starts both again on their host."""
     status = cluster.deployment.status()
     before = cluster.processes()
-    with Checking(cluster, expected):
+    with checking(cluster, expected):
         os.kill(status["controller_pid"], signal.SIGKILL)
         os.kill(psutil.Process(before["prefill-1"]["pid"]).ppid(), signal.SIGKILL)
         until(lambda: is_back(cluster, before["prefill-1"]["pid"]), 2 * PATIENCE_S)

@@ -12,25 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conductor.roles.controller import WorkerLoad
 from deploy.plan import Kind
+from deploy.ray import events
 from deploy.ray.config import parse_cluster
-from deploy.ray.events import (
-    READY,
-    Action,
-    Asked,
-    Gone,
-    Host,
-    HostsSeen,
-    Kill,
-    Leave,
-    MembersSeen,
-    Report,
-    Restart,
-    RestartAll,
-    Scale,
-    Start,
-    Stop,
-    TakeDown,
-)
 from deploy.ray.hosts import REFUSAL_S
 from deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
 from protocol.errors import ConfigError
@@ -44,10 +27,10 @@ DOCUMENT = {
 WORKING = {"CPU": 8.0, "prefill": 4.0, "decode": 4.0}
 
 
-def host(number: int, *, answers: bool = True) -> Host:
+def host(number: int, *, answers: bool = True) -> events.Host:
     """Number 0 is the head, which has no place for workers."""
     node, address, resources = f"n{number}", f"10.0.0.{number}", WORKING if number else {"CPU": 4.0}
-    return Host(node_id=node, address=address, resources=resources, is_head=number == 0, answers=answers)
+    return events.Host(node_id=node, address=address, resources=resources, is_head=number == 0, answers=answers)
 
 
 class World:
@@ -57,13 +40,13 @@ class World:
         self.state = ControllerState(parse_cluster({**DOCUMENT, **document}))
         self.now = 0.0
         self.hosts = {number: host(number) for number in range(hosts)}
-        self.actors: dict[str, tuple[int, Report, str]] = {}  # generation, what it says, node
+        self.actors: dict[str, tuple[int, events.Report, str]] = {}  # generation, what it says, node
         self.epochs: dict[str, int] = {}
         self.new_epochs = itertools.count(1)
         self.need = 0.6  # of each worker
-        self.log: list[Action] = []
+        self.log: list[events.Action] = []
 
-    def tell(self, event: Any) -> list[Action]:
+    def tell(self, event: Any) -> list[events.Action]:
         actions = self.state.handle(event, self.now)
         self.state.validate()
         self.log += actions
@@ -71,45 +54,42 @@ class World:
             self._carry_out(action)
         return actions
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         match action:
-            case Start():
-                report = Report(stage=READY, actor=f"{action.name}#{action.generation}")
+            case events.Start():
+                report = events.Report(stage=events.READY, actor=f"{action.name}#{action.generation}")
                 self.actors[action.name] = (action.generation, report, action.host.node_id)
                 self.epochs[action.name] = next(self.new_epochs)
-            case Stop() | Kill():
+            case events.Stop() | events.Kill():
                 if self.actors.get(action.name, (0,))[0] == action.generation:
                     del self.actors[action.name]
                     self.epochs.pop(action.name, None)
-            case Restart():
+            case events.Restart():
                 generation, report, node = self.actors[action.name]
-                again = Report(stage=READY, life=action.life, actor=report.actor)
+                again = events.Report(stage=events.READY, life=action.life, actor=report.actor)
                 self.actors[action.name] = (generation, again, node)
                 self.epochs[action.name] = next(self.new_epochs)
-        if isinstance(action, Stop):
-            self.tell(Gone(name=action.name, generation=action.generation))
+        if isinstance(action, events.Stop):
+            self.tell(events.Gone(name=action.name, generation=action.generation))
 
     def look(self, passed_s: float = 0.5) -> None:
         """As the controller does twice a second."""
         self.now += passed_s
-        self.tell(HostsSeen(hosts=list(self.hosts.values())))
+        self.tell(events.HostsSeen(hosts=list(self.hosts.values())))
         answering = {host.node_id for host in self.hosts.values() if host.answers}
         for name, (generation, report, node) in list(self.actors.items()):
             said = report if node in answering else None
-            self.tell(Asked(name=name, generation=generation, report=said))
+            self.tell(events.Asked(name=name, generation=generation, report=said))
+        same = {"can_change": False, "draining": False, "need": self.need}
+        less = {"decode-1": self.need - 0.01}
         loads = [
             WorkerLoad(
-                instance_id=InstanceId(name),
-                role=Role(name.partition("-")[0]),
-                can_change=False,
-                draining=False,
-                need=self.need,
-                use=self.need - 0.01 * (name == "decode-1"),  # a little less than the others
+                instance_id=InstanceId(name), role=Role(name.partition("-")[0]), use=less.get(name, self.need), **same
             )
             for name in self.epochs
             if name.startswith(("prefill", "decode"))
         ]
-        self.tell(MembersSeen(epochs=dict(self.epochs), loads=loads))
+        self.tell(events.MembersSeen(epochs=dict(self.epochs), loads=loads))
 
     def settle(self, looks: int = 40) -> None:
         """Until all is whole and nothing was done for three looks."""
@@ -135,7 +115,7 @@ def settled(hosts: int = 4) -> World:
 def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> None:
     world = settled()
     assert world.state.is_whole
-    kinds = [action.unit.kind for action in world.log if isinstance(action, Start)]
+    kinds = [action.unit.kind for action in world.log if isinstance(action, events.Start)]
     first = {kind: kinds.index(kind) for kind in Kind}
     assert first[Kind.DIRECTORY] < first[Kind.CONDUCTOR] < first[Kind.STORE]
     assert first[Kind.STORE] < min(first[Kind.PREFILL], first[Kind.DECODE])
@@ -150,7 +130,7 @@ def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> No
         nodes = [node for name, (_, _, node) in world.actors.items() if name.startswith(kind)]
         assert len(set(nodes)) == len(nodes)
     for action in world.log:
-        if isinstance(action, Start) and action.unit.kind in (Kind.PREFILL, Kind.DECODE):
+        if isinstance(action, events.Start) and action.unit.kind in (Kind.PREFILL, Kind.DECODE):
             assert action.home in world.on(action.host.node_id)
 
 
@@ -180,29 +160,29 @@ def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -
     assert world.now - began_at <= world.state.config.silence_s + 1.0
     world.settle()
     assert world.state.is_whole
-    killed = {action.name for action in world.log if isinstance(action, Kill)}
+    killed = {action.name for action in world.log if isinstance(action, events.Kill)}
     assert killed == lost
     moved = lost - {"store-2"}  # which belongs to its host
     assert moved <= set(world.actors)
     # Whoever was started again has a later generation: news of the one before change nothing.
     for name in moved:
-        first = next(a for a in world.log if isinstance(a, Start) and a.name == name)
-        assert world.tell(Gone(name=name, generation=first.generation)) == []
+        first = next(a for a in world.log if isinstance(a, events.Start) and a.name == name)
+        assert world.tell(events.Gone(name=name, generation=first.generation)) == []
         assert name in world.state.processes
 
 
 def test_a_silent_actor_on_a_host_that_answers_is_rays_to_restart_for_a_while() -> None:
     world = settled()
     generation = world.actors["decode-0"][0]
-    silent = Asked(name="decode-0", generation=generation, report=None)
+    silent = events.Asked(name="decode-0", generation=generation, report=None)
     assert world.tell(silent) == []
     world.now += ACTOR_PATIENCE_S
-    assert [type(action) for action in world.tell(silent)] == [Kill, Start]
+    assert [type(action) for action in world.tell(silent)] == [events.Kill, events.Start]
 
 
 def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
     world = settled(hosts=2)
-    world.tell(Gone(name="decode-0", generation=world.actors.pop("decode-0")[0]))
+    world.tell(events.Gone(name="decode-0", generation=world.actors.pop("decode-0")[0]))
     world.look()
     assert "decode-0" not in world.state.processes
     world.now += REFUSAL_S
@@ -212,13 +192,13 @@ def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
 
 def test_scaling_adds_the_lowest_absent_number_and_takes_the_highest() -> None:
     world = settled()
-    world.tell(Leave(name="prefill-0"))
+    world.tell(events.Leave(name="prefill-0"))
     world.settle()
     assert "prefill-0" not in world.actors
-    world.tell(Scale(kind=Kind.PREFILL, count=3))
+    world.tell(events.Scale(kind=Kind.PREFILL, count=3))
     world.settle()
     assert {"prefill-0", "prefill-1", "prefill-2"} <= set(world.actors)
-    world.tell(Scale(kind=Kind.PREFILL, count=1))
+    world.tell(events.Scale(kind=Kind.PREFILL, count=1))
     world.settle()
     assert {n for n in world.actors if n.startswith("prefill")} == {"prefill-0"}
 
@@ -227,14 +207,14 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     world = settled()
     before = world.state.to_record()
     for wish, words in (
-        (Scale(kind=Kind.STORE, count=2), "stores follow the hosts"),
-        (Scale(kind=Kind.DECODE, count=0), "at least 1"),
-        (Scale(kind=Kind.CONDUCTOR, count=3), "conductors.count"),
-        (Scale(kind=Kind.GATEWAY, count=2), "gateways.count"),
-        (Leave(name="gateway-0"), "the last gateway"),
-        (Leave(name="store-1"), "cannot be drained"),
-        (Leave(name="decode-7"), "there is no decode-7"),
-        (RestartAll(names=("x",)), "there is no x"),
+        (events.Scale(kind=Kind.STORE, count=2), "stores follow the hosts"),
+        (events.Scale(kind=Kind.DECODE, count=0), "at least 1"),
+        (events.Scale(kind=Kind.CONDUCTOR, count=3), "conductors.count"),
+        (events.Scale(kind=Kind.GATEWAY, count=2), "gateways.count"),
+        (events.Leave(name="gateway-0"), "the last gateway"),
+        (events.Leave(name="store-1"), "cannot be drained"),
+        (events.Leave(name="decode-7"), "there is no decode-7"),
+        (events.RestartAll(names=("x",)), "there is no x"),
     ):
         with pytest.raises(ConfigError, match=words):
             world.tell(wish)
@@ -244,16 +224,16 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
 def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
     world = settled()
     names = set(world.actors)
-    world.tell(RestartAll())
-    restarted = [action.name for action in world.log if isinstance(action, Restart)]
+    world.tell(events.RestartAll())
+    restarted = [action.name for action in world.log if isinstance(action, events.Restart)]
     assert len(restarted) == 1
     # Until the conductor knows the new one, the next waits.
     epoch = world.epochs.pop(restarted[0])
     world.settle()
-    assert len([a for a in world.log if isinstance(a, Restart)]) == 1
+    assert len([a for a in world.log if isinstance(a, events.Restart)]) == 1
     world.epochs[restarted[0]] = epoch
     world.settle(80)
-    restarted = [action.name for action in world.log if isinstance(action, Restart)]
+    restarted = [action.name for action in world.log if isinstance(action, events.Restart)]
     assert sorted(restarted) == sorted(names)
     assert world.state.is_whole
     assert not world.state.is_restarting
@@ -276,9 +256,9 @@ def test_load_that_lasts_changes_the_number_of_workers(need: float, names: set[s
 def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
     world = settled()
     names = set(world.actors)
-    world.tell(TakeDown())
+    world.tell(events.TakeDown())
     world.settle()
-    stopped = [action.name for action in world.log if isinstance(action, Stop)]
+    stopped = [action.name for action in world.log if isinstance(action, events.Stop)]
     assert set(stopped) == names
     assert stopped[0] == "gateway-0"
     assert stopped[-1] == "directory"
@@ -287,7 +267,7 @@ def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
 
 def test_a_controller_that_starts_anew_finds_everything_as_it_was() -> None:
     world = settled()
-    world.tell(Scale(kind=Kind.DECODE, count=3))
+    world.tell(events.Scale(kind=Kind.DECODE, count=3))
     world.settle()
     again = ControllerState(world.state.config)
     again.restore(world.state.to_record())
@@ -322,15 +302,15 @@ class AnyOrder(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.world.actors)))
         generation = self.world.actors.pop(name)[0]
         self.world.epochs.pop(name, None)
-        self.world.tell(Gone(name=name, generation=generation))
+        self.world.tell(events.Gone(name=name, generation=generation))
 
     @rule(kind=st.sampled_from((Kind.PREFILL, Kind.DECODE)), count=st.integers(1, 4))
     def scale(self, kind: Kind, count: int) -> None:
-        self.world.tell(Scale(kind=kind, count=count))
+        self.world.tell(events.Scale(kind=kind, count=count))
 
     @rule()
     def restart(self) -> None:
-        self.world.tell(RestartAll())
+        self.world.tell(events.RestartAll())
 
     @invariant()
     def books_agree(self) -> None:

@@ -2,32 +2,168 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_worker import events
+from decode_worker.actions import SendTokens
+from decode_worker.events import StoreFound
+from deploy.undivided.publishing import Publishing, PutEnded, SealBlocks, Sealed
+from deploy.undivided.state import UndividedState
 from engine.batch import MAX_SCORED_TOKENS
+from engine.block_pool import BlockPool
+from prefill_worker.actions import LoadPrefix, PutBlocks
+from prefill_worker.events import PrefixLoaded, PrefixLoadFailed, PutDone, PutFailed
 from protocol.errors import DeadlineExceeded, InvalidRequest, NoWorker, PeerLost
 from protocol.ids import GatewayId
-from protocol.step_budget import LEAST_CHUNK
-from tests.decode_worker.driver import keys_of
-from tests.deploy.undivided.driver import BUDGET, UndividedDriver
+from protocol.keys import BlockKey
+from protocol.profile import DecodeProfile, PrefillProfile
+from protocol.request import Endpoint, Placement, PrefillReport, PrefixSource
+from protocol.step_budget import LEAST_CHUNK, StepBudget
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, request_of
+from tests.scores import is_whole
 from tests.thoroughness import examples
+from worker.events import Submitted
 
-WIDE = {"max_num_batched_tokens": 100, "max_model_len": 200}
+STORE = Endpoint(instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host")
+# A decode step takes 4 ms and a millisecond per sequence, a token of a prompt 1 ms.
+BUDGET = StepBudget(
+    decode=DecodeProfile(c0=0.004, c1=0.001, c2=0.0),
+    prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
+    most_step_s=0.025,
+)
+
+
+class UndividedDriver(Driver):
+    """Its prompts are submitted; landings go on as before."""
+
+    def __init__(self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int) -> None:
+        super().__init__(num_blocks, **changes)
+        self.pool = BlockPool(
+            num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: self.publishing.evicted(key)
+        )
+        self.publishing = Publishing(self.pool, max_in_flight=2, max_pending=4)
+        self.state = UndividedState(self.pool, replace(limits(**changes), budget=budget), self.publishing)
+        self.loads: list[LoadPrefix] = []
+        self.seals: list[SealBlocks] = []
+        self.puts: list[PutBlocks] = []
+        self.stored: dict[BlockKey, int] = {}  # checksums by key
+        self._contents: dict[BlockKey, Sequence[int]] = {}  # tokens of every block that was named
+        self.reports: dict[str, PrefillReport] = {}
+        self._scored: dict[str, int] = {}  # tokens of prompts that are scored, by their latest wish
+
+    def handle(self, event: Any) -> list[Any]:
+        done: list[Any] = super().handle(event)
+        assert isinstance(self.state, UndividedState)
+        for token in (token for action in done if isinstance(action, SendTokens) for token in action.tokens):
+            report = self.state.report(token.request_id, self.now)
+            if report is not None:
+                assert token.index == 0, "a report comes with the first token"
+                self.reports[token.request_id] = report
+                self._check_scores(report)
+        return done
+
+    def _check_scores(self, report: PrefillReport) -> None:
+        """All of the prompt's tokens are scored, where that was wanted, and it was computed for that."""
+        if (num_tokens := self._scored.get(report.request_id)) is None:
+            assert report.prompt_logprobs is None
+        else:
+            assert is_whole(report.prompt_logprobs, num_tokens)
+            assert report.cached_tokens == 0
+
+    def _perform(self, action: Any) -> None:
+        match action:
+            case LoadPrefix():
+                assert all(self.pool.references_of(block) == 1 for part in action.parts for block in part.blocks)
+                self.loads.append(action)
+            case SealBlocks():
+                assert all(self.pool.references_of(block) for block in action.blocks)
+                self.seals.append(action)
+            case PutBlocks():
+                self.puts.append(action)
+            case _:
+                super()._perform(action)
+
+    # -- what the world does
+
+    def submit(self, prompt: Sequence[int], request_id: str = "r", *, num_stored: int = 0, **wishes: Any) -> list[Any]:
+        """`num_stored`: leading blocks that the store has."""
+        for index, key in enumerate(keys_of(prompt)):
+            self._contents[key] = prompt[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+        request = replace(request_of(prompt, request_id, **wishes), token_ids=tuple(prompt))
+        self._scored.pop(request_id, None)
+        if request.scores_prompt:
+            self._scored[request_id] = len(prompt)
+        sources = (PrefixSource(store=STORE, first_block=0, num_blocks=num_stored),) if num_stored else ()
+        placement = Placement(request_id=request.request_id, prefill=STORE, decode=STORE, prefix_sources=sources)
+        return self.handle(Submitted(request=request, placement=placement))
+
+    def load(self, num_good: int | None = None) -> list[Any]:
+        """The oldest load ends with so many good blocks; None = all. Checksums are first bytes of keys."""
+        action = self.loads.pop(0)
+        keys = [key for part in action.parts for key in part.keys][:num_good]
+        blocks = [block for part in action.parts for block in part.blocks]
+        for key, block in zip(keys, blocks, strict=False):
+            self.memory.fill(block, self._contents[key])
+        return self.handle(PrefixLoaded(request_id=action.request_id, checksums=tuple(key[0] for key in keys)))
+
+    def fail_load(self) -> list[Any]:
+        action = self.loads.pop(0)
+        return self.handle(PrefixLoadFailed(request_id=action.request_id, error=PeerLost("gone")))
+
+    def seal(self) -> list[Any]:
+        action = self.seals.pop(0)
+        return self.handle(Sealed(seal_id=action.seal_id, checksums=tuple(action.blocks)))
+
+    def put(self, *, fails: bool = False) -> list[Any]:
+        action = self.puts.pop(0)
+        outcome: PutDone | PutFailed = PutDone(put_id=action.put_id, num_refused=0, corrupt=())
+        if fails:
+            outcome = PutFailed(put_id=action.put_id, error=PeerLost("gone"))
+        else:
+            self.stored.update((item.key, item.checksum) for item in action.items)
+        return self.handle(PutEnded(store_id=action.store.instance_id, outcome=outcome))
+
+    def find_home(self) -> list[Any]:
+        return self.handle(StoreFound(store=STORE))
+
+    def settle(self) -> None:
+        """Loads, checksums and puts end."""
+        while self.loads or self.seals or self.puts:
+            if self.loads:
+                self.load()
+            elif self.seals:
+                self.seal()
+            else:
+                self.put()
+
+    def advance(self) -> bool:
+        self.settle()
+        return super().advance()
+
+    @property
+    def step_s(self) -> float:
+        """How long the step under way takes by the budget's own formulae: a ms per sequence and token of a chunk."""
+        assert self.step is not None
+        counts = [piece.num_tokens for piece in self.step.slices]
+        return 0.004 * (1 in counts) + 0.001 * sum(counts)
 
 
 def test_a_prompt_is_read_in_chunks_that_keep_to_the_budget_beside_who_decodes() -> None:
     """25 ms: alone 25 tokens, beside one sequence 20."""
-    driver = UndividedDriver(64, **WIDE)
+    driver = UndividedDriver(64, max_num_batched_tokens=100, max_model_len=200)
     driver.start(range(8), "a")
     driver.submit(range(100, 160), "b")
     driver.compute()
     assert driver.step_of() == [("a", 9, 10), ("b", 0, 20)]
-    driver.compute()
-    driver.compute()
-    driver.compute()
+    for _ in range(3):
+        driver.compute()
     assert [token.index for token in driver.tokens["b"]] == [0]
     assert driver.step_of() == [("a", 12, 13), ("b", 60, 61)]
     assert driver.state.counters.prompt_tokens == 60
@@ -158,13 +294,9 @@ class UndividedWorker(RuleBasedStateMachine):
         super().__init__()
         self.driver = UndividedDriver(9, max_num_seqs=3, max_num_batched_tokens=40, max_model_len=30)
         self.driver.find_home()
-        self.count = 0
         self.excused: set[str] = set()
         self.submitted: list[str] = []
-
-    def name(self) -> str:
-        self.count += 1
-        return f"r{self.count}"
+        self.numbers = itertools.count(1)
 
     @rule(
         prompt=prompts,
@@ -173,22 +305,15 @@ class UndividedWorker(RuleBasedStateMachine):
         num_scored_top=st.sampled_from([None, None, 2]),
     )
     def submit(self, prompt: list[int], max_tokens: int, num_stored: int, num_scored_top: int | None) -> None:
-        name = self.name()
-        self.submitted.append(name)
-        gateway = "even" if self.count % 2 == 0 else "odd"
-        stored = min(num_stored, len(prompt) // 4)
-        self.driver.submit(
-            prompt,
-            name,
-            num_stored=stored,
-            max_tokens=max_tokens,
-            gateway=gateway,
-            num_prompt_logprobs=num_scored_top,
-        )
+        number = next(self.numbers)
+        self.submitted.append(f"r{number}")
+        stored, gateway = min(num_stored, len(prompt) // 4), "odd" if number % 2 else "even"
+        wishes = {"max_tokens": max_tokens, "gateway": gateway, "num_prompt_logprobs": num_scored_top}
+        self.driver.submit(prompt, f"r{number}", num_stored=stored, **wishes)
 
     @rule(prompt=prompts, max_tokens=st.integers(2, 6))
     def land(self, prompt: list[int], max_tokens: int) -> None:
-        name = self.name()
+        name = f"r{next(self.numbers)}"
         self.driver.reserve(prompt, name)
         if self.driver.grant_of(f"lease-{name}") is not None:
             self.driver.start(prompt, name, max_tokens=max_tokens)

@@ -1,11 +1,13 @@
-"""Peers that die, stop, lie or say nothing: every call ends, and the server goes on."""
+"""Peers that die, stop, lie or say nothing: every call ends, and the server goes on, also with what it hands over."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
@@ -13,7 +15,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
+from protocol.errors import DeadlineExceeded, Incompatible, InvalidRequest, Overloaded, PeerLost
 from protocol.lean import frames, served, server
 from protocol.lean.handshake import NONCE_BYTES, Responder
 from protocol.lean.sync_channel import SyncChannel
@@ -21,8 +23,10 @@ from protocol.pb import common_pb2, kvstore_pb2
 from protocol.rpc import Channels
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.protocol.lean.scripted import (
+    ECHO,
     EXISTS,
     EXISTS_PATH,
+    FULL,
     LEASE,
     LEASE_PATH,
     TOKEN,
@@ -140,7 +144,7 @@ async def asks_for_a_lease(address: str) -> tuple[Raw, bytes]:
     """A client that is let in, and a request with id 1 that waits."""
     client = await Raw.dial(address)
     method = (await client.prove()).index(LEASE_PATH)
-    return client, frames.request(1, method, 30.0, LEASE.SerializeToString())
+    return client, frames.request(1, method, NEVER_S, LEASE.SerializeToString())
 
 
 async def test_a_request_and_its_cancel_in_one_packet(address: str, store: ScriptedStore) -> None:
@@ -252,3 +256,53 @@ async def test_a_client_that_reads_nothing_is_not_read_from(address: str, store:
         assert (replied_id, status) == (call_id, frames.Status.OK)
         await client.reader.readexactly(length + frames.LENGTH.size - frames.REPLY.size)
     await client.close()
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def where(peer: ServerProcess, request: pytest.FixtureRequest) -> str:
+    given: str = getattr(peer, request.param)
+    return given
+
+
+def exists(channel: SyncChannel) -> bool:
+    return list(stub_of(channel).Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
+
+
+def test_what_follows_goes_to_whoever_took_the_connection(where: str) -> None:
+    """The channel's other connections stay what they are, also when the handed one ends."""
+    with SyncChannel(where, TOKEN) as channel:
+        assert exists(channel)
+        with channel.hand_over(ECHO, timeout_s=PATIENCE_S) as first:
+            first.settimeout(PATIENCE_S)
+            for said in (b"one", b"two"):
+                first.sendall(said)
+                assert first.recv(100) == said.upper()
+            with channel.hand_over(ECHO, timeout_s=PATIENCE_S) as second:
+                second.settimeout(PATIENCE_S)
+                second.sendall(b"beside")
+                assert second.recv(100) == b"BESIDE"
+            assert exists(channel)
+            first.shutdown(socket.SHUT_WR)
+            assert first.recv(100) == b""
+        assert exists(channel)
+
+
+def test_whom_nobody_takes_is_told_why(where: str) -> None:
+    with SyncChannel(where, TOKEN) as channel:
+        with pytest.raises(Overloaded, match="no place"):
+            channel.hand_over(FULL, timeout_s=PATIENCE_S)
+        with pytest.raises(Incompatible, match="no method"):
+            channel.hand_over("/test!none", timeout_s=PATIENCE_S)
+        assert exists(channel)
+
+
+async def test_bytes_behind_the_question_end_the_connection(where: str) -> None:
+    """They would have reached the old protocol: nobody could tell whose they are."""
+    client = await Raw.dial(where)
+    methods = await client.prove()
+    client.writer.write(frames.request(1, methods.index(ECHO), 10.0, b"") + b"early")
+    with contextlib.suppress(ConnectionResetError):
+        assert await client.reader.read(100) == b""
+    await client.close()
+    with SyncChannel(where, TOKEN) as channel:
+        assert exists(channel)

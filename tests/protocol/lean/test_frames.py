@@ -1,4 +1,4 @@
-"""Frames come out as they went in, however the stream was cut; nothing else comes out."""
+"""Frames come out as they went in, however the stream was cut, and only behind a handshake that proves the token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import InvalidRequest
+from protocol.errors import Incompatible, MoonserveError, Unauthenticated
 from protocol.lean import frames
-from protocol.lean.frames import CANCEL, LENGTH, MAX_MESSAGE_BYTES, MalformedFrame, Reply, Request, Status
+from protocol.lean.frames import LENGTH, MAX_MESSAGE_BYTES, MalformedFrame, Reply, Request, Status
+from protocol.lean.handshake import NONCE_BYTES, Initiator, Responder, advance
 
 ids = st.integers(0, frames.MAX_CALL_ID)
 requests = st.tuples(ids, st.integers(0, 99), st.integers(0, 10**6), st.binary(max_size=300))
@@ -53,22 +54,52 @@ def test_garbage_gives_frames_or_a_refusal_and_nothing_else(data: bytes, cuts: l
 def test_an_impossible_length_is_refused_by_its_four_bytes(length: int) -> None:
     with pytest.raises(MalformedFrame):
         frames.request_reader().feed(LENGTH.pack(length))
-
-
-def test_the_largest_length_is_waited_for() -> None:
+    # The largest one is waited for.
     assert frames.request_reader().feed(LENGTH.pack(12 + MAX_MESSAGE_BYTES)) == []
-
-
-def test_a_payload_over_the_limit_is_not_sent() -> None:
-    with pytest.raises(InvalidRequest, match="larger than the limit"):
-        frames.request(1, 0, 1.0, bytes(MAX_MESSAGE_BYTES + 1))
-
-
-def test_a_cancel_is_a_request_without_payload() -> None:
-    assert frames.request_reader().feed(frames.cancel(7)) == [Request(7, CANCEL, 0, b"")]
 
 
 @pytest.mark.parametrize(("timeout_s", "deadline_ms"), [(-1.0, 1), (0.0001, 1), (1e12, 2**32 - 1)])
 def test_deadlines_stay_within_their_field(timeout_s: float, deadline_ms: int) -> None:
     (request,) = frames.request_reader().feed(frames.request(1, 0, timeout_s, b""))
     assert request.deadline_ms == deadline_ms
+
+
+METHODS = ("/m.S/A", "/m.S/B")
+A, B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
+
+
+@pytest.mark.parametrize("at", [5, -1], ids=["its proof", "its methods"])
+def test_a_server_that_does_not_know_the_token_is_not_believed(at: int) -> None:
+    client, server = Initiator("t", A), Responder("t", METHODS, B)
+    welcome = bytearray(server.receive(client.receive(server.receive(client.hello))))
+    welcome[at] ^= 1
+    with pytest.raises(Unauthenticated, match="does not know"):
+        advance(client, welcome)
+
+
+def test_a_proof_is_of_no_use_with_another_nonce() -> None:
+    client, server = Initiator("t", A), Responder("t", METHODS, B)
+    proof = client.receive(server.receive(client.hello))
+    other = Responder("t", METHODS, b"c" * NONCE_BYTES)
+    other.receive(client.hello)
+    other.receive(proof)
+    assert isinstance(other.refusal, Unauthenticated)
+
+
+def test_another_version_is_incompatible_on_both_sides() -> None:
+    client, server = Initiator("t", A), Responder("t", METHODS, B)
+    hello = bytearray(client.hello)
+    hello[8] += 1
+    challenge = server.receive(bytes(hello))
+    assert isinstance(server.refusal, Incompatible)
+    with pytest.raises(Incompatible):
+        client.receive(challenge)
+
+
+@given(st.binary(min_size=200, max_size=400))
+def test_garbage_never_gets_in_and_a_client_ends_on_it(garbage: bytes) -> None:
+    server = Responder("t", METHODS, B)
+    advance(server, bytearray(garbage))
+    assert server.refusal is not None
+    with pytest.raises((MalformedFrame, MoonserveError)):
+        advance(Initiator("t", A), bytearray(garbage))

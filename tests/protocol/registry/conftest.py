@@ -60,14 +60,6 @@ async def open_redis() -> AsyncIterator[OpenRedis]:
 
 
 @contextlib.asynccontextmanager
-async def embedded() -> AsyncIterator[Connect]:
-    registry = EmbeddedRegistry()
-    yield lambda: registry
-    registry.validate()
-    await registry.close()
-
-
-@contextlib.asynccontextmanager
 async def served(port: int = 0) -> AsyncIterator[str]:
     """The address of an embedded registry that begins empty."""
     registry, server = EmbeddedRegistry(), RpcServer("secret")
@@ -80,37 +72,26 @@ async def served(port: int = 0) -> AsyncIterator[str]:
         await registry.close()
 
 
-@contextlib.asynccontextmanager
-async def over_grpc() -> AsyncIterator[Connect]:
-    clients: list[RemoteRegistry] = []
-
-    def connect() -> Registry:
-        clients.append(RemoteRegistry(address, "secret", deadline_s=PATIENCE_S))
-        return clients[-1]
-
-    async with served() as address:
-        yield connect
-        for client in clients:
-            await client.close()
-
-
-@contextlib.asynccontextmanager
-async def in_redis(url: str, open_redis: OpenRedis) -> AsyncIterator[Connect]:
-    prefix = f"test-{next(_prefixes)}"
-    yield lambda: open_redis(url, prefix=prefix, poll_s=0.2)
-
-
 @pytest.fixture(params=["embedded", "over gRPC", "redis"])
 async def connect(request: pytest.FixtureRequest, open_redis: OpenRedis) -> AsyncIterator[Connect]:
     if request.param == "embedded":
-        way = embedded()
+        registry = EmbeddedRegistry()
+        yield lambda: registry
+        registry.validate()
+        await registry.close()
     elif request.param == "over gRPC":
-        way = over_grpc()
+        async with served() as address, contextlib.AsyncExitStack() as stack:
+
+            def connected() -> Registry:
+                client = RemoteRegistry(address, "secret", deadline_s=PATIENCE_S)
+                stack.push_async_callback(client.close)
+                return client
+
+            yield connected
     else:
         server: RedisServer = request.getfixturevalue("shared_redis")
-        way = in_redis(server.url, open_redis)
-    async with way as connected:
-        yield connected
+        prefix = f"test-{next(_prefixes)}"
+        yield lambda: open_redis(server.url, prefix=prefix, poll_s=0.2)
 
 
 def member(

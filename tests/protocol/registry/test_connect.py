@@ -1,11 +1,17 @@
-"""From what an operator writes to a registry, without ever quoting a password."""
+"""What a process needs to join: its registry's address, of which no password is quoted, and its identity."""
 
 from __future__ import annotations
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from protocol.errors import ConfigError
 from protocol.registry.connect import connect
+from protocol.registry.identity import FILE_NAME, Identity, load_or_create
 from protocol.registry.redis_address import RedisAddress, parse
 from protocol.registry.redis_registry import RedisRegistry
 from protocol.registry.remote import RemoteRegistry
@@ -62,40 +68,81 @@ SECRET = "hunter2"
 
 
 @pytest.mark.parametrize(
-    ("url", "reason"),
+    ("reason", "urls"),
     [
-        (f"redis://:{SECRET}@", "has no host"),
-        (f"redis://:pa/{SECRET}@h", "cannot be understood"),
-        (f"redis://me:12/{SECRET}@h", "cannot be understood"),
-        (f"redis://:{SECRET}@h:x", "port that is not a number"),
-        (f"redis://:{SECRET}@h:70000", "port that is not a number"),
-        (f"redis://:{SECRET}@h:99999999999", "port that is not a number"),
-        (f"redis://:{SECRET}@h/first", "database that is not a number"),
-        (f"redis://:{SECRET}@h/1/2", "database that is not a number"),
-        (f"redis://:{SECRET}@h:1,g:2", "several servers"),
-        (f"redis://:{SECRET}@h#1", "cannot be understood"),
-        (f"redis://:{SECRET}@h?password={SECRET}", "option other than none"),
-        (f"redis://:{SECRET}@h?{SECRET}", "option other than none"),
-        (f"rediss://:{SECRET}@h?verify=no", "option other than ssl_ca_certs"),
-        (f"unix://:{SECRET}@run/redis.sock", "needs an absolute path"),
-        (f"redis+sentinel://:{SECRET}@h:1", "names no service"),
-        (f"redis+sentinel://:{SECRET}@h:1,/main", "has no host"),
-        (f"memcached://:{SECRET}@h", "unknown scheme 'memcached'"),
-        (f"moonserve://:{SECRET}@h:1", "must be host:port"),
-        (SECRET, "must be host:port"),
-        ("host", "must be host:port"),
-        ("", "must be host:port"),
+        ("has no host", [f"redis://:{SECRET}@", f"redis+sentinel://:{SECRET}@h:1,/main"]),
+        ("cannot be understood", [f"redis://:pa/{SECRET}@h", f"redis://me:12/{SECRET}@h", f"redis://:{SECRET}@h#1"]),
+        ("port that is not a number", [f"redis://:{SECRET}@h:{port}" for port in ("x", "70000", "99999999999")]),
+        ("database that is not a number", [f"redis://:{SECRET}@h/{db}" for db in ("first", "1/2")]),
+        ("several servers", [f"redis://:{SECRET}@h:1,g:2"]),
+        ("option other than none", [f"redis://:{SECRET}@h?password={SECRET}", f"redis://:{SECRET}@h?{SECRET}"]),
+        ("option other than ssl_ca_certs", [f"rediss://:{SECRET}@h?verify=no"]),
+        ("needs an absolute path", [f"unix://:{SECRET}@run/redis.sock"]),
+        ("names no service", [f"redis+sentinel://:{SECRET}@h:1"]),
+        ("unknown scheme 'memcached'", [f"memcached://:{SECRET}@h"]),
+        ("must be host:port", [f"moonserve://:{SECRET}@h:1", SECRET, "host", ""]),
     ],
 )
-def test_a_bad_url_is_told_with_what_to_write_and_no_password(url: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=r"redis://|host:port") as caught:
-        connect(url, cluster_token="secret")
-    assert reason in str(caught.value)
-    assert SECRET not in str(caught.value)
-    assert caught.value.__cause__ is None
+def test_a_bad_url_is_told_with_what_to_write_and_no_password(reason: str, urls: list[str]) -> None:
+    for url in urls:
+        with pytest.raises(ConfigError, match=r"redis://|host:port") as caught:
+            connect(url, cluster_token="secret")
+        assert reason in str(caught.value)
+        assert SECRET not in str(caught.value)
+        assert caught.value.__cause__ is None
 
 
 def test_an_address_is_shown_without_its_password() -> None:
     address = parse(f"redis+sentinel://me:{SECRET}@a:1,b:2/main?sentinel_password={SECRET}")
     assert str(address) == "a:1,b:2 service main"
     assert SECRET not in repr(address)
+
+
+def test_the_same_folder_gives_the_same_owner_and_the_highest_epoch(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "folder"
+    first = load_or_create(folder, "store-0")
+    assert load_or_create(folder, "store-0") == first
+    assert len(first.owner) == 32
+    first.with_epoch(9).with_epoch(4)
+    assert load_or_create(folder, "store-0").last_epoch == 9
+    assert [path.name for path in folder.iterdir()] == [FILE_NAME], "nothing else is left"
+    assert stat.S_IMODE((folder / FILE_NAME).stat().st_mode) == 0o600
+
+
+def test_without_a_folder_each_life_has_its_own_owner() -> None:
+    first, second = load_or_create(None, "store-0"), load_or_create(None, "store-0")
+    assert first.owner != second.owner
+    assert first.with_epoch(5).last_epoch == 5
+
+
+def test_a_folder_of_another_id_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    load_or_create(tmp_path, "store-0")
+    with pytest.raises(ConfigError, match=r"belongs to store-0, not to store-1: start with that id"):
+        load_or_create(tmp_path, "store-1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"instance_id": 1, "owner": "x"}', '{"instance_id": "store-0"}']
+)
+def test_a_damaged_file_is_told_with_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(ConfigError, match=r"identity\.json is damaged; delete it"):
+        load_or_create(tmp_path, "store-0")
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot keep this process's identity"):
+        load_or_create(tmp_path / "file", "store-0")
+
+
+def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: load_or_create(tmp_path, "store-0"), range(32)))
+    assert len({identity.owner for identity in found}) == 1
+
+
+def test_a_file_of_a_later_release_is_read(tmp_path: Path) -> None:
+    kept = {"instance_id": "store-0", "owner": "x", "colour": "blue"}
+    (tmp_path / FILE_NAME).write_text(json.dumps(kept))
+    assert load_or_create(tmp_path, "store-0") == Identity(instance_id="store-0", owner="x", folder=tmp_path)

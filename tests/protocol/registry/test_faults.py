@@ -1,4 +1,4 @@
-"""Registries of other processes that are stopped, killed, full, locked, empty, or have another idea of the time."""
+"""Registries of other processes that are stopped, killed, full, locked, empty, fail over, or have another time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import logging
 import shutil
 import socket
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,8 +17,9 @@ from deploy.ports import free_port
 from protocol.errors import PeerError, PeerLost, StaleLease, Unauthenticated
 from protocol.registry.base import Registry
 from protocol.registry.remote import RemoteRegistry
+from protocol.registry.seat import Seat, seated
 from tests.authority import Authority
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.protocol.registry.conftest import OpenRedis, member, served, watched_until
 from tests.redis_server import RedisServer
 
@@ -157,15 +159,6 @@ async def test_an_ended_lease_leaves_nothing_but_its_epoch(shared_redis: RedisSe
     assert shared_redis.ask("HLEN", "traces:epochs") == b":2\r\n"
 
 
-async def test_clusters_with_prefixes_of_their_own_do_not_meet(
-    shared_redis: RedisServer, open_redis: OpenRedis
-) -> None:
-    one, other = (open_redis(shared_redis.url, prefix=prefix) for prefix in ("one", "other"))
-    joined = await one.join(member(owner="a"))
-    await other.join(member(owner="b"))
-    assert await one.members() == [joined]
-
-
 async def test_a_member_that_cannot_be_read_is_the_peers_fault(
     shared_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
@@ -205,18 +198,13 @@ async def test_a_password_is_used_and_never_shown(
             assert "hunter" not in text
 
 
-async def test_a_server_is_reached_by_its_unix_socket(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
-    by_path = open_redis(f"unix://{shared_redis.socket_path}", prefix="local", poll_s=0.1)
-    joined = await by_path.join(member())
-    assert await watched_until(by_path, bool) == [joined]
-    assert await open_redis(shared_redis.url, prefix="local").members() == [joined]
-
-
-async def test_a_numbered_database_is_a_cluster_of_its_own(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
+async def test_a_numbered_database_is_a_cluster_of_its_own_by_either_socket(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
     third = open_redis(f"{shared_redis.url}/3", prefix="numbered")
     joined = await third.join(member())
-    by_path = open_redis(f"unix://{shared_redis.socket_path}?db=3", prefix="numbered")
-    assert await by_path.members() == [joined]
+    by_path = open_redis(f"unix://{shared_redis.socket_path}?db=3", prefix="numbered", poll_s=0.1)
+    assert await watched_until(by_path, bool) == [joined]
     assert await open_redis(shared_redis.url, prefix="numbered").members() == []
 
 
@@ -281,3 +269,78 @@ async def test_a_silent_process_is_peer_lost_within_the_deadline() -> None:
         registry = RemoteRegistry(address, "secret", deadline_s=0.05)
         await require_silence(registry)
         await registry.close()
+
+
+DOWN_AFTER_MS = 60_000
+"""A server that is only slow stays what it is."""
+
+
+class Guarded(NamedTuple):
+    """A server, its replica, and the Sentinel that watches both as `main`."""
+
+    master: RedisServer
+    replica: RedisServer
+    sentinel: RedisServer
+
+    @property
+    def url(self) -> str:
+        # The first of the Sentinels is dead.
+        return f"redis+sentinel://127.0.0.1:1,{self.sentinel.address}/main"
+
+
+@pytest.fixture
+def guarded() -> Iterator[Guarded]:
+    with ExitStack() as stack:
+        master = stack.enter_context(RedisServer("--repl-diskless-sync-delay", "0"))
+        replica = stack.enter_context(RedisServer("--replicaof", "127.0.0.1", str(master.port)))
+        # A Sentinel looks for replicas when it starts, then every 10 s: the replica must be there before.
+        until(lambda: b"state=online" in master.ask("INFO", "replication"))
+        lines = [
+            f"sentinel monitor main 127.0.0.1 {master.port} 1",
+            f"sentinel down-after-milliseconds main {DOWN_AFTER_MS}",
+            "sentinel failover-timeout main 5000",
+        ]
+        sentinel = stack.enter_context(RedisServer(sentinel=lines))
+        # Without it, a Sentinel has nobody to promote, however long it is waited for.
+        until(lambda: str(replica.port).encode() in sentinel.ask("SENTINEL", "REPLICAS", "main"))
+        yield Guarded(master, replica, sentinel)
+
+
+async def test_the_server_is_found_through_a_sentinel(guarded: Guarded, open_redis: OpenRedis) -> None:
+    registry = open_redis(guarded.url)
+    joined = await registry.join(member())
+    assert b"store-0" in guarded.master.ask("SMEMBERS", "moonserve:members")
+    assert await registry.members() == [joined]
+
+
+async def test_a_service_that_the_sentinels_do_not_know_is_peer_lost(guarded: Guarded, open_redis: OpenRedis) -> None:
+    registry = open_redis(guarded.url.replace("/main", "/other"))
+    with pytest.raises(PeerLost, match="No master found for 'other'"):
+        await registry.members()
+
+
+@pytest.mark.slow  # the Sentinel waits until the server is down, votes, and promotes: 2 to 6 s
+async def test_a_failover_is_followed_by_seats_and_watchers(guarded: Guarded, open_redis: OpenRedis) -> None:
+    registry = open_redis(guarded.url, deadline_s=0.5, poll_s=0.1)
+    seat = Seat(registry, member(), renew_every_s=0.2)
+    watching: Any = open_redis(guarded.url, deadline_s=0.5, poll_s=0.1).watch()
+    async with asyncio.timeout(2 * PATIENCE_S), aclosing(watching), seated(seat) as task:
+        await seat.joined.wait()
+        async for members in watching:
+            if members == [seat.member]:
+                break
+        # A Sentinel that stood still looks on for 30 s, and promotes none that lost its master ten times this before.
+        guarded.sentinel.ask("SENTINEL", "SET", "main", "down-after-milliseconds", "4000")
+        guarded.master.kill()
+        newcomer = member("store-1", owner="b")
+        while True:
+            try:
+                joined = await registry.join(newcomer, ttl_s=60)
+                break
+            except PeerLost:
+                await asyncio.sleep(0.1)
+        assert b"role:master" in guarded.replica.ask("INFO", "replication")
+        async for members in watching:
+            if members == [seat.member, joined]:
+                break
+        assert not task.done()

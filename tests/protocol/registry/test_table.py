@@ -1,19 +1,21 @@
-"""The membership table: bookkeeping that holds whatever happens, under clocks that jump."""
+"""The membership, as the registry's table keeps it under clocks that jump, and as processes believe in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from protocol.errors import StaleLease
 from protocol.registry.base import Member, Superseded
 from protocol.registry.embedded import EmbeddedRegistry
-from protocol.registry.table import MAX_ENDED, MembershipTable
-from tests.protocol.registry.conftest import member
+from protocol.registry.known import Differences, KnownMembers
+from protocol.registry.table import MAX_ENDED, MembershipTable, with_epoch
+from tests.protocol.registry.conftest import ids, member
 from tests.thoroughness import examples
 
 IDS = st.sampled_from(["a", "b", "c"])
@@ -125,3 +127,46 @@ async def test_a_lease_that_ends_while_it_is_looked_at_is_another_version(ttl_s:
         assert shown.setdefault(version, members) == members
     assert members == []
     await registry.close()
+
+
+A, B, C = member("a"), member("b"), member("c")
+
+
+def test_an_answer_is_told_as_differences() -> None:
+    known = KnownMembers(linger_s=0)
+    assert known.update([B, A], now=0) == Differences(joined=(A, B))
+    later = with_epoch(A, 7)
+    assert known.update([later], now=1) == Differences(left=(B,), changed=(later,))
+    assert known.update([later], now=2) == Differences()
+    assert dict(known.members) == {"a": later}
+    fuller = dataclasses.replace(later, facts={"free": "1"})
+    assert known.update([fuller], now=3).changed == (fuller,)
+
+
+def test_a_registry_that_restarted_empty_takes_nobody_away_who_comes_back_in_time() -> None:
+    known = KnownMembers(linger_s=6)
+    known.update([A, B, C], now=0)
+    assert known.update([], now=10) == Differences()
+    assert set(known.members) == {"a", "b", "c"}
+    again = with_epoch(A, 9)
+    assert known.update([again, C], now=12) == Differences(changed=(again,))
+    assert known.due_at == 16
+    assert known.expire(now=15.9) == Differences()
+    assert known.expire(now=16) == Differences(left=(B,))
+    assert known.due_at is None
+
+
+@given(st.lists(st.tuples(st.sets(st.sampled_from("abcd")), st.floats(0, 5)), max_size=30), st.sampled_from([0.0, 6.0]))
+def test_differences_add_up_to_the_members(answers: list[tuple[set[str], float]], linger_s: float) -> None:
+    known, view, now = KnownMembers(linger_s=linger_s), dict[str, Member](), 0.0
+    for names, seconds in answers:
+        now += seconds
+        joined, left, changed = known.update([member(name) for name in names], now)
+        assert not changed
+        assert not set(ids(list(joined))) & view.keys()
+        view |= {new.instance_id: new for new in joined}
+        for gone in left:
+            del view[gone.instance_id]
+        known.validate()
+        assert view == dict(known.members)
+        assert names <= view.keys()

@@ -1,0 +1,288 @@
+"""What a process tells of its work: log lines that say whose they are, progress, spans, and tallies."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from protocol import logs
+from protocol.errors import ConfigError
+from protocol.logs import of, of_all
+from protocol.metrics import Count, Durations
+from protocol.progress import LINE_EVERY_S, Progress, duration
+from protocol.tracing import Tracer, TracingConfig, tracing
+from tests.terminal import terminal
+
+log = logging.getLogger("some.module")
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """The test run's own handlers and level come back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_json_has_a_line_for_each_record_with_what_was_added(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("decode-0", log_format="json", level="info")
+    log.info("landed: %d blocks", 3, extra={**of("req-1"), "seconds": 0.5})
+    log.debug("not asked for")
+    [line] = map(json.loads, lines(capsys))
+    assert line["message"] == "landed: 3 blocks"
+    assert (line["level"], line["instance"], line["logger"]) == ("info", "decode-0", "some.module")
+    assert (line["request_id"], line["seconds"]) == ("req-1", 0.5)
+
+
+def test_an_exception_is_in_the_line_that_tells_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("decode-0", log_format="json", level="info")
+    try:
+        raise RuntimeError("no memory")
+    except RuntimeError:
+        log.exception("a step failed", extra=of_all(["req-1", "req-2"]))
+    [line] = map(json.loads, lines(capsys))
+    assert line["request_ids"] == ["req-1", "req-2"]
+    assert line["exception"].endswith("RuntimeError: no memory")
+
+
+def test_for_people_the_id_stands_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("100%-sure", log_format="human", level="info")
+    log.warning("given up: no blocks", extra=of("req-1"))
+    log.warning("a step failed", extra=of_all(["req-1", "req-2"]))
+    log.warning("nobody's")
+    one, two, none = lines(capsys)
+    assert one.endswith("W 100%-sure some.module: given up: no blocks request_id=req-1")
+    assert two.endswith("a step failed request_ids=req-1,req-2")
+    assert none.endswith("some.module: nobody's")
+
+
+def test_debugging_us_does_not_mean_debugging_what_we_use(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("gateway-0", log_format="human", level="debug")
+    logging.getLogger("asyncio").debug("Using selector: EpollSelector")
+    log.debug("placed")
+    assert [line.rpartition(": ")[2] for line in lines(capsys)] == ["placed"]
+    logs.configure("gateway-0", log_format="human", level="error")
+    logging.getLogger("asyncio").warning("slow")
+    assert not lines(capsys)
+
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+INCOMING = f"00-{TRACE}-b7ad6b7169203331-01"
+UNSAMPLED = f"00-{TRACE}-b7ad6b7169203331-00"
+
+
+@contextmanager
+def writing(folder: Path, ratio: float = 1.0) -> Iterator[Tracer]:
+    config = TracingConfig(trace_dir=str(folder), trace_sample_ratio=ratio)
+    with tracing(config, "gateway-0", "gateway") as tracer:
+        yield tracer
+
+
+def written(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "gateway-0.jsonl").read_text().splitlines()]
+
+
+def test_without_a_place_to_send_spans_nothing_is_traced() -> None:
+    with tracing(TracingConfig(), "gateway-0", "gateway") as tracer:
+        assert tracer.begin("request", INCOMING) is None
+
+
+def test_a_part_hangs_below_its_request_in_the_clients_trace(tmp_path: Path) -> None:
+    with writing(tmp_path) as tracer:
+        root = tracer.begin("request", INCOMING)
+        assert root is not None
+        now = time.monotonic()
+        part = tracer.span("prefill", root.traceparent, now - 2.0, now - 1.5, cached_tokens=3)
+        tracer.span("queue", part, now - 2.0, now - 1.8)
+        root.end("overloaded", request_id="r")
+    spans = {span["name"]: span for span in written(tmp_path)}
+    assert {span["context"]["trace_id"] for span in spans.values()} == {f"0x{TRACE}"}
+    assert spans["request"]["parent_id"] == "0xb7ad6b7169203331"
+    assert spans["prefill"]["parent_id"] == spans["request"]["context"]["span_id"]
+    assert spans["queue"]["parent_id"] == spans["prefill"]["context"]["span_id"]
+    assert spans["prefill"]["attributes"] == {"cached_tokens": 3}
+    assert spans["request"]["status"] == {"status_code": "ERROR", "description": "overloaded"}
+    resource = spans["queue"]["resource"]["attributes"]
+    assert resource["service.instance.id"] == "gateway-0"
+
+
+@pytest.mark.parametrize(
+    ("incoming", "ratio", "is_traced"),
+    [
+        ("", 1.0, True),
+        ("", 0.0, False),
+        (INCOMING, 0.0, True),
+        (UNSAMPLED, 1.0, False),
+        ("not a traceparent", 1.0, True),
+        ("00-" + "0" * 32 + "-b7ad6b7169203331-01", 1.0, True),
+    ],
+)
+def test_clients_decide_and_else_the_ratio(tmp_path: Path, incoming: str, ratio: float, is_traced: bool) -> None:
+    with writing(tmp_path, ratio) as tracer:
+        assert (tracer.begin("request", incoming) is not None) == is_traced
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes what an OpenTelemetry collector takes."""
+
+    received: list[str]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            raise AssertionError("nobody asked for that")
+        told = ExportTraceServiceRequest.FromString(body).resource_spans
+        self.received += [span.name for resource in told for scope in resource.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """To nobody."""
+
+
+def test_a_collector_gets_them_over_otlp() -> None:
+    Collector.received = []
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        with tracing(TracingConfig(otlp_traces_endpoint=url), "prefill-0", "prefill") as tracer:
+            tracer.span("prefill", INCOMING, time.monotonic() - 1.0, time.monotonic())
+        server.shutdown()
+        thread.join()
+    assert Collector.received == ["prefill"]
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (TracingConfig(trace_sample_ratio=1.5), "--trace-sample-ratio"),
+        (TracingConfig(otlp_traces_endpoint="localhost:4317"), "--otlp-traces-endpoint"),
+        (TracingConfig(trace_dir="/proc/nowhere"), "--trace-dir"),
+    ],
+)
+def test_what_cannot_be_is_said_at_the_start(config: TracingConfig, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint), tracing(config, "x", "gateway"):
+        pass
+
+
+BOUNDS = (0.001, 0.0025, 0.5, 5.0)
+LABELS = {"model_name": "demo", "engine": 'a"b'}
+
+
+def page(registry: CollectorRegistry) -> list[str]:
+    """Without the instants at which metrics were made."""
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+@given(st.lists(st.tuples(st.sampled_from((0.0, *BOUNDS, 0.002, 7.0)) | st.floats(0, 10), st.integers(0, 3))))
+def test_they_tell_the_same(observed: list[tuple[float, int]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    count, durations = Count("c", "counts", LABELS), Durations("d_s", "lasts", LABELS, BOUNDS)
+    ours.register(count)
+    ours.register(durations)
+    counter = Counter("c", "counts", tuple(LABELS), registry=theirs).labels(**LABELS)
+    histogram = Histogram("d_s", "lasts", tuple(LABELS), registry=theirs, buckets=BOUNDS)
+    for seconds, times in observed:
+        durations.add(seconds, times)
+        count.add(times)
+        counter.inc(times)
+        for _ in range(times):
+            histogram.labels(**LABELS).observe(seconds)
+    histogram.labels(**LABELS)  # also where nothing was observed
+    mine, others = page(ours), page(theirs)
+    assert [line.rsplit(" ", 1)[0] for line in mine] == [x.rsplit(" ", 1)[0] for x in others]
+    for one, other in zip(mine, others, strict=True):
+        if not one.startswith("#"):
+            a, b = float(one.rsplit(" ", 1)[1]), float(other.rsplit(" ", 1)[1])
+            assert abs(a - b) <= 1e-9 * max(1.0, b)
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_log_gets_a_line_every_few_seconds() -> None:
+    log, clock = StringIO(), Clock()
+    with Progress(log, clock=clock) as progress:
+        for done in range(11):
+            clock.now = done * LINE_EVERY_S / 2
+            progress.show("copying", done, 10, f"{done} of 10 objects")
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 4
+    assert lines[0] == "copying: 2 of 10 objects, 20.0 s left"
+    assert "10 of 10" not in log.getvalue(), "the result says so"
+
+
+def test_what_is_soon_done_leaves_no_line_and_something_of_unknown_length_its_name() -> None:
+    log = StringIO()
+    with Progress(log, clock=Clock()) as progress:
+        for done in range(100):
+            progress.show("copying", done, 100, "")
+        with progress.busy("measuring"):
+            assert log.getvalue() == "measuring …\n"
+
+
+def test_who_wants_no_lines_gets_none() -> None:
+    log, clock = StringIO(), Clock()
+    with Progress(log, lines=False, clock=clock) as progress:
+        clock.now = 2 * LINE_EVERY_S
+        progress.show("copying", 1, 2, "")
+        progress.note("a note")
+        with progress.busy("measuring"):
+            pass
+    assert not log.getvalue()
+
+
+PROGRAM = """
+from protocol.progress import Progress
+with Progress() as progress:
+    progress.show("copying", 5, 10, "5 of 10 objects")
+    input()
+    progress.note("half of it is there")
+    with progress.busy("measuring"):
+        input()
+print("done")
+"""
+
+
+def test_on_a_terminal_there_are_bars_and_then_none(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with terminal([sys.executable, str(tmp_path / "program.py")], environ) as shown:
+        shown.wait_for("copying.*5 of 10 objects")
+        shown.type("\n")
+        shown.wait_for("half of it is there")
+        shown.wait_for("measuring")
+        shown.type("\n")
+        shown.wait_for("done")
+        assert shown.ended() == 0
+
+
+def test_durations_are_in_the_unit_that_people_use() -> None:
+    assert [duration(s) for s in (0.01, 75, 7_320)] == ["0.1 s", "1 min 15 s", "2 h 2 min"]
