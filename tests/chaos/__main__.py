@@ -14,12 +14,13 @@ from pathlib import Path
 import psutil
 
 from models import demo_model_path
-from tests.chaos.clients import BLOCK_SIZE, SYNTHETIC, Clients, Tally, wishes
+from tests.chaos.clients import BLOCK_SIZE, Clients, Tally, wishes
 from tests.chaos.faults import Clock, Striking, schedule
 from tests.e2e.cluster import UNHURRIED, Cluster
 from tests.e2e.test_lifecycle import left_in_shm
 from tests.patience import PATIENCE_S
 from tests.public_trace import TRACE
+from tests.traces.made import write_small
 
 NUM_WISHES = 60
 FLAGS = (
@@ -36,11 +37,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", type=Path, default=TRACE if TRACE.exists() else SYNTHETIC)
+    parser.add_argument("--trace", type=Path, default=TRACE if TRACE.exists() else None)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     (folder / "disk").mkdir()
-    asked = wishes(demo_model_path(), options.trace, NUM_WISHES)
+    trace = options.trace or write_small(folder / "small.jsonl")
+    asked = wishes(demo_model_path(), trace, NUM_WISHES)
     shm_before = set(os.listdir("/dev/shm"))
     flags = (*FLAGS, "--ssd", f"{folder / 'disk'}:{DISK_SIZE}")
     cluster = Cluster(None, *flags, log_dir=folder / "logs")
@@ -60,7 +62,7 @@ def main() -> int:
     finally:
         left += end(cluster, shm_before)
     tally = clients.tally
-    print(f"{options.minutes:g} minutes, seed {options.seed}, trace {options.trace.stem}")
+    print(f"{options.minutes:g} minutes, seed {options.seed}, trace {trace.stem}")
     print(accounts(tally, striking.done, striking.skipped, left))
     is_served = tally.kept + tally.retried > 0 and striking.done.total() > 0
     if is_served and not (tally.lost or tally.wrong or left):

@@ -32,7 +32,6 @@ from traces.prompts import PromptBuilder
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096
 MAX_PROMPT, MAX_OUTPUT = 400, 48
-SYNTHETIC = Path(__file__).parents[1] / "traces" / "synthesis" / "small.jsonl"
 SHORTENED = 1 / 24
 """Prompts: of a thousand tokens remain some forty."""
 NUM_CLIENTS = 6

@@ -28,3 +28,23 @@ def write_sessions(path: Path, num_requests: int = 40) -> Path:
     """Growing prompts behind one common block, two requests a second; the same for the same number."""
     write_trace(path, islice(requests_of(SESSIONS, Random(3)), num_requests))
     return path
+
+
+# What `synthesize` makes of the options in tests/traces/synthesis/test_command.py.
+SMALL = WorkloadSpec(
+    arrivals=ArrivalSpec(rate=5, process="gamma", burstiness=2),
+    input_tokens=LogNormal(3000, 1),
+    output_tokens=LogNormal(300, 0.8),
+    max_input_tokens=32_000,
+    system_prompts=3,
+    system_tokens=Constant(600),
+    session_share=0.4,
+    turn_tokens=LogNormal(700, 1),
+    think_s=LogNormal(60, 0.8),
+)
+
+
+def write_small(path: Path) -> Path:
+    """1,500 requests in five minutes, with the statistics of a chat."""
+    write_trace(path, islice(requests_of(SMALL, Random(7)), 1500))
+    return path

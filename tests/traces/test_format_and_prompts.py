@@ -1,8 +1,10 @@
-"""Prompts have exactly the trace's lengths and share exactly what its hash ids share."""
+"""Prompts have exactly the trace's lengths and share exactly what its hash ids share; broken lines are named."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -10,28 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
-from tests.public_trace import TRACE, needs_trace
-from traces.format import TraceRecord, read_trace
+from traces.format import TraceRecord, read_checked, read_trace
 from traces.prompts import PromptBuilder, ideal_cached_tokens
 
-
-def record(length: int, *hash_ids: int, tokens_per_hash: int = 8) -> TraceRecord:
-    return TraceRecord(
-        arrived_s=0, input_length=length, output_length=1, hash_ids=hash_ids,
-        tokens_per_hash=tokens_per_hash,
-    )  # fmt: skip
+IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+def record(length: int, *hash_ids: int) -> TraceRecord:
+    return TraceRecord(arrived_s=0, input_length=length, output_length=1, hash_ids=hash_ids, tokens_per_hash=8)
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=6),
-    st.lists(st.integers(0, 3), min_size=1, max_size=6),
-    st.integers(-7, 0),
-)
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Leading ones."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+@given(IDS, IDS, st.integers(-7, 0))
 def test_prompts_share_exactly_the_prefix_that_their_hash_ids_share(
     left: list[int], right: list[int], shorter: int
 ) -> None:
@@ -39,8 +35,7 @@ def test_prompts_share_exactly_the_prefix_that_their_hash_ids_share(
     a = builder.prompt(record(len(left) * 8 + shorter, *left))
     b = builder.prompt(record(len(right) * 8, *right))
     assert len(a) == len(left) * 8 + shorter
-    shared_ids = common_prefix(left, right)
-    assert common_prefix(a, b) == min(shared_ids * 8, len(a), len(b))
+    assert num_equal(a, b) == min(num_equal(left, right) * 8, len(a), len(b))
 
 
 def test_large_hash_ids_differ_at_once() -> None:
@@ -63,42 +58,54 @@ def test_ideal_reuse_counts_full_blocks_seen_before_and_never_the_last_token() -
     assert ideal_cached_tokens(records, block_size=8) == [0, 16, 8, 0]
 
 
+GOOD = {"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "complaint"),
     [
-        "{",
-        "[]",
-        '{"timestamp": 0}',
-        '{"timestamp":0,"input_length":0,"output_length":1,"hash_ids":[1]}',
-        '{"timestamp":0,"input_length":1e999,"output_length":1,"hash_ids":[1]}',
-        '{"timestamp":NaN,"input_length":1,"output_length":1,"hash_ids":[1]}',
-        '{"timestamp":Infinity,"input_length":1,"output_length":1,"hash_ids":[1]}',
+        ("{", " is not a trace record"),
+        ("[]", " is not a trace record"),
+        ('{"timestamp": 0}', " is not a trace record"),
+        (json.dumps(GOOD | {"hash_ids": None}), " is not a trace record"),
+        (json.dumps(GOOD | {"input_length": 0}), " has an impossible length"),
+        (json.dumps(GOOD | {"output_length": -1}), " has an impossible length"),
+        (json.dumps(GOOD).replace("600", "1e999"), " is not a trace record"),
+        (json.dumps(GOOD | {"timestamp": float("nan")}), ": timestamp is no number"),
+        (json.dumps(GOOD | {"timestamp": float("inf")}), ": timestamp is no number"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
-    good = json.dumps({"timestamp": 5, "input_length": 3, "output_length": 1, "hash_ids": [0]})
+def test_a_broken_line_is_named(line: str, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text(f"{good}\n{line}\n")
-    assert len(read_trace(path, limit=1)) == 1
-    with pytest.raises(ConfigError, match=r"t\.jsonl:2"):
-        read_trace(path)
+    path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
+    for read in (read_trace, read_checked):
+        assert len(read(path, limit=1)) == 1
+        with pytest.raises(ConfigError, match=f"t.jsonl:2{complaint}"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"timestamp": 4}, "timestamp is earlier"),
+        ({"timestamp": -1}, "timestamp is no number"),
+        ({"input_length": 1025}, "input_length 1025 needs 3 hash ids"),
+    ],
+)
+def test_whoever_measures_a_trace_is_told_what_breaks_the_laws_of_the_format(
+    changes: dict[str, int], complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | changes)}\n")
+    assert len(read_trace(path)) == 2
+    with pytest.raises(ConfigError, match=f"t.jsonl:2: {complaint}"):
+        read_checked(path)
 
 
 def test_a_missing_or_empty_trace_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_trace(tmp_path / "absent")
     (tmp_path / "empty").touch()
-    with pytest.raises(ConfigError, match="no requests"):
-        read_trace(tmp_path / "empty")
-
-
-@needs_trace
-@pytest.mark.trace
-def test_the_public_trace_has_the_published_figures() -> None:
-    """12,031 requests, mean input 12,035, output 343; unlimited token-weighted hit ratio 37.3 %."""
-    records = read_trace(TRACE)
-    inputs = sum(r.input_length for r in records)
-    assert len(records) == 12_031
-    assert round(inputs / len(records)) == 12_035
-    assert round(sum(r.output_length for r in records) / len(records)) == 343
-    assert sum(ideal_cached_tokens(records, 512)) / inputs == pytest.approx(0.373, abs=0.0005)
+    for read in (read_trace, read_checked):
+        with pytest.raises(ConfigError, match="cannot read"):
+            read(tmp_path / "absent")
+        with pytest.raises(ConfigError, match="no requests"):
+            read(tmp_path / "empty")

@@ -41,8 +41,7 @@ def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
     """A well-behaved endpoint that answers every third request with 429."""
 
     async def models(_: web.Request) -> web.Response:
-        facts = {"id": "m", "vocab_size": 300, "max_model_len": 100, "block_size": 4}
-        return web.json_response({"data": [facts]})
+        return web.json_response({"data": [{"id": "m", "vocab_size": 300, "max_model_len": 100, "block_size": 4}]})
 
     async def completions(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -51,13 +50,10 @@ def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
             return web.json_response({"error": {"message": "busy"}}, status=429)
         response = web.StreamResponse()
         await response.prepare(request)
-        usage = {
-            "prompt_tokens": len(body["prompt"]),
-            "prompt_tokens_details": {"cached_tokens": 4},
-        }
-        for index in range(body["max_tokens"]):
-            await send(response, {"choices": [{"text": "x", "token_ids": [index]}]})
-        await send(response, {"choices": [], "usage": usage})
+        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": 4}}
+        entries = [{"choices": [{"text": "x", "token_ids": [index]}]} for index in range(body["max_tokens"])]
+        for entry in [*entries, {"choices": [], "usage": usage}]:
+            await response.write(b"data: " + json.dumps(entry).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -67,29 +63,23 @@ def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
     return app
 
 
-async def send(response: web.StreamResponse, entry: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(entry).encode() + b"\n\n")
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    records = [
-        {"timestamp": 40 * n, "input_length": 1000 + n, "output_length": 24, "hash_ids": [0, n + 1]} for n in range(6)
-    ]
+def write(path: Path, *records: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    records = (
+        {"timestamp": 40 * n, "input_length": 1000 + n, "output_length": 24, "hash_ids": [0, n + 1]} for n in range(6)
+    )
+    return write(tmp_path / "trace.jsonl", *records)
+
+
 async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, trace: Path) -> None:
     bodies: list[dict[str, Any]] = []
-    config = ReplayConfig(
-        trace=str(trace),
-        url=await serve(endpoint(bodies)),
-        scale_lengths=1 / 32,
-        scale_outputs=1 / 8,
-    )
-    report = await replay(config)
+    url = await serve(endpoint(bodies))
+    report = await replay(ReplayConfig(trace=str(trace), url=url, scale_lengths=1 / 32, scale_outputs=1 / 8))
     assert sorted(len(body["prompt"]) for body in bodies) == sorted(round((1000 + n) / 32) for n in range(6))
     assert {body["max_tokens"] for body in bodies} == {3}
     assert all(body["prompt"][:16] == bodies[0]["prompt"][:16] for body in bodies)
@@ -101,10 +91,8 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
 
 async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(serve: Serve, tmp_path: Path) -> None:
     """Tenant and priority of a record are the request's; where it names none, the request does not either."""
-    path = tmp_path / "trace.jsonl"
     plain = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
-    records = [plain, {**plain, "tenant": "alice", "priority": -2}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write(tmp_path / "trace.jsonl", plain, {**plain, "tenant": "alice", "priority": -2})
     bodies: list[dict[str, Any]] = []
     await replay(ReplayConfig(trace=str(path), url=await serve(endpoint(bodies))))
     said = [(body.get("user"), body.get("priority")) for body in bodies]
@@ -115,13 +103,7 @@ async def test_requests_of_one_instant_are_sent_in_the_order_of_the_trace() -> N
     """Who is first in a burst decides whom a long prompt delays. None is sent before it is due."""
     builder = PromptBuilder(300)
     records = [
-        TraceRecord(
-            arrived_s=0.1 * (n // 100),
-            input_length=16,
-            output_length=1,
-            hash_ids=(n,),
-            tokens_per_hash=16,
-        )
+        TraceRecord(arrived_s=0.1 * (n // 100), input_length=9, output_length=1, hash_ids=(n,), tokens_per_hash=16)
         for n in range(300)
     ]
     began_at = time.monotonic()
@@ -158,18 +140,16 @@ def hosting(files: dict[str, bytes], *, damaged: bool = False) -> web.Applicatio
     """Serves a listing in GitHub's contents format, and the files."""
 
     async def listing(request: web.Request) -> web.Response:
-        base = str(request.url.origin())
-        return web.json_response(
-            [
-                {
-                    "name": name,
-                    "size": len(content),
-                    "sha": git_object_id(content + (b"!" if damaged else b"")),
-                    "download_url": f"{base}/files/{name}",
-                }
-                for name, content in files.items()
-            ]
-        )
+        entries = [
+            {
+                "name": name,
+                "size": len(content),
+                "sha": git_object_id(content + b"!" * damaged),
+                "download_url": f"{request.url.origin()}/files/{name}",
+            }
+            for name, content in files.items()
+        ]
+        return web.json_response(entries)
 
     async def file(request: web.Request) -> web.Response:
         return web.Response(body=files[request.match_info["name"]])

@@ -1,4 +1,4 @@
-"""`moonserve reproduce`: every figure of a trace of any name, once; the same files again; clear words for bad input."""
+"""`moonserve reproduce`: every figure of a trace of any name, once; the same files again."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ def results(out: Path) -> dict[str, Any]:
 def test_every_figure_of_another_trace(tmp_path: Path) -> None:
     """All have rows; figures of the conversation trace say that there is nothing to compare with."""
     assert reproduce(write_sessions(tmp_path / "toolagent_trace.jsonl", 12), tmp_path / "out") == 0
-    figures = results(tmp_path / "out")["figures"]
-    assert [each["name"] for each in figures] == [figure.name for figure in FIGURES]
-    assert all(each["rows"] for each in figures)
-    for each in figures:
-        if each["name"] in ("figure-1", "figure-5", "figure-8", "figure-9", "figure-15"):
-            assert "conversation" in each["missing"]
-            assert all(row["published"] is None for row in each["rows"])
-    table = figures[0]["rows"]
-    assert table[0]["published"] == 23_608
+    figures = {each["name"]: each for each in results(tmp_path / "out")["figures"]}
+    assert list(figures) == [figure.name for figure in FIGURES]
+    assert all(each["rows"] for each in figures.values())
+    for name in ("figure-1", "figure-5", "figure-8", "figure-9", "figure-15"):
+        assert "conversation" in figures[name]["missing"]
+        assert all(row["published"] is None for row in figures[name]["rows"])
+    assert figures["table-2"]["rows"][0]["published"] == 23_608
 
 
 def test_a_page_with_published_values_and_a_second_time_without_simulating(
@@ -48,20 +46,18 @@ def test_a_page_with_published_values_and_a_second_time_without_simulating(
     write_sessions(tmp_path / "synthetic_trace.jsonl", 7)
     out = tmp_path / "out"
     assert reproduce(trace, out, "--only", EASY) == 0
-    before = [(out / name).read_bytes() for name in ("index.html", "results.json")]
+    text, found = (out / "index.html").read_text(), results(out)
     assert "[1/4]" in capsys.readouterr().out
     assert reproduce(trace, out, "--only", EASY) == 0
     assert "0 simulated now" in capsys.readouterr().out
-    assert before == [(out / name).read_bytes() for name in ("index.html", "results.json")]
-    text = before[0].decode()
+    assert (text, found) == ((out / "index.html").read_text(), results(out))
     Document(text)  # raises where it is not well-formed
     for figure in FIGURES:
         assert (figure.title in text) == (figure.name in EASY.split(","))
     assert text.count("Why they differ.") == 5
-    table, figure_8, *_ = results(out)["figures"]
+    table, figure_8, *_ = found["figures"]
     plain = figure_8["rows"][0]
-    assert plain["published"] == 1.56
-    assert plain["ratio"] == pytest.approx(plain["ours"] / 1.56)
+    assert (plain["published"], plain["ratio"]) == (1.56, pytest.approx(plain["ours"] / 1.56))
     rows = {row["what"]: row["ours"] for row in table["rows"]}
     assert (rows["conversation: requests"], rows["synthetic: requests"]) == (40, 7)
     assert "toolagent" in table["why"]
@@ -69,8 +65,7 @@ def test_a_page_with_published_values_and_a_second_time_without_simulating(
 
 def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
     trace = write_sessions(tmp_path / "conversation_trace.jsonl")
-    assert reproduce(trace, tmp_path / "out", "--only", "figure-9", "--quick") == 0
-    whole = results(tmp_path / "out")
-    assert whole["num_requests"] == 4
-    assert whole["figures"][0]["missing"]
-    assert "Only the first tenth" in (tmp_path / "out" / "index.html").read_text()
+    assert reproduce(trace, tmp_path, "--only", "figure-9", "--quick") == 0
+    whole = results(tmp_path)
+    assert (whole["num_requests"], bool(whole["figures"][0]["missing"])) == (4, True)
+    assert "Only the first tenth" in (tmp_path / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""`moonserve simulate`: a table, a folder that can be read back, and clear words for bad input."""
+"""`moonserve simulate`: a table, and a folder that can be read back."""
 
 from __future__ import annotations
 
@@ -17,37 +17,32 @@ from traces.simulator.spec import Fault
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    return write_sessions(tmp_path / "trace.jsonl", 20)
+def trace(tmp_path: Path) -> str:
+    return str(write_sessions(tmp_path / "trace.jsonl", 20))
 
 
 def test_several_runs_are_one_table_and_one_folder(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two policies and a baseline; the JSON holds all that happened and is the same when it is done again."""
-    arguments = ["simulate", str(trace), "--prefill", "2", "--decode", "1"]
-    arguments += ["--policy", "random,global-cache-aware", "--coupled", "plain"]
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        assert main([*arguments, "--report", str(folder)]) == 0
+    arguments = ["--prefill", "2", "--decode", "1", "--policy", "random,global-cache-aware", "--coupled", "plain"]
+    stored = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        assert main(["simulate", trace, *arguments, "--report", str(folder)]) == 0
+        results = results_from_json((folder / "results.json").read_text())
+        stored.append([replace(each, wall_s=0.0) for each in results])
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("random", "global-cache-aware", "coupled plain"))
-    first, second = (results_from_json((folder / "results.json").read_text()) for folder in folders)
-    assert [replace(each, wall_s=0.0) for each in first] == [replace(each, wall_s=0.0) for each in second]
-    assert [len(each.outcomes) for each in first] == [20, 20, 20]
-    cached = [sum(outcome.cached_tokens for outcome in each.outcomes) for each in first]
-    assert cached[1] > 0
-    assert cached[2] == 0
+    assert stored[0] == stored[1]
+    assert [len(each.outcomes) for each in stored[0]] == [20, 20, 20]
+    _, aware, plain = (sum(outcome.cached_tokens for outcome in each.outcomes) for each in stored[0])
+    assert aware > 0 == plain
 
 
-def test_fixed_and_changing_roles_stand_side_by_side(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", str(trace), "--role-switching"]
-    for choice, names in {
-        "off": ["global-cache-aware"],
-        "on": ["global-cache-aware +roles"],
-        "both": ["global-cache-aware", "global-cache-aware +roles"],
-    }.items():
-        assert main([*arguments, choice]) == 0
+def test_fixed_and_changing_roles_stand_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed, changing = ["global-cache-aware"], ["global-cache-aware +roles"]
+    for choice, names in {"off": fixed, "on": changing, "both": fixed + changing}.items():
+        assert main(["simulate", trace, "--role-switching", choice]) == 0
         _, *rows = capsys.readouterr().out.strip().splitlines()
         assert [row.split("  ")[0] for row in rows] == names
 
@@ -56,8 +51,8 @@ def test_a_measured_profile_and_changes_to_it_are_used(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(replace(LLAMA3_70B_8XA800, name="measured", dram_tokens=500_000), profile)
     config = SimulateConfig(trace="t", model_profile=str(profile))
-    for changes, dram_tokens in (({}, 500_000), ({"dram_tokens": 5120}, 5120)):
-        ((_, spec),) = specs_of(replace(config, **changes))
+    for changed, dram_tokens in ((config, 500_000), (replace(config, dram_tokens=5120), 5120)):
+        ((_, spec),) = specs_of(changed)
         assert (spec.model.name, spec.model.dram_tokens) == ("measured", dram_tokens)
 
 

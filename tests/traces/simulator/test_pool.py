@@ -16,46 +16,55 @@ def chain(*ids: int) -> tuple[BlockKey, ...]:
     return tuple(key_of(each) for each in ids)
 
 
-def apply(known: dict[BlockKey, BlockKey], seq: int, changes: BlockChanges | None) -> int:
-    """What the conductor would know now; changes come without a gap."""
-    if changes is None:
-        return seq
-    assert changes.first_seq == seq
-    known.update(changes.added)
-    for key in changes.removed:
-        known.pop(key, None)
-    return changes.next_seq
+def stored(num_blocks: int, num_disk_blocks: int, *chains: tuple[BlockKey, ...]) -> Store:
+    store = Store(num_blocks, num_disk_blocks, "lru")
+    for keys in chains:
+        store.put(keys, 0)
+    return store
 
 
 def test_what_is_being_read_stays_and_new_blocks_are_refused() -> None:
-    store = Store(2, 0, "lru")
-    store.put(chain(1, 2), 0)
+    store = stored(2, 0, chain(1, 2))
     held = store.hold(chain(1, 2, 3))
     assert len(held) == 2
     store.put(chain(4), 0)
     assert (store.num_refused, store.prefix(chain(1, 2))) == (1, 2)
-    store.validate([held])
     store.let_go(held)
     store.put(chain(4), 0)
     assert store.present(chain(1, 2, 4)) == [True, False, True]
 
 
 def test_what_memory_has_no_room_for_lies_on_disk_until_it_is_read() -> None:
-    store = Store(2, 2, "lru")
-    store.put(chain(1, 2), 0)
-    store.put(chain(3, 4), 0)
+    store = stored(2, 2, chain(1, 2), chain(3, 4))
     assert store.present(chain(1, 2, 3, 4)) == [True] * 4
     held = store.hold(chain(1, 2))
     assert held.num_on_disk == 2
     store.let_go(held)
-    store.validate()
-    again = store.hold(chain(1, 2))
-    assert again.num_on_disk < 2
-    store.let_go(again)
-    store.validate()
+    assert store.hold(chain(1, 2)).num_on_disk < 2
 
 
-IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+def test_the_end_of_the_coldest_chain_goes_first() -> None:
+    store = stored(4, 0, chain(1, 2), chain(3, 4))
+    store.let_go(store.hold(chain(1)))
+    store.put(chain(5), 0)
+    assert store.present(chain(1, 2, 3, 4, 5)) == [True, False, True, True, True]
+    assert (store.num_evicted, store.prefix(chain(1, 2))) == (1, 1)
+
+
+class Follower:
+    """What the conductor would know; changes come without a gap."""
+
+    def __init__(self) -> None:
+        self.known: dict[BlockKey, BlockKey] = {}
+        self.seq = 1
+
+    def apply(self, changes: BlockChanges | None) -> None:
+        if changes is not None:
+            assert changes.first_seq == self.seq
+            self.known.update(changes.added)
+            for key in changes.removed:
+                self.known.pop(key, None)
+            self.seq = changes.next_seq
 
 
 @settings(deadline=None, max_examples=examples(30))
@@ -70,15 +79,12 @@ def test_whoever_follows_the_changes_knows_what_is_here(
 ) -> None:
     """Puts, reads that overlap and heartbeats in any order: held blocks stay, nothing exceeds its space, and the
     changes told add up to the contents, with the right parents."""
-    store = Store(num_blocks, num_disk, policy)
-    known: dict[BlockKey, BlockKey] = {}
-    seq = 1
+    store, conductor = Store(num_blocks, num_disk, policy), Follower()
     reads: list[tuple[tuple[BlockKey, ...], Held]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         # A path in a tree with four branches at each block: the id says the whole path.
-        path = data.draw(IDS)
-        numbers = [int("1" + "".join(map(str, path[: n + 1]))) for n in range(len(path))]
-        keys = chain(*numbers)
+        path = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+        keys = chain(*(int("1" + "".join(map(str, path[: n + 1]))) for n in range(len(path))))
         match data.draw(st.integers(0, 3)):
             case 0:
                 store.put(keys, store.prefix(keys))
@@ -87,25 +93,14 @@ def test_whoever_follows_the_changes_knows_what_is_here(
             case 2 if reads:
                 store.let_go(reads.pop(0)[1])
             case _:
-                seq = apply(known, seq, store.take_changes())
-        for held_keys, held in reads:
-            assert store.prefix(held_keys) >= len(held)
+                conductor.apply(store.take_changes())
+        assert all(store.prefix(held_keys) >= len(held) for held_keys, held in reads)
         assert len(store) <= num_blocks + num_disk
         store.validate([held for _, held in reads])
-    seq = apply(known, seq, store.take_changes())
+    conductor.apply(store.take_changes())
     snapshot = store.snapshot()
-    assert dict(snapshot.added) == known
-    assert (snapshot.first_seq, snapshot.next_seq) == (seq, seq)
-    for key, parent in known.items():
+    assert dict(snapshot.added) == conductor.known
+    assert snapshot.first_seq == snapshot.next_seq == conductor.seq
+    for key, parent in conductor.known.items():
         number = int.from_bytes(key, "little") - 1
         assert parent == (NO_PARENT if number < 100 else key_of(number // 10))
-
-
-def test_the_end_of_the_coldest_chain_goes_first() -> None:
-    store = Store(4, 0, "lru")
-    store.put(chain(1, 2), 0)
-    store.put(chain(3, 4), 0)
-    store.let_go(store.hold(chain(1)))
-    store.put(chain(5), 0)
-    assert store.present(chain(1, 2, 3, 4, 5)) == [True, False, True, True, True]
-    assert (store.num_evicted, store.prefix(chain(1, 2))) == (1, 1)

@@ -50,7 +50,6 @@ def test_what_is_written_is_read_back_and_defaults_may_be_left_out(tmp_path: Pat
         ({"nic_bytes_per_s": "1"}, "nic_bytes_per_s: "),
         ({"nic_bytes_per_s": float("nan")}, "nic_bytes_per_s: "),
         ({"disk_bytes_per_s": float("inf")}, "disk_bytes_per_s: "),
-        ({"num_layers": True}, "num_layers: "),
         ({"device_tokens": 1.5}, "device_tokens: "),
         ({"dram_tokens": -1}, "dram_tokens: "),
         ({"name": ""}, "name: "),

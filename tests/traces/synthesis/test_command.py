@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from pathlib import Path
@@ -9,16 +10,21 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ConfigError
-from tests.traces.synthesis.laws import check_laws
+from tests.traces.made import write_small
+from tests.traces.synthesis.test_workload import check_laws
 from traces.cli import main
-from traces.format import read_checked
+from traces.format import TraceRecord, read_checked
 from traces.synthesis.workload import Constant, Empirical, LogNormal, parse_draws
 
-SMALL = Path(__file__).parent / "small.jsonl"
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_small(tmp_path / "small.jsonl")
 
 
-def test_the_command_is_documented_by_the_trace_that_it_made(tmp_path: Path) -> None:
-    """The trace that other tests are like is what these options give."""
+def test_options_describe_the_trace_and_the_same_ones_give_the_same_bytes_in_every_version(
+    small: Path, tmp_path: Path
+) -> None:
     options = (
         "--seed 7 --input-tokens lognormal:3000:1 --turn-tokens lognormal:700:1 --system-prompts 3 "
         "--system-tokens 600 --output-tokens lognormal:300:0.8 --session-share 0.4 --turns 3 "
@@ -27,29 +33,25 @@ def test_the_command_is_documented_by_the_trace_that_it_made(tmp_path: Path) -> 
     )
     out = tmp_path / "again.jsonl"
     assert main(["synthesize", "--out", str(out), *options.split()]) == 0
-    assert out.read_bytes() == SMALL.read_bytes()
+    assert out.read_bytes() == small.read_bytes()
+    assert hashlib.sha256(out.read_bytes()).hexdigest().startswith("b00db49681b5e536")
     check_laws(read_checked(out))
 
 
-def test_equal_seeds_give_equal_files_and_others_do_not(tmp_path: Path) -> None:
-    def made(seed: int) -> bytes:
-        out = tmp_path / "t.jsonl"
-        assert main(["synthesize", "--out", str(out), "--like", str(SMALL), "--seed", str(seed)]) == 0
-        return out.read_bytes()
-
-    assert made(1) == made(1)
-    assert made(1) != made(2)
-
-
-def test_a_likeness_is_as_long_as_its_model_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_likeness_is_as_long_as_its_model_unless_told_otherwise_and_the_same_for_a_seed(
+    small: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "t.jsonl"
-    like = ["synthesize", "--out", str(out), "--like", str(SMALL)]
-    assert main(like) == 0
-    assert len(read_checked(out)) == 1500
-    assert main([*like, "--requests", "70", "--rate", "50"]) == 0
-    assert len(read_checked(out)) == 70
-    assert main([*like, "--duration", "30"]) == 0
-    assert 25 < read_checked(out)[-1].arrived_s < 30
+
+    def made(*options: str) -> list[TraceRecord]:
+        assert main(["synthesize", "--out", str(out), "--like", str(small), *options]) == 0
+        return read_checked(out)
+
+    likeness = made()
+    assert len(likeness) == 1500
+    assert made("--seed", "0") == likeness != made("--seed", "1")
+    assert len(made("--requests", "70", "--rate", "50")) == 70
+    assert 25 < made("--duration", "30")[-1].arrived_s < 30
 
 
 def test_a_preset_takes_changes(tmp_path: Path) -> None:
@@ -73,11 +75,10 @@ def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_a_broken_model_is_named_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "model.jsonl"
-    model.write_text(SMALL.read_text().replace('"input_length": ', '"input_length": 9', 1))
-    assert main(["synthesize", "--out", str(tmp_path / "t"), "--like", str(model)]) == 2
-    assert "model.jsonl:1: input_length" in capsys.readouterr().err
+def test_a_broken_model_is_named_by_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small.write_text(small.read_text().replace('"input_length": ', '"input_length": 9', 1))
+    assert main(["synthesize", "--out", str(tmp_path / "t"), "--like", str(small)]) == 2
+    assert "small.jsonl:1: input_length" in capsys.readouterr().err
 
 
 def test_distributions_are_written_as_documented(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice, takewhile
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,21 +13,18 @@ from hypothesis import strategies as st
 from protocol.errors import ConfigError
 from tests.public_trace import TRACE, needs_trace
 from tests.thoroughness import examples
-from tests.traces.synthesis.laws import check_laws
-from tests.traces.synthesis.test_threads import specs
+from tests.traces.made import write_small
+from tests.traces.synthesis.test_workload import check_laws, specs
 from traces.analysis.statistics import analyze
 from traces.format import TraceRecord, read_checked
 from traces.synthesis.likeness import Fit, fit, records_like
 from traces.synthesis.threads import requests_of
 from traces.synthesis.workload import ArrivalSpec, WorkloadSpec
 
-SMALL = Path(__file__).parent / "small.jsonl"
-
 
 @pytest.fixture(scope="module")
-def small() -> list[TraceRecord]:
-    """1,500 requests of `synthesize --requests 1500 …` (docs/traces.md)."""
-    return read_checked(SMALL)
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[TraceRecord]:
+    return read_checked(write_small(tmp_path_factory.mktemp("small") / "small.jsonl"))
 
 
 def assert_alike(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
@@ -116,12 +112,7 @@ def until(model: Fit, duration_s: float, rate: float = 1.0) -> list[TraceRecord]
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(
-    specs(),
-    st.integers(0, 3),
-    st.floats(0.1, 10),
-    st.integers(1, 300),
-)
+@given(specs(), st.integers(0, 3), st.floats(0.1, 10), st.integers(1, 300))
 def test_the_likeness_of_any_trace_obeys_the_format(
     spec: WorkloadSpec, seed: int, rate: float, remembered: int
 ) -> None:

@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.traces.synthesis.laws import check_laws
+from traces.analysis.measures import describe_arrivals
 from traces.analysis.statistics import analyze
-from traces.format import TraceRecord
+from traces.format import TOKENS_PER_HASH, TraceRecord
 from traces.synthesis import threads
 from traces.synthesis.threads import requests_of
-from traces.synthesis.workload import PRESETS, ArrivalSpec, Constant, Draws, LogNormal, WorkloadSpec
+from traces.synthesis.workload import (
+    PRESETS,
+    ArrivalSpec,
+    Constant,
+    Draws,
+    LogNormal,
+    WorkloadSpec,
+    arrival_times,
+)
+
+
+def check_laws(records: Sequence[TraceRecord]) -> None:
+    """Sorted, as many ids as the length needs, one parent and one fill per id, ids dense as they appear."""
+    parents: dict[int, int | None] = {}
+    fills: dict[int, int] = {}
+    earlier_s = 0.0
+    for record in records:
+        assert record.arrived_s >= earlier_s
+        earlier_s = record.arrived_s
+        assert record.output_length >= 1
+        assert len(record.hash_ids) == -(-record.input_length // TOKENS_PER_HASH)
+        parent: int | None = None
+        left = record.input_length
+        for hash_id in record.hash_ids:
+            assert hash_id <= len(parents)  # a new id is the next one
+            assert parents.setdefault(hash_id, parent) == parent
+            fill = min(left, TOKENS_PER_HASH)
+            assert fills.setdefault(hash_id, fill) == fill
+            parent, left = hash_id, left - fill
+
+
+def times(spec: ArrivalSpec, count: int = 20_000) -> list[float]:
+    return list(islice(arrival_times(spec, Random(3)), count))
+
+
+@pytest.mark.parametrize(("process", "gap_cv"), [("constant", 0.0), ("poisson", 1.0), ("gamma", 0.5), ("gamma", 3.0)])
+def test_rate_and_burstiness_are_as_asked(process: str, gap_cv: float) -> None:
+    spec = ArrivalSpec(rate=5, process=process, burstiness=gap_cv or 1.0)
+    arrivals = describe_arrivals(times(spec), window_s=60)
+    assert arrivals["mean_rate"] == pytest.approx(5, rel=0.06)
+    assert arrivals["gap_cv"] == pytest.approx(gap_cv, rel=0.08, abs=1e-6)
+
+
+def test_a_day_has_its_quiet_and_its_busy_hours() -> None:
+    """Amplitude 0.8: nine times as many at noon as at midnight, and the mean over a day is the rate."""
+    spec = ArrivalSpec(rate=2, process="constant", diurnal_amplitude=0.8, diurnal_period_s=10_000)
+    counts = np.histogram(times(spec), bins=100, range=(0, 10_000))[0]
+    assert counts.sum() == pytest.approx(20_000, abs=2)
+    assert counts[0] == pytest.approx(2 * 100 * 0.2, rel=0.1)
+    assert counts[50] == pytest.approx(2 * 100 * 1.8, rel=0.02)
+
+
+@given(st.floats(0.01, 1e4), st.floats(0, 1), st.floats(1, 1e6))
+def test_time_never_runs_back(rate: float, amplitude: float, period_s: float) -> None:
+    spec = ArrivalSpec(rate=rate, diurnal_amplitude=amplitude, diurnal_period_s=period_s)
+    assert all(early <= late for early, late in pairwise(times(spec, 50)))
 
 
 def made(spec: WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
@@ -24,8 +82,7 @@ def made(spec: WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
 
 def lengths() -> st.SearchStrategy[Draws]:
     return st.one_of(
-        st.builds(Constant, st.floats(0, 4000)),
-        st.builds(LogNormal, st.floats(0.5, 3000), st.floats(0, 2)),
+        st.builds(Constant, st.floats(0, 4000)), st.builds(LogNormal, st.floats(0.5, 3000), st.floats(0, 2))
     )
 
 
@@ -68,10 +125,13 @@ def test_any_description_gives_a_trace_that_obeys_the_format(spec: WorkloadSpec,
     assert records == made(spec, 150, seed)
 
 
+EVERY_SECOND = ArrivalSpec(rate=1, process="constant")
+
+
 def test_turns_extend_the_last_prompt_and_its_answer() -> None:
     """A constant session: 1,000 tokens, then 100 for the answer and 24 new ones each turn."""
     spec = WorkloadSpec(
-        arrivals=ArrivalSpec(rate=1, process="constant"),
+        arrivals=EVERY_SECOND,
         input_tokens=Constant(1000),
         output_tokens=Constant(100),
         system_share=0,
@@ -80,14 +140,13 @@ def test_turns_extend_the_last_prompt_and_its_answer() -> None:
         turn_tokens=Constant(24),
         think_s=Constant(0),
     )
-    records = made(spec, 4)
-    assert [record.input_length for record in records] == [1000, 1124, 1248, 1372]
-    assert [record.hash_ids for record in records] == [(0, 1), (0, 2, 3), (0, 2, 4), (0, 2, 5)]
+    found = [(record.input_length, record.hash_ids) for record in made(spec, 4)]
+    assert found == [(1000, (0, 1)), (1124, (0, 2, 3)), (1248, (0, 2, 4)), (1372, (0, 2, 5))]
 
 
 def test_questions_share_the_document_and_nothing_else() -> None:
     spec = WorkloadSpec(
-        arrivals=ArrivalSpec(rate=1, process="constant"),
+        arrivals=EVERY_SECOND,
         system_share=0,
         session_share=0,
         document_share=1,
@@ -96,19 +155,13 @@ def test_questions_share_the_document_and_nothing_else() -> None:
         questions=1e9,
         think_s=Constant(0),
     )
-    ids = [record.hash_ids for record in made(spec, 3)]
-    assert ids == [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
+    assert [record.hash_ids for record in made(spec, 3)] == [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
 
 
 def test_popular_system_prompts_follow_zipf() -> None:
     spec = WorkloadSpec(session_share=0, system_prompts=3, system_zipf=1, system_tokens=Constant(512))
-    counts = [0, 0, 0]
-    firsts: list[int] = []
-    for record in made(spec, 6_000):
-        if record.hash_ids[0] not in firsts:
-            firsts.append(record.hash_ids[0])
-        counts[firsts.index(record.hash_ids[0])] += 1
-    ratios = [count / 6_000 for count in sorted(counts, reverse=True)]
+    counts = Counter(record.hash_ids[0] for record in made(spec, 6_000))
+    ratios = [count / 6_000 for _, count in counts.most_common()]
     assert ratios == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
 
 
