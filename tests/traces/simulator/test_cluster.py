@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -24,43 +26,46 @@ NEAR = pytest.approx
 SWITCHING = RoleTerms(hold_s=0.0, cool_down_s=0.5)
 
 
-BY_HAND: dict[str, tuple[dict[str, Any], list[TraceRecord], dict[str, Any]]] = {
-    "alone it waits for its prompt; KV is carried meanwhile, so the next token is one step later": (
-        {},
-        [request(3.0, 200, 5)],
+class Case(NamedTuple):
+    """What the last request is found to be, counters of the cluster beside it."""
+
+    expected: dict[str, Any]
+    records: list[TraceRecord]
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
+BY_HAND = {
+    "alone it waits for its prompt; KV is carried meanwhile, so the next token is one step later": Case(
         {"ttft_s": 2.0, "queue_s": 0, "load_s": 0, "prefill_s": 2.0, "mean_gap_s": 0.05, "finished_s": 2.2},
+        [request(3.0, 200, 5)],
     ),
-    "a slow link delays the second token: 200 tokens of 400 bytes take 4 s, the prompt 2 s": (
-        {"model": replace(MODEL, nic_bytes_per_s=20_000.0)},
-        [request(0.0, 200, 2)],
+    "a slow link delays the second token: 200 tokens of 400 bytes take 4 s, the prompt 2 s": Case(
         {"ttft_s": 2.0, "mean_gap_s": 2.05, "tbt_s": 2.05},
+        [request(0.0, 200, 2)],
+        {"model": replace(MODEL, nic_bytes_per_s=20_000.0)},
     ),
-    "an answer of one token needs no decode machine": (
-        {},
-        [request(0.0, 200, 1)],
-        {"ttft_s": 2.0, "finished_s": 2.0, "tbt_s": None, "bytes_moved": 0},
+    "an answer of one token needs no decode machine": Case(
+        {"ttft_s": 2.0, "finished_s": 2.0, "tbt_s": None, "bytes_moved": 0}, [request(0.0, 200, 1)]
     ),
-    "a prefix is loaded, not computed: 19 of 20 blocks take 190 · 400 / 10,000 s to load, 0.1 s are left": (
-        {"model": replace(MODEL, device_bytes_per_s=10_000.0)},
-        [request(0.0, 200, 2), request(50.0, 200, 2)],
+    "a prefix is loaded, not computed: 19 of 20 blocks take 190 · 400 / 10,000 s to load, 0.1 s are left": Case(
         {"cached_tokens": 190, "load_s": 7.6, "prefill_s": 0.1, "ttft_s": 7.7, "blocks_read_locally": 19},
+        [request(0.0, 200, 2), request(50.0, 200, 2)],
+        {"model": replace(MODEL, device_bytes_per_s=10_000.0)},
     ),
-    "8 chunks over 4 machines: (8 + 3) / 32 of the time of one; the prediction leaves out the filling": (
-        {"chunk_tokens": 100, "prefill_group": 4},
-        [request(0.0, 800, 2)],
+    "8 chunks over 4 machines: (8 + 3) / 32 of the time of one; the prediction leaves out the filling": Case(
         {"ttft_s": 8.0 * 11 / 32, "prefill_s": 8.0, "predicted_ttft_s": 2.0},
+        [request(0.0, 800, 2)],
+        {"chunk_tokens": 100, "prefill_group": 4},
     ),
 }
 
 
-@pytest.mark.parametrize(("changes", "records", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_times_of_the_last_request_by_hand(
-    changes: dict[str, Any], records: list[TraceRecord], expected: dict[str, Any]
-) -> None:
-    result = simulate(spec(**changes), records)
+@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
+def test_times_of_the_last_request_by_hand(case: Case) -> None:
+    result = simulate(spec(**case.changes), case.records)
     assert {one.end for one in result.outcomes} == {End.COMPLETED}
     found = {**asdict(result.outcomes[-1]), **result.counters}
-    assert {name: found[name] for name in expected} == NEAR(expected, abs=1e-6)
+    assert {name: found[name] for name in case.expected} == NEAR(case.expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["global", "local"])

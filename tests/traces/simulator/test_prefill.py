@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -61,52 +61,53 @@ def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkBegun]
     return chunks, done
 
 
-CASES: dict[str, Any] = {
-    "computed in chunks from where its prefix ends": (
-        {"chunk_tokens": 5},
-        [Job(0.0, 10, cached=2)],
-        [(0, 2, 7, 5.0), (0, 7, 10, 8.0)],
-        [(0.0, 8.0)],
+class Case(NamedTuple):
+    """(Prompt, first, end, ends at) of each chunk; seconds of (waiting for its prefix, computing) of each prompt."""
+
+    jobs: list[Job]
+    chunks: list[tuple[int, int, int, float]]
+    times: list[tuple[float, float]]
+    chunk_tokens: int = 100
+    profile: PrefillProfile = PROFILE
+
+
+CASES = {
+    "computed in chunks from where its prefix ends": Case(
+        [Job(0.0, 10, cached=2)], [(0, 2, 7, 5.0), (0, 7, 10, 8.0)], [(0.0, 8.0)], chunk_tokens=5
     ),
-    "a prefix that takes longer delays its prompt by the rest": (
-        {"chunk_tokens": 100},
+    "a prefix that takes longer delays its prompt by the rest": Case(
         [Job(0.0, 10), Job(1.0, 10, load_s=12.0, cached=4)],
         [(0, 0, 10, 10.0), (1, 4, 10, 19.0)],
         [(0.0, 10.0), (3.0, 6.0)],
     ),
-    "a later prompt that is ready does not wait for an earlier one that loads": (
-        {"chunk_tokens": 100},
-        [Job(0.0, 10, load_s=1.0), Job(0.0, 5)],
-        [(1, 0, 5, 5.0), (0, 0, 10, 15.0)],
-        [(0.0, 10.0), (0.0, 5.0)],
+    "a later prompt that is ready does not wait for an earlier one that loads": Case(
+        [Job(0.0, 10, load_s=1.0), Job(0.0, 5)], [(1, 0, 5, 5.0), (0, 0, 10, 15.0)], [(0.0, 10.0), (0.0, 5.0)]
     ),
-    "a prompt of lower rank goes between the chunks of one that runs": (
-        {"chunk_tokens": 5},
+    "a prompt of lower rank goes between the chunks of one that runs": Case(
         [Job(0.0, 10, rank=2), Job(1.0, 2, rank=1)],
         [(0, 0, 5, 5.0), (1, 0, 2, 7.0), (0, 5, 10, 12.0)],
         [(0.0, 10.0), (0.0, 2.0)],
+        chunk_tokens=5,
     ),
-    "a mixed chunk takes the whole next prompt, both wait for its end, the constant counts once": (
-        {"profile": PrefillProfile(c0=1.0, c1=0.01, c2=0.0), "chunk_tokens": 100, "mixes_prompts": True},
+    "a mixed chunk takes the whole next prompt, both wait for its end, the constant counts once": Case(
         [Job(0.0, 150), Job(0.0, 50), Job(0.0, 60)],
         [(0, 0, 100, 2.0), (0, 100, 150, 4.0), (1, 0, 50, 4.0), (2, 0, 60, 5.6)],
         [(0.0, 3.0), (0.0, 1.0), (0.0, 1.6)],
+        profile=PrefillProfile(c0=1.0, c1=0.01, c2=0.0),
     ),
 }
 
 
-@pytest.mark.parametrize(("given_machine", "jobs", "expected", "times"), CASES.values(), ids=CASES)
-def test_chunks_by_hand(
-    given_machine: dict[str, Any], jobs: list[Job], expected: list[Any], times: list[tuple[float, float]]
-) -> None:
-    """(Prompt, first, end, ends at) of each chunk; seconds of (waiting for its prefix, computing) of each prompt."""
-    chunks, done = play(PrefillMachine(**{"profile": PROFILE, **given_machine}), jobs)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_chunks_by_hand(case: Case) -> None:
+    mixes = case.profile is not PROFILE
+    machine = PrefillMachine(case.profile, chunk_tokens=case.chunk_tokens, mixes_prompts=mixes)
+    chunks, done = play(machine, case.jobs)
     found = [(each.prompt.rank[1], each.first, each.end, each.ends_at) for each in chunks]
-    assert found == [(*chunk[:3], pytest.approx(chunk[3])) for chunk in expected]
-    ends = {number: ends_at for number, _, _, ends_at in found}
-    assert {prompt.rank[1]: at for at, prompt in done} == ends
+    assert found == [(*chunk[:3], pytest.approx(chunk[3])) for chunk in case.chunks]
+    assert {prompt.rank[1]: at for at, prompt in done} == {number: ends_at for number, _, _, ends_at in found}
     by_number = sorted((prompt for _, prompt in done), key=lambda prompt: prompt.rank[1])
-    assert [(prompt.load_s, prompt.compute_s) for prompt in by_number] == [pytest.approx(pair) for pair in times]
+    assert [(prompt.load_s, prompt.compute_s) for prompt in by_number] == [pytest.approx(pair) for pair in case.times]
 
 
 def test_a_few_prompts_are_prepared_ahead_and_one_that_overtakes_them_too() -> None:

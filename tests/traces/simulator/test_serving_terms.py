@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -19,88 +19,80 @@ from traces.simulator.spec import Crowding, Overheads
 NEAR = pytest.approx
 
 
-def both(num_outputs: int = 2) -> list[TraceRecord]:
+def both() -> list[TraceRecord]:
     """Two prompts of 1 s at once."""
-    return [request(0.0, 100, num_outputs, base=50 * n) for n in range(2)]
+    return [request(0.0, 100, 2, base=50 * n) for n in range(2)]
+
+
+class Case(NamedTuple):
+    """TTFT of each request, and the mean gap of those where one is given."""
+
+    ttfts: list[float]
+    gaps: dict[int, float]
+    records: list[TraceRecord] = both()
+    overheads: Overheads = Overheads()
+    crowding: Crowding = Crowding()
 
 
 CASES = {
-    "each is spent once and where it belongs: a prompt of 2 s, alone": (
-        {"overheads": Overheads(request_s=0.25, landing_s=0.125, handoff_s=0.5)},
-        [request(3.0, 200, 3)],
-        [2.375],
-        [(0.55 + 0.05) / 2],
+    "each is spent once and where it belongs: a prompt of 2 s, alone": Case(
+        [2.375], {0: 0.3}, [request(3.0, 200, 3)], Overheads(request_s=0.25, landing_s=0.125, handoff_s=0.5)
     ),
-    "the way back is a part of the request's and longer beside the next prompt": (
-        {"overheads": Overheads(request_s=0.25, back_s=0.125, late_back_s=0.25, handoff_s=0.5)},
-        both(),
+    "the way back is a part of the request's and longer beside the next prompt": Case(
         [0.125 + 1.0 + 0.375, 0.125 + 2.0 + 0.125],
-        [None, 0.55],
+        {1: 0.55},
+        overheads=Overheads(request_s=0.25, back_s=0.125, late_back_s=0.25, handoff_s=0.5),
     ),
-    "the second token comes after the first, however late that one is": (
-        {"overheads": Overheads(request_s=0.5, back_s=0.1, late_back_s=0.4, handoff_s=0.1)},
-        both(),
+    "the second token comes after the first, however late that one is": Case(
         [1.9, 2.5],
-        [0.15, 0.15],
+        {0: 0.15, 1: 0.15},
+        overheads=Overheads(request_s=0.5, back_s=0.1, late_back_s=0.4, handoff_s=0.1),
     ),
-    "a prompt right after another is delayed by its handoff, one that comes later is not": (
-        {"overheads": Overheads(turnover_s=0.125)},
-        [*both(), request(5.0, 100, 2, base=100)],
-        [1.0, 2.125, 1.0],
-        [None, None, None],
+    "a prompt right after another is delayed by its handoff, one that comes later is not": Case(
+        [1.0, 2.125, 1.0], {}, [*both(), request(5.0, 100, 2, base=100)], Overheads(turnover_s=0.125)
     ),
-    "a landing is asked for while an earlier prompt computes": (
-        {"overheads": Overheads(landing_s=0.5)},
-        both(),
-        [1.5, 2.5],
-        [None, None],
-    ),
-    "way and landing take longer beside a machine that decodes": (
-        {
-            "overheads": Overheads(request_s=0.25, landing_s=0.125),
-            "crowding": Crowding(prefill=(1.0,), request=(1.0, 2.0), landing=(1.0, 3.0)),
-        },
-        [request(0.0, 100, 200), request(3.0, 100, 2, base=50)],
+    "a landing is asked for while an earlier prompt computes": Case([1.5, 2.5], {}, overheads=Overheads(landing_s=0.5)),
+    "way and landing take longer beside a machine that decodes": Case(
         [0.25 + 0.125 + 1.0, 0.5 + 0.375 + 1.0],
-        [None, None],
+        {},
+        [request(0.0, 100, 200), request(3.0, 100, 2, base=50)],
+        Overheads(request_s=0.25, landing_s=0.125),
+        Crowding(prefill=(1.0,), request=(1.0, 2.0), landing=(1.0, 3.0)),
     ),
-    "a handoff takes longer while its machine goes on with the next prompt": (
-        {"overheads": Overheads(handoff_s=0.25), "crowding": Crowding(prefill=(1.0,), handoff=(1.0, 4.0))},
-        both(),
+    "a handoff takes longer while its machine goes on with the next prompt": Case(
         [1.0, 2.0],
-        [1.0 + 0.05, 0.25 + 0.05],
+        {0: 1.0 + 0.05, 1: 0.25 + 0.05},
+        overheads=Overheads(handoff_s=0.25),
+        crowding=Crowding(prefill=(1.0,), handoff=(1.0, 4.0)),
     ),
-    "an answer of one token ends when it comes to its client": (
-        {"overheads": Overheads(request_s=0.25, back_s=0.125)},
-        [request(0.0, 100, 1)],
-        [1.25],
-        [None],
+    "an answer of one token ends when it comes to its client": Case(
+        [1.25], {}, [request(0.0, 100, 1)], Overheads(request_s=0.25, back_s=0.125)
     ),
-    "a gateway takes requests of one moment by turns: 0.125 s of the way of each, three times for each": (
-        {"overheads": Overheads(request_s=0.25, gateway_s=0.125)},
-        [request(1.0, 100, 1, base=50 * n) for n in range(3)],
+    "a gateway takes requests of one moment by turns: 0.125 s of the way of each, three times for each": Case(
         [1.5, 2.5, 3.5],
-        [None] * 3,
+        {},
+        [request(1.0, 100, 1, base=50 * n) for n in range(3)],
+        Overheads(request_s=0.25, gateway_s=0.125),
     ),
-    "a chunk that begins beside a computing machine takes longer": (
-        {"crowding": Crowding(prefill=(1.0, 1.5))},
-        [request(0.0, 100, 100), request(1.5, 100, 2, base=50)],
+    "a chunk that begins beside a computing machine takes longer": Case(
         [1.0, 1.5],
-        [None, None],
+        {},
+        [request(0.0, 100, 100), request(1.5, 100, 2, base=50)],
+        crowding=Crowding(prefill=(1.0, 1.5)),
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_overheads_and_company(case: Any) -> None:
-    """TTFT, and the mean gap where one is given, by hand: 100 tokens take 1 s to compute, a decode step 50 ms."""
-    changes, records, ttfts, gaps = case
-    outcomes = simulate(spec(model=replace(MODEL, **changes)), records).outcomes
-    assert [each.ttft_s for each in outcomes] == NEAR(ttfts)
-    for outcome, gap in zip(outcomes, gaps, strict=True):
-        assert gap is None or outcome.mean_gap_s == NEAR(gap, abs=1e-6)
-        decode_s = (outcome.mean_gap_s or 0.0) * (outcome.output_length - 1)
-        assert outcome.finished_s == NEAR(outcome.arrived_s + outcome.ttft_s + decode_s)
+def test_overheads_and_company(case: Case) -> None:
+    """By hand: 100 tokens take 1 s to compute, a decode step 50 ms."""
+    model = replace(MODEL, overheads=case.overheads, crowding=case.crowding)
+    outcomes = simulate(spec(model=model), case.records).outcomes
+    assert [each.ttft_s for each in outcomes] == NEAR(case.ttfts)
+    assert {number: outcomes[number].mean_gap_s for number in case.gaps} == NEAR(case.gaps, abs=1e-6)
+    for each in outcomes:
+        decode_s = (each.mean_gap_s or 0.0) * (each.output_length - 1)
+        assert each.finished_s == NEAR(each.arrived_s + each.ttft_s + decode_s)
 
 
 def test_who_comes_while_another_is_worked_at_gets_every_other_turn() -> None:
