@@ -146,51 +146,44 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
 POLICIES = ("global-cache-aware", "local-cache-aware", "least-loaded", "random", "moonserve")
 FACTORS = st.lists(st.floats(0.5, 3.0), max_size=3).map(tuple)
 OVERHEADS = st.sampled_from([0.0, 0.01, 0.7]).map(lambda s: Overheads(request_s=s, landing_s=s, handoff_s=s))
-SPECS = st.builds(
-    lambda changes, more: spec(**{**changes, **more}),
-    st.fixed_dictionaries(
-        {
-            "num_prefill": st.integers(1, 3),
-            "num_decode": st.integers(1, 3),
-            "policy": st.sampled_from(POLICIES),
-            "admission": st.sampled_from(["none", "current", "predicted", "late"]),
-            "double_check": st.booleans(),
-            "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
-            "ttft_slo_s": st.sampled_from([2.0, 30.0]),
-            "chunk_tokens": st.sampled_from([50, 1000]),
-            "mixes_prompts": st.booleans(),
-            "pool": st.sampled_from(["global", "global", "local"]),
-            "seed": st.integers(0, 3),
-            "model": st.builds(
-                lambda **changes: replace(MODEL, **changes),
-                device_tokens=st.sampled_from([400, 10_000]),
-                dram_tokens=st.sampled_from([400, 10_000]),
-                disk_tokens=st.sampled_from([0, 300]),
-                max_num_seqs=st.sampled_from([2, 64]),
-                nic_bytes_per_s=st.sampled_from([30_000.0, 1e9]),
-                crowding=st.builds(Crowding, prefill=FACTORS, decode=FACTORS),
-                overheads=OVERHEADS,
-            ),
-        }
-    ),
-    st.fixed_dictionaries(
-        {
-            "prefill_group": st.integers(1, 2),
-            "conditional": st.booleans(),
-            "faults": st.lists(
-                st.builds(
-                    Fault,
-                    instance=st.sampled_from(["prefill-0", "decode-0"]),
-                    at_s=st.floats(0.0, 12.0),
-                    for_s=st.one_of(st.none(), st.floats(0.1, 15.0)),
-                    silent=st.booleans(),
-                ),
-                max_size=2,
-            ).map(tuple),
-        }
-    )
-    | st.sampled_from([0.0, 1.0, 30.0]).map(lambda s: {"roles": SWITCHING, "role_drain_s": s}),
+MODELS = st.builds(
+    lambda **changes: replace(MODEL, **changes),
+    device_tokens=st.sampled_from([400, 10_000]),
+    dram_tokens=st.sampled_from([400, 10_000]),
+    disk_tokens=st.sampled_from([0, 300]),
+    max_num_seqs=st.sampled_from([2, 64]),
+    nic_bytes_per_s=st.sampled_from([30_000.0, 1e9]),
+    crowding=st.builds(Crowding, prefill=FACTORS, decode=FACTORS),
+    overheads=OVERHEADS,
 )
+FAULTS = st.builds(
+    Fault,
+    instance=st.sampled_from(["prefill-0", "decode-0"]),
+    at_s=st.floats(0.0, 12.0),
+    for_s=st.none() | st.floats(0.1, 15.0),
+    silent=st.booleans(),
+)
+COMMON = {
+    "num_prefill": st.integers(1, 3),
+    "num_decode": st.integers(1, 3),
+    "policy": st.sampled_from(POLICIES),
+    "admission": st.sampled_from(["none", "current", "predicted", "late"]),
+    "double_check": st.booleans(),
+    "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+    "ttft_slo_s": st.sampled_from([2.0, 30.0]),
+    "chunk_tokens": st.sampled_from([50, 1000]),
+    "mixes_prompts": st.booleans(),
+    "pool": st.sampled_from(["global", "global", "local"]),
+    "seed": st.integers(0, 3),
+    "model": MODELS,
+}
+FAULTY = {
+    "prefill_group": st.integers(1, 2),
+    "conditional": st.booleans(),
+    "faults": st.lists(FAULTS, max_size=2).map(tuple),
+}
+SWITCHED = {"roles": st.just(SWITCHING), "role_drain_s": st.sampled_from([0.0, 1.0, 30.0])}
+SPECS = st.builds(spec, **COMMON, **FAULTY) | st.builds(spec, **COMMON, **SWITCHED)
 
 
 @settings(deadline=None, max_examples=examples(40))

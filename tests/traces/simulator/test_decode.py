@@ -64,10 +64,7 @@ class LiveMachine:
     def __init__(self, model: ModelProfile, chunk: int) -> None:
         self._model = model
         self._limits = Limits(
-            block_size=BLOCK,
-            max_num_seqs=model.max_num_seqs,
-            max_num_batched_tokens=chunk,
-            max_model_len=FOREVER,
+            block_size=BLOCK, max_num_seqs=model.max_num_seqs, max_num_batched_tokens=chunk, max_model_len=FOREVER
         )
         num_blocks = model.device_tokens // BLOCK
         pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: None)

@@ -70,11 +70,7 @@ def reference(jobs: Sequence[Job]) -> list[float]:
 
 
 JOBS = st.builds(
-    Job,
-    at=st.floats(0, 10),
-    links=PATHS,
-    num_bytes=st.floats(0.01, 50),
-    earliest_s=st.just(0.0) | st.floats(0, 20),
+    Job, at=st.floats(0, 10), links=PATHS, num_bytes=st.floats(0.01, 50), earliest_s=st.just(0.0) | st.floats(0, 20)
 )
 
 

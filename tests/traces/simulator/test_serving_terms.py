@@ -44,9 +44,7 @@ CASES = {
         overheads=Overheads(request_s=0.25, back_s=0.125, late_back_s=0.25, handoff_s=0.5),
     ),
     "the second token comes after the first, however late that one is": Case(
-        [1.9, 2.5],
-        {0: 0.15, 1: 0.15},
-        overheads=Overheads(request_s=0.5, back_s=0.1, late_back_s=0.4, handoff_s=0.1),
+        [1.9, 2.5], {0: 0.15, 1: 0.15}, overheads=Overheads(request_s=0.5, back_s=0.1, late_back_s=0.4, handoff_s=0.1)
     ),
     "a prompt right after another is delayed by its handoff, one that comes later is not": Case(
         [1.0, 2.125, 1.0], {}, [*both(), request(5.0, 100, 2, base=100)], Overheads(turnover_s=0.125)
@@ -75,10 +73,7 @@ CASES = {
         Overheads(request_s=0.25, gateway_s=0.125),
     ),
     "a chunk that begins beside a computing machine takes longer": Case(
-        [1.0, 1.5],
-        {},
-        [request(0.0, 100, 100), request(1.5, 100, 2, base=50)],
-        crowding=Crowding(prefill=(1.0, 1.5)),
+        [1.0, 1.5], {}, [request(0.0, 100, 100), request(1.5, 100, 2, base=50)], crowding=Crowding(prefill=(1.0, 1.5))
     ),
 }
 

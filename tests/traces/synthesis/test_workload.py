@@ -17,15 +17,7 @@ from traces.analysis.statistics import analyze
 from traces.format import TOKENS_PER_HASH, TraceRecord
 from traces.synthesis import threads
 from traces.synthesis.threads import requests_of
-from traces.synthesis.workload import (
-    PRESETS,
-    ArrivalSpec,
-    Constant,
-    Draws,
-    LogNormal,
-    WorkloadSpec,
-    arrival_times,
-)
+from traces.synthesis.workload import PRESETS, ArrivalSpec, Constant, Draws, LogNormal, WorkloadSpec, arrival_times
 
 
 def check_laws(records: Sequence[TraceRecord]) -> None:
