@@ -43,12 +43,12 @@ def test_what_memory_has_no_room_for_lies_on_disk_until_it_is_read() -> None:
     assert store.hold(chain(1, 2)).num_on_disk < 2
 
 
-def test_the_end_of_the_coldest_chain_goes_first() -> None:
+def test_the_end_of_the_chain_that_was_read_longest_ago_goes_first() -> None:
     store = stored(4, 0, chain(1, 2), chain(3, 4))
-    store.let_go(store.hold(chain(1)))
+    store.let_go(store.hold(chain(1, 2)))
     store.put(chain(5), 0)
-    assert store.present(chain(1, 2, 3, 4, 5)) == [True, False, True, True, True]
-    assert (store.num_evicted, store.prefix(chain(1, 2))) == (1, 1)
+    assert store.present(chain(1, 2, 3, 4, 5)) == [True, True, True, False, True]
+    assert (store.num_evicted, store.prefix(chain(3, 4))) == (1, 1)
 
 
 class Follower:
