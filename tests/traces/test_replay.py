@@ -164,8 +164,11 @@ async def test_fetch_downloads_and_verifies_the_traces_only(serve: Serve, tmp_pa
     files = {"a.jsonl": b"x" * 100_000, "README.md": b"no"}
     url = await serve(hosting(files))
     config = FetchConfig(into=str(tmp_path), listing=f"{url}/listing")
-    for _ in range(2):  # the second time nothing is left to do
+    written_at = set()
+    for _ in range(2):
         assert await asyncio.to_thread(fetch, config) == [tmp_path / "a.jsonl"]
+        written_at.add((tmp_path / "a.jsonl").stat().st_mtime_ns)
+    assert len(written_at) == 1, "the second time nothing is left to do"
     assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl"}
     assert (tmp_path / "a.jsonl").read_bytes() == files["a.jsonl"]
 
