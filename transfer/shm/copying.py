@@ -65,6 +65,11 @@ class Copier:
         guard: AbstractContextManager[None] = _unguarded,
     ) -> None:
         """Each step's stores happen inside `guard`, which may refuse. Bounds have been checked."""
+        if len(rows) == 1 and scatter.total(rows) <= STEP_BYTES:
+            with guard:
+                copy_step(source, into, rows, to_column, verified)
+            source.require_live()
+            return
         left = deque(scatter.cut(rows, STEP_BYTES, MAX_ROWS))
 
         def work() -> None:

@@ -50,8 +50,8 @@ class Connection:
         self._sock = sock
         self._plane = data_plane()
         self._flow = Flow()
-        self._header = bytearray()
-        self._header_vector: IoVectors | None = None
+        self._short: dict[int, tuple[bytearray, IoVectors]] = {}
+        """Memory for `receive_short`, by size."""
         self._kept: deque[tuple[int, object]] = deque()
         """What the queued output points into, with how many of its pieces that is."""
         self._num_kept_pieces = 0
@@ -220,13 +220,14 @@ class Connection:
             self.receive_vectors(vectors((address_of(data), count)))
         return data
 
-    def receive_header(self, count: int) -> bytearray:
-        """As `receive_bytes`, for the same small `count` each time: valid until the next call."""
-        if self._header_vector is None:
-            self._header = bytearray(count)
-            self._header_vector = vectors((address_of(self._header), count))
-        self.receive_vectors(self._header_vector)
-        return self._header
+    def receive_short(self, count: int) -> bytearray:
+        """As `receive_bytes`, for the few sizes that every frame has: valid until the next call with that `count`."""
+        known = self._short.get(count)
+        if known is None:
+            data = bytearray(count)
+            known = self._short[count] = data, vectors((address_of(data), count))
+        self.receive_vectors(known[1])
+        return known[0]
 
     def take_descriptor(self) -> int | None:
         """One that came with what was received since the last call, now the caller's."""

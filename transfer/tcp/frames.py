@@ -130,10 +130,10 @@ def request(header: Header, rows: Rows, *, sealed: bool = False) -> bytes:
 def receive_rows(connection: Connection, header: Header, *, sealed: bool = False) -> Rows:
     """Raises ProtocolViolation when the seal does not fit: not even the frame's length can be believed."""
     size = header.entries * scatter.ROW_BYTES
-    data = connection.receive_bytes(size + _SEAL_BYTES if sealed else size)
+    whole = size + _SEAL_BYTES if sealed else size
+    data = connection.receive_short(whole)[:] if header.entries == 1 else connection.receive_bytes(whole)
     if sealed:
-        seal = data[size:]
-        del data[size:]
+        data, seal = data[:size], data[size:]
         if xxh3_64_digest(encode(header) + data) != seal:
             raise ProtocolViolation("a request arrived damaged")
     return scatter.unpack(data)

@@ -163,7 +163,7 @@ class StreamSession:
             raise IntegrityError(f"{nbytes} bytes read arrived with another checksum")
 
     def reply(self) -> Header:
-        return self.accept(self._connection.receive_header(HEADER_BYTES))
+        return self.accept(self._connection.receive_short(HEADER_BYTES))
 
     def accept(self, data: bytearray) -> Header:
         """The reply whose header is `data`. Raises what the peer refused with."""

@@ -62,7 +62,7 @@ class StreamTarget:
     def idle_receive(self, count: int) -> bytearray:
         """The beginning of a request may take for ever, the rest of it may not."""
         self.connection.deadline = never
-        data = self.connection.receive_header(count)
+        data = self.connection.receive_short(count)
         self.connection.set_deadline(time.monotonic() + _STALL_S)
         return data
 
