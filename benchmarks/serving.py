@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from benchmarks.coupled import BareEngine, TransformersGenerate
 from benchmarks.measure import (
@@ -64,7 +65,7 @@ def main() -> int:
         running(None, "--num-threads", "1", log_dir=Path(log_dir)) as cluster,
     ):
         workers = _Workers(cluster.process.pid)
-        result = asyncio.run(_measure(cluster.url, workers, arguments.rounds))
+        result = uvloop.run(_measure(cluster.url, workers, arguments.rounds))
     print(_report(result))
     write_json(arguments.output, result)
     return 0 if all(claim["met"] for claim in result["claims"].values()) else 1

@@ -6,8 +6,8 @@ what is not there is computed again. Does not know sequences.
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 
 from decode_worker.actions import KeepBlocks, LoadBlocks
 from decode_worker.events import BlocksLoaded, Kept
@@ -42,7 +42,7 @@ class StoreAccess:
         ]
         spots = self._memory.spots_of([item.block for item in action.blocks])
         deadline_s = PATIENCE.deadline_s(spots.nbytes)
-        began_at = _now()
+        began_at = time.monotonic()
         try:
             result = await self._client.put(action.store, objects, spots, deadline_s=deadline_s)
         except MoonserveError as error:
@@ -52,7 +52,7 @@ class StoreAccess:
                 checksums=checksums,
                 is_complete=False,
                 num_bytes=len(objects) * self._memory.layout.block_bytes,
-                seconds=_now() - began_at,
+                seconds=time.monotonic() - began_at,
                 error=error,
             )
         return Kept(
@@ -61,13 +61,13 @@ class StoreAccess:
             is_complete=not (result.refused or result.corrupt),
             corrupt=result.corrupt,
             num_bytes=result.stored * self._memory.layout.block_bytes,
-            seconds=_now() - began_at,
+            seconds=time.monotonic() - began_at,
         )
 
     async def load(self, action: LoadBlocks) -> BlocksLoaded:
         """Raises nothing: what is not there, or not good, is not given."""
         num_bytes = len(action.keys) * self._memory.layout.block_bytes
-        began_at = _now()
+        began_at = time.monotonic()
         checksums: tuple[int, ...] = ()
         try:
             checksums = await self._read(action, PATIENCE.deadline_s(num_bytes))
@@ -78,7 +78,7 @@ class StoreAccess:
             move_id=action.move_id,
             checksums=checksums,
             num_bytes=num_bytes,
-            seconds=_now() - began_at,
+            seconds=time.monotonic() - began_at,
         )
 
     async def _read(self, action: LoadBlocks, deadline_s: float) -> tuple[int, ...]:
@@ -92,7 +92,3 @@ class StoreAccess:
         unknown = [item.block for item in action.blocks if item.checksum is None]
         made = iter(await self._verifier.checksums(unknown))
         return tuple(next(made) if item.checksum is None else item.checksum for item in action.blocks)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -140,7 +140,6 @@ class LayeredLoad:
         self._patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
         self._gate = gate
         self._told = told
-        self._clock = asyncio.get_running_loop().time
         self._parts: list[_Part] = []
         self._leases: list[ReadLease] = []
         self._failure: _Failure | None = None
@@ -176,13 +175,13 @@ class LayeredLoad:
 
     async def _lease_all(self) -> None:
         for part in self._action.parts:
-            began_at = self._clock()
+            began_at = time.monotonic()
             try:
                 leased = await self._lease(part)
             except MoonserveError as error:
-                self._fail(part, self._clock() - began_at, error)
+                self._fail(part, time.monotonic() - began_at, error)
                 return
-            leased.seconds = self._clock() - began_at
+            leased.seconds = time.monotonic() - began_at
             self._parts.append(leased)
             if leased.num_blocks < len(part.keys):
                 return
@@ -208,7 +207,7 @@ class LayeredLoad:
         assert at_once is not None, "this prefix is read layer by layer"
         num_layers = self._memory.layout.num_layers
         num_leased = sum(each.num_blocks for each in self._parts)
-        began_at = self._clock()
+        began_at = time.monotonic()
         for first in range(0, num_layers, at_once):
             end = min(first + at_once, num_layers)
             for each in tuple(self._parts):
@@ -222,14 +221,14 @@ class LayeredLoad:
                 num_layers=end,
                 layers_at_once=at_once,
                 of_layers=num_layers,
-                seconds=self._clock() - began_at,
+                seconds=time.monotonic() - began_at,
             )
             turn = self._load_turn(range(first, end), progress, self._loading)
             self._loading = asyncio.create_task(turn)
 
     async def _read_turn(self, each: _Part, pieces: range) -> bool:
         """Whether it could be read; else this part and those behind it are given up."""
-        began_at = self._clock()
+        began_at = time.monotonic()
         try:
             await self._client.transfer(
                 each.lease,
@@ -238,10 +237,10 @@ class LayeredLoad:
             )
         except MoonserveError as error:
             del self._parts[self._parts.index(each) :]
-            self._fail(each.part, each.seconds + self._clock() - began_at, error)
+            self._fail(each.part, each.seconds + time.monotonic() - began_at, error)
             return False
         finally:
-            each.seconds += self._clock() - began_at
+            each.seconds += time.monotonic() - began_at
         return True
 
     def _transfer(self, each: _Part, pieces: range) -> ScatterTransfer:
@@ -273,15 +272,15 @@ class LayeredLoad:
         """Checksums of the leading blocks that are good."""
         checksums: list[int] = []
         for each in tuple(self._parts):
-            began_at = self._clock()
+            began_at = time.monotonic()
             spots = self._memory.spots_of(each.part.blocks[: each.num_blocks])
             try:
                 each.num_good = await self._client.verify(each.lease, spots)
             except MoonserveError as error:
                 del self._parts[self._parts.index(each) :]
-                self._fail(each.part, each.seconds + self._clock() - began_at, error)
+                self._fail(each.part, each.seconds + time.monotonic() - began_at, error)
                 break
-            each.seconds += self._clock() - began_at
+            each.seconds += time.monotonic() - began_at
             checksums += [stored.checksum for stored in each.lease.objects[: each.num_good]]
             if each.num_good < len(each.part.keys):
                 del self._parts[self._parts.index(each) + 1 :]

@@ -5,8 +5,8 @@ The store client verifies what it reads; what did not arrive well counts as not 
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from dataclasses import dataclass, replace
 
 from kvstore.client.blocks import BlockStores
@@ -65,13 +65,12 @@ class _PartOutcome:
 
 
 async def _timed(client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience) -> _PartOutcome:
-    clock = asyncio.get_running_loop().time
-    began_at = clock()
+    began_at = time.monotonic()
     try:
         good = await _load_part(client, memory, part, patience)
     except MoonserveError as error:
-        return _PartOutcome([], clock() - began_at, error)
-    return _PartOutcome(good, clock() - began_at)
+        return _PartOutcome([], time.monotonic() - began_at, error)
+    return _PartOutcome(good, time.monotonic() - began_at)
 
 
 async def _load_part(client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience) -> list[int]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import uvloop
+
 from protocol.config import option, run_command
 from protocol.errors import ConfigError
 from protocol.progress import Progress
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: ReplayConfig) -> int:
     """Replays, prints the report, and returns the exit code. Raises ConfigError."""
-    report = asyncio.run(replay(config))
+    report = uvloop.run(replay(config))
     print(format_report(report))
     if config.output:
         write_text(Path(config.output), json.dumps(report, indent=2) + "\n")
