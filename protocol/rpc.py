@@ -2,8 +2,8 @@
 
 Rules: every call has a deadline; every call carries the cluster token in its metadata; a `MoonserveError` raised by a
 handler arrives at the caller as the same class. Anything else a handler raises is logged with its traceback and
-arrives as the base class, without details of the inside. Unary calls of services that were added with `add_lean`
-travel over `protocol.lean` once the caller knows the way (`protocol.lean.routed`).
+arrives as the base class, without details of the inside. Calls of services that were added with `add_lean` travel over
+`protocol.lean` once the caller knows the way (`protocol.lean.routed`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -102,7 +103,7 @@ class RpcServer:
         return self._server
 
     def add_lean(self, service: str, servicer: object) -> None:
-        """Serves the unary methods of a service, named as in its .proto file, over `protocol.lean` too."""
+        """Serves the methods of a service, named as in its .proto file, over `protocol.lean` too."""
         if self._lean is None:
             self._lean = LeanServer(self._token, self._tls)
         self._lean.add(service, servicer)
@@ -276,16 +277,14 @@ class Channels:
     async def stream(self, method: Callable[..., Any], request: Any) -> AsyncIterator[Any]:
         """A server stream without a time limit; it ends with PeerLost when the peer does (keepalive).
 
-        Closing the iterator cancels the call.
+        Closing the iterator cancels the call. Where no call was made to the peer before, it travels over gRPC.
         """
-        call = method(request, metadata=self._metadata)
         try:
-            async for message in call:
-                yield message
+            async with aclosing(method(request, metadata=self._metadata)) as messages:
+                async for message in messages:
+                    yield message
         except grpc.aio.AioRpcError as error:
             raise translate(error) from error
-        finally:
-            call.cancel()
 
     async def forget(self, address: str) -> None:
         """Closes the channel to a peer that is gone."""

@@ -309,11 +309,12 @@ class Cluster:
     async def _listen_once(self, stream: WorkerStream) -> str:
         """Delivers what comes; returns why nothing comes any more."""
         endpoint = stream.endpoint
+        worker = self._worker(endpoint.rpc_address)
         try:
-            async for batch in self._channels.stream(
-                self._worker(endpoint.rpc_address).Events,
-                worker_pb2.EventsRequest(gateway_id=self._gateway_id),
-            ):
+            # A first reply names the worker's lean address, by which the stream travels.
+            await self._channels.call(worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=_CALL_TIMEOUT_S)
+            request = worker_pb2.EventsRequest(gateway_id=self._gateway_id)
+            async for batch in self._channels.stream(worker.Events, request):
                 stream.speaks(asyncio.get_running_loop().time())
                 if batch.HasField("standing"):
                     self._begin(stream, batch.standing)

@@ -1,4 +1,4 @@
-"""Unary calls where microseconds count: the generated messages and servicers of gRPC over a connection of our own.
+"""Calls where microseconds count: the generated messages and servicers of gRPC over a connection of our own.
 
-Streams and rare calls stay with gRPC (`protocol.rpc`), which costs several times as much per call.
+Rare calls stay with gRPC (`protocol.rpc`), which costs several times as much per call.
 """

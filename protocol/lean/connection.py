@@ -8,6 +8,7 @@ stays so. It does not know what calls mean.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import ssl
 from typing import NamedTuple, cast
@@ -31,6 +32,10 @@ class _Call(NamedTuple):
     give_up_at: float
 
 
+Messages = asyncio.Queue[bytes | MoonserveError | None]
+"""What has come of a stream. Its end is None or why it ended."""
+
+
 class Connection(asyncio.Protocol):
     def __init__(self, cluster_token: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -45,6 +50,7 @@ class Connection(asyncio.Protocol):
         self._numbers: dict[str, int] = {}
         self._reader = frames.reply_reader()
         self._calls: dict[int, _Call] = {}
+        self._streams: dict[int, Messages] = {}
         self._last_id = 0
         self._unwritten: list[bytes] = []
         self._is_full = False
@@ -98,22 +104,33 @@ class Connection(asyncio.Protocol):
 
         Raises Incompatible (the peer has no such method), InvalidRequest (too large), Overloaded (it reads nothing).
         """
-        number = self._numbers.get(path)
-        if number is None:
-            raise Incompatible(f"the peer has no method {path}")
-        if self._is_full and self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-            raise Overloaded("the peer reads slower than it is asked", retry_after_s=0.1)
-        call_id = self._new_id()
-        self._write(frames.request(call_id, number, give_up_at - self._loop.time(), payload))
+        call_id = self._ask(path, payload, give_up_at - self._loop.time())
         reply: asyncio.Future[bytes] = self._loop.create_future()
         self._calls[call_id] = _Call(reply, give_up_at)
         if self._next_deadline is None or give_up_at < self._next_deadline - _TICK_S:
             self._ring_at(give_up_at)
         return call_id, reply
 
+    def begin_stream(self, path: str, payload: bytes) -> tuple[int, Messages]:
+        """Sends a call without a time limit and gives its id and its messages. Raises as `begin`."""
+        call_id = self._ask(path, payload, math.inf)
+        messages = self._streams[call_id] = Messages()
+        return call_id, messages
+
+    def _ask(self, path: str, payload: bytes, timeout_s: float) -> int:
+        number = self._numbers.get(path)
+        if number is None:
+            raise Incompatible(f"the peer has no method {path}")
+        if self._is_full and self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            raise Overloaded("the peer reads slower than it is asked", retry_after_s=0.1)
+        call_id = self._new_id()
+        self._write(frames.request(call_id, number, timeout_s, payload))
+        return call_id
+
     def give_up(self, call_id: int) -> None:
         """Nobody waits for this call any more; the peer is told."""
-        if self._calls.pop(call_id, None) is not None and self.usable:
+        call = self._calls.pop(call_id, None) or self._streams.pop(call_id, None)
+        if call is not None and self.usable:
             self._write(frames.cancel(call_id))
 
     def _require_peer(self) -> None:
@@ -137,7 +154,7 @@ class Connection(asyncio.Protocol):
     def _new_id(self) -> int:
         while True:
             self._last_id = (self._last_id + 1) & MAX_CALL_ID
-            if self._last_id not in self._calls:
+            if self._last_id not in self._calls and self._last_id not in self._streams:
                 return self._last_id
 
     def _write(self, frame: bytes) -> None:
@@ -154,6 +171,9 @@ class Connection(asyncio.Protocol):
         self._unwritten.clear()
 
     def _settle(self, reply: Reply) -> None:
+        if self._streams and (messages := self._streams.get(reply.call_id)) is not None:
+            self._settle_stream(messages, reply)
+            return
         call = self._calls.pop(reply.call_id, None)
         if call is None or call.reply.done():  # given up meanwhile
             return
@@ -161,6 +181,13 @@ class Connection(asyncio.Protocol):
             call.reply.set_result(reply.payload)
         else:
             call.reply.set_exception(failure_from_bytes(reply.payload))
+
+    def _settle_stream(self, messages: Messages, reply: Reply) -> None:
+        if reply.status == Status.MORE:
+            messages.put_nowait(reply.payload)
+            return
+        del self._streams[reply.call_id]
+        messages.put_nowait(failure_from_bytes(reply.payload) if reply.status == Status.FAILURE else None)
 
     def _ring_at(self, when: float) -> None:
         self._next_deadline = when
@@ -183,6 +210,9 @@ class Connection(asyncio.Protocol):
         calls, self._calls = self._calls, {}
         for call in calls.values():
             _fail(call.reply, why)
+        streams, self._streams = self._streams, {}
+        for messages in streams.values():
+            messages.put_nowait(why)
         self._transport.abort()
 
 

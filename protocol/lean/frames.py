@@ -4,8 +4,9 @@ request  length u32 · call id u32 · method u32 · deadline in ms u32 · payloa
 reply    length u32 · call id u32 · status u8 · payload
 
 The length counts what follows it. A method is its place in the list that the server named in the handshake; `CANCEL`
-in its stead ends the call of that id. A reply's payload is the reply message, or a `common.Failure`. Its rule: a length
-that no frame has is refused before anything is kept for it. Knows no sockets and no messages.
+in its stead ends the call of that id. A reply's payload is the reply message, or a `common.Failure`. A stream is any
+number of replies of status MORE, then one that ends the call. Its rule: a length that no frame has is refused before
+anything is kept for it. Knows no sockets and no messages.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class MalformedFrame(PeerLost):
 class Status(IntEnum):
     OK = 0
     FAILURE = 1
+    MORE = 2
 
 
 class Request(NamedTuple):
@@ -57,7 +59,7 @@ def request(call_id: int, method: int, timeout_s: float, payload: bytes) -> byte
     """Raises InvalidRequest for a payload above the limit."""
     check_size(payload)
     # Rounded up: the server must not give up before its caller.
-    deadline_ms = min(max(1, int(timeout_s * 1000) + 1), MAX_DEADLINE_MS)
+    deadline_ms = int(min(max(1.0, timeout_s * 1000 + 1), MAX_DEADLINE_MS))
     length = REQUEST.size - LENGTH.size + len(payload)
     return REQUEST.pack(length, call_id, method, deadline_ms) + payload
 

@@ -1,23 +1,24 @@
-"""A channel to one `host:port`: unary calls travel over lean where the peer serves them so, all others over gRPC.
+"""A channel to one `host:port`: calls travel over lean where the peer serves them so, all others over gRPC.
 
-A peer names its lean addresses in the metadata of each gRPC reply. So the first call to a peer travels over gRPC, and a
-lean connection is dialled in the background; no call waits for it. While there is none, for instance after a restart of
-the peer, calls travel over gRPC, whose replies name the new addresses. A call fails with the same error classes over
-either transport.
+A peer names its lean addresses in the metadata of each unary gRPC reply. So the first call to a peer travels over gRPC,
+and a lean connection is dialled in the background. No unary call waits for it; a stream, which lasts, does. While there
+is none, for instance after a restart of the peer, calls travel over gRPC, whose replies name the new addresses. A call
+fails with the same error classes over either transport.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
-from protocol.lean.channel import LeanChannel, exchange
+from protocol.lean.channel import LeanChannel, exchange, messages
 from protocol.lean.connection import Connection
 from protocol.machine import host_identity
 from protocol.tls import Certificates
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 LEAN_HEADER = "x-moonserve-lean"
 DIAL_S = 30.0
 """Limit of one attempt to dial. No call waits for it."""
+STREAM_WAITS_S = 1.0
+"""For an attempt to dial; then a stream travels over gRPC, for as long as it lasts."""
 RETRY_S = 1.0
 """From the start of one attempt to dial to the next."""
 # A reply that comes with the deadline is as good as none: the caller's clock and its timers differ by milliseconds.
@@ -68,7 +71,6 @@ class RoutedChannel:
         self._dial_failed = False
         """The last attempt failed. Only the first of several failures in a row is logged at level INFO."""
         self._closed = False
-        self.unary_stream = grpc_channel.unary_stream
         self.stream_unary = grpc_channel.stream_unary
         self.stream_stream = grpc_channel.stream_stream
 
@@ -81,6 +83,37 @@ class RoutedChannel:
     ) -> RoutedCall:
         over_grpc = self._grpc.unary_unary(path, request_serializer, response_deserializer, **options)
         return RoutedCall(self, path, request_serializer, response_deserializer, over_grpc)
+
+    def unary_stream(
+        self,
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **options: Any,
+    ) -> Callable[..., AsyncGenerator[Any, None]]:
+        over_grpc = self._grpc.unary_stream(path, request_serializer, response_deserializer, **options)
+
+        async def call(request: Any, *, metadata: Any) -> AsyncGenerator[Any, None]:
+            connection = await self._dialled_for(path)
+            if connection is not None:
+                async with aclosing(messages(connection, path, request_serializer(request))) as arriving:
+                    async for message in arriving:
+                        yield response_deserializer(message)
+                return
+            stream = over_grpc(request, metadata=metadata)
+            try:
+                async for message in stream:
+                    yield message
+            finally:
+                stream.cancel()
+
+        return call
+
+    async def _dialled_for(self, path: str) -> Connection | None:
+        """As `connection_for`, once an attempt to dial that is under way has ended."""
+        if self._dialling is not None:
+            await asyncio.wait({self._dialling}, timeout=STREAM_WAITS_S)
+        return self.connection_for(path)
 
     def connection_for(self, path: str) -> Connection | None:
         """The lean connection, if there is one and the peer serves this method over it.

@@ -8,19 +8,21 @@ Replies that are ready in one turn of the loop are written together. It does not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 
 from protocol.errors import (
@@ -48,7 +50,8 @@ class Method:
     path: str
     """As generated stubs name it: /package.Service/Method."""
     deserialize: Callable[[bytes], Any]
-    handler: Callable[[Any, Any], Coroutine[Any, Any, Any]]
+    handler: Callable[[Any, Any], Coroutine[Any, Any, Any]] | Callable[[Any, Any], AsyncGenerator[Any, None]]
+    """Of a stream: a generator of its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,11 @@ def service_descriptor(name: str) -> ServiceDescriptor:
     return service
 
 
-def unary_methods(service: ServiceDescriptor, servicer: object) -> Iterator[Method]:
-    """Leaves out streams, and what the servicer inherits from the generated base class, which implements nothing."""
+def methods_of(service: ServiceDescriptor, servicer: object) -> Iterator[Method]:
+    """Leaves out what the servicer inherits from the generated base class, which implements nothing."""
     for method in service.methods:
         handler = getattr(servicer, method.name)
-        if inspect.iscoroutinefunction(handler):
+        if inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler):
             message_class = message_factory.GetMessageClass(method.input_type)
             path = f"/{service.full_name}/{method.name}"
             yield Method(path, message_class.FromString, handler)
@@ -130,6 +133,9 @@ class ServedConnection(asyncio.Protocol):
         self._replies: list[bytes] = []
         self._flush_is_due = False
         self._waiting: dict[int, _Waiting] = {}
+        self._client_reads = asyncio.Event()
+        """Streams stand still without it."""
+        self._client_reads.set()
         self._finishing = False
 
     @property
@@ -157,9 +163,11 @@ class ServedConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """A client that does not read its replies may not ask for more."""
+        self._client_reads.clear()
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._client_reads.set()
         self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -203,7 +211,10 @@ class ServedConnection(asyncio.Protocol):
                 return
             message = method.deserialize(request.payload)
             context = CallContext(time.monotonic() + request.deadline_ms / 1000)
-            outcome = self._eager.start(method.handler(message, context))
+            body = method.handler(message, context)
+            if isinstance(body, AsyncGenerator):
+                body = self._stream(request.call_id, body)
+            outcome = self._eager.start(body)
             if isinstance(outcome, asyncio.Task):
                 self._wait_for(request, message, outcome)
             else:
@@ -214,6 +225,14 @@ class ServedConnection(asyncio.Protocol):
             self._fail(request.call_id, message, InvalidRequest(f"malformed request: {error}"))
         except (Exception, asyncio.CancelledError) as error:
             self._fail(request.call_id, message, error)
+
+    async def _stream(self, call_id: int, messages: AsyncGenerator[Any, None]) -> Empty:
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await self._client_reads.wait()
+                self._replies.append(frames.reply(call_id, Status.MORE, message.SerializeToString()))
+                self._flush()  # now, since only what is written tells that the client does not read
+        return Empty()
 
     def _admit(self, request: Request) -> None:
         """Raises why a call is not even begun; MalformedFrame when nothing more is read from this client."""

@@ -39,9 +39,9 @@ class LeanServer:
         self._deserted.set()
 
     def add(self, service: str, servicer: object) -> None:
-        """Serves the unary methods that `servicer` implements of a service, named as in its .proto file."""
+        """Serves the methods that `servicer` implements of a service, named as in its .proto file."""
         assert self._eager is None, "clients are told the methods when they connect"
-        self._methods.extend(served.unary_methods(served.service_descriptor(service), servicer))
+        self._methods.extend(served.methods_of(served.service_descriptor(service), servicer))
 
     def add_hand_over(self, hand_over: HandOver) -> None:
         """Clients may ask for it by its path."""

@@ -46,6 +46,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
         self.server.add_lean("Worker", self)
 
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> worker_pb2.WorkerStatus:
+        return worker_pb2.WorkerStatus()
+
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
         self._cluster.submitted(self, request)
         return worker_pb2.SubmitReply()

@@ -108,6 +108,9 @@ class Hasty(worker_pb2_grpc.WorkerServicer):
 
     num_streams = 0
 
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
+        return worker_pb2.WorkerStatus()
+
     async def Events(self, request: worker_pb2.EventsRequest, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
         self.num_streams += 1
         standing = worker_pb2.Standing(times_given_up=self.num_streams - 1)
