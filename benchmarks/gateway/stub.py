@@ -118,17 +118,21 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self, instance_id: str) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
+        self.server.add_lean("Worker", self)
         address = await self.server.start("127.0.0.1", 0)
         self.endpoint = common_pb2.Endpoint(instance_id=instance_id, epoch=1, rpc_address=address, host="here")
 
     async def send(self, batch: worker_pb2.EventBatch) -> None:
-        """Waits while gRPC does not take more."""
+        """Waits while the gateway's stream does not take more."""
         await self._outgoing.put(batch)
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Any) -> worker_pb2.SubmitReply:
         self.submitted.append(request.request_id)
         self.changed.set()
         return worker_pb2.SubmitReply()
+
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
+        return worker_pb2.WorkerStatus()
 
     async def Cancel(self, request: worker_pb2.CancelRequest, context: Any) -> worker_pb2.CancelReply:
         return worker_pb2.CancelReply()
