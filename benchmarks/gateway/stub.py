@@ -28,8 +28,8 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
         self._token_id = token_id
         self._conductor = RpcServer(CLUSTER_TOKEN)
         self._workers = {  # gateways call no more of them
-            "prefill-0": StubWorker(common_pb2.ROLE_PREFILL),  # type: ignore[abstract]
-            "decode-0": StubWorker(common_pb2.ROLE_DECODE),  # type: ignore[abstract]
+            "prefill-0": StubWorker(common_pb2.ROLE_PREFILL),
+            "decode-0": StubWorker(common_pb2.ROLE_DECODE),
         }
         self.address = ""
         self.sent_at: list[float] = []  # time.monotonic() of each step of the last `run`
