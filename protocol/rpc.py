@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -279,12 +278,14 @@ class Channels:
 
         Closing the iterator cancels the call. Where no call was made to the peer before, it travels over gRPC.
         """
+        call = method(request, metadata=self._metadata)
         try:
-            async with aclosing(method(request, metadata=self._metadata)) as messages:
-                async for message in messages:
-                    yield message
+            async for message in call:
+                yield message
         except grpc.aio.AioRpcError as error:
             raise translate(error) from error
+        finally:
+            call.cancel()
 
     async def forget(self, address: str) -> None:
         """Closes the channel to a peer that is gone."""

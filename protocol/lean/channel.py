@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
@@ -184,15 +184,3 @@ async def exchange(connection: Connection, path: str, payload: bytes, give_up_at
     except asyncio.CancelledError:
         connection.give_up(call_id)
         raise
-
-
-async def messages(connection: Connection, path: str, payload: bytes) -> AsyncGenerator[bytes, None]:
-    """The serialized messages of a stream. Whoever closes the generator cancels the handler."""
-    call_id, arrived = connection.begin_stream(path, payload)
-    try:
-        while (message := await arrived.get()) is not None:
-            if isinstance(message, MoonserveError):
-                raise message
-            yield message
-    finally:
-        connection.give_up(call_id)

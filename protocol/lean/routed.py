@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
-from protocol.lean.channel import LeanChannel, exchange, messages
+from protocol.lean.channel import LeanChannel, exchange
 from protocol.lean.connection import Connection
 from protocol.machine import host_identity
 from protocol.tls import Certificates
@@ -90,26 +90,18 @@ class RoutedChannel:
         request_serializer: Callable[[Any], bytes],
         response_deserializer: Callable[[bytes], Any],
         **options: Any,
-    ) -> Callable[..., AsyncGenerator[Any, None]]:
+    ) -> Callable[..., RoutedStream]:
         over_grpc = self._grpc.unary_stream(path, request_serializer, response_deserializer, **options)
 
-        async def call(request: Any, *, metadata: Any) -> AsyncGenerator[Any, None]:
-            connection = await self._dialled_for(path)
-            if connection is not None:
-                async with aclosing(messages(connection, path, request_serializer(request))) as arriving:
-                    async for message in arriving:
-                        yield response_deserializer(message)
-                return
-            stream = over_grpc(request, metadata=metadata)
-            try:
-                async for message in stream:
-                    yield message
-            finally:
-                stream.cancel()
+        def call(request: Any, *, metadata: Any) -> RoutedStream:
+            def ask_grpc() -> Any:
+                return over_grpc(request, metadata=metadata)
+
+            return RoutedStream(self, path, request_serializer(request), response_deserializer, ask_grpc)
 
         return call
 
-    async def _dialled_for(self, path: str) -> Connection | None:
+    async def dialled_for(self, path: str) -> Connection | None:
         """As `connection_for`, once an attempt to dial that is under way has ended."""
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=STREAM_WAITS_S)
@@ -163,6 +155,44 @@ class RoutedChannel:
         lean, self._lean = self._lean, None
         if lean is not None:
             await lean.close()
+
+
+class RoutedStream:
+    """A stream that a stub was asked for: iterated once. Whoever stops before its end cancels it."""
+
+    def __init__(
+        self,
+        channel: RoutedChannel,
+        path: str,
+        payload: bytes,
+        deserialize: Callable[[bytes], Any],
+        ask_grpc: Callable[[], Any],
+    ) -> None:
+        self._channel = channel
+        self._path = path
+        self._payload = payload
+        self._deserialize = deserialize
+        self._ask_grpc = ask_grpc
+        self._cancel: Callable[[], object] = lambda: None  # before it has begun
+
+    def cancel(self) -> None:
+        """Ends the handler. No-op when the stream has ended."""
+        self._cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        connection = await self._channel.dialled_for(self._path)
+        if connection is None:
+            call = self._ask_grpc()
+            self._cancel = call.cancel
+            async for message in call:
+                yield message
+            return
+        call_id, arriving = connection.begin_stream(self._path, self._payload)
+        self._cancel = partial(connection.give_up, call_id)
+        while (arrived := await arriving.get()) is not None:
+            if isinstance(arrived, MoonserveError):
+                raise arrived
+            yield self._deserialize(arrived)
 
 
 class RoutedCall:

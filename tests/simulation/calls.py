@@ -1,8 +1,8 @@
 """gRPC over the simulated network, for the product's generated stubs and servicers, in bytes.
 
 It fails as gRPC does: a refused or broken connection is UNAVAILABLE, silence ends at the call's deadline or, where a
-link stays cut or a peer stopped, by keepalive; a server learns of a caller that went away and cancels its handler. A
-unary call is late, lost, doubled, or answered by a connection that then breaks.
+link stays cut or (but for lean) a peer stopped, by keepalive; a server learns of a caller that went away and cancels
+its handler. A unary call is late, lost, doubled, or answered by a connection that then breaks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class _Exchange:
         self._loop.call_later(self._network.latency(), self.deliver, error, context=OUTSIDE)
 
     def _connect(self, server: Server) -> Connection:
-        connection = Connection(self._caller, server.life, lambda: self._broken(connection))
+        is_lean = self._network.rng.random() < 0.5  # where the way is known
+        connection = Connection(self._caller, server.life, lambda: self._broken(connection), is_lean)
         return connection
 
     def _send(self, server: Server, connection: Connection, after_s: float = 0.0) -> None:

@@ -48,6 +48,7 @@ class Connection:
     caller: Life
     server: Life
     break_off: Deliver
+    is_lean: bool  # its kernels keep it alive, also where a process is stopped; gRPC's pings are answered by processes
     silent_since: float | None = None
     task: asyncio.Task[Any] | None = None  # the handler's
     is_over: bool = False
@@ -132,7 +133,7 @@ class Network:
         now = self.loop.time()
         for connection in list(self._connections):
             caller, server = connection.caller, connection.server
-            is_heard = all(each.is_alive and not each.is_stopped for each in (caller, server))
+            is_heard = all(each.is_alive and (connection.is_lean or not each.is_stopped) for each in (caller, server))
             if is_heard and not self.is_cut(caller, server):
                 connection.silent_since = None
             elif connection.silent_since is None:
