@@ -220,8 +220,10 @@ class PrefillService(WorkerService):
                 step_id=action.step_id,
                 waited_s=wait.waited_s if wait is not None else 0.0,
             )
-        # The first token leaves before the last bytes: it is what the client waits for.
+        # The first token leaves before the last bytes: it is what the client waits for, and its stream has a turn of
+        # the loop before they are sent.
         self.post(outcome)
+        await asyncio.sleep(0)
         if isinstance(outcome, ev.StepDone):
             step.finish()
         for position, plan in enumerate(action.plans):
