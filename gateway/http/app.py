@@ -2,13 +2,14 @@
 
 The document has the schemas of the models that check bodies, so it cannot promise another thing than is checked.
 Replies have open schemas: what is named is there, more may be. FastAPI's own documentation is not used: it never sees a
-body (`gateway.http.connection` reads it, bounded).
+body (`gateway.http.connection` reads it, bounded). Nor is its routing for paths without parameters, which the front
+door looks up: it takes a third of a millisecond of every first token.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from gateway.access.key_holder import KeyHolder
 from gateway.access.key_record import KeyLimits
 from gateway.access.limiter import Limiter
 from gateway.http.errors import ApiError, reply_for
-from gateway.http.middleware import FrontDoor
+from gateway.http.middleware import FrontDoor, Handler
 from gateway.http.operations import Operations
 from gateway.openai.endpoints import Api
 from gateway.openai.models import DetokenizeBody, ServedModel, TokenizeBody
@@ -33,7 +34,6 @@ from gateway.openai.schema import ChatBody, CompletionBody
 from protocol.errors import MoonserveError
 from protocol.scraping import package_version
 
-Handler = Callable[[Request], Awaitable[Response]]
 Json = dict[str, Any]
 
 
@@ -60,7 +60,8 @@ def build_app(
             Exception: _on_error,  # re-raised after the reply, so that the front door logs it
         },
     )
-    for route in _routes(api, model, responses, operations):
+    routes = _routes(api, model, responses, operations)
+    for route in routes:
         app.add_api_route(
             route.path,
             route.handler,
@@ -69,7 +70,8 @@ def build_app(
             operation_id=f"{route.method.lower()} {route.path}",
             openapi_extra=route.document(),
         )
-    return FrontDoor(app, keys, limiter, limits)
+    direct = {(route.method, route.path): route.handler for route in routes if "{" not in route.path}
+    return FrontDoor(app, direct, keys, limiter, limits)
 
 
 def _routes(api: Api, model: ServedModel, responses: Responses, operations: Operations) -> list[Route]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.key_holder import KeyHolder
@@ -18,11 +20,13 @@ from gateway.access.key_record import KeyLimits
 from gateway.access.limiter import Identity, Limiter, Visit
 from gateway.http.connection import KEY, Connection
 from gateway.http.errors import ApiError, reply_for
-from protocol.errors import NoWorker
+from protocol.errors import MoonserveError
 from protocol.ids import new_id
 from protocol.logs import of
 
 log = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/metrics/cluster", "/version", "/dashboard", "/openapi.json"}
@@ -34,9 +38,17 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class FrontDoor:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, keys: KeyHolder, limiter: Limiter, limits: KeyLimits) -> None:
-        """`limits`: of keys that have none of their own."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        direct: Mapping[tuple[str, str], Handler],
+        keys: KeyHolder,
+        limiter: Limiter,
+        limits: KeyLimits,
+    ) -> None:
+        """`direct`: handlers by method and path; other requests go to `app`. `limits`: of keys without their own."""
         self._app = app
+        self._direct = direct
         self._keys = keys
         self._limiter = limiter
         self._limits = limits
@@ -68,12 +80,13 @@ class FrontDoor:
             echo.headers = visit.headers
             if scope["method"] == "POST":
                 visit.look()
-            await self._app(scope, receive, echo.send)
-        except (ApiError, NoWorker) as error:
-            await echo.fail(scope, receive, error)
+            handler = self._direct.get((scope["method"], scope["path"]))
+            app = self._app if handler is None else await handler(Request(scope, receive))
+            await app(scope, receive, echo.send)
         except Exception as error:  # the outermost frame: without it the client would get no reply
-            whose = of(scope["state"]["cluster_id"])
-            log.exception("%s %s failed", scope["method"], scope["path"], extra=whose)
+            if echo.started or not isinstance(error, (ApiError, MoonserveError)):
+                whose = of(scope["state"]["cluster_id"])
+                log.exception("%s %s failed", scope["method"], scope["path"], extra=whose)
             await echo.fail(scope, receive, error)
         finally:
             if visit is not None:
@@ -109,12 +122,12 @@ class _Echo:
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self._request_id = request_id
-        self._started = False
+        self.started = False
         self.headers: Mapping[str, str] = {}  # of the reply; as they are when it starts
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._started = True
+            self.started = True
             message["headers"] = [
                 *message.get("headers", ()),
                 (b"x-request-id", self._request_id),
@@ -124,5 +137,5 @@ class _Echo:
 
     async def fail(self, scope: Scope, receive: Receive, error: Exception) -> None:
         """An error reply, unless another reply has begun."""
-        if not self._started:
+        if not self.started:
             await reply_for(error).response()(scope, receive, self.send)
