@@ -91,8 +91,9 @@ class Table:
         new = np.flatnonzero(named & (self.parents[slots] == NO_SLOT))
         if not new.size:
             return
-        parents = self.enter(np.frombuffer(packed_parents, _KEY)[new].tobytes())
-        self.parents[slots[new]] = parents
+        rows, first = np.unique(slots[new], return_index=True)  # a message may name a key twice
+        parents = self.enter(np.frombuffer(packed_parents, _KEY)[new[first]].tobytes())
+        self.parents[rows] = parents
         np.add.at(self.children, parents, 1)
 
     def let_go(self, slots: Slots) -> None:

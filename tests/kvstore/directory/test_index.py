@@ -53,9 +53,9 @@ NOTHING = Changes()
 
 def test_a_key_that_is_named_twice_counts_once() -> None:
     fed = Fed()
-    fed.take(A, Changes(added=key(0) * 2, parents=bytes(32)))
+    fed.take(A, added(3, 3))  # with a parent
     assert fed.directory.num_blocks(A) == 1
-    fed.take(A, Changes(removed=key(0) * 2))
+    fed.take(A, removed(3, 3))
     assert len(fed.directory) == 0
     assert fed.directory.apply(A, 2, [(key(1), key(0))] * 2, [], 1, 4, False)
     assert fed.directory.num_blocks(A) == 1
