@@ -1,7 +1,7 @@
 """What the gateway costs, with a cluster that costs nothing: `python -m benchmarks.gateway --json out/gateway.json`.
 
 The gateway runs as users run it, bound to one core; the stub cluster and the clients share another. *Added latency* is
-from the instant before a step's message is handed to gRPC to the instant at which a client has read the token, so it
+from the instant before a step's message is put on its worker's stream to when a client has read the token, so it
 contains the worker's stream, the gateway and the client's own turn. *Chunks per second* are events on the wire: a
 gateway that lags joins tokens, which then count once.
 """
