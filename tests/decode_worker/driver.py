@@ -66,6 +66,10 @@ def keys_of(prompt: Sequence[int]) -> tuple[BlockKey, ...]:
     return tuple(block_keys(ROOT, prompt, BLOCK_SIZE))
 
 
+def kept(put: actions.KeepBlocks, **outcome: Any) -> events.Kept:
+    return events.Kept(move_id=put.move_id, checksums=tuple(item.checksum or 1 for item in put.blocks), **outcome)
+
+
 class PretendedMemory:
     """Which token's KV every slot of every block has, and what the store has: a sequence that reads another one's KV,
     or none, is found out."""
@@ -86,21 +90,17 @@ class PretendedMemory:
     def compute(self, piece: Slice) -> None:
         for position in range(piece.end):
             slot = (piece.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
-            token = next_token(position) if piece.follows else piece.token_ids[position]
-            if position < piece.start:
-                token = piece.token_ids[position]
-            else:
+            is_own = position >= piece.start
+            token = next_token(position) if is_own and piece.follows else piece.token_ids[position]
+            if is_own:
                 self._slots[slot] = token
             assert self._slots.get(slot) == token, f"wrong KV at {position}"
 
     def keep(self, action: actions.KeepBlocks, *, failed: bool) -> events.Kept:
-        checksums = tuple(item.checksum or 1 for item in action.blocks)
-        if failed:
-            error = PeerLost("the store is gone")
-            return events.Kept(move_id=action.move_id, checksums=checksums, is_complete=False, error=error)
-        for item in action.blocks:
+        for item in () if failed else action.blocks:
             self.store[item.key] = [self._slots[item.block, at] for at in range(BLOCK_SIZE)]
-        return events.Kept(move_id=action.move_id, checksums=checksums, is_complete=True)
+        error = PeerLost("the store is gone") if failed else None
+        return kept(action, is_complete=not failed, error=error)
 
     def lose(self, block: BlockId) -> None:
         """Its page is gone."""
@@ -318,11 +318,11 @@ class Driver:
         assert self.pool.num_free == self.pool.num_blocks
         assert not self.open_windows
 
-    def drain_landing(self) -> None:
-        """What has been committed becomes a sequence."""
+    def drain_landing(self, *, also_closed: bool = True) -> None:
+        """What has been committed becomes a sequence, but for the windows that are not to be closed."""
         while self.verifying:
             self.verify()
-        while self.closing:
+        while also_closed and self.closing:
             self.close()
 
     def drain_to_preemption(self) -> None:

@@ -11,17 +11,17 @@ from decode_worker import events
 from decode_worker.schedule import PATIENCE_S
 from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Reserve, Supply
 from protocol.errors import InvalidRequest
-from tests.decode_worker.driver import CHEAP_STORE, Driver
-from tests.decode_worker.test_interleavings import DecodeWorker
+from tests.decode_worker.driver import Driver
+from tests.decode_worker.test_interleavings import DecodeWorker, KeepingDecodeWorker
 from tests.engine.elastic.shapes import paging
 from tests.thoroughness import examples
 
 NUM_PAGES, PER_PAGE = 4, 2
 
 
-def make_blanks() -> PagedBlanks:
+def make_blanks(supply: Supply | None = None, reserved: int = 1) -> PagedBlanks:
     shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
-    return PagedBlanks(shape, Supply(NUM_PAGES), reserve=Reserve(low=1, high=1, idle_s=1.0))
+    return PagedBlanks(shape, supply or Supply(NUM_PAGES), reserve=Reserve(low=reserved, high=reserved, idle_s=1.0))
 
 
 class Page:
@@ -55,23 +55,15 @@ class Page:
                 self.end()
 
 
-class ElasticDecodeWorker(DecodeWorker):
+class ElasticDecodeWorker(KeepingDecodeWorker):
     """As the others of its kind, over pages."""
 
-    keeping = CHEAP_STORE
+    num_blocks = NUM_PAGES * PER_PAGE
+    policy = DecodeWorker.policy
 
     def __init__(self) -> None:
-        super().__init__()
         self.blanks = make_blanks()
-        self.driver = Driver(
-            num_blocks=NUM_PAGES * PER_PAGE,
-            policy=self.policy(),
-            keeping=self.keeping,
-            blanks=self.blanks,
-            max_num_seqs=3,
-            max_num_batched_tokens=5,
-            max_model_len=26,
-        )
+        super().__init__()
         self.pages = Page(self.driver, self.blanks)
 
     @rule(num_pages=st.integers(1, NUM_PAGES))
@@ -86,15 +78,6 @@ class ElasticDecodeWorker(DecodeWorker):
     @rule()
     def end_work(self) -> None:
         self.pages.end()
-
-    @rule()
-    def find_store(self) -> None:
-        self.driver.find_store()
-
-    @precondition(lambda self: self.driver.moving)
-    @rule(failed=st.booleans())
-    def move(self, failed: bool) -> None:
-        self.driver.move(failed=failed)
 
     @invariant()
     def something_progresses(self) -> None:
@@ -117,6 +100,17 @@ ElasticDecodeWorker.TestCase.settings = settings(max_examples=examples(40), stat
 test_limits_that_change_at_any_moment_change_no_token = ElasticDecodeWorker.TestCase
 
 
+def elastic_driver(supply: Supply | None = None, reserved: int = 1) -> tuple[Driver, Page]:
+    blanks = make_blanks(supply, reserved)
+    driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, blanks=blanks, max_model_len=40)
+    return driver, Page(driver, blanks)
+
+
+def start_two(driver: Driver, max_tokens: int) -> None:
+    for name, first in (("a", 0), ("b", 100)):
+        driver.start([first + i for i in range(7)], name, max_tokens=max_tokens)
+
+
 class EmptyPromises(Supply):
     """Others seem to have a page that nobody gives."""
 
@@ -125,12 +119,8 @@ class EmptyPromises(Supply):
 
 
 def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -> None:
-    shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
-    blanks = PagedBlanks(shape, EmptyPromises(3), reserve=Reserve(low=0, high=0, idle_s=1.0))
-    driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, blanks=blanks, max_model_len=40)
-    pages = Page(driver, blanks)
-    for name, first in (("a", 0), ("b", 100)):
-        driver.start([first + i for i in range(7)], name, max_tokens=12)
+    driver, pages = elastic_driver(EmptyPromises(3), reserved=0)
+    start_two(driver, max_tokens=12)
     for _ in range(200):
         if not driver.advance():
             driver.wait(0.5)  # as who waits for memory looks again
@@ -141,16 +131,9 @@ def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -
     assert not driver.failures
 
 
-def elastic_driver() -> tuple[Driver, Page]:
-    blanks = make_blanks()
-    driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, blanks=blanks, max_model_len=40)
-    return driver, Page(driver, blanks)
-
-
 def test_a_lower_ceiling_preempts_who_is_in_the_way_and_all_go_on_one_after_the_other() -> None:
     driver, pages = elastic_driver()
-    for name, first in (("a", 0), ("b", 100)):
-        driver.start([first + i for i in range(7)], name, max_tokens=6)
+    start_two(driver, max_tokens=6)
     driver.compute()
     assert driver.state.num_running == 2
     pages.limit(2)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode_worker import actions, events
 from decode_worker.allotment import Prospect
 from decode_worker.keeping import KeepingCosts
+from engine.elastic.paged_blanks import PagedBlanks
 from engine.lookahead.base import OnDemand, Policy
 from engine.lookahead.lookahead import Lookahead
 from engine.lookahead.prediction import Predictor
@@ -20,8 +21,6 @@ from tests.thoroughness import examples
 prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(
     lambda wish: [wish[0] + i for i in range(wish[1])]
 )
-
-
 wishes = st.fixed_dictionaries({"max_tokens": st.integers(2, 16), "priority": st.sampled_from([0, 0, 1])})
 
 
@@ -35,9 +34,10 @@ class DecodeWorker(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver(
-            num_blocks=7,
+            num_blocks=self.num_blocks,
             policy=self.policy(),
             keeping=self.keeping,
+            blanks=self.blanks,
             max_num_seqs=3,
             max_num_batched_tokens=5,
             max_model_len=26,
@@ -47,6 +47,8 @@ class DecodeWorker(RuleBasedStateMachine):
         self.wishes: dict[str, list[int]] = {}  # request → prompt
         self.excused: set[str] = set()  # cancelled, or their gateway was lost
 
+    num_blocks = 7
+    blanks: PagedBlanks | None = None
     keeping: KeepingCosts | None = None
     runs_ahead = False
 
@@ -76,10 +78,7 @@ class DecodeWorker(RuleBasedStateMachine):
         if self.driver.grant_of(f"lease-{name}") is None:
             return
         self.commit_one(name, timeout_s=100.0, **wishes)
-        while self.driver.verifying:
-            self.driver.verify()
-        while also_closed and self.driver.closing:
-            self.driver.close()
+        self.driver.drain_landing(also_closed=also_closed)
 
     @precondition(lambda self: self.wishes)
     @rule(data=st.data())

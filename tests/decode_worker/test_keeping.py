@@ -7,11 +7,11 @@ import dataclasses
 
 import pytest
 
-from decode_worker import actions, events
+from decode_worker import actions
 from decode_worker.keeping import KeepingCosts
 from protocol.keys import block_keys
 from protocol.profile import PrefillProfile
-from tests.decode_worker.driver import BLOCK_SIZE, CHEAP_STORE, ROOT, STORE, Driver, next_token, request_of
+from tests.decode_worker.driver import BLOCK_SIZE, CHEAP_STORE, ROOT, STORE, Driver, kept, next_token, request_of
 
 OLD = [1, 2, 3, 4, 5]
 NEW = [5, 6, 7, 8, 9, 10]
@@ -124,8 +124,8 @@ def test_corrupt_blocks_are_forgotten() -> None:
     driver = crowded()
     put = put_of(driver)
     driver.moving.clear()
-    checksums, bad = tuple(item.checksum or 1 for item in put.blocks), put.blocks[0].key
-    driver.handle(events.Kept(move_id=put.move_id, checksums=checksums, is_complete=False, corrupt=(bad,)))
+    bad = put.blocks[0].key
+    driver.handle(kept(put, is_complete=False, corrupt=(bad,)))
     assert not driver.pool.match_prefix([bad])
     drain_right(driver)
 
@@ -151,14 +151,7 @@ def test_a_store_that_turns_out_slow_is_not_used_again() -> None:
     driver = crowded(dataclasses.replace(CHEAP_STORE, prefill=dataclasses.replace(FAST, c1=0.1)))
     put = put_of(driver)
     driver.moving.clear()
-    slow = events.Kept(
-        move_id=put.move_id,
-        checksums=(1,) * len(put.blocks),
-        is_complete=True,
-        num_bytes=4096 * len(put.blocks),
-        seconds=1e6,
-    )
-    driver.handle(slow)
+    driver.handle(kept(put, is_complete=True, num_bytes=4096 * len(put.blocks), seconds=1e6))
     driver.drain()
     driver.start(OLD, "third", max_tokens=16)
     driver.start(NEW, "fourth", max_tokens=14)

@@ -18,9 +18,8 @@ from prefill_worker.landing_client import LandingClient
 from protocol.errors import Cancelled, InvalidRequest, MoonserveError, NoWorker, Overloaded, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.pb import worker_pb2_grpc
-from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
-from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, only, request_of
+from tests.decode_worker.driver import BLOCK_SIZE, STORE, Driver, keys_of, only, request_of
 from tests.patience import PATIENCE_S
 
 PROMPT = list(range(10))  # two full blocks of four and a half one
@@ -278,19 +277,10 @@ async def test_a_prefill_workers_reservation_says_limit_prompt_and_tenant() -> N
     servicer = LandingServicer(cast(DecodeService, worker), zone)
     worker_pb2_grpc.add_LandingServicer_to_server(servicer, server.grpc)
     address = await server.start("127.0.0.1", 0)
-    decode = Endpoint(instance_id="decode-0", epoch=1, rpc_address=address, transfer_address="t", host="h")
-    wish = ReserveLanding(
-        priority=0,
-        request_id=ASKED.request_id,
-        lease_id=ASKED.lease_id,
-        decode=decode,
-        num_tokens=ASKED.num_tokens,
-        num_prompt_tokens=7,
-        max_tokens=20,
-        tenant="alice",
-        block_keys=ASKED.block_keys,
-        timeout_s=PATIENCE_S,
-    )
+    decode = dataclasses.replace(STORE, rpc_address=address)
+    fields = dataclasses.asdict(ASKED)
+    del fields["ttl_s"], fields["deadline_at"]
+    wish = ReserveLanding(decode=decode, timeout_s=PATIENCE_S, **fields)
     with pytest.raises(Overloaded):
         await LandingClient(channels, fingerprint="f", ttl_s=3.0).reserve(wish)
     assert dataclasses.replace(worker.asked, deadline_at=ASKED.deadline_at) == ASKED

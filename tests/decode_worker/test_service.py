@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -16,7 +16,7 @@ from protocol.errors import Cancelled, Incompatible, InvalidRequest, Overloaded,
 from protocol.layout import KvLayout
 from protocol.pb import worker_pb2
 from protocol.request import SamplingParams
-from tests.decode_worker.world import World, hold_steps, prompt_of, world
+from tests.decode_worker.world import World, hold_steps, prompt_of, until_counted, world
 from tests.patience import PATIENCE_S, answered
 
 T = TypeVar("T")
@@ -63,22 +63,9 @@ QUANTISED = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("int8", "
 
 @pytest.mark.parametrize("kv_dtype", ["auto", *QUANTISED])
 async def test_preemption_changes_no_token(model_path: Path, kv_dtype: str) -> None:
-    """Three sequences that together outgrow the pool; more of them where the first had ended when the last one came."""
-    few: dict[str, Any] = {"num_blocks": 10, "max_num_batched_tokens": 12}
-    async with world(model_path, kv_dtype=kv_dtype, **few) as w:
-        for first in range(0, 60, 3):
-            prompts = {}
-            for seed in range(first, first + 3):
-                prompts[seed] = w.client.compute(prompt_of(14, seed), 40)
-                await w.client.hand_off(prompts[seed])
-            for seed, prompt in prompts.items():
-                assert await w.tokens(prompt) == w.expected(prompt_of(14, seed), 40)
-            counters = (await w.client.status()).counters
-            if counters["num_preemptions"] > 0:
-                break
-        assert counters["num_preemptions"] > 0
-        assert counters["recomputed_tokens"] > 0
-        await w.idle()
+    async with world(model_path, kv_dtype=kv_dtype, num_blocks=10, max_num_batched_tokens=12) as w:
+        await until_counted(w, "recomputed_tokens")
+        assert (await w.client.status()).counters["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -15,14 +15,13 @@ from kvstore.node import serve as serve_store
 from protocol.machine import host_identity
 from protocol.profile import PrefillProfile
 from protocol.rpc import Channels
-from tests.decode_worker.world import World, prompt_of, world
+from tests.decode_worker.world import until_counted, world
 from tests.patience import PATIENCE_S
 from tests.services import serving
 from tests.worker.parts import BLOCK_SIZE, TOKEN, endpoint_of, layout_of
 from transfer import TransferEngine
 from transfer.config import Patience
 
-NUM_TOKENS = 40
 NUM_BLOCKS = 10  # three sequences together outgrow them
 
 
@@ -30,27 +29,6 @@ def costs_of(path: Path) -> KeepingCosts:
     """Of a worker that takes a second for a token: no store is slower."""
     profile = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)
     return KeepingCosts(prefill=profile, block_bytes=layout_of(path).block_bytes, host=host_identity())
-
-
-async def crowd(w: World, expected: dict[int, list[int]]) -> None:
-    """Three sequences in a pool that does not hold them; all say what they say alone."""
-    prompts = {}
-    for seed in expected:
-        prompts[seed] = w.client.compute(prompt_of(14, seed), NUM_TOKENS)
-        await w.client.hand_off(prompts[seed])
-    for seed, prompt in prompts.items():
-        assert await w.tokens(prompt) == expected[seed]
-    await w.idle()
-
-
-async def until_counted(w: World, counter: str) -> None:
-    """Whether sequences meet in the pool is up to the machine, so they come again."""
-    expected = {seed: w.expected(prompt_of(14, seed), NUM_TOKENS) for seed in range(3)}
-    for _ in range(20):
-        await crowd(w, expected)
-        if w.service.state.counters.as_dict()[counter]:
-            return
-    raise AssertionError(f"no {counter}")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-staged"])

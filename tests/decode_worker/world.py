@@ -74,6 +74,23 @@ async def world(path: Path, *, kv_dtype: str = "auto", **options: Any) -> AsyncI
         await channels.close()
 
 
+async def until_counted(w: World, counter: str) -> None:
+    """Three sequences in a pool that does not hold them say what they say alone. Whether they meet there is up to the
+    machine, so they come again."""
+    expected = {seed: w.expected(prompt_of(14, seed), 40) for seed in range(3)}
+    for _ in range(20):
+        prompts = {}
+        for seed in expected:
+            prompts[seed] = w.client.compute(prompt_of(14, seed), 40)
+            await w.client.hand_off(prompts[seed])
+        for seed, prompt in prompts.items():
+            assert await w.tokens(prompt) == expected[seed]
+        await w.idle()
+        if w.service.state.counters.as_dict()[counter]:
+            return
+    raise AssertionError(f"no {counter}")
+
+
 NUM_BLOCKS = 64
 
 

@@ -93,8 +93,7 @@ class Case:
     def _fill(self, generator: torch.Generator) -> None:
         own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a slot's K and V
         for span in self.spans:
-            oldest = 0 if self.window is None else max(0, span.start - self.window + 1)
-            for slot in self._slots(span, oldest).tolist():
+            for slot in self._slots(span, self._oldest(span)).tolist():
                 if slot not in own:
                     shape = (2, self.kv_heads, self.head_dim)
                     pair = torch.randn(shape, generator=generator).to(TORCH_DTYPES[self.dtype])
@@ -148,14 +147,14 @@ class Case:
         row = 0
         for span in self.spans:
             end_row = row + span.end - span.start
-            parts.append(self._dense(span, self.queries[row:end_row]))
+            oldest = self._oldest(span)
+            seen = self._read(self._slots(span, oldest))
+            parts.append(dense_attention(self.queries[row:end_row], *seen, span.start, self.window, oldest))
             row = end_row
         return torch.cat(parts)
 
-    def _dense(self, span: Span, queries: torch.Tensor) -> torch.Tensor:
-        oldest = 0 if self.window is None else max(0, span.start - self.window + 1)
-        keys, values = self._read(self._slots(span, oldest))
-        return dense_attention(queries, keys, values, span.start, self.window, oldest)
+    def _oldest(self, span: Span) -> int:
+        return 0 if self.window is None else max(0, span.start - self.window + 1)
 
     def check(self, found: torch.Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]

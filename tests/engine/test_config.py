@@ -174,12 +174,6 @@ def test_a_folder_is_itself_and_a_hub_name_is_downloaded(monkeypatch: pytest.Mon
 HEAD_DIM = 32
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
-FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96},
-    **{"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": HEAD_DIM},
-    "max_position_embeddings": 1024,
-}
 
 
 @pytest.mark.parametrize(
@@ -206,8 +200,8 @@ FIELDS: dict[str, Any] = {
 def test_cosines_and_sines_equal_those_of_transformers(
     rope: dict[str, Any], beside: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "rope_parameters": rope, **beside}))
-    config = LlamaConfig.from_pretrained(tmp_path)
+    fields = {"head_dim": HEAD_DIM, "max_position_embeddings": 1024, "rope_parameters": rope, **beside}
+    config = LlamaConfig.from_pretrained(write(tmp_path, **fields))
     positions = torch.arange(1000)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     own = load_model_config(tmp_path)
@@ -218,9 +212,8 @@ def test_cosines_and_sines_equal_those_of_transformers(
 
 
 def test_a_position_means_the_same_however_far_the_table_has_grown(tmp_path: Path) -> None:
-    fields = {**FIELDS, "max_position_embeddings": 64, "rope_scaling": DYNAMIC_ROPE}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = load_model_config(tmp_path)
+    fields = {"head_dim": HEAD_DIM, "max_position_embeddings": 64, "rope_scaling": DYNAMIC_ROPE}
+    config = load_model_config(write(tmp_path, **fields))
     positions = torch.tensor([3, 63, 64, 90])
     small = RopeTable(config.rope, HEAD_DIM, torch.float32).rows(positions, 91)
     table = RopeTable(config.rope, HEAD_DIM, torch.float32)

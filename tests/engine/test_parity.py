@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.generate import generate
 from engine.attention import native
@@ -112,10 +113,6 @@ def test_a_slice_that_follows_nothing_is_refused(llama: Pair) -> None:
         engine.begin([follower])
 
 
-def test_a_step_without_slices_ends_with_nothing(llama: Pair) -> None:
-    assert llama.engine(num_blocks=4).begin([]).end() == []
-
-
 # -- output that is computed again
 
 
@@ -162,19 +159,9 @@ def engine(engines: dict[str, Engine]) -> Engine:
     return engines["llama"]
 
 
-def scored(engine: Engine, chunks: list[int], tokens: list[int] = SCORED) -> PromptLogprobs:
-    """`chunks`: where they end."""
-    scores = PromptScores(NUM_TOP)
-    for start, end in zip([0, *chunks], chunks, strict=False):
-        piece = replace(make_slice(tokens, start, end, BLOCKS), scores=scores)
-        [sampled] = engine.execute([piece])
-        assert (sampled is not None) == (end == len(tokens))
-    return scores.result()
-
-
-def check(found: PromptLogprobs, llama: Pair, tokens: list[int] = SCORED) -> None:
-    reference = llama.logprobs(tokens)[:-1]
-    own = reference.gather(1, reference.new_tensor(tokens[1:]).long()[:, None])
+def check(found: PromptLogprobs, llama: Pair) -> None:
+    reference = llama.logprobs(SCORED)[:-1]
+    own = reference.gather(1, torch.tensor(SCORED[1:])[:, None])
     np.testing.assert_allclose(found.logprobs, own[:, 0], atol=1e-4)
     best = reference.topk(NUM_TOP)
     np.testing.assert_allclose(found.top_logprobs, best.values, atol=1e-4)
@@ -182,16 +169,23 @@ def check(found: PromptLogprobs, llama: Pair, tokens: list[int] = SCORED) -> Non
     np.testing.assert_array_equal(found.ranks, (reference > own).sum(-1) + 1)
 
 
-@pytest.mark.parametrize("chunks", [[70], [1, 2, 33, 70], [69, 70]], ids=str)
-def test_they_are_those_of_transformers_in_any_chunks(engine: Engine, llama: Pair, chunks: list[int]) -> None:
-    check(scored(engine, chunks), llama)
-
-
-def test_what_is_computed_again_from_the_beginning_replaces_what_there_was(engine: Engine, llama: Pair) -> None:
-    """As after a preemption."""
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 70)],
+        [(0, 1), (1, 2), (2, 33), (33, 70)],
+        [(0, 69), (69, 70)],
+        [(0, 20), (20, 50), (0, 30), (30, 70)],  # again from the beginning, as after a preemption
+    ],
+    ids=str,
+)
+def test_they_are_those_of_transformers_in_any_chunks(
+    engine: Engine, llama: Pair, chunks: list[tuple[int, int]]
+) -> None:
     scores = PromptScores(NUM_TOP)
-    for start, end in ((0, 20), (20, 50), (0, 30), (30, 70)):
-        engine.execute([replace(make_slice(SCORED, start, end, BLOCKS), scores=scores)])
+    for start, end in chunks:
+        [sampled] = engine.execute([replace(make_slice(SCORED, start, end, BLOCKS), scores=scores)])
+        assert (sampled is not None) == (end == len(SCORED))
     check(scores.result(), llama)
 
 

@@ -21,8 +21,9 @@ from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.services import serving
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
-
-
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
+TEXT: dict[str, Any] = {"prompt": "hello", "max_tokens": 6}
 GRAMMARS = Grammars(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
 
 

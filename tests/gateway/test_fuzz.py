@@ -4,7 +4,6 @@ out is one event that says what was to be said. Nothing else is raised."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from gateway.openai.schema import BodyParser, ChatBody, CompletionBody, validate
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import load_tokenizer
 from protocol.errors import ConfigError, InvalidRequest
+from tests.gateway.conftest import MODEL
 
-TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "models" / "demo")
+TOKENIZER = load_tokenizer(MODEL)
 BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ResponsesBody)
 NAMES = sorted({name for body in BODIES for name in body.model_fields} | {"guided_json", "n", "x"})
 

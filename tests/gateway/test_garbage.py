@@ -11,10 +11,9 @@ from typing import Any
 import aiohttp
 
 from protocol.pb import conductor_pb2
+from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH
 from tests.gateway.scripted_cluster import ScriptedCluster
 
-TEXT = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 NUM_REQUESTS = 5
 
 
@@ -30,12 +29,12 @@ def garbage() -> Counter[str]:
 
 REJECTED = conductor_pb2.PlaceReply(overloaded=conductor_pb2.Overloaded(reason="busy", retry_after_s=1.0))
 SCENARIOS: list[tuple[str, dict[str, Any], int]] = [
-    ("/v1/completions", TEXT, 200),
-    ("/v1/completions", TEXT | {"stream": True}, 200),
-    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}, 200),
-    ("/v1/completions", TEXT, 429),
-    ("/v1/completions", TEXT | {"stream": True}, 429),
-    ("/v1/completions", TEXT | {"max_tokens": 0}, 400),
+    (TEXT_PATH, TEXT, 200),
+    (TEXT_PATH, TEXT | {"stream": True}, 200),
+    (CHAT_PATH, CHAT | {"stream": True, "n": 2}, 200),
+    (TEXT_PATH, TEXT, 429),
+    (TEXT_PATH, TEXT | {"stream": True}, 429),
+    (TEXT_PATH, TEXT | {"max_tokens": 0}, 400),
 ]
 
 

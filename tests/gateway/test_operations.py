@@ -16,11 +16,8 @@ import pytest
 
 from gateway.__main__ import main
 from protocol.errors import PeerLost
-from tests.gateway.conftest import MODEL, clients_of, post, running_gateway
+from tests.gateway.conftest import CHAT_PATH, MODEL, TEXT, TEXT_PATH, clients_of, post, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster, failing
-
-PATH = "/v1/completions"
-TEXT = {"prompt": "hello", "max_tokens": 6}
 
 
 async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
@@ -32,7 +29,7 @@ async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
 
 async def test_metrics_follow_the_requests(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     cluster.cached_tokens = 1
-    usage = (await post(http, PATH, TEXT))["usage"]
+    usage = (await post(http, TEXT_PATH, TEXT))["usage"]
     text = await get(http, "/metrics")
 
     def value(name: str, more: str = "") -> float:
@@ -69,8 +66,8 @@ async def test_operators_are_answered(http: aiohttp.ClientSession) -> None:
 @pytest.mark.parametrize(
     ("path", "prompt", "prefix"),
     [
-        (PATH, {"prompt": "hello"}, "cmpl-"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chatcmpl-"),
+        (TEXT_PATH, {"prompt": "hello"}, "cmpl-"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "hi"}]}, "chatcmpl-"),
     ],
 )
 async def test_a_reply_is_explained_by_its_id_also_when_the_client_named_it(
@@ -92,9 +89,9 @@ async def test_all_choices_and_attempts_are_explained_of_the_latest_request_of_a
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     named = {"X-Request-Id": "abc"}
-    first_id = (await post(http, PATH, TEXT, **named))["id"].removeprefix("cmpl-")
+    first_id = (await post(http, TEXT_PATH, TEXT, **named))["id"].removeprefix("cmpl-")
     cluster.scripts = [failing(PeerLost("gone"))]
-    request_id = (await post(http, PATH, TEXT | {"n": 2}, **named))["id"].removeprefix("cmpl-")
+    request_id = (await post(http, TEXT_PATH, TEXT | {"n": 2}, **named))["id"].removeprefix("cmpl-")
     assert request_id != first_id
     explained = json.loads(await get(http, "/v1/requests/abc/explain"))
     assert explained["request_id"] == request_id
@@ -115,7 +112,7 @@ async def test_a_gateway_without_workers_or_conductor_is_alive_but_not_ready(clu
         async with clients_of(cluster) as http:
             await get(http, "/health")
             await get(http, "/ready", 503)
-            async with http.post(PATH, json=TEXT) as reply:
+            async with http.post(TEXT_PATH, json=TEXT) as reply:
                 assert (reply.status, reply.headers["retry-after"]) == (503, "1")
                 assert (await reply.json())["error"]["code"] == "no_worker"
         await cluster.server.stop(0)

@@ -16,13 +16,8 @@ from yarl import URL
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from protocol.pb import common_pb2, conductor_pb2
-from tests.gateway.conftest import clients_of, refused
+from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH, clients_of, refused
 from tests.gateway.scripted_cluster import MAX_MODEL_LEN, ScriptedCluster, begins, failing
-
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
-TEXT = {"prompt": "hello", "max_tokens": 6}
-CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
-
 
 BODIES = (CHAT_PATH, TEXT_PATH, "/tokenize", "/detokenize")
 MALFORMED = {

@@ -18,10 +18,9 @@ from gateway.http.errors import ApiError
 from gateway.openai.resuming import EventId, digest_of, parse
 from gateway.text.tokenizer import Tokenizer
 from protocol.request import SamplingParams
-from tests.gateway.conftest import Said, refused, running_gateway, said
+from tests.gateway.conftest import CHAT_PATH, TEXT_PATH, Said, refused, running_gateway, said
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 
-CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 COMMON: dict[str, Any] = {
     "stream": True,
     "return_token_ids": True,

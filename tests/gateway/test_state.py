@@ -39,7 +39,8 @@ from protocol.errors import (
     PeerLost,
 )
 from protocol.ids import RequestId
-from protocol.request import Endpoint, Placement, PrefillReport, SamplingParams, Token, finish_reason
+from protocol.request import Placement, PrefillReport, SamplingParams, Token, finish_reason
+from tests.prefill_worker.builders import endpoint
 
 EOS = 99
 ERRORS: dict[str, MoonserveError] = {
@@ -78,10 +79,6 @@ def new_state(max_tokens: int = 5) -> RequestState:
     )
 
 
-def endpoint(name: str, epoch: int = 1) -> Endpoint:
-    return Endpoint(instance_id=name, epoch=epoch, rpc_address=name, transfer_address="", host="h")
-
-
 def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> TokensArrived:
     """Tokens by their index."""
     tokens = []
@@ -102,7 +99,7 @@ def event_of(state: RequestState, words: str, **fields: Any) -> Event:
         case ["placed", *names]:
             epoch = int(names.pop()) if names[-2:-1] == ["epoch"] else 1
             decode = names[0] if names and names[0] != "epoch" else "d0"
-            ends = {"prefill": endpoint("p0", epoch), "decode": endpoint(decode, epoch)}
+            ends = {"prefill": endpoint("p0", epoch=epoch), "decode": endpoint(decode, epoch=epoch)}
             made = Placement(request_id=RequestId("r"), **ends)
             return Placed(attempt=attempt, placement=made, **fields)
         case ["tokens", *told]:

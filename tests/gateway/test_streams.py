@@ -21,19 +21,25 @@ from protocol.errors import MoonserveError, PeerLost
 from protocol.ids import RequestId
 from protocol.pb import conductor_pb2
 from protocol.request import FinishReason, Token
-from tests.gateway.conftest import events, post, raw_events, running_gateway, said
+from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT_PATH, events, post, raw_events, running_gateway, said
+from tests.gateway.conftest import TEXT as WHOLE
 from tests.gateway.scripted_cluster import Run, ScriptedCluster, begins, failing
+from tests.gateway.test_http_protocol import head
 from tests.patience import PATIENCE_S, answered
 
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 6}
-WHOLE = {"prompt": "hello", "max_tokens": 6}
 TEXT = WHOLE | {"stream": True}
+
+
+def request_of(wish: dict[str, Any]) -> bytes:
+    """As it is sent."""
+    body = json.dumps(wish).encode()
+    return head(length=len(body)) + body
 
 
 async def test_a_chat_stream_is_role_then_text_then_reason_then_done(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    first, *chunks = await events(http, "/v1/chat/completions", CHAT)
+    first, *chunks = await events(http, CHAT_PATH, CHAT)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -51,7 +57,7 @@ async def test_usage_comes_in_one_more_chunk_and_is_null_before(
 ) -> None:
     cluster.cached_tokens = 5
     body = CHAT | {"stream_options": {"include_usage": True}}
-    *chunks, last = await events(http, "/v1/chat/completions", body)
+    *chunks, last = await events(http, CHAT_PATH, body)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     prompt = len(cluster.submissions[0].token_ids) // 4
@@ -66,11 +72,11 @@ async def test_usage_comes_in_one_more_chunk_and_is_null_before(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}),
-        ("/v1/completions", TEXT),
-        ("/v1/completions", TEXT | {"prompt": ["hello", "you"], "n": 2, "echo": True, "logprobs": 1}),
-        ("/v1/completions", TEXT | {"stop": "or no", "logprobs": 2, "echo": True}),
+        (CHAT_PATH, CHAT),
+        (CHAT_PATH, CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}),
+        (TEXT_PATH, TEXT),
+        (TEXT_PATH, TEXT | {"prompt": ["hello", "you"], "n": 2, "echo": True, "logprobs": 1}),
+        (TEXT_PATH, TEXT | {"stop": "or no", "logprobs": 2, "echo": True}),
     ],
 )
 async def test_a_stream_says_the_same_as_a_whole_reply(
@@ -96,7 +102,7 @@ async def test_characters_are_whole_in_chunks_of_plain_ascii(
 ) -> None:
     cluster.tokens = tokenizer.encode("日本🎉", add_special_tokens=False)
     body = CHAT | {"max_tokens": len(cluster.tokens)}
-    raw = await raw_events(http, "/v1/chat/completions", body)
+    raw = await raw_events(http, CHAT_PATH, body)
     assert all(chunk.isascii() for chunk in raw)
     chunks = [json.loads(chunk) for chunk in raw[1:-1]]
     assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == "日本🎉"
@@ -104,10 +110,10 @@ async def test_characters_are_whole_in_chunks_of_plain_ascii(
 
 
 async def test_choices_sample_with_consecutive_seeds(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
-    await events(http, "/v1/completions", TEXT | {"n": 3, "seed": 2**64 - 1})
+    await events(http, TEXT_PATH, TEXT | {"n": 3, "seed": 2**64 - 1})
     seeds = sorted(message.sampling.seed for message in cluster.submissions)
     assert seeds == [0, 1, 2**64 - 1]
-    await events(http, "/v1/completions", TEXT)
+    await events(http, TEXT_PATH, TEXT)
     assert cluster.submissions[-1].sampling.seed < 2**63
 
 
@@ -122,9 +128,7 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_without_done_and_t
     cluster.scripts = [dies]
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps(TEXT).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(request_of(TEXT))
     async with asyncio.timeout(PATIENCE_S):
         text = await reader.read()  # until the server closes
     error = json.loads(re.search(rb'data: ({"error".*})', text)[1])["error"]
@@ -165,7 +169,7 @@ async def test_a_stream_survives_its_decode_worker(
     cluster.scripts = [breaks]
     cluster.cached_tokens = 3
     body = TEXT | {"return_token_ids": True, "stream_options": {"include_usage": True}}
-    *chunks, usage = await events(http, "/v1/completions", body)
+    *chunks, usage = await events(http, TEXT_PATH, body)
     told = said(chunks)[0]
     assert list(told.token_ids) == cluster.tokens[:6]
     assert told.text == tokenizer.decode(cluster.tokens[:6])
@@ -181,7 +185,7 @@ async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byt
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     cluster.scripts = [failing(PeerLost("decode is gone"))]
-    async with http.post("/v1/completions", json=TEXT) as reply:
+    async with http.post(TEXT_PATH, json=TEXT) as reply:
         assert reply.status == 200
         assert reply.headers["x-prefill-instance-id"] == "prefill-0"
         assert reply.headers["x-decode-instance-id"] == "decode-1"
@@ -193,7 +197,7 @@ async def test_the_conductor_hears_of_the_first_token_before_the_end(
 ) -> None:
     """Of an answer that is over before the first report has arrived; otherwise its time to the first token is lost."""
     cluster.first_token_gate = asyncio.Event()
-    await events(http, "/v1/completions", TEXT)
+    await events(http, TEXT_PATH, TEXT)
     await asyncio.sleep(0.05)  # an end that does not wait arrives meanwhile
     cluster.first_token_gate.set()
     await cluster.until(lambda: len(cluster.reports) == 2)
@@ -206,7 +210,7 @@ async def test_a_client_that_leaves_cancels_at_both_workers(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, stream: bool
 ) -> None:
     cluster.scripts = [begins]
-    asking = asyncio.ensure_future(http.post("/v1/completions", json=WHOLE | {"stream": stream}))
+    asking = asyncio.ensure_future(http.post(TEXT_PATH, json=WHOLE | {"stream": stream}))
     await cluster.until(lambda: len(cluster.reports) == 1)
     if stream:
         (await asking).close()
@@ -222,7 +226,7 @@ async def test_a_client_that_leaves_before_placement_ends_gives_the_placement_ba
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
     cluster.place_gate = asyncio.Event()
-    asking = asyncio.ensure_future(http.post("/v1/completions", json=WHOLE))
+    asking = asyncio.ensure_future(http.post(TEXT_PATH, json=WHOLE))
     await cluster.until(lambda: len(cluster.places) == 1)
     asking.cancel()
     await asyncio.wait({asking})
@@ -257,11 +261,9 @@ async def test_a_slow_reader_is_given_up_and_others_are_not_held_up(
         _, writer = await asyncio.open_connection(sock=narrow, limit=1)
         writer.transport.pause_reading()
         cluster.scripts = [floods]
-        body = json.dumps(WHOLE | {"stream": True, "max_tokens": 500_000, "logprobs": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer.write(request_of(TEXT | {"max_tokens": 500_000, "logprobs": 20}))
         await cluster.until(lambda: len(cluster.submissions) == 1)
-        async with aiohttp.ClientSession(url) as http, http.post("/v1/completions", json=WHOLE) as reply:
+        async with aiohttp.ClientSession(url) as http, http.post(TEXT_PATH, json=WHOLE) as reply:
             assert (await reply.json())["choices"][0]["finish_reason"] == "length"
         await cluster.until(lambda: len(cluster.cancels) == 2)
         writer.transport.abort()

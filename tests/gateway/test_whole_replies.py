@@ -20,11 +20,9 @@ from protocol.keys import block_keys, pack_keys, root_key, unpack_tokens
 from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 from protocol.request import Logprobs, SamplingParams, Token
 from protocol.wire import sampling_from_wire
-from tests.gateway.conftest import post, refused
+from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT_PATH, post, refused
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, Run, ScriptedCluster, failing
 
-CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
 LONG = [7, *([100] * MAX_MODEL_LEN)]
 STOPS = frozenset({1, 4})  # the demo model's
@@ -195,8 +193,7 @@ async def test_a_completion_has_them_as_vllm_does(
 
 
 async def test_a_chat_has_them_beside_its_choices(http: aiohttp.ClientSession) -> None:
-    wish = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "n": 2}
-    body = await post(http, "/v1/chat/completions", {**wish, "prompt_logprobs": 0})
+    body = await post(http, CHAT_PATH, CHAT | {"n": 2, "prompt_logprobs": 0})
     first, *others = body["prompt_logprobs"]
     assert first is None
     assert [len(entry) for entry in others] == [1] * (body["usage"]["prompt_tokens"] - 1)

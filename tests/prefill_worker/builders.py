@@ -24,7 +24,8 @@ PROFILE = PrefillProfile(c0=0.01, c1=0.01, c2=0.0)  # slower than any store at f
 
 
 def endpoint(name: str, *, epoch: int = 1) -> Endpoint:
-    return Endpoint(instance_id=name, epoch=epoch, rpc_address=f"{name}:1", transfer_address=name, host="here")
+    address = f"{name}@{epoch}"
+    return Endpoint(instance_id=name, epoch=epoch, rpc_address=f"{name}:1", transfer_address=address, host="here")
 
 
 HOME = endpoint("store-0")

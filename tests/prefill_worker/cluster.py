@@ -34,6 +34,7 @@ from protocol.profile import PrefillProfile
 from protocol.request import Endpoint, PrefixSource, Request
 from protocol.rpc import Channels, RpcServer
 from tests.channels import PatientChannels
+from tests.decode_worker.world import prompt_of
 from tests.kvstore.nodes import exists
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
@@ -201,15 +202,9 @@ class Gate:
     """Open unless closed; `reached` is set while somebody waits at it."""
 
     def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self.reached = asyncio.Event()
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
+        self._open, self.reached = asyncio.Event(), asyncio.Event()
+        self.open, self.close = self._open.set, self._open.clear
+        self.open()
 
     async def pass_through(self) -> None:
         self.reached.set()
@@ -288,7 +283,7 @@ class GatedLandings(LandingClient):
 
 
 NUM_STORED = 5
-PROMPT = [(11 * i * i + 5 * i) % 250 for i in range(NUM_STORED * BLOCK_SIZE + 3)]
+PROMPT = prompt_of(NUM_STORED * BLOCK_SIZE + 3)
 
 
 def source_of(store: Endpoint, num_blocks: int = NUM_STORED, first: int = 0) -> PrefixSource:

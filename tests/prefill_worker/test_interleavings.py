@@ -109,16 +109,12 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.under_way.append((name, answer))
 
     def check_step(self, step: act.RunStep) -> None:
-        plans = step.plans
-        assert sum(p.slice.num_tokens for p in plans) <= self.state_budget
+        plans, limits = step.plans, self.state._ledger.limits
+        assert sum(p.slice.num_tokens for p in plans) <= limits.max_num_batched_tokens
         assert len({p.slice.request_id for p in plans}) == len(plans)
         self.steps.append(step.step_id)
-        assert len(self.steps) <= self.state._ledger.limits.num_stages
+        assert len(self.steps) <= limits.num_stages
         assert len(set(self.steps)) == len(self.steps), "two steps have one name"
-
-    @property
-    def state_budget(self) -> int:
-        return self.state._ledger.limits.max_num_batched_tokens
 
     # -- answers
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 
 from prefill_worker import landing as landing_module
-from prefill_worker import landing as sending
 from prefill_worker.actions import SlicePlan
 from prefill_worker.events import Landing
 from prefill_worker.landing import Sender, StepWriter, block_runs, token_runs
@@ -19,8 +18,8 @@ from protocol.checksum import checksum
 from protocol.errors import InvalidRequest
 from protocol.ids import LeaseId
 from protocol.layout import KvLayout
-from protocol.request import Endpoint
 from tests.engine.steps import make_slice
+from tests.prefill_worker.builders import endpoint
 from transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine, TransferOptions, scatter
 from transfer.config import Patience
 from worker.memory import KvMemory
@@ -96,22 +95,20 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
         segment = transfer.allocate(LAYOUT.pool_bytes(OWN_BLOCKS))
         segment.buffer[:] = bytes(i % 251 for i in range(segment.nbytes))
         memory = KvMemory(segment, LAYOUT, OWN_BLOCKS)
-        submitted: list[list[int]] = []
+        writes: list[list[list[int]]] = []
         counts: list[int] = []
-        num_batches = 0
 
         def submit(write: ScatterTransfer) -> Batch:
-            nonlocal num_batches
-            num_batches += 1
-            submitted.extend(write.rows.tolist())
+            writes.append(write.rows.tolist())
             return Batch(0, 0, lambda: None)
 
         writer = StepWriter(memory, [plan_of(table, target, 6, 11, [1, 2])], submit)
         for layer in range(LAYOUT.num_layers):
             writer.on_layer(layer)
-            counts.append(num_batches)
+            counts.append(len(writes))
         writer.finish()
-        assert [*counts, num_batches] == batches
+        assert [*counts, len(writes)] == batches
+        submitted = [row for rows in writes for row in rows]
         sent_bytes = sum(length for _, _, length in submitted)
         assert sent_bytes == 5 * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
         there, own, _ = submitted[0]
@@ -167,10 +164,6 @@ def write(address: str, nbytes: int) -> ScatterTransfer:
     return ScatterTransfer(Op.WRITE, local, RemoteSegment(address, 1), scatter.rows((0, 0, nbytes)), 1)
 
 
-def endpoint(epoch: int, address: str, name: str = "decode-0") -> Endpoint:
-    return Endpoint(instance_id=name, epoch=epoch, rpc_address="", transfer_address=address, host="h")
-
-
 def test_what_waits_before_a_write_to_the_same_peer_adds_to_its_time(engine: FakeEngine, sender: Sender) -> None:
     sender.submit(write("a", 100))
     sender.submit(write("a", 300))
@@ -190,16 +183,16 @@ def test_a_write_that_cannot_start_costs_the_next_nothing(engine: FakeEngine, se
 
 
 def test_a_later_incarnation_means_that_the_earlier_one_is_dead(engine: FakeEngine, sender: Sender) -> None:
-    for met in (endpoint(1, "old"), endpoint(1, "old"), endpoint(2, "new"), endpoint(1, "old")):
-        sender.met(met)
-    sender.met(endpoint(9, "other", "decode-1"))
-    assert engine.forgotten == ["old"]
+    for epoch in (1, 1, 2, 1):
+        sender.met(endpoint("decode-0", epoch=epoch))
+    sender.met(endpoint("decode-1", epoch=9))
+    assert engine.forgotten == ["decode-0@1"]
 
 
 def test_only_so_many_peers_are_remembered(engine: FakeEngine, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "MAX_KNOWN", 2)
+    monkeypatch.setattr(landing_module, "MAX_KNOWN", 2)
     for name in ("a", "b", "c"):
-        sender.met(endpoint(1, name, name))
+        sender.met(endpoint(name))
     for name in ("a", "c"):
-        sender.met(endpoint(2, f"{name}-again", name))
-    assert engine.forgotten == ["c"]
+        sender.met(endpoint(name, epoch=2))
+    assert engine.forgotten == ["c@1"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -208,36 +208,26 @@ def test_the_bound_is_one_for_all_layers_and_what_is_there_is_not_waited_for() -
         wait.before(1)
 
 
-def _wait_elsewhere(wait: BoundedWait, layer: int) -> tuple[threading.Thread, list[PrefixLate]]:
-    errors: list[PrefixLate] = []
-
-    def work() -> None:
-        try:
-            wait.before(layer)
-        except PrefixLate as late:
-            errors.append(late)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread, errors
+@contextmanager
+def waiting(gate: LayerGate) -> Iterator[Future[None]]:
+    """The engine's thread waits for the second layer."""
+    with ThreadPoolExecutor(1) as engine:
+        yield engine.submit(BoundedWait(gate, PATIENCE_S).before, 1)
 
 
 def test_who_waits_goes_on_when_the_layer_is_there() -> None:
     gate = LayerGate()
-    thread, errors = _wait_elsewhere(BoundedWait(gate, PATIENCE_S), 1)
-    gate.arrived(1)
-    gate.arrived(2)
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert not errors
+    with waiting(gate) as waited:
+        gate.arrived(1)
+        gate.arrived(2)
+        waited.result(PATIENCE_S)
 
 
 def test_who_waits_is_told_that_nothing_more_comes() -> None:
     gate = LayerGate()
     gate.arrived(1)
-    thread, errors = _wait_elsewhere(BoundedWait(gate, PATIENCE_S), 1)
-    gate.close()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert len(errors) == 1
+    with waiting(gate) as waited:
+        gate.close()
+        with pytest.raises(PrefixLate):
+            waited.result(PATIENCE_S)
     BoundedWait(gate, 0.0).before(0)

@@ -13,6 +13,7 @@ from protocol.errors import InvalidRequest
 from protocol.pb import worker_pb2_grpc
 from protocol.request import Endpoint
 from protocol.wire import submission_to_wire
+from tests.decode_worker.world import prompt_of
 from tests.engine.steps import random_prompt
 from tests.kvstore.nodes import stats_of
 from tests.patience import PATIENCE_S, answered
@@ -30,10 +31,6 @@ from tests.prefill_worker.cluster import (
 )
 from tests.random_models import make_model
 from tests.worker.parts import layout_of
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [(seed * 37 + 11 * i * i + 5 * i) % 250 for i in range(length)]
 
 
 def gone(c: Cluster) -> Endpoint:

@@ -18,6 +18,8 @@ from engine.cuda.attention import TritonAttention
 from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
 from engine.rope import apply_rope
 from protocol.errors import ConfigError
+from tests.engine.cuda.conftest import DEVICE
+from tests.engine.kernels.calls import random_tensor
 from tests.thoroughness import examples
 
 MIXED = ((0, 1), (15, 16), (16, 17), (299, 300), (10, 35), (0, 20), (40, 42))
@@ -75,7 +77,6 @@ def test_any_step(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     singles_first = sorted(spans, key=lambda span: span[1] > 1)
     case = AttentionCase(
         spans=tuple((start, start + length) for start, length in singles_first),
@@ -87,7 +88,7 @@ def test_any_step(
         dtype=dtype,
         seed=seed,
     )
-    check(case, device)
+    check(case, DEVICE)
 
 
 def test_a_sequence_gets_the_same_bits_in_any_batch(device: torch.device) -> None:
@@ -114,9 +115,7 @@ EPSILON = 1e-5
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device, dtype)
+    return random_tensor(seed, *shape, dtype=dtype).to(DEVICE)
 
 
 def check_alike(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine.cuda.staging import HostStaging
 from engine.kv_pool import KvPool, allocate
 from protocol.layout import KvLayout
+from tests.engine.cuda.conftest import DEVICE
 
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 NUM_BLOCKS = 9
@@ -76,8 +77,7 @@ def test_nothing_is_told_before_it_is_there(device: torch.device) -> None:
 )
 def test_any_order_of_stores_and_loads(moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int) -> None:
     """Against plain copies, each settled before the next so that both have one meaning."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pool, twin = random_pool(device), random_pool(device)
+    pool, twin = random_pool(DEVICE), random_pool(DEVICE)
     host, twin_host = (random_pool(torch.device("cpu"), seed=1) for _ in range(2))
     staging = HostStaging(pool, host.memory, blocks_per_slot=per_slot, num_slots=num_slots)
     stores = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,9 +43,9 @@ def native_kernels(pair: Pair, dtype: str, threads: int = 1) -> tuple[NativeKern
     return NativeKernels(config, weights, pool, threads, kernels_folder()), pool
 
 
-def make_step(positions: Sequence[int], rows: Sequence[int] | None = None, seed: int = 0) -> Step:
+def make_step(positions: Sequence[int], rows: Sequence[int] | None = None) -> Step:
     """One token at each position, of whatever sequence; attention is not asked here."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(BLOCK_SIZE * NUM_BLOCKS, generator=generator)[: len(positions)]
     return Step(
         token_ids=torch.randint(0, 256, (len(positions),), generator=generator),
@@ -137,18 +137,13 @@ def test_two_crews_work_at_the_same_time(llama: Pair) -> None:
     """Two replicas in one process, each called from a thread of its own, with more members than there are cores."""
     step = make_step(list(range(9)))
     expected = run(native_kernels(llama, "bfloat16")[0], step, 2)
-    same: list[bool] = []
 
-    def work() -> None:
-        kernels, _ = native_kernels(llama, "bfloat16", threads=2)
-        same.extend(all(map(torch.equal, run(kernels, step, 2), expected)) for _ in range(50))
+    def work(_: int) -> bool:
+        kernels, _pool = native_kernels(llama, "bfloat16", threads=2)
+        return all(all(map(torch.equal, run(kernels, step, 2), expected)) for _ in range(50))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert same == [True] * 100
+    with ThreadPoolExecutor(2) as callers:
+        assert list(callers.map(work, range(2))) == [True] * 2
 
 
 def test_mixed_kernels_give_each_step_to_the_one_that_is_fast_at_it(llama: Pair) -> None:

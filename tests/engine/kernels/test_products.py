@@ -46,22 +46,15 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     return product if bias is None else product + bias.double()
 
 
-def rounding(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Each of n + 1 additions in float32 is off by half a unit of the sum of all magnitudes at most."""
-    magnitude = exact(x.abs(), weight.abs(), None if bias is None else bias.abs())
-    return 2.0**-24 * (x.shape[1] + 2) * magnitude
-
-
-def assert_within(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
-    off = ((found.double() - expected).abs() - bound).max()
-    assert off <= 0, f"off by {off:.1e} more than rounding explains"
-
-
 def assert_exact(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """As near to the exact product as sums in float32, in any order, rounded once to the dtype, must be."""
+    """As near to the exact product as sums in float32, in any order, rounded once to the dtype, must be. Each of n + 1
+    additions in float32 is off by half a unit of the sum of all magnitudes at most."""
     expected = exact(x, weight, bias)
     once = 0.0 if found.dtype == torch.float32 else 2.0**-8
-    assert_within(found, expected, once * expected.abs() + rounding(x, weight, bias))
+    magnitude = exact(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    bound = once * expected.abs() + 2.0**-24 * (x.shape[1] + 2) * magnitude
+    off = ((found.double() - expected).abs() - bound).max()
+    assert off <= 0, f"off by {off:.1e} more than rounding explains"
 
 
 LONG = {"gap": 0, "with_bias": False, "seed": 0}

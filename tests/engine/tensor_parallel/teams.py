@@ -42,7 +42,6 @@ def team(
     size: int,
     *,
     kernels: str = "native",
-    dtype: str = "float32",
     kv_dtype: str = "auto",
     block_size: int = 16,
     num_blocks: int = 64,
@@ -50,7 +49,7 @@ def team(
 ) -> Iterator[Engine]:
     """Rank 0's engine over `memory`, its own when None."""
     config = load_model_config(path)
-    layout = config.kv_layout(block_size, dtype, kv_dtype)
+    layout = config.kv_layout(block_size, "float32", kv_dtype)
     pool = allocate(layout.pool_bytes(num_blocks)) if memory is None else memory
     pairs = [steps.pair() for _ in range(1, size)]
     followers: list[threading.Thread] = []
@@ -64,7 +63,7 @@ def team(
             num_blocks=num_blocks,
             memory=pool,
             team=Team(shard=shard, ranks=ranks, vocab_size=config.vocab_size),
-            dtype=dtype,
+            dtype="float32",
             kernels=kernels,
             attention=kernels,
             cache_folder=kernels_folder(),

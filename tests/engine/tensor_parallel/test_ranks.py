@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,25 +35,6 @@ def team_of(size: int, patience_s: float = 60.0) -> Iterator[list[Ranks]]:
             other.close()
 
 
-def at_once(works: list[Callable[[], None]]) -> None:
-    """All at the same time, to their ends."""
-    failures: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 def check(ranks: list[Ranks], rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     """Two sums, then a gather: everybody has the same bits, which are those of a sum in the order of ranks."""
     size = len(ranks)
@@ -67,14 +48,14 @@ def check(ranks: list[Ranks], rows: int, width: int, dtype: torch.dtype, seed: i
             total = total + other.float()
         expected = (expected.float() + total).to(dtype)
     found = [hidden.clone() for _ in ranks]
-    gathered: list[list[torch.Tensor]] = [[] for _ in ranks]
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> list[torch.Tensor]:
         for own in parts:
             ranks[rank].add(found[rank], own[rank])
-        gathered[rank] = ranks[rank].gather(parts[0][rank].float().contiguous())
+        return ranks[rank].gather(parts[0][rank].float().contiguous())
 
-    at_once([lambda n=n: work(n) for n in range(size)])  # type: ignore[misc]
+    with ThreadPoolExecutor(size) as pool:
+        gathered = list(pool.map(work, range(size)))
     for each in found:
         assert torch.equal(each, expected)
     assert torch.equal(torch.stack(gathered[0]), parts[0].float())
@@ -131,10 +112,10 @@ some_steps = st.builds(
 )
 
 
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+def plain(step: Step, dirty: torch.Tensor | None) -> list[object]:
+    tensors = (step.token_ids, step.positions, step.slots, step.rows, dirty)
+    spans = [(span.start, span.end, span.blocks.tolist(), span.prompt_end) for span in step.spans]
+    return [*(None if each is None else each.tolist() for each in tensors), step.longest, spans]
 
 
 @given(step=some_steps, dirty=st.none() | numbers)
@@ -147,15 +128,7 @@ def test_a_message_says_what_the_step_is(step: Step, dirty: torch.Tensor | None)
         message = steps.receive(other)
     assert message is not None
     found, found_dirty = steps.decode(message)
-    assert same(found.token_ids, step.token_ids)
-    assert same(found.positions, step.positions)
-    assert same(found.slots, step.slots)
-    assert same(found.rows, step.rows)
-    assert same(found_dirty, dirty)
-    assert found.longest == step.longest
-    assert [(s.start, s.end, s.blocks.tolist(), s.prompt_end) for s in found.spans] == [
-        (s.start, s.end, s.blocks.tolist(), s.prompt_end) for s in step.spans
-    ]
+    assert plain(found, found_dirty) == plain(step, dirty)
 
 
 def test_what_an_end_does_when_the_other_has_ended() -> None:
