@@ -212,7 +212,7 @@ def test_the_bound_is_one_for_all_layers_and_what_is_there_is_not_waited_for() -
 def waiting(gate: LayerGate) -> Iterator[Future[None]]:
     """The engine's thread waits for the second layer."""
     with ThreadPoolExecutor(1) as engine:
-        yield engine.submit(BoundedWait(gate, PATIENCE_S).before, 1)
+        yield engine.submit(BoundedWait(gate, 2 * PATIENCE_S).before, 1)
 
 
 def test_who_waits_goes_on_when_the_layer_is_there() -> None:
