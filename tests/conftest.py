@@ -42,7 +42,6 @@ SLOW = (
     "traces/reports/test_page.py",
     "traces/reproduction/",
     "traces/simulator/test_fairness.py",
-    "traces/simulator/test_roles.py",
     "traces/simulator/test_trace.py",
     "transfer/fuzz/",
     "transfer/test_failover.py",

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
-from deploy import restarting
+from deploy import ports, restarting
 from deploy.display import Display
 from deploy.plan import Kind, ProcessSpec
+from deploy.ports import free_port
 from deploy.restarting import RollingRestart
 from deploy.supervisor import Child, ChildDied, Supervisor, cause_of_death, give_way
 from protocol.errors import NoWorker, PeerLost
 from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import Channels, RpcServer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 # Ready at once, with a second thread; ends on either signal once the process in `--while-alive` has ended, which may be
 # itself, and says which signal it was. `--fails-if`: not where this file exists.
@@ -81,19 +85,13 @@ def process_of(child: Child) -> asyncio.subprocess.Process:
     return child.process
 
 
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize(("overlaps", "signal"), [(False, "SIGTERM"), (True, "SIGUSR1")])
 async def test_a_process_gives_way_to_a_successor(launch: Launch, overlaps: bool, signal: str) -> None:
     supervisor, child = await launch(overlaps=overlaps)
     old = process_of(child)
     await supervisor.restart(child)
     assert child.facts["pid"] == str(child.pid) != str(old.pid)
-    await until(lambda: f"ended by {signal}" in child.log_path.read_text())
+    await asyncio.to_thread(until, lambda: f"ended by {signal}" in child.log_path.read_text())
     assert process_of(child).returncode is None
 
 
@@ -104,7 +102,7 @@ async def test_one_whose_log_cannot_be_opened_any_more_starts_again_and_writes_w
     child.log_path.unlink()
     child.log_path.mkdir()
     process_of(child).kill()
-    await until(lambda: child.restarts)
+    await asyncio.to_thread(until, lambda: child.restarts)
     await child.ready.wait()
     await supervisor.stop()
     assert "ended by SIGTERM" in capfd.readouterr().err
@@ -266,3 +264,56 @@ async def test_nothing_is_restarted_while_nobody_says_who_is_there(
     with pytest.raises(NoWorker, match="no conductor said"):
         await scene.run()
     assert not scene.events
+
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def test_the_kernel_gives_none_of_them_to_connections_and_none_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the search begins at the same one."""
+    monkeypatch.setattr(ports.random, "randrange", lambda span: 0)
+    first = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 32_768
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        given = [free_port() for _ in range(100)]
+        assert taken.getsockname()[1] not in given
+    assert len(set(given)) == len(given)
+    assert max(given) < first
+
+
+def test_another_process_gets_other_ports() -> None:
+    """Also while nobody listens on them, and where it begins to look at the same one."""
+    ours = free_port(3)
+    code = f"from deploy import ports; ports.random.randrange = lambda span: {ours} - {ports.FIRST_PORT}; "
+    code += "print(ports.free_port())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) not in range(ours, ours + 3)
+
+
+STARTS_ONE = """
+import sys, time
+from pathlib import Path
+from deploy.local import LocalCluster
+
+cluster = LocalCluster(None, log_dir=Path(sys.argv[1]))
+print(cluster.process.pid, flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_cluster_ends_with_who_started_it(tmp_path: Path, begun: bool) -> None:
+    """Killed, so that nothing of its own could stop it; before the launcher looks for it, and later."""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTS_ONE, str(tmp_path), str(PATIENCE_S)], stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    with starter.stdout as stdout:
+        launcher = psutil.Process(int(stdout.readline()))
+    if begun:  # its processes, too
+        until((tmp_path / "decode-0.log").exists)
+    processes = [launcher, *launcher.children(recursive=True)]
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    assert not alive

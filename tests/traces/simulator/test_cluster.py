@@ -1,4 +1,4 @@
-"""A whole cluster: single requests by hand, conservation and determinism for any, what faults do."""
+"""A whole cluster in virtual time: single requests by hand, conservation and determinism for any, what faults do."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.thoroughness import examples
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
 from traces.format import TraceRecord
 from traces.reports.saved import results_to_json
+from traces.simulator.clock import Clock, Timed
 from traces.simulator.results import End
 from traces.simulator.run import simulate
 from traces.simulator.spec import ClusterSpec, Crowding, Fault, Overheads
@@ -272,3 +273,22 @@ def test_a_machine_that_was_dead_has_only_what_lay_on_its_disk() -> None:
     _, journeys = run_checked(spec(model=model, faults=faults), [*records, request(300.0, 200, 2)])
     assert all(journey.end is End.COMPLETED for journey in journeys)
     assert journeys[3].cached_tokens == 19 * BLOCK, "the first prompt was demoted to disk before"
+
+
+def test_events_of_one_instant_come_in_the_order_in_which_they_were_returned() -> None:
+    seen: list[tuple[float, str]] = []
+
+    def handle(event: str, now: float) -> list[Timed[str]]:
+        seen.append((now, event))
+        return [Timed(2.0, "c"), Timed(now, "b")] if event == "a" else []
+
+    clock: Clock[str] = Clock()
+    clock.run([Timed(2.0, "last but one"), Timed(1.0, "a")], handle)
+    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "last but one"), (2.0, "c")]
+    assert (clock.now, clock.num_events) == (2.0, 4)
+
+
+def test_an_event_of_the_past_is_refused() -> None:
+    clock: Clock[str] = Clock()
+    with pytest.raises(ValueError, match="before"):
+        clock.run([Timed(1.0, "a")], lambda event, now: [Timed(0.5, "b")])

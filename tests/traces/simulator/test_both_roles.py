@@ -1,16 +1,20 @@
-"""Decode machines that read prompts themselves: what they promise those who decode, and that nothing gets lost."""
+"""Machines that do both kinds of work: decode machines that read prompts, and machines that change their role."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from conductor.roles.controller import RoleTerms
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE
 from tests.traces.simulator.small import MODEL, request, run_checked, spec
 from traces.simulator.conditional import ConditionalCluster
 from traces.simulator.journey import Journey
 from traces.simulator.results import End
+from traces.simulator.run import simulate
 from traces.simulator.spec import Fault
 
 # 1,000 prompt tokens per second; a step of 20 ms leaves 30 ms of the half of 0.1 s to chunks.
@@ -54,3 +58,30 @@ def test_a_machine_that_dies_while_it_reads_loses_no_request() -> None:
     faults = (Fault(instance="decode-0", at_s=0.15),)
     _, journeys, _ = run_conditional(LONG, request(0.1, 100, 5, base=1_000), num_decode=2, faults=faults)
     assert (journeys[1].end, journeys[1].num_generated) == (End.COMPLETED, 5)
+
+
+SOON = RoleTerms(hold_s=2.0, cool_down_s=10.0)
+
+
+@pytest.mark.slow
+def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
+    """1.8 machines' worth of prompts for one prefill machine of four: one or two more are enough. What is under way
+    when a machine gets no time to finish is placed again."""
+    shape = spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0, roles=SOON)
+    records = [request(i / 1.8, 100, 2, base=1_000 * i) for i in range(108)]
+    cluster, journeys = run_checked(replace(shape, role_drain_s=0.0), records)
+    assert any(journey.attempt == 2 for journey in journeys)
+    assert {journey.end for journey in journeys} == {End.COMPLETED}
+    assert 1 <= cluster.counters["role_changes"] <= 2
+    results = [simulate(each, records) for each in (replace(shape, roles=None), shape)]
+    in_time = [sum((o.ttft_s or 99.0) <= 10.0 for o in result.outcomes) for result in results]
+    assert in_time[1] > 2 * in_time[0]
+
+
+@pytest.mark.slow
+def test_prefill_machines_with_nothing_to_do_help_to_decode() -> None:
+    """40 answers under way hold 880 of a decode machine's 1,000 blocks, and hardly any prompts are computed."""
+    records = [request(i * 0.5, 20, 400, base=1_000 * i) for i in range(240)]
+    result = simulate(spec(num_prefill=3, num_decode=1, roles=SOON), records)
+    assert {outcome.end for outcome in result.outcomes} == {End.COMPLETED}
+    assert result.counters["role_changes"] == 1

@@ -1,14 +1,19 @@
-"""Figures are pure: what their findings say follows from results made by hand, whatever simulated them."""
+"""`moonserve reproduce`: what its figures find in results made by hand, and the files that it writes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.cli import main
+from tests.traces.made import write_sessions
 from tests.traces.reports import made_up
+from tests.traces.reports.document import Document
 from traces.format import TraceRecord
 from traces.reproduction import figure_1, figure_5, overload
 from traces.reproduction.command import FIGURES
@@ -109,3 +114,61 @@ def test_infinite_gains_are_null_in_json() -> None:
     results = {name: result(num_slow=0 if name.startswith("pool") else 10) for name in works}
     finding = figure_1.FIGURE.finding(SUBJECT, results)
     assert "null" in to_json(SUBJECT, [(figure_1.FIGURE, finding)], quick=False)
+
+
+EASY = "table-2,figure-8,figure-9,figure-11,figure-14"
+
+
+def reproduce(trace: Path, out: Path, *arguments: str) -> int:
+    return main(["reproduce", str(trace), "--out", str(out), "--processes", "1", *arguments])
+
+
+def results(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_every_figure_of_another_trace(tmp_path: Path) -> None:
+    """All have rows; figures of the conversation trace say that there is nothing to compare with."""
+    assert reproduce(write_sessions(tmp_path / "toolagent_trace.jsonl", 12), tmp_path / "out") == 0
+    figures = {each["name"]: each for each in results(tmp_path / "out")["figures"]}
+    assert list(figures) == [figure.name for figure in FIGURES]
+    assert all(each["rows"] for each in figures.values())
+    for name in ("figure-1", "figure-5", "figure-8", "figure-9", "figure-15"):
+        assert "conversation" in figures[name]["missing"]
+        assert all(row["published"] is None for row in figures[name]["rows"])
+    assert figures["table-2"]["rows"][0]["published"] == 23_608
+
+
+def test_a_page_with_published_values_and_a_second_time_without_simulating(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A browser's strict parser reads it; a row of the JSON has value, published value and their ratio; another public
+    trace beside it is rows of table 2."""
+    trace = write_sessions(tmp_path / "conversation_trace.jsonl")
+    write_sessions(tmp_path / "synthetic_trace.jsonl", 7)
+    out = tmp_path / "out"
+    assert reproduce(trace, out, "--only", EASY) == 0
+    text, found = (out / "index.html").read_text(), results(out)
+    assert "[1/4]" in capsys.readouterr().out
+    assert reproduce(trace, out, "--only", EASY) == 0
+    assert "0 simulated now" in capsys.readouterr().out
+    assert (text, found) == ((out / "index.html").read_text(), results(out))
+    Document(text)  # raises where it is not well-formed
+    for figure in FIGURES:
+        assert (figure.title in text) == (figure.name in EASY.split(","))
+    assert text.count("Why they differ.") == 5
+    table, figure_8, *_ = found["figures"]
+    plain = figure_8["rows"][0]
+    assert (plain["published"], plain["ratio"]) == (1.56, pytest.approx(plain["ours"] / 1.56))
+    rows = {row["what"]: row["ours"] for row in table["rows"]}
+    assert (rows["conversation: requests"], rows["synthetic: requests"]) == (40, 7)
+    assert "toolagent" in table["why"]
+
+
+def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
+    trace = write_sessions(tmp_path / "conversation_trace.jsonl")
+    assert reproduce(trace, tmp_path, "--only", "figure-9", "--quick") == 0
+    whole = results(tmp_path)
+    assert (whole["num_requests"], bool(whole["figures"][0]["missing"])) == (4, True)
+    assert "Only the first tenth" in (tmp_path / "index.html").read_text()
