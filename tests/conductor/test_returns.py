@@ -119,7 +119,8 @@ class Crowd:
         heapq.heapify(events)
         while events:
             now, who, is_return = heapq.heappop(events)
-            verdict = self.server.ask(_digest(who), now)
+            ticket = hashlib.blake2b(who.to_bytes(8), digest_size=16).digest()
+            verdict = self.server.ask(ticket, now)
             if is_return and now < self.until_s:  # afterwards everybody is
                 self.num_returned += 1
                 self.num_let_in += verdict is None
@@ -129,10 +130,6 @@ class Crowd:
                 if self.rng.random() < self.obeying:
                     heapq.heappush(events, (now + told_s + self.rng.random() * 0.05, who, True))
         self.server.returns.validate()
-
-
-def _digest(who: int) -> bytes:
-    return hashlib.blake2b(who.to_bytes(8), digest_size=16).digest()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from tests.compilers import need_compiler
 from tests.patience import PATIENCE_S
 
@@ -61,28 +59,17 @@ def build(folder: Path, *, path: str | None = None) -> Path:
     return built
 
 
-@pytest.fixture
-def venv(tmp_path: Path) -> Path:
-    """An environment that sees the dependencies of this one."""
-    environment = tmp_path / "venv"
-    run(sys.executable, "-m", "venv", environment)
-    site = _site(environment)
+def test_every_library_of_an_installed_wheel_loads_without_a_compiler(tmp_path: Path) -> None:
+    """In an environment that sees the dependencies of this one."""
+    need_compiler()
+    venv, python = tmp_path / "venv", tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", venv)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
     others = {path for path in sys.path if path.endswith("site-packages")}
     (site / "dependencies.pth").write_text("\n".join(sorted(others)))
-    return environment
-
-
-def _site(environment: Path) -> Path:
-    places = {"base": str(environment), "platbase": str(environment)}
-    return Path(sysconfig.get_path("purelib", vars=places))
-
-
-def test_every_library_of_an_installed_wheel_loads_without_a_compiler(tmp_path: Path, venv: Path) -> None:
-    need_compiler()
-    pip = (venv / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-index")
+    pip = (python, "-m", "pip", "install", "--no-deps", "--no-index")
     run(*pip, "--ignore-installed", build(tmp_path))
-    site = _site(venv)
-    run(venv / "bin" / "python", "-c", LOADING, site, *SOURCES, path="", cache=tmp_path / "cache")
+    run(python, "-c", LOADING, site, *SOURCES, path="", cache=tmp_path / "cache")
 
 
 def test_a_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:

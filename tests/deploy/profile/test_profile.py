@@ -24,8 +24,9 @@ from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.timeline import Timeline
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
+from tests.traces.simulator.small import MODEL
 from traces.simulator.profiles import read_profile
-from traces.simulator.spec import ClusterSpec, ModelProfile, Overheads
+from traces.simulator.spec import ClusterSpec, Overheads
 
 NEAR = pytest.approx
 CHUNK = 512
@@ -244,20 +245,8 @@ def test_crowding_is_told_apart_for_one_sequence_and_for_a_batch(slow: float) ->
     assert crowding.handoff == NEAR((1.0, 0.02 / 0.006))
 
 
-MODEL = ModelProfile(
-    name="small",
-    prefill=PREFILL,
-    decode=DECODE,
-    kv_bytes_per_token=1024,
-    num_layers=4,
-    nic_bytes_per_s=1e10,
-    device_bytes_per_s=1e10,
-    disk_bytes_per_s=1e9,
-    device_tokens=100_000,
-    dram_tokens=100_000,
-    overheads=Overheads(request_s=0.005, turnover_s=0.1),
-)
-SPEC = ClusterSpec(model=MODEL, num_prefill=1, num_decode=1, block_size=32, policy="moonserve")
+SERVED = replace(MODEL, prefill=PREFILL, decode=DECODE, overheads=Overheads(request_s=0.005, turnover_s=0.1))
+SPEC = ClusterSpec(model=SERVED, num_prefill=1, num_decode=1, block_size=32, policy="moonserve")
 
 
 def queued(turnover_s: float) -> list[Answered]:

@@ -15,9 +15,9 @@ from protocol.process import Lifecycle, running
 FOREVER_S = 3600.0
 
 
-def turn(drain_s: float = FOREVER_S) -> tuple[Turn, Lifecycle]:
+def turn() -> tuple[Turn, Lifecycle]:
     process = Lifecycle(status_fd=None)
-    return Turn(Role.DECODE, process, drain_s=drain_s), process
+    return Turn(Role.DECODE, process, drain_s=FOREVER_S), process
 
 
 async def test_a_command_ends_the_turn_names_the_next_role_and_is_not_turned_round() -> None:
@@ -43,38 +43,33 @@ async def test_the_process_ends_the_turn_and_nothing_follows_even_if_a_switch_wa
     assert decode.next_role is None
 
 
-async def test_draining_for_a_switch_ends_with_the_work() -> None:
-    decode, _ = turn()
-    idle = asyncio.Event()
-    decode.switch_to(Role.PREFILL)
-    draining = asyncio.create_task(decode.drained(idle.wait(), timeout_s=0.0))
-    idle.set()
-    assert await draining
-
-
-async def test_a_command_may_grant_no_time_at_all() -> None:
-    decode, _ = turn()
-    decode.switch_to(Role.PREFILL, drain_s=0.0)
-    assert not await decode.drained(asyncio.Event().wait(), timeout_s=FOREVER_S)
-
-
-async def test_a_stop_during_the_drain_of_a_switch_leaves_the_time_of_a_stop() -> None:
-    decode, process = turn()
-    decode.switch_to(Role.PREFILL)
-    process.stopping.set()
-    assert not await decode.drained(asyncio.Event().wait(), timeout_s=0.0)
-
-
-async def test_a_process_that_is_to_stop_when_idle_grants_all_the_time() -> None:
+@pytest.mark.parametrize("is_switched", [True, False])
+async def test_a_drain_for_a_switch_or_of_a_process_that_is_to_stop_when_idle_ends_with_the_work(
+    is_switched: bool,
+) -> None:
     decode, process = turn()
     idle = asyncio.Event()
-    process.stop_when_idle()
+    if is_switched:
+        decode.switch_to(Role.PREFILL)
+    else:
+        process.stop_when_idle()
     draining = asyncio.create_task(decode.drained(idle.wait(), timeout_s=0.0))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not draining.done()
     idle.set()
     assert await draining
+
+
+@pytest.mark.parametrize(("drain_s", "is_stopped", "timeout_s"), [(0.0, False, FOREVER_S), (None, True, 0.0)])
+async def test_a_command_may_grant_no_time_and_a_stop_during_the_drain_leaves_the_time_of_a_stop(
+    drain_s: float | None, is_stopped: bool, timeout_s: float
+) -> None:
+    decode, process = turn()
+    decode.switch_to(Role.PREFILL, drain_s=drain_s)
+    if is_stopped:
+        process.stopping.set()
+    assert not await decode.drained(asyncio.Event().wait(), timeout_s=timeout_s)
 
 
 def test_options_that_forbid_one_of_the_roles_are_told_at_the_start() -> None:

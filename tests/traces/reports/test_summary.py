@@ -124,15 +124,9 @@ def test_rejected_and_failed_requests_are_misses_beside_the_latencies() -> None:
     ]
     report = build_report(requests, duration_s=2.0, ttft_slo_s=1.0, tbt_slo_s=0.2)
     expected = {
-        "completed": 2,
-        "rejected": 1,
-        "failed": 1,
-        "request_goodput": 0.5,
-        "effective_fraction": 0.25,
-        "hit_ratio": 0.2,
-        "ideal_hit_ratio": 0.4,
-        "p99_lateness_ms": 485,
-    }
+        "completed": 2, "rejected": 1, "failed": 1, "request_goodput": 0.5, "effective_fraction": 0.25,
+        "hit_ratio": 0.2, "ideal_hit_ratio": 0.4, "p99_lateness_ms": 485,
+    }  # fmt: skip
     assert {name: report[name] for name in expected} == pytest.approx(expected)
     assert report["errors"] == {"429: busy": 1, "0: gone": 1}
     table = format_report(report)

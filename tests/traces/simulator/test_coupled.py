@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -67,9 +67,9 @@ def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
         if not running:
             now = todo[0].record.arrived_s
             continue
-        sampling = step(spec, running)
-        now += sampling.seconds
-        for seq in sampling.sequences:
+        seconds, sampling = step(spec, running)
+        now += seconds
+        for seq in sampling:
             if not seq.token_at:
                 known.update(seq.record.hash_ids[: seq.record.input_length // BLOCK])
             seq.missing = 1
@@ -79,19 +79,13 @@ def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
     return [seq.token_at for seq in everyone]
 
 
-class Step(NamedTuple):
+def step(spec: CoupledSpec, running: list[Seq]) -> tuple[Any, list[Seq]]:
     """How long it takes, and who gets a token at its end."""
-
-    seconds: Any
-    sequences: list[Seq]
-
-
-def step(spec: CoupledSpec, running: list[Seq]) -> Step:
     behind = [seq for seq in running if seq.missing > 1]
     sampling = [seq for seq in running if seq.missing == 1]
     prefill = spec.model.prefill
     if behind and not spec.chunked_prefill:
-        return Step(behind[0].compute(behind[0].missing, prefill), behind[:1])
+        return behind[0].compute(behind[0].missing, prefill), behind[:1]
     seconds: Any = 0
     if sampling:
         seconds = spec.model.decode.step_s(len(sampling), sum(seq.tokens for seq in sampling))
@@ -102,7 +96,7 @@ def step(spec: CoupledSpec, running: list[Seq]) -> Step:
             budget -= count
             seconds += seq.compute(count, prefill)
             sampling += [] if seq.missing else [seq]
-    return Step(seconds, sampling)
+    return seconds, sampling
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from protocol.ids import GatewayId, LeaseId, RequestId
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Request, SamplingParams
 from tests.thoroughness import examples
+from tests.traces.simulator.small import MODEL
 from traces.simulator.decode import DecodeMachine, Granted
 from traces.simulator.sequence import Finished
 from traces.simulator.spec import ModelProfile
@@ -37,19 +38,9 @@ def fractions(least: int, most: int) -> st.SearchStrategy[Fraction]:
 
 
 def model(num_blocks: int, max_num_seqs: int, decode: DecodeProfile) -> ModelProfile:
-    return ModelProfile(
-        name="test",
-        prefill=PrefillProfile(c0=0, c1=Fraction(1, 7), c2=Fraction(1, 101)),  # type: ignore[arg-type]
-        decode=decode,
-        kv_bytes_per_token=8,
-        num_layers=1,
-        nic_bytes_per_s=1e9,
-        device_bytes_per_s=1e9,
-        disk_bytes_per_s=1e9,
-        device_tokens=num_blocks * BLOCK,
-        dram_tokens=1000,
-        max_num_seqs=max_num_seqs,
-    )
+    prefill = PrefillProfile(c0=0, c1=Fraction(1, 7), c2=Fraction(1, 101))  # type: ignore[arg-type]
+    changes = {"device_tokens": num_blocks * BLOCK, "max_num_seqs": max_num_seqs}
+    return replace(MODEL, prefill=prefill, decode=decode, **changes)
 
 
 class Token(NamedTuple):

@@ -30,7 +30,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[TraceRecord]:
 
 
 def assert_alike(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
-    """Means within 3 %, the middle percentiles within 5 %, ideal ratio 0.02, curve 0.03."""
+    """Means within 3 %, the middle percentiles within 5 %, ideal ratio 0.02, curve 0.03; uses of a prefix up to rank
+    100 within 2.5×, where single sessions decide, and the rest within 1.5× or one use."""
     for name in ("input_length", "output_length"):
         assert likeness[name]["mean"] == pytest.approx(given_trace[name]["mean"], rel=0.03)
         for percent in ("p10", "p25", "p50", "p75", "p90", "p95"):
@@ -40,16 +41,11 @@ def assert_alike(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
     curves = zip(given_trace["lru"]["curve"], likeness["lru"]["curve"], strict=True)
     for mine, other in curves:
         assert other["hit_ratio"] == pytest.approx(mine["hit_ratio"], abs=0.03), mine
-    assert_as_popular(given_trace, likeness)
-
-
-def assert_as_popular(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
-    """Up to rank 100 within 2.5×, where single sessions decide; the rest within 1.5× or one use."""
-    other = {point["rank"]: point["uses"] for point in likeness["prefixes"]["popularity"]}
+    uses = {point["rank"]: point["uses"] for point in likeness["prefixes"]["popularity"]}
     for point in given_trace["prefixes"]["popularity"]:
-        nearest = min(other, key=lambda rank: abs(rank - point["rank"]))
+        nearest = min(uses, key=lambda rank: abs(rank - point["rank"]))
         factor = 2.5 if 1 < point["rank"] <= 100 else 1.5
-        low, high = sorted((point["uses"], other[nearest]))
+        low, high = sorted((point["uses"], uses[nearest]))
         assert high <= max(low * factor, low + 1), point
 
 
