@@ -159,27 +159,14 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         reply = await pair.who("b")
         assert reply.leads
         assert reply.epoch > epoch
-        await call(conductors, "Report", report("r0"))  # of the former leader's placement
-        await answered(lambda: blocks_known(conductors))
+        ended = conductor_pb2.ReportRequest(request_id="r0", phase=conductor_pb2.ReportRequest.PHASE_FINISHED)
+        await call(conductors, "Report", ended)  # of the former leader's placement
 
+        async def blocks_known() -> bool:
+            view = await call(conductors, "GetCluster", conductor_pb2.GetClusterRequest())
+            return {i.endpoint.instance_id: i.indexed_blocks for i in view.instances}.get("s0") == 9
 
-@contextlib.asynccontextmanager
-async def leading_alone(led: Led, clock: Callable[[], float] = boot_clock) -> AsyncIterator[EmbeddedRegistry]:
-    """Over a registry of its own, from when it leads."""
-    registry, began = EmbeddedRegistry(), asyncio.Event()
-
-    def begin(epoch: int) -> None:
-        led.begin(epoch)
-        began.set()
-
-    terms = Terms(ttl_s=6.0)
-    candidate = led.candidate = Candidate(registry, "a:1", terms, begin=begin, step_down=led.step_down, clock=clock)
-    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
-        await began.wait()
-        yield registry
-    assert not candidate.leads
-    assert await registry.members() == [], "it gives its claim up"
-    await registry.close()
+        await answered(blocks_known)
 
 
 class Service:
@@ -195,29 +182,18 @@ class Service:
         return conductor_pb2.PlaceReply()
 
 
-async def blocks_known(conductors: Conductors) -> bool:
-    view = await call(conductors, "GetCluster", conductor_pb2.GetClusterRequest())
-    return {i.endpoint.instance_id: i.indexed_blocks for i in view.instances}.get("s0") == 9
-
-
-def report(request_id: str) -> conductor_pb2.ReportRequest:
-    return conductor_pb2.ReportRequest(request_id=request_id, phase=conductor_pb2.ReportRequest.PHASE_FINISHED)
-
-
 async def test_a_new_leader_says_that_nobody_is_there_only_after_a_lease(cluster: Cluster) -> None:
     await cluster.start("a", lease_s=4.0)
     await cluster.until("a", lambda reply: reply.leads)
     with pytest.raises(NotLeader, match="since just now"):
         await cluster.ask("a", "Place", wish("r0"))
-    reply = await answered(lambda: place_unless_young(cluster))
+
+    async def place_unless_young() -> Any:
+        with contextlib.suppress(NotLeader):
+            return await cluster.ask("a", "Place", wish("r0"))
+
+    reply = await answered(place_unless_young)
     assert isinstance(failure_from_wire(reply.failure), NoWorker)
-
-
-async def place_unless_young(cluster: Cluster) -> Any:
-    try:
-        return await cluster.ask("a", "Place", wish("r0"))
-    except NotLeader:
-        return None
 
 
 async def test_a_registry_that_refuses_the_credentials_ends_the_start(cluster: Cluster) -> None:
@@ -233,14 +209,14 @@ async def test_one_without_a_registry_keeps_house_and_is_found_at_one_of_several
     alone.addresses["nobody"] = f"127.0.0.1:{free_port()}"
     reply = await call(alone.clients(), "Register", registration("p0", common_pb2.ROLE_PREFILL))
     assert reply.lease_s == pytest.approx(0.2)
-    await answered(lambda: is_empty(alone))
+
+    async def is_empty() -> bool:
+        view = await call(alone.clients(), "GetCluster", conductor_pb2.GetClusterRequest())
+        return not view.instances
+
+    await answered(is_empty)
     async with asyncio.timeout(PATIENCE_S):
         await alone.close()
-
-
-async def is_empty(cluster: Cluster) -> bool:
-    view = await call(cluster.clients(), "GetCluster", conductor_pb2.GetClusterRequest())
-    return not view.instances
 
 
 @pytest.mark.parametrize(
@@ -263,7 +239,8 @@ async def test_values_that_cannot_work_are_config_errors(flags: str, named: str)
 
 
 async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> None:
-    slept_s = 0.0
+    """By one that leads alone, over a registry of its own; in the end it gives its claim up."""
+    slept_s, began, registry = 0.0, asyncio.Event(), EmbeddedRegistry()
 
     def sleep_long() -> None:
         nonlocal slept_s
@@ -271,8 +248,19 @@ async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> Non
 
     metrics = CollectorRegistry()
     led = Led(lambda: Service(sleep_long), 0.0, LeaderMetrics(metrics))
-    async with leading_alone(led, lambda: boot_clock() + slept_s) as registry:
+
+    def begin(epoch: int) -> None:
+        led.begin(epoch)
+        began.set()
+
+    calls = {"begin": begin, "step_down": led.step_down, "clock": lambda: boot_clock() + slept_s}
+    candidate = led.candidate = Candidate(registry, "a:1", Terms(ttl_s=6.0), **calls)
+    async with running(candidate.run()), asyncio.timeout(PATIENCE_S):
+        await began.wait()
         assert metrics.get_sample_value("moonserve_conductor_leads") == 1
         assert len(await registry.members()) == 1
         with pytest.raises(NotLeader):
             await led.Place(conductor_pb2.PlaceRequest(), None)
+    assert not candidate.leads
+    assert await registry.members() == []
+    await registry.close()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,8 +29,6 @@ from tests.kvstore.nodes import TOKEN, Node, connected, running_node
 from tests.patience import NEVER_S, PATIENCE_S, answered
 
 SEGMENT_BYTES = 8 * 2**20
-PATIENTLY = (sys.executable, "-m", "tests.deploy.kvctl.patiently")
-"""The command as a process."""
 ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,8 @@ from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
 from tests.deploy.kvctl.conftest import (
     ENVIRON,
-    PATIENTLY,
     SEGMENT_BYTES,
     Kvctl,
-    Stage,
     chain_keys,
     get_all,
     put,
@@ -91,6 +90,8 @@ def test_a_circle_is_copied_too() -> None:
     assert len(batch.objects) == 3
 
 
+# The command as a process.
+PATIENTLY = (sys.executable, "-m", "tests.deploy.kvctl.patiently")
 VALUES = {f"value-{number}": os.urandom(10_000 + number) for number in range(100)}
 
 
@@ -189,7 +190,9 @@ def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(capsys: pytest.C
         put(made.nodes["store-0"], VALUES)
         kvctl = Kvctl(capsys, made.registry)
         with _unfinished_write(made.address("store-0")):
-            command = _start_drain(made, "store-0")
+            words = [*PATIENTLY, "--registry", made.registry, "drain", "store-0"]
+            environ = {**os.environ, **ENVIRON}
+            command = subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
             assert command.stderr is not None
             assert any("waiting for writes" in line for line in command.stderr)
             command.send_signal(signal.SIGINT)
@@ -214,8 +217,3 @@ def _unfinished_write(address: str) -> Iterator[None]:
 async def _ask(address: str, method: str, request: Any) -> None:
     async with connected(address) as (client, _, endpoint):
         await client.ask(endpoint, method, request)
-
-
-def _start_drain(made: Stage, name: str) -> subprocess.Popen[str]:
-    command = [*PATIENTLY, "--registry", made.registry, "drain", name]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRON}, stderr=subprocess.PIPE, text=True)

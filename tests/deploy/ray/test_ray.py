@@ -91,14 +91,8 @@ def document(log_dir: Path) -> dict[str, Any]:
 
 def ours() -> list[str]:
     """Command lines of processes of the deployed cluster, by its token."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MOONSERVE_CLUSTER_TOKEN") == TOKEN:
-                found.append(" ".join(process.cmdline()))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    known = [process.info for process in psutil.process_iter(["environ", "cmdline"], ad_value={})]
+    return [" ".join(each["cmdline"]) for each in known if each["environ"].get("MOONSERVE_CLUSTER_TOKEN") == TOKEN]
 
 
 class Deployed:
