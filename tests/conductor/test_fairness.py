@@ -97,9 +97,7 @@ def test_two_who_always_wait_share_by_weight_within_a_prompt_of_each(
 
 @pytest.mark.parametrize("tenants", ["abc", "a"])
 @given(data=st.data())
-def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_their_order(
-    tenants: str, data: st.DataObject
-) -> None:
+def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_order(tenants: str, data: st.DataObject) -> None:
     """None = the next one is served. So nobody starves: tags grow with service, and only lower ones go first. A tenant
     alone takes nobody's place."""
     steps = data.draw(st.lists(st.tuples(st.sampled_from(tenants), LENGTHS) | st.none(), max_size=60))
@@ -284,9 +282,7 @@ def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monke
 
 
 @pytest.mark.parametrize(("by_priority", "urgent_s", "usual_s"), [(False, 9.99, 10.989), (True, 0.99, 5.989)])
-def test_a_priority_counts_only_where_the_workers_queues_have_it(
-    by_priority: bool, urgent_s: float, usual_s: float
-) -> None:
+def test_a_priority_counts_only_where_worker_queues_have_it(by_priority: bool, urgent_s: float, usual_s: float) -> None:
     """Asked 10 ms after the first. What runs is interrupted after a step, which here is longer than the prompt."""
     cluster = Cluster("p0", "d0", by_priority=by_priority)
     for number in range(10):

@@ -120,9 +120,7 @@ def beside(*, home: bool) -> Cluster:
         *((peer, False, 1e6, NEAR(DEFAULT_BYTES_PER_S)) for peer in ("nobody", "d0", "p0")),
     ],
 )
-def test_prefixes_are_predicted_from_the_bandwidth_that_a_worker_saw(
-    peer: str, home: bool, bytes_per_s: float, expected: float
-) -> None:
+def test_a_prefix_takes_the_bandwidth_that_was_seen(peer: str, home: bool, bytes_per_s: float, expected: float) -> None:
     cluster = beside(home=home)
     for number in range(41):
         nbytes = number * (64 << 20)
@@ -178,9 +176,7 @@ def fading() -> Cluster:
     ],
     ids=["ways", "prefill", "steps"],
 )
-def test_who_is_refused_for_what_nobody_confirms_any_more_is_let_in_within_seconds(
-    teach: Callable[[Cluster, int], None],
-) -> None:
+def test_one_refused_for_what_nobody_confirms_is_let_in_within_seconds(teach: Callable[[Cluster, int], None]) -> None:
     cluster, number = fading(), 0
     while is_placed(cluster, "probe"):
         cluster.report("probe", Phase.CANCELLED)

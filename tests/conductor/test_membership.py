@@ -81,9 +81,7 @@ def test_an_unknown_instance_or_newer_epoch_is_told_to_register() -> None:
         ({"max_model_len": 1}, InvalidRequest, []),
     ],
 )
-def test_a_worker_that_does_not_fit_is_refused_and_both_are_named(
-    changes: dict[str, object], error: type, named: list[str]
-) -> None:
+def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], error: type, named: list[str]) -> None:
     cluster = Cluster("p0", "d0")
     found = error_of(cluster, worker("d1", Role.DECODE, **changes))  # type: ignore[arg-type]
     assert isinstance(found, error)

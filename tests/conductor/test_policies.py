@@ -90,9 +90,7 @@ def ended(cluster: Cluster, request_id: str, **changes: object) -> str:
     threshold=st.sampled_from([1.0, 1.25, 2.0]),
 )
 @settings(max_examples=examples(300), deadline=None)
-def test_columns_decide_as_the_loop_of_the_paper(
-    instances: list[tuple[int, int, int, int]], best: int, threshold: float
-) -> None:
+def test_columns_decide_as_the_paper(instances: list[tuple[int, int, int, int]], best: int, threshold: float) -> None:
     """Algorithm 1 line by line; of equal ones the least recently chosen, then the first."""
     device = np.array([min(a, b) for a, b, _, _ in instances])
     prefix = np.array([max(a, b) for a, b, _, _ in instances])

@@ -243,9 +243,7 @@ LATE = st.floats(0.1, 30).map(lambda s: Rejection(reason="ttft_slo", retry_after
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | LATE, st.floats(0, 15)), max_size=60))
-def test_whatever_happens_promises_end_and_nobody_waits_less_than_the_load_needs(
-    asked: list[tuple[int, Rejection | None, float]],
-) -> None:
+def test_promises_end_and_nobody_waits_less_than_needed(asked: list[tuple[int, Rejection | None, float]]) -> None:
     returns, now = Returns(), 0.0
     for who, rejection, gap_s in asked:
         now += gap_s

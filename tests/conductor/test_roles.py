@@ -143,9 +143,7 @@ class Fluid:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.0, 8.0), st.floats(0.0, 8.0))
-def test_under_constant_load_it_settles_and_nobody_changes_twice(
-    num_prefill: int, num_decode: int, prompts: float, answers: float
-) -> None:
+def test_constant_load_changes_nobody_twice(num_prefill: int, num_decode: int, prompts: float, answers: float) -> None:
     cluster = Fluid(num_prefill, num_decode, prompts, answers)
     cluster.settle()
     assert min(cluster.count(Role.PREFILL), cluster.count(Role.DECODE)) >= 1
@@ -209,9 +207,7 @@ def test_a_long_queue_turns_a_decode_worker_into_a_prefill_worker_with_another_e
     [((), 0), ((0.5,), 0), ((1.5,), 1)],
     ids=["nobody is refused", "what no worker could do", "what another worker could"],
 )
-def test_prompts_that_are_refused_ask_for_help_though_queues_are_short(
-    objectives_s: tuple[float, ...], num_changes: int
-) -> None:
+def test_refused_prompts_ask_for_help_where_queues_are_short(objectives_s: tuple[float, ...], num_changes: int) -> None:
     """A queue of 2 s under an objective of 30 keeps the only prefill worker busy; a prompt takes it 1 s."""
     cluster = cluster_of()
     changes: list[RoleChangeDue] = []
@@ -257,9 +253,7 @@ def test_full_decode_workers_ask_for_help_that_prefill_workers_may_not_have() ->
         (Load(free_blocks=1000, num_running=40), 0.5, 0.5, 0.0),
     ],
 )
-def test_a_decode_workers_load_is_its_step_or_its_blocks_whichever_is_nearer_to_the_limit(
-    load: Load, c0: float, tbt_slo_s: float, need: float
-) -> None:
+def test_decode_load_is_the_larger_of_step_and_blocks(load: Load, c0: float, tbt_slo_s: float, need: float) -> None:
     cluster = Cluster()
     cluster.decode("d0", decode_profile=replace(DECODE, c0=c0))
     cluster.heartbeat("d0", load)

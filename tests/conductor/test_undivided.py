@@ -56,9 +56,7 @@ def test_short_prompts_behind_a_long_one_are_left_to_decode_workers_one_after_th
 
 
 @pytest.mark.parametrize(("late_s", "more_s"), [(0.0, 0.0), (0.05, 0.05)])
-def test_reports_take_out_what_the_placement_added_and_teach_what_every_request_pays(
-    late_s: float, more_s: float
-) -> None:
+def test_reports_take_out_what_was_added_and_teach_what_every_request_pays(late_s: float, more_s: float) -> None:
     cluster = busy()
     place(cluster, "a")
     read(cluster, "a", 0.1 + late_s)

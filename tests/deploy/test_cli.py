@@ -51,17 +51,13 @@ def test_help_lists_every_verb_and_verbs_have_help(capsys: pytest.CaptureFixture
         (["worker", "--role=decode", "--conditional-disaggregation=x"], "--conditional"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_code_2(
-    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_a_line_and_exit_code_2(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("argument", "is_read", "code"), [("--help", False, 141), ("serv", True, 2)])
-def test_the_command_ends_with_its_exit_code_and_no_traceback_where_nobody_reads(
-    argument: str, is_read: bool, code: int
-) -> None:
+def test_the_command_ends_without_a_traceback_where_nobody_reads(argument: str, is_read: bool, code: int) -> None:
     read_fd, write_fd = os.pipe()
     if not is_read:
         os.close(read_fd)  # before it has printed anything
@@ -160,9 +156,7 @@ URGENT = {"tenant": "", "weight": 0.5, "ahead_tokens": 0.0}
          ["→ d0 2 11.0 ms 12.5 ms 2 20.0 ms 30.0 ms", "compute 100.0 ms 300.0 ms"], ["→ p1"]),
     ],
 )  # fmt: skip
-def test_a_decision_is_explained_with_what_followed(
-    changes: dict[str, Any], there: list[str], absent: list[str]
-) -> None:
+def test_a_decision_is_shown_with_what_followed(changes: dict[str, Any], there: list[str], absent: list[str]) -> None:
     """Each decision has a section."""
     shown = []
     for decisions in ([DECISION], [DECISION, {**DECISION, **changes}]):
@@ -201,9 +195,7 @@ def test_a_port_of_another_protocol_and_a_broken_answer_are_no_answer(said: byte
         answered.result()
 
 
-def test_no_gateway_is_one_line_that_names_the_address_and_how_to_give_another(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_gateway_is_one_line_with_the_address_and_how_to_give_another(capsys: pytest.CaptureFixture[str]) -> None:
     for url in ("http://localhost:80x", "nonsense", "http://127.0.0.1:9"):
         assert explain(["x"], {"MOONSERVE_URL": url}) == EXIT_UNREACHABLE
         (line,) = capsys.readouterr().err.splitlines()
@@ -288,9 +280,7 @@ def test_the_file_is_its_owners_alone_and_writers_take_turns(tmp_path: Path) -> 
         ("list --in-registry --registry redis://127.0.0.1:{nobody}", 3, "cannot be reached"),
     ],
 )
-def test_what_cannot_be_done_with_keys_is_one_line(
-    arguments: str, code: int, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misuse_of_keys_is_one_line(arguments: str, code: int, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys(arguments.format(nobody=free_port()).split(), {}) == code
     told = capsys.readouterr().err
     assert hint in told

@@ -145,9 +145,7 @@ def test_a_bare_host_and_port_is_dialled(doctor: Doctor) -> None:
         ("127.0.0.1:99999", "port below 65536"),
     ],
 )
-def test_an_address_that_is_none_is_told_from_one_that_is_not_reached(
-    doctor: Doctor, address: str, remedy: str
-) -> None:
+def test_an_address_that_is_none_is_told_from_one_that_is_away(doctor: Doctor, address: str, remedy: str) -> None:
     code, report = doctor("--peer", address)
     (entry,) = report["findings"]["peer"]
     assert code == 1
@@ -279,9 +277,7 @@ def test_an_rdma_port_is_judged_by_state_gid_and_route(port: dict[str, Any], sta
         (ImportError("no torch"), WARN, "pip install torch"),
     ],
 )
-def test_gpus_are_named_with_their_memory_or_why_they_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, gpus: Any, state: State, words: str
-) -> None:
+def test_gpus_are_named_or_why_not_used(monkeypatch: pytest.MonkeyPatch, gpus: Any, state: State, words: str) -> None:
     monkeypatch.setattr(device_checks, "count_gpus", lambda: 2)
     monkeypatch.setattr(device_checks, "usable_gpus", Mock(side_effect=[gpus]))
     [found] = device_checks.check_gpus()

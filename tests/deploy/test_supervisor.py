@@ -95,9 +95,8 @@ async def test_a_process_gives_way_to_a_successor(launch: Launch, overlaps: bool
     assert process_of(child).returncode is None
 
 
-async def test_one_whose_log_cannot_be_opened_any_more_starts_again_and_writes_where_the_launcher_does(
-    launch: Launch, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_one_without_its_log_writes_to_the_launchers(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    """It starts again where its log cannot be opened any more."""
     supervisor, child = await launch()
     child.log_path.unlink()
     child.log_path.mkdir()
@@ -256,9 +255,7 @@ async def test_the_next_one_goes_when_the_one_before_is_back(tmp_path: Path, sil
     ]
 
 
-async def test_nothing_is_restarted_while_nobody_says_who_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_restarts_while_nobody_says_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarting, "BACK_WITHIN_S", 0.2)
     scene = Scene(tmp_path, 10**6)
     with pytest.raises(NoWorker, match="no conductor said"):

@@ -28,9 +28,7 @@ def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 @given(IDS, IDS, st.integers(-7, 0))
-def test_prompts_share_exactly_the_prefix_that_their_hash_ids_share(
-    left: list[int], right: list[int], shorter: int
-) -> None:
+def test_prompts_share_exactly_what_their_hash_ids_share(left: list[int], right: list[int], shorter: int) -> None:
     builder = PromptBuilder(200)
     a = builder.prompt(record(len(left) * 8 + shorter, *left))
     b = builder.prompt(record(len(right) * 8, *right))
@@ -92,9 +90,7 @@ def test_a_broken_line_is_named(line: str, complaint: str, tmp_path: Path) -> No
         ({"input_length": 1025}, "input_length 1025 needs 3 hash ids"),
     ],
 )
-def test_whoever_measures_a_trace_is_told_what_breaks_the_laws_of_the_format(
-    changes: dict[str, int], complaint: str, tmp_path: Path
-) -> None:
+def test_who_measures_is_told_what_breaks_the_format(changes: dict[str, int], complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | changes)}\n")
     assert len(read_trace(path)) == 2

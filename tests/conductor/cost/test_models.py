@@ -94,9 +94,7 @@ SECONDS = st.floats(1e-4, 10.0)
 
 
 @given(usual=st.lists(st.tuples(SECONDS, SECONDS), min_size=30, max_size=30), wild=st.floats(0.0, 1e6))
-def test_one_wild_report_among_usual_ones_moves_predictions_by_a_bounded_share(
-    usual: list[tuple[float, float]], wild: float
-) -> None:
+def test_one_wild_report_moves_predictions_by_a_bounded_share(usual: list[tuple[float, float]], wild: float) -> None:
     """Of a prompt that is like those before it."""
     tracking = Tracking()
     for linear_s, square_s in usual * 2:
@@ -146,9 +144,7 @@ def settled(log_factor: float) -> Correction:
 
 
 @given(st.floats(0.26, 3.9), st.floats(1e-4, 1e3), st.floats(0.13, 7.9))
-def test_a_changed_machine_is_known_after_the_stated_number_of_reports(
-    before: float, predicted_s: float, after: float
-) -> None:
+def test_a_change_is_known_after_the_stated_number_of_reports(before: float, predicted_s: float, after: float) -> None:
     """Whatever the factor was, and whatever the work. docs/cost-models.md states 15 reports for twice, 27 for four
     times."""
     assert [reports_to_converge(times) for times in (2.0, 0.5, 4.0, 1.0)] == [15, 15, 27, 0]
@@ -170,9 +166,7 @@ def test_noise_moves_the_factor_by_a_third_of_its_own_deviation(seed: int, sigma
 
 
 @given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300), st.floats(-2.0, 2.0))
-def test_one_report_however_wild_moves_the_factor_by_at_most_6_percent(
-    predicted_s: float, actual_s: float, before: float
-) -> None:
+def test_any_report_moves_the_factor_by_at_most_6_percent(predicted_s: float, actual_s: float, before: float) -> None:
     correction = settled(before)
     known = correction.factor
     correction.observe(predicted_s, actual_s)

@@ -126,9 +126,7 @@ def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixtur
         assert get_all(second, VALUES) | get_all(third, VALUES) == VALUES
 
 
-def test_what_finds_no_place_is_listed_and_a_full_cluster_does_not_chase_its_own_evictions(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_finds_no_place_is_listed_and_evictions_are_not_chased(capsys: pytest.CaptureFixture[str]) -> None:
     with stage(["store-0"]) as made:
         kvctl = Kvctl(capsys, made.registry)
         put(made.nodes["store-0"], {"large": bytes(3 * 2**20), "small": b"value"})

@@ -71,9 +71,7 @@ def test_a_plain_key_that_looks_like_a_block_key_can_be_named(pair: Stage, kvctl
     assert record["key"] == plain_key(name.encode()).hex()
 
 
-def test_nodes_shows_every_node_and_each_can_be_asked_without_a_registry(
-    pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_node_is_shown_and_answers_alone(pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]) -> None:
     put(pair.nodes["store-0"], {"counted": b"value"})
     first, second = kvctl.json("nodes")
     assert (first["node"], second["node"]) == ("store-0", "store-1")
@@ -128,9 +126,7 @@ def test_many_objects_are_dropped_only_when_it_is_meant(pair: Stage, kvctl: Kvct
     assert [kvctl("stat", key.hex()).code for key in keys[3:6]] == [0, 1, 1]
 
 
-def test_replicas_are_made_and_taken_away_with_their_chain_by_the_directory(
-    pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_directory_makes_replicas_of_a_chain(pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]) -> None:
     keys = chain_keys("replicas", 3)
     put_chain(pair.nodes["store-0"], keys)
     asyncio.run(pair.until_indexed(keys))
@@ -216,9 +212,7 @@ def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]
         assert "may still hold" in kvctl("drop", "here").err
 
 
-def test_a_stopped_node_costs_seconds_and_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_node_costs_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # no patience
     with stage(["store-0", "store-1"]) as made:
         keys = chain_keys("stopped", 5)
@@ -326,9 +320,7 @@ async def test_what_cannot_be_is_refused_in_words_and_changes_nothing(
     assert worker.elasticity.limits() == before
 
 
-def test_a_worker_or_a_gateway_that_does_not_answer_is_told_apart_from_a_refusal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_worker_or_a_gateway_that_does_not_answer_is_told_from_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     assert main(["--node", nobody, "limits"], ENVIRON) == EXIT_UNREACHABLE
     for asked in (["limits", "--url", f"http://{nobody}"], ["--url", f"http://{nobody}", "limits"]):

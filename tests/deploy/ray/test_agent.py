@@ -81,9 +81,7 @@ def controller() -> Any:
     return controller
 
 
-async def test_a_start_that_the_head_did_not_write_down_is_tried_again(
-    controller: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_that_was_not_recorded_is_tried_again(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the process would count as starting for ever."""
     document = {"conductors": {"count": 1, "port": free_port()}, "stores": {"enabled": False}}
     away, made = ["head"], []

@@ -104,9 +104,7 @@ def test_a_wrong_file_is_named_before_ray_is_asked(
     assert str(path) in told
 
 
-def test_a_file_is_checked_without_ray_and_help_names_every_verb(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_and_verbs_need_no_ray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     example = Path(__file__).parents[3] / "deploy" / "clusters" / "gpu.yaml"
     assert main(["deploy", "ray", "--check", str(example)]) == 0
@@ -160,9 +158,7 @@ def spec(kind: Kind, number: int = 0, **more: object) -> ProcessSpec:
                                "conductor": EVERYWHERE}),
     ],
 )  # fmt: skip
-def test_processes_understand_what_their_actors_tell_them(
-    kind: Kind, number: int, more: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_processes_understand_actors(kind: Kind, number: int, more: dict[str, Any], expected: dict[str, Any]) -> None:
     """The configuration that each would build is built here."""
     made = spec(kind, number, **more)
     cls = {**CLASSES, "kvstore.directory": DirectoryConfig}[made.module]

@@ -222,9 +222,7 @@ def test_the_terminal_tells_what_runs_where(cluster: Deployed) -> None:
     assert "ready" in cluster.deployment.tail("decode-0")
 
 
-def test_a_killed_raylet_costs_no_request_and_its_processes_start_elsewhere(
-    hosts: Any, cluster: Deployed, expected: list[list[int]]
-) -> None:
+def test_processes_of_a_killed_raylet_start_elsewhere(hosts: Any, cluster: Deployed, expected: list[list[int]]) -> None:
     """A decode worker there, and its actor, stand still meanwhile. The actor dies with its raylet, the worker when it
     wakes and sees that; its successor serves by then, and nobody is answered wrongly."""
     before = cluster.processes()

@@ -44,9 +44,7 @@ async def test_the_process_ends_the_turn_and_nothing_follows_even_if_a_switch_wa
 
 
 @pytest.mark.parametrize("is_switched", [True, False])
-async def test_a_drain_for_a_switch_or_of_a_process_that_is_to_stop_when_idle_ends_with_the_work(
-    is_switched: bool,
-) -> None:
+async def test_a_drain_for_a_switch_or_until_idle_ends_with_the_work(is_switched: bool) -> None:
     decode, process = turn()
     idle = asyncio.Event()
     if is_switched:
@@ -62,9 +60,8 @@ async def test_a_drain_for_a_switch_or_of_a_process_that_is_to_stop_when_idle_en
 
 
 @pytest.mark.parametrize(("drain_s", "is_stopped", "timeout_s"), [(0.0, False, FOREVER_S), (None, True, 0.0)])
-async def test_a_command_may_grant_no_time_and_a_stop_during_the_drain_leaves_the_time_of_a_stop(
-    drain_s: float | None, is_stopped: bool, timeout_s: float
-) -> None:
+async def test_a_drain_ends_when_no_time_is_granted(drain_s: float | None, is_stopped: bool, timeout_s: float) -> None:
+    """By the command; and a stop during the drain leaves the time of a stop."""
     decode, process = turn()
     decode.switch_to(Role.PREFILL, drain_s=drain_s)
     if is_stopped:

@@ -117,7 +117,5 @@ def test_predictions_count_where_both_are_known() -> None:
         (seconds, (5, 12_345, math.nan), ["0.005", "12.35", "–"]),
     ],
 )
-def test_numbers_are_written_for_people(
-    write: Callable[[float], str], numbers: tuple[float, ...], texts: list[str]
-) -> None:
+def test_numbers_are_for_people(write: Callable[[float], str], numbers: tuple[float, ...], texts: list[str]) -> None:
     assert [write(number) for number in numbers] == texts

@@ -54,9 +54,7 @@ def test_names_of_figures_are_unique_and_runs_are_checked() -> None:
         ((20, 5, 4, 3), (4, 5, 3, 2), False, True),
     ],
 )
-def test_figure_5_checks_the_order_and_the_last_ratio(
-    even: Sequence[float], fewer: Sequence[float], order: bool, ratio: bool
-) -> None:
+def test_figure_5_checks_two_claims(even: Sequence[float], fewer: Sequence[float], order: bool, ratio: bool) -> None:
     """Of both divisions the order, of the one with fewer prefill machines the ratio."""
     names = ("random", "load balance", "local cache-aware", "global cache-aware")
     ttfts = dict(zip(names, even, strict=True)) | {"moonserve": 1.0}
@@ -140,9 +138,7 @@ def test_every_figure_of_another_trace(tmp_path: Path) -> None:
     assert figures["table-2"]["rows"][0]["published"] == 23_608
 
 
-def test_a_page_with_published_values_and_a_second_time_without_simulating(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_of_published_values_is_simulated_for_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A browser's strict parser reads it; a row of the JSON has value, published value and their ratio; another public
     trace beside it is rows of table 2."""
     trace = write_sessions(tmp_path / "conversation_trace.jsonl")

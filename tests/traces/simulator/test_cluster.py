@@ -92,9 +92,7 @@ def test_a_prefix_is_fetched_when_its_holder_is_busy_unless_the_pool_is_local(po
         ({"admission": "none", "double_check": True}, "tbt_slo_at_handoff", 1.0),
     ],
 )
-def test_decode_load_rejects_on_arrival_or_when_the_prompt_was_computed_for_nothing(
-    changes: dict[str, Any], reason: str, computed_s: float
-) -> None:
+def test_decode_load_rejects_on_arrival_or_at_handoff(changes: dict[str, Any], reason: str, computed_s: float) -> None:
     """One sequence keeps the target, two do not; a second prompt comes while the first one's answer is made. Blocks of
     the rejected one are free again."""
     model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))

@@ -23,9 +23,7 @@ def trace(tmp_path: Path) -> str:
     return str(write_sessions(tmp_path / "trace.jsonl", 20))
 
 
-def test_several_runs_are_one_table_and_one_folder(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_runs_are_one_table_and_one_folder(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two policies and a baseline; the JSON holds all that happened and is the same when it is done again."""
     arguments = ["--prefill", "2", "--decode", "1", "--policy", "random,global-cache-aware", "--coupled", "plain"]
     stored = []

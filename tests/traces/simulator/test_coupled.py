@@ -113,9 +113,7 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
 
 @settings(deadline=None, max_examples=examples(20))
 @given(records=traces(), chunked=st.booleans(), caching=st.booleans(), budget=st.integers(4, 60))
-def test_tokens_come_when_a_loop_over_all_steps_says_so(
-    records: list[TraceRecord], chunked: bool, caching: bool, budget: int
-) -> None:
+def test_tokens_come_when_a_loop_says_so(records: list[TraceRecord], chunked: bool, caching: bool, budget: int) -> None:
     """In exact arithmetic: plain and chunked prefill, with and without prefix caching, slots and arrivals."""
     exact = spec(model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget)
     _, journeys = run_checked(exact, records)

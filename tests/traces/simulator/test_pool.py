@@ -74,9 +74,7 @@ class Follower:
     num_disk=st.sampled_from([0, 0, 3, 12]),
     policy=st.sampled_from(["lru", "lfu", "fifo", "length-aware", "reuse-credit"]),
 )
-def test_whoever_follows_the_changes_knows_what_is_here(
-    data: st.DataObject, num_blocks: int, num_disk: int, policy: str
-) -> None:
+def test_changes_add_up_to_what_is_here(data: st.DataObject, num_blocks: int, num_disk: int, policy: str) -> None:
     """Puts, reads that overlap and heartbeats in any order: held blocks stay, nothing exceeds its space, and the
     changes told add up to the contents, with the right parents."""
     store, conductor = Store(num_blocks, num_disk, policy), Follower()

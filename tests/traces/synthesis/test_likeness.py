@@ -111,9 +111,7 @@ def until(model: Fit, duration_s: float, rate: float = 1.0) -> list[TraceRecord]
 
 @settings(deadline=None, max_examples=examples(40))
 @given(specs(), st.integers(0, 3), st.floats(0.1, 10), st.integers(1, 300))
-def test_the_likeness_of_any_trace_obeys_the_format(
-    spec: WorkloadSpec, seed: int, rate: float, remembered: int
-) -> None:
+def test_a_likeness_of_any_trace_obeys_the_format(spec: WorkloadSpec, seed: int, rate: float, remembered: int) -> None:
     model = fit(list(islice(requests_of(spec, Random(seed)), 120)))
 
     def made() -> list[TraceRecord]:

@@ -212,9 +212,7 @@ def small(tmp_path: Path) -> Path:
     return write_small(tmp_path / "small.jsonl")
 
 
-def test_options_describe_the_trace_and_the_same_ones_give_the_same_bytes_in_every_version(
-    small: Path, tmp_path: Path
-) -> None:
+def test_options_describe_the_trace_and_give_the_same_bytes_in_every_version(small: Path, tmp_path: Path) -> None:
     options = (
         "--seed 7 --input-tokens lognormal:3000:1 --turn-tokens lognormal:700:1 --system-prompts 3 "
         "--system-tokens 600 --output-tokens lognormal:300:0.8 --session-share 0.4 --turns 3 "
@@ -228,9 +226,7 @@ def test_options_describe_the_trace_and_the_same_ones_give_the_same_bytes_in_eve
     check_laws(read_checked(out))
 
 
-def test_a_likeness_is_as_long_as_its_model_unless_told_otherwise_and_the_same_for_a_seed(
-    small: Path, tmp_path: Path
-) -> None:
+def test_a_likeness_is_as_long_as_its_model_unless_told_otherwise_and_one_per_seed(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.jsonl"
 
     def made(*options: str) -> list[TraceRecord]:
