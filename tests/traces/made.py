@@ -30,7 +30,7 @@ def write_sessions(path: Path, num_requests: int = 40) -> Path:
     return path
 
 
-# What `synthesize` makes of the options in tests/traces/synthesis/test_command.py.
+# What `synthesize` makes of the options in tests/traces/synthesis/test_workload.py.
 SMALL = WorkloadSpec(
     arrivals=ArrivalSpec(rate=5, process="gamma", burstiness=2),
     input_tokens=LogNormal(3000, 1),

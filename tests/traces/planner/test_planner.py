@@ -83,7 +83,7 @@ def found(num_machines: int, rule: Callable[[Cluster], float], target: float = 0
     target=st.sampled_from([0.5, 0.9, 1.0]),
 )
 def test_it_finds_best_and_smallest(num_machines: int, prefill_load: float, decode_load: float, target: float) -> None:
-    """Of up to sixteen machines, beside every cluster there is, in a landscape where parts of the trace tell the truth."""
+    """Of up to sixteen machines, beside every cluster that there is, where parts of the trace tell the truth."""
     rule = capacity(prefill_load, decode_load)
     answer = found(num_machines, rule, target)
 
