@@ -1,21 +1,29 @@
-"""What can go wrong between a session, its target and the devices below them, and what is not believed."""
+"""What can go wrong between a session, its target and the devices below them; what is not believed; what is missing."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
+from protocol.errors import ConfigError, IntegrityError, InvalidRequest, PeerLost, StaleLease
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import MakePair, Pair
-from tests.transfer.fake_fabric import LIMITS, PORT, FakeDevice, Wire
-from transfer import Op, RemoteSegment, Transfer
-from transfer.rdma import control
+from tests.transfer.fake_fabric import LIMITS, PORT, FakeDevice, FakePair, Request, Wire
+from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions, registry
+from transfer.rdma import control, verbs
 from transfer.rdma.control import PAIR_BYTES, RemoteKey
+from transfer.rdma.fabric import CHAIN
+from transfer.rdma.queues import SendQueue, Work, runs_of
 from transfer.rdma.rail import RegisteredMemory
+from transfer.rdma.transport import RdmaTransport
+from transfer.scatter import rows
 from transfer.segments import SegmentTable
 from transfer.stats import Incident
 from transfer.tcp.frames import HEADER_BYTES, Code, Kind, ProtocolViolation, decode
@@ -163,3 +171,65 @@ def test_a_grant_ends_well_or_with_words() -> None:
     frame = control.result(5, IntegrityError("bad"))
     assert decode(frame[:HEADER_BYTES]).code is Code.CORRUPT
     assert frame[HEADER_BYTES:] == b"bad"
+
+
+def queue_of(depth: int) -> tuple[SendQueue[int], deque[tuple[FakePair, Request]]]:
+    """With what it has posted, none of which ends by itself."""
+    wire, posted = Wire(), deque[tuple[FakePair, Request]]()
+    wire.frozen = posted
+    pair = wire.open(PORT).make_queue_pair(None, send_depth=depth, receive_depth=1, serves=False)
+    return SendQueue(pair, 1, depth), posted
+
+
+def work(owner: int, count: int) -> Work[int]:
+    return Work(owner, Op.READ, [(i, i, 1) for i in range(count)], 1, 2)
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=10), depth=st.integers(1, 4 * CHAIN))
+def test_works_end_in_order_and_the_queue_is_never_overfull(sizes: list[int], depth: int) -> None:
+    queue, posted = queue_of(depth)
+    for owner, size in enumerate(sizes):
+        queue.submit(work(owner, size))
+    ended, freed, done = [], 0, 0
+    while done < len(posted):
+        assert sum(len(request.runs) for _, request in posted) - freed <= depth
+        freed += len(posted[done][1].runs)
+        done += 1
+        if (finished := queue.completed()) is not None:
+            ended.append(finished.owner)
+    assert ended == list(range(len(sizes)))
+    assert freed == sum(sizes)
+
+
+def test_what_was_given_up_is_posted_no_more() -> None:
+    queue, posted = queue_of(1)
+    queue.submit(work(0, 3))
+    assert queue.give_up() == 1
+    queue.completed()
+    assert len(posted) == 1
+
+
+def test_runs_are_absolute_without_the_empty_ones_and_no_longer_than_a_message() -> None:
+    runs = runs_of(rows((0, 100, 10), (50, 0, 0), (20, 200, 25)), 1000, 5000, 10)
+    assert [tuple(run) for run in runs] == [(1000, 5100, 10), (1020, 5200, 10), (1030, 5210, 10), (1040, 5220, 5)]
+    assert runs_of(np.empty((0, 3), dtype=np.int64), 0, 0, 10) == []
+
+
+def test_without_pyverbs_rdma_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+    monkeypatch.setattr(registry, "_TRANSPORTS", {"rdma": RdmaTransport})
+    verbs.pyverbs.cache_clear()  # a failure is not kept: the next test finds it again
+    engine = TransferEngine(cluster_token="t", options=TransferOptions(transports=("rdma",)))
+    with pytest.raises(ConfigError, match=r"python3-pyverbs.*moonserve\[rdma\]"):
+        engine.start()
+
+
+def test_the_root_logger_is_left_as_it_was() -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    with verbs.root_logger_untouched():
+        root.addHandler(logging.NullHandler())
+        root.setLevel(logging.DEBUG)
+    assert (root.handlers, root.level) == before
