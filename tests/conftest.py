@@ -45,7 +45,6 @@ SLOW = (
     "traces/simulator/test_trace.py",
     "transfer/fuzz/",
     "transfer/test_failover.py",
-    "transfer/test_leaks.py",
 )
 """Run by `make test-all`, as tests marked `slow` are: several processes, other programs, hours of virtual time."""
 

@@ -160,11 +160,6 @@ async def test_a_slow_leader_that_is_the_only_one_is_waited_for(rig: Rig) -> Non
         await explain(conductors, timeout_s=1.0)
 
 
-async def test_a_hint_leads_to_a_conductor_that_was_not_known(rig: Rig) -> None:
-    rig.unknown.epoch, rig.a.hint = 3, rig.addresses["unknown"]
-    assert await explain(rig.client()) == "unknown"
-
-
 async def test_of_two_that_say_they_lead_the_later_epoch_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.conductors.ASK_TIMEOUT_S", LONG_ENOUGH_S)  # both are heard
     rig.a.epoch, rig.b.epoch = 1, 2
@@ -195,7 +190,7 @@ async def test_a_caller_that_gives_up_takes_nothing_from_the_others(rig: Rig) ->
     assert await patient == "a"
 
 
-async def test_a_leader_that_only_a_hint_named_stays_known_when_the_hint_is_gone(rig: Rig) -> None:
+async def test_a_leader_that_only_a_hint_named_is_found_and_stays_known_when_the_hint_is_gone(rig: Rig) -> None:
     rig.unknown.epoch, rig.a.hint = 3, rig.addresses["unknown"]
     conductors = Conductors(rig.channels, rig.addresses["a"])
     assert await explain(conductors) == "unknown"

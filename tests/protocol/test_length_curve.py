@@ -87,15 +87,6 @@ def test_low_limits_do_not_make_answers_look_short(seed: int, mean: float, sigma
         assert survival[at] == pytest.approx((lengths > EDGES[at]).mean(), abs=0.07)
 
 
-def test_requests_that_always_use_up_their_limit_are_expected_to() -> None:
-    """As those with ignore_eos do: none ever ended by itself."""
-    curve = LengthCurve()
-    for _ in range(100):
-        curve.observe(128, stopped=True)
-    assert remaining(curve, 0, 128) == 128
-    assert remaining(curve, 100, 512) == 412
-
-
 @given(st.integers(1, 2000), st.integers(1, 2000))
 def test_after_a_change_the_new_lengths_are_learned(before: int, after: int) -> None:
     """Ten half-lives later the old ones weigh a thousandth."""

@@ -27,13 +27,6 @@ def test_a_fit_finds_the_coefficients_that_made_the_points() -> None:
     assert fit_relative(columns, columns @ truth) == pytest.approx(truth, rel=1e-6)
 
 
-def test_a_fit_is_never_negative() -> None:
-    columns = _columns([(1, 10), (2, 20), (4, 80), (8, 60)])
-    found = fit_relative(columns, np.array([0.5, 0.4, 0.3, 0.2]))
-    assert found.min() >= 0
-    assert found.max() > 0
-
-
 def test_a_column_of_zeros_gets_a_coefficient_of_zero() -> None:
     found = fit_relative(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([2.0, 2.0]))
     assert found == pytest.approx([2.0, 0.0])
@@ -56,6 +49,7 @@ def test_no_allowed_change_of_the_result_is_better(
     def error(c: np.ndarray) -> float:
         return float(np.sum((columns @ c / seconds - 1) ** 2))
 
+    assert (found >= 0.0).all()
     assert error(found) <= error(other) + 1e-7 * len(points)
 
 
@@ -87,12 +81,6 @@ def test_a_prompt_joins_where_the_first_tokens_of_all_come_sooner_in_sum(
 
 DECODE = DecodeProfile(c0=0.0256, c1=1.1e-4, c2=4.07e-8)
 A800 = PrefillProfile(c0=0.0, c1=1.15e-4, c2=7.3e-10)
-
-
-def test_a_step_of_32_long_sequences_leaves_room_for_less_than_a_block_of_512() -> None:
-    """44.8 ms of decoding under a target of 0.1 s: 55.2 ms are 415 tokens behind 12,000."""
-    chunk = StepBudget(decode=DECODE, prefill=A800, most_step_s=0.1).chunk_tokens(0.0448, 12_000, 8_192)
-    assert chunk == 415
 
 
 @pytest.mark.parametrize("most_step_s", [0.0, -1.0, math.inf, math.nan])

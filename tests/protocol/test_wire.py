@@ -266,17 +266,6 @@ def test_changes_replayed_in_order_give_what_is_present() -> None:
     assert view == present == apply(set(), log.snapshot())
 
 
-def test_numbers_continue_after_an_acknowledged_snapshot() -> None:
-    log = BlockLog()
-    log.added(key(1), None)
-    snapshot = log.snapshot()
-    log.acknowledge(snapshot)
-    log.added(key(2), key(1))
-    changes = log.changes()
-    assert changes.first_seq == snapshot.next_seq
-    assert changes.next_seq == changes.first_seq + 1
-
-
 def test_too_many_unsent_changes_become_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_PENDING", 10)
     log = BlockLog()

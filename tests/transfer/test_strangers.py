@@ -42,6 +42,7 @@ only_tcp = pytest.mark.parametrize("transport", ["tcp"])
 # Targets.
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", "tls"])
 def test_another_cluster_token_is_refused(stage: Stage) -> None:
     stage.near = stage.engine("another token")
     stage.local = Guarded(stage.near, NBYTES)

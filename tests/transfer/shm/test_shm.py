@@ -13,7 +13,7 @@ import pytest
 from protocol.errors import IntegrityError, InvalidRequest, PeerLost
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, Make, MakePair, Pair, PeerInProcess, run
-from tests.transfer.stage import authenticated, until_closed
+from tests.transfer.stage import WritesTo, authenticated, until_closed
 from transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, scatter
 from transfer.native import address_of, data_plane
 from transfer.scatter import Rows
@@ -193,13 +193,11 @@ def test_another_process_reads_and_writes_memory_that_was_registered(make_engine
 def test_a_peer_that_was_killed_is_noticed_though_its_memory_could_still_be_read(
     make_engine: Make, peer: PeerInProcess
 ) -> None:
-    engine = make_engine()
-    remote, _ = peer.lend(MIB, 7)
-    read = Transfer(Op.READ, engine.allocate(MIB), 0, remote, 0, MIB)
-    engine.run([read], deadline_s=PATIENCE_S)
+    to = WritesTo(make_engine(), peer)
+    run(to.engine, to.read)
     peer.end()
     with pytest.raises(PeerLost):
-        run(engine, read)
+        run(to.engine, to.read)
 
 
 NBYTES = 8192
@@ -244,14 +242,6 @@ def target() -> Iterator[Target]:
         target = Target(engine)
         yield target
         target.connection.close()
-
-
-def test_what_is_offered_is_stored_where_it_belongs(target: Target) -> None:
-    target.offer(target.source.fd)
-    target.write(scatter.rows((100, 0, 50), (200, 10, 1)))
-    assert target.segment.buffer[100:150] == b"s" * 50
-    assert target.segment.buffer[200] == ord("s")
-    assert bytes(target.segment.buffer).count(b"s") == 51
 
 
 @pytest.mark.parametrize("row", [(0, NBYTES, 1), (0, -1, 5), (0, 1, NBYTES), (0, 1 << 62, 1)])
