@@ -37,3 +37,12 @@ async def answered(ask: Callable[[], Awaitable[T | None]], timeout_s: float = PA
         while not (answer := await ask()):  # noqa: ASYNC110 - it is elsewhere
             await asyncio.sleep(0.01)
     return answer
+
+
+async def came_true(holds: Callable[[], object]) -> None:
+    """Returns once it holds, which other tasks are working on."""
+
+    async def ask() -> object:
+        return holds()
+
+    await answered(ask)

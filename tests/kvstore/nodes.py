@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from kvstore.allocator import ALIGNMENT
 from kvstore.client.blocks import BlockStores
@@ -22,8 +20,6 @@ from protocol.rpc import Channels
 from tests.patience import PATIENCE_S, answered
 from tests.processes import running, stop
 from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
-
-T = TypeVar("T")
 
 TOKEN = "store-tests"
 UNIT = ALIGNMENT
@@ -109,11 +105,6 @@ async def until_stats(
         return told if holds(told) else None
 
     return await answered(ask)
-
-
-async def within(timeout_s: float, body: Awaitable[T]) -> T:
-    """The result of `body`, in time."""
-    return await asyncio.wait_for(body, timeout_s)
 
 
 def key(number: int) -> BlockKey:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from protocol.rpc import Channels
 from tests.kvstore.nodes import TOKEN
 from tests.kvstore.test_mover import Node, ignore, node_on
 from tests.kvstore.test_remembering import life_in
-from tests.patience import answered
+from tests.patience import came_true
 
 
 class Alone(CatchingUp):
@@ -112,16 +112,9 @@ async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forg
         endpoint = Endpoint(instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host="")
         seat = Seat(registry, Member(endpoint=endpoint, role=STORE_ROLE, owner="owner"))
         async with running(seat.run()), running(again.run(seat)):
-            await until(lambda: again.rounds >= 3)
+            await came_true(lambda: again.rounds >= 3)
             assert not noted.exists()
             await life.node.mover.recover(life.disk, ignore, again)
             assert life.node.present(range(3)) == []
-            await until(noted.exists)
+            await came_true(noted.exists)
         await again.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async def ask() -> bool:
-        return holds()
-
-    await answered(ask)

@@ -20,7 +20,7 @@ from protocol.membership import own_endpoint
 from protocol.pb import kvstore_pb2
 from protocol.request import Endpoint
 from protocol.wire import endpoint_to_wire
-from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node, within
+from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, key, running_node
 from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S
 from transfer import TransferEngine, TransferOptions
@@ -115,5 +115,5 @@ async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_h
 
         after(monkeypatch, target, "read_leased", another_writes)
         assert (await target.copy()).copied == 1
-        [slot] = (await within(PATIENCE_S, waiting[0])).slots
+        [slot] = (await asyncio.wait_for(waiting[0], PATIENCE_S)).slots
         assert slot.outcome == kvstore_pb2.StoreReserveReply.Slot.OUTCOME_PRESENT

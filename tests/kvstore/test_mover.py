@@ -23,9 +23,8 @@ from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
 from kvstore.verification import Verifier
 from protocol.checksum import checksum
-from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import Clock, FaultyCalls, for_ever, stuck, until_it_hangs
-from tests.kvstore.nodes import within
+from tests.kvstore.nodes import key
 from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S
 from transfer import Segment
@@ -33,10 +32,6 @@ from transfer import Segment
 SIZE = 8192
 MEMORY = 64 * SIZE
 DISK = 4 * 2**20
-
-
-def key(number: int) -> BlockKey:
-    return BlockKey((number + 1).to_bytes(16, "little"))
 
 
 def value(number: int) -> bytes:
@@ -143,7 +138,7 @@ async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_agai
         flushing = asyncio.create_task(node.mover.flush(NEVER_S))
         await asyncio.sleep(0)  # it waits for the disk
         node.state.remove([key(1)], corrupt=False)
-        assert await within(PATIENCE_S, flushing) == 0
+        assert await asyncio.wait_for(flushing, PATIENCE_S) == 0
 
 
 async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(tmp_path: Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from conductor.limits import Limits
+from conductor.policies import PUBLISHED_POLICY, make_policy
+from conductor.service import ConductorService
+from conductor.state import ConductorState
 from kvstore.client.blocks import BlockStores
-from kvstore.directory import Directory
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, PeerLost, StaleLease
-from protocol.ids import InstanceId
-from protocol.keys import pack_keys, unpack_keys
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, kvstore_pb2
+from protocol.ids import Role
+from protocol.metrics import SchedulerMetrics
+from protocol.pb import conductor_pb2_grpc, kvstore_pb2
 from protocol.pb.kvstore_pb2 import StoreReserveReply
 from protocol.request import Endpoint
 from protocol.rpc import RpcServer
@@ -30,15 +34,13 @@ from tests.kvstore.nodes import (
     running_node,
     stats_of,
     until_stats,
-    within,
 )
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 from tests.stopping import stopped
 from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer
 
 DRAM = 4 * 2**20
 BLOCK = 64 * 1024
-STORE = InstanceId("store-0")
 
 
 @pytest.fixture(scope="module")
@@ -169,76 +171,36 @@ async def test_a_node_that_hangs_costs_no_more_than_the_deadline(shared_node: No
         await until_stats(client, store, lambda s: s.leased_bytes == s.reserved_bytes == 0)
 
 
-# In a cluster, what it announces is what its directory knows, across a restart too
-
-
-class IndexingConductor(conductor_pb2_grpc.ConductorServicer):
-    """The part of a conductor that members talk to, over a real directory."""
-
-    def __init__(self) -> None:
-        self.directory = Directory()
-        self.registrations: list[conductor_pb2.RegisterRequest] = []
-        self.loads: list[conductor_pb2.Load] = []
-        self._changed = asyncio.Condition()
-
-    async def until(self, holds: Any) -> None:
-        async with self._changed:
-            await within(PATIENCE_S, self._changed.wait_for(holds))
-
-    async def Register(self, request: conductor_pb2.RegisterRequest, context: Any) -> conductor_pb2.RegisterReply:
-        self.registrations.append(request)
-        return conductor_pb2.RegisterReply(heartbeat_interval_s=0.2, lease_s=5.0)
-
-    async def Heartbeat(self, request: conductor_pb2.HeartbeatRequest, context: Any) -> conductor_pb2.HeartbeatReply:
-        events = request.events
-        parents = unpack_keys(events.added_parents)
-        applied = self.directory.apply(
-            InstanceId(request.instance_id),
-            request.epoch,
-            zip(unpack_keys(events.added_keys), parents, strict=True),
-            unpack_keys(events.removed_keys),
-            events.first_seq,
-            events.next_seq,
-            events.snapshot,
-        )
-        self.loads.append(request.load)
-        async with self._changed:
-            self._changed.notify_all()
-        return conductor_pb2.HeartbeatReply(known=True, resync=not applied)
-
-    async def Deregister(self, request: conductor_pb2.DeregisterRequest, context: Any) -> conductor_pb2.DeregisterReply:
-        self.directory.drop(InstanceId(request.instance_id))
-        return conductor_pb2.DeregisterReply()
-
-
 async def test_a_node_announces_its_blocks_and_its_next_life_announces_none() -> None:
-    conductor = IndexingConductor()
-    server = RpcServer(TOKEN)
-    conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
-    address = await server.start("127.0.0.1", 0)
-    flags = ("--dram", "1MiB", "--conductor", address)
-    keys = [key(n) for n in range(4)]
+    """To the real conductor's service, in this process."""
+    state = ConductorState(make_policy(PUBLISHED_POLICY, 1.25), Limits(heartbeat_interval_s=0.2))
+    service, server = ConductorService(state, SchedulerMetrics(CollectorRegistry())), RpcServer(TOKEN)
+    conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
+    flags = ("--dram", "1MiB", "--conductor", await server.start("127.0.0.1", 0))
 
-    def num_held() -> int:
-        return conductor.directory.match(pack_keys(keys)).get(STORE, 0)
+    async def known(num_blocks: int) -> Endpoint:
+        """Once the only member is a store that has announced so many."""
+
+        async def ask() -> list[Endpoint]:
+            members = state.cluster(time.monotonic()).instances
+            counts = [(each.role, each.indexed_blocks, each.load.held_blocks) for each in members]
+            return [each.endpoint for each in members] if counts == [(Role.STORE, num_blocks, num_blocks)] else []
+
+        [endpoint] = await answered(ask)
+        return endpoint
 
     try:
         with running_node(*flags) as node:
             async with connected(node.rpc_address) as (client, transfer, store):
-                local = transfer.allocate(4 * BLOCK)
-                await client.put(store, *chain_of(local, range(4), BLOCK))
-                await conductor.until(lambda: num_held() == 4)
-                await remove(client, store, [keys[2]])
-                await conductor.until(lambda: num_held() == 2)
-                await conductor.until(lambda: conductor.loads[-1].held_blocks == 3)
+                await client.put(store, *chain_of(transfer.allocate(4 * BLOCK), range(4), BLOCK))
+                await known(4)
+                await remove(client, store, [key(2)])
+                first = await known(3)
             node.kill()
         with running_node(*flags):
-            await conductor.until(lambda: num_held() == 0)
-            await conductor.until(lambda: len(conductor.registrations) == 2)
+            second = await known(0)
     finally:
         await server.stop(0)
-    first, second = conductor.registrations
-    assert first.role == second.role == common_pb2.ROLE_STORE
-    assert second.endpoint.epoch > first.endpoint.epoch
-    assert second.endpoint.transfer_address != first.endpoint.transfer_address
-    conductor.directory.validate()
+    assert second.epoch > first.epoch
+    assert second.transfer_address != first.transfer_address
+    state.validate()

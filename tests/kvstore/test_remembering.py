@@ -23,7 +23,8 @@ from kvstore.remembering import Remembering
 from kvstore.removal_file import FILE_NAME, RemovalFile
 from kvstore.removals import Heard, Removals
 from protocol.keys import BlockKey
-from tests.kvstore.test_mover import Node, ignore, key, node_on, with_disk
+from tests.kvstore.nodes import key
+from tests.kvstore.test_mover import Node, ignore, node_on, with_disk
 
 REMOVAL = 7
 

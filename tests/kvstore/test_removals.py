@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 from kvstore.generations import COARSE_S, FINE_S, Reserving
 from kvstore.removal_file import RECORD_BYTES, Presence, RemovalFile, Stamp
 from kvstore.removals import Heard, Removals
-from protocol.keys import BlockKey
+from tests.kvstore.nodes import key
 from tests.thoroughness import examples
 
 KEPT_S = 100.0
-
-
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "little"))
 
 
 def make(life: int = 1, now: float = 0.0, max_count: int = 1000) -> Removals:

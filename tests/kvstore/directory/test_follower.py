@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from protocol.registry.base import Member
 from protocol.request import Endpoint
 from protocol.rpc import Channels, RpcServer
 from tests.kvstore.nodes import TOKEN, key
-from tests.patience import PATIENCE_S, answered
+from tests.patience import PATIENCE_S, came_true
 
 A = InstanceId("a")
 
@@ -82,14 +82,8 @@ class Scene:
         return messages
 
     async def until_held(self, numbers: set[int]) -> None:
-        await self.until(lambda: {n for n in range(20) if self.directory.holders(key(n))} == numbers)
+        await came_true(lambda: {n for n in range(20) if self.directory.holders(key(n))} == numbers)
         self.directory.validate()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async def ask() -> bool:
-            return holds()
-
-        await answered(ask)
 
 
 @pytest.fixture
@@ -175,7 +169,7 @@ async def test_an_inventory_in_pieces_then_events_are_taken_in_and_reads_handed_
 async def test_what_a_node_says_of_itself_is_its_view(scene: Scene) -> None:
     node = await scene.asked(*EVERYTHING)
     node.put_nowait(events([], seqs=(1, 1), snapshot=True))
-    await scene.until(lambda: scene.follower.view().in_step)
+    await came_true(lambda: scene.follower.view().in_step)
     view, endpoint = scene.follower.view(), scene.follower.endpoint
     assert (view.host, view.free_bytes, view.capacity_bytes) == ("h", 7, 9)
     assert endpoint is not None

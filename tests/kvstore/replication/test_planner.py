@@ -17,15 +17,12 @@ from kvstore.replication.planner import KEYS_PER_STEP, Limits, Planner
 from kvstore.replication.plans import NO_PINS, Copy, Drop, NodeView, Pins
 from protocol.ids import InstanceId
 from protocol.keys import NO_PARENT, BlockKey, pack_keys
+from tests.kvstore.nodes import key
 from tests.thoroughness import examples
 
 HITS = 8
 COOL_S = 60.0
 EXTRA = 2
-
-
-def key(number: int) -> BlockKey:
-    return BlockKey((number + 1).to_bytes(16, "little"))
 
 
 class Cluster:
