@@ -1,18 +1,57 @@
-"""Pure nodes for tests: a state over a catalog over an index in memory, with a disk that only keeps count."""
+"""Pure nodes for tests: a state over a catalog over an index in memory, and what may happen to its visible objects
+without a client's wish, checked at each announcement."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore import eviction
 from kvstore.catalog import Catalog
+from kvstore.disk.base import Pin
 from kvstore.native.metadata import KeyIndex
 from kvstore.state import StoreState
-from kvstore.stored import Announcements, Watermarks
-from tests.kvstore.eviction_law import Law
-from tests.kvstore.hardware import Disk
+from kvstore.stored import Announcements, Tier, Watermarks
+from protocol.keys import BlockKey
 
 NO_TRIM = Watermarks(evict_above=1.0)
+
+
+@dataclass
+class Law:
+    """What the node says is visible, and what may happen to it without a client's wish."""
+
+    tiers: dict[BlockKey, Tier] = field(default_factory=dict)
+    parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
+    pins: dict[BlockKey, Pin] = field(default_factory=dict)
+    leased: set[BlockKey] = field(default_factory=set)
+    is_leaving: Callable[[BlockKey], bool] = lambda block: False  # being written to leave memory
+    no_eviction: bool = False  # a client removes, or the disk loses
+
+    def added(self, block: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
+        assert block not in self.tiers
+        self.tiers[block], self.parents[block] = tier, parent
+
+    def moved(self, block: BlockKey, tier: Tier) -> None:
+        assert self.tiers[block] is not tier
+        self.tiers[block] = tier
+        if tier is Tier.DISK and not self.no_eviction:
+            assert block not in self.leased, "left memory under a lease"
+            in_memory = {b for b in self._followers(block) if self.tiers[b] is Tier.MEMORY}
+            assert all(map(self.is_leaving, in_memory)), "left memory before its follower"
+
+    def removed(self, block: BlockKey) -> None:
+        del self.tiers[block]
+        if not self.no_eviction:
+            assert not self._followers(block), "evicted before its follower"
+            assert block not in self.leased, "evicted under a lease"
+            assert self.pins.get(block) is not Pin.HARD, "evicted though pinned"
+        del self.parents[block]
+        self.pins.pop(block, None)
+
+    def _followers(self, block: BlockKey) -> set[BlockKey]:
+        return {b for b in self.tiers if self.parents[b] == block}
 
 
 @dataclass
@@ -28,16 +67,17 @@ def make_state(
     *,
     policy: str = "lru",
     watermarks: Watermarks = NO_TRIM,
-    quotas: dict[str, int] | None = None,
-    disk: Disk | None = None,
+    index: KeyIndex | None = None,
+    **more: Any,
 ) -> StoreState:
-    catalog = Catalog(
-        nbytes,
-        index=KeyIndex(),
-        policies=lambda: eviction.make(policy),
-        announce=announce,
-        watermarks=watermarks,
-        quotas=quotas,
-        disk=disk,
+    """`more`: as `Catalog` takes it."""
+    return StoreState(
+        Catalog(
+            nbytes,
+            index=KeyIndex() if index is None else index,
+            policies=lambda: eviction.make(policy),
+            announce=announce,
+            watermarks=watermarks,
+            **more,
+        )
     )
-    return StoreState(catalog)

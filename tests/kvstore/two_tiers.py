@@ -11,18 +11,15 @@ from itertools import chain
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from kvstore import eviction
 from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Catalog
 from kvstore.moves import Load, Store
 from kvstore.native.metadata import KeyIndex
 from kvstore.native.reader import MappedReader
 from kvstore.promises import Lease
-from kvstore.state import StoreState
 from kvstore.stored import StoredObject, Tier, Watermarks
 from protocol.keys import BlockKey
-from tests.kvstore.eviction_law import Law
 from tests.kvstore.hardware import Disk, Memory
+from tests.kvstore.states import Law, make_state
 
 NUM_CHAINS, DEPTH = 3, 4
 MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 8, 14, 4
@@ -55,18 +52,18 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         self.memory = Memory(MEMORY_UNITS)
         self.law = Law()
         self.index = KeyIndex()
-        catalog = Catalog(
+        self.state = make_state(
             self.memory.nbytes,
-            index=self.index,
-            policies=lambda: eviction.make(self.policy_name),
-            announce=self.law,
+            self.law,
+            policy=self.policy_name,
             watermarks=Watermarks(evict_above=0.25, evict_share=0.25),
+            index=self.index,
             quotas={"limited": QUOTA_UNITS * ALIGNMENT},
+            disk=self.disk,
             first_generation=self.next_generation,
         )
-        self.state = StoreState(catalog)
-        self.law.is_leaving = lambda block: catalog.rows.is_leaving(self.index.record_of(block))
-        self.state.catalog.use_disk(self.disk)
+        rows = self.state.catalog.rows
+        self.law.is_leaving = lambda block: rows.is_leaving(self.index.record_of(block))
         self.disk_is_lost = False
         self.unknown = self.disk.recover()  # found by and by
         self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content

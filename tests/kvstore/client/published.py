@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from kvstore.native.base import OFFSET_UNIT, Entry, dropped
 from kvstore.native.metadata import KeyIndex
 from protocol.checksum import checksum
-from protocol.keys import BlockKey
+from tests.kvstore.nodes import key
 from transfer import Segment, TransferEngine
-
-
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(16, "little"))
 
 
 @dataclass(slots=True)

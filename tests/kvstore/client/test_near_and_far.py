@@ -15,7 +15,8 @@ from kvstore.client.spots import Spots
 from kvstore.native.base import Entry
 from protocol.errors import InvalidRequest
 from protocol.keys import BlockKey
-from tests.kvstore.client.published import Published, key
+from tests.kvstore.client.published import Published
+from tests.kvstore.nodes import key
 from transfer import RemoteSegment, TransferEngine, TransferOptions
 
 TCP = TransferOptions(transports=("tcp",), checksums=False)

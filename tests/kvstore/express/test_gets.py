@@ -24,7 +24,8 @@ from kvstore.native.answering import MOST_KEYS
 from kvstore.native.layout import Standing
 from protocol.checksum import checksum
 from protocol.errors import DeadlineExceeded, PeerLost
-from tests.kvstore.client.published import Published, key
+from tests.kvstore.client.published import Published
+from tests.kvstore.nodes import key
 from tests.thoroughness import examples
 from transfer import TransferEngine
 from transfer.native import address_of, vectors

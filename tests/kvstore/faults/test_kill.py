@@ -1,4 +1,5 @@
-"""SIGKILL of a node while it stores, serves, demotes, copies or compacts: what was on its disk is found again."""
+"""SIGKILL of a node while it stores, serves, demotes, copies or compacts: what was on its disk is found again. SIGSTOP
+of a node under load: others go on, and when it wakes nothing is wrong and nothing is missing."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ LARGE = 6 * 2**20
 ROUNDS = 2 if THOROUGH else 1
 NUM_SEGMENTS = 8
 """Of a small disk (`kvstore.disk.tier`)."""
+STOPPED_S = 3.0
+"""Less than its lease at the registry. Who is forgotten meanwhile: `test_absence`."""
 
 
 @both_ways
@@ -152,3 +155,13 @@ def is_replicated(pool: Pool, store: KvStore, names: list[bytes]) -> bool:
         return True
     store.change_replica(names, 2, timeout_s=PATIENCE_S)
     return False
+
+
+def test_a_stopped_node_costs_nothing_but_time(tmp_path: Path) -> None:
+    with running_pool(tmp_path, 3, "--dram", "256MiB") as pool:
+        with pool.store() as store, Load(store, "stop", timeout_s=2.0) as load:
+            load.go_on(30)
+            with pool.frozen("store-1"):
+                load.go_on_for(STOPPED_S)
+            load.go_on(30)
+        pool.audit(load.uncertain, held=load.stored)
