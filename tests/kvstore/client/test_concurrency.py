@@ -1,19 +1,31 @@
-"""Readers beside writers that replace, remove and evict what they read."""
+"""Readers beside writers that replace, remove and evict what they read, and a client whose keys others are writing: it
+waits for each of them, and blames no node."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
-from kvstore.client import KvStore
-from protocol.errors import InvalidRequest
+import pytest
+
+from kvstore.client import KvStore, plain_key, puts
+from kvstore.client.deadline import Deadline
+from kvstore.client.puts import Puts
+from kvstore.promises import Outcome
+from protocol.errors import DeadlineExceeded, InvalidRequest
+from protocol.pb import kvstore_pb2
 from tests.kvstore.client.pools import DRAM, both_ways, store_of
-from tests.kvstore.nodes import running_node
+from tests.kvstore.nodes import Node, running_node
+from tests.patience import PATIENCE_S
 
 NUM_KEYS = 60
 BLOCK = 200_000  # all of them are more than the node holds
 NUM_ROUNDS = 400
+VALUE = os.urandom(64 * 1024)
 
 
 def value_of(byte: int) -> bytes:
@@ -53,6 +65,7 @@ def read(store: KvStore, seed: int, done: threading.Event) -> int:
     return hits
 
 
+@pytest.mark.slow
 @both_ways
 def test_nobody_reads_torn_or_foreign_bytes(transports: tuple[str, ...]) -> None:
     with running_node("--dram", str(DRAM)) as node:
@@ -68,3 +81,51 @@ def test_nobody_reads_torn_or_foreign_bytes(transports: tuple[str, ...]) -> None
             stats = reading.stats()
         assert stats.client["corrupt_replicas"] == 0
         assert stats.total.leased_bytes == stats.total.reserved_bytes == 0
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node("--dram", str(DRAM)) as node:
+        yield node
+
+
+def begin_to_write(store: KvStore, name: bytes) -> None:
+    """As another writer, whose reservation has the key's name."""
+    [at] = store._cluster.view.nodes
+    request = kvstore_pb2.StoreReserveRequest(reservation_id=name.decode(), ttl_s=60.0)
+    request.wishes.add(key=plain_key(name), length=len(VALUE))
+    at.call(lambda stub: stub.Reserve, request, Deadline(PATIENCE_S))
+
+
+def test_a_node_is_not_given_up_for_another_writer_that_takes_too_long(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(puts, "_WAIT_SHARE", 0.0)
+    with store_of(f"node://{node.rpc_address}") as store:
+        store.put(b"stored", b"value")
+        begin_to_write(store, b"never written")
+        with pytest.raises(DeadlineExceeded):
+            store.put(b"never written", b"value")
+        assert store.get(b"stored") == b"value"
+        assert not any(each.resting for each in store.nodes())
+
+
+def test_each_of_several_other_writers_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the key of one of them is free before the others have ended."""
+    names = [b"given up", b"still written"]
+    with store_of(f"node://{node.rpc_address}") as store:
+        [at] = store._cluster.view.nodes
+        for name in names:
+            begin_to_write(store, name)
+        waited_for = iter(names)
+        write = Puts._write
+
+        def end_one_and_write(*args: Any) -> bool:
+            if args[-1] is Outcome.IN_PROGRESS and args[-1] in args[-2]:
+                abort = kvstore_pb2.StoreAbortRequest(reservation_id=next(waited_for).decode())
+                at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
+            return write(*args)
+
+        monkeypatch.setattr(Puts, "_write", end_one_and_write)
+        store.batch_put([(name, VALUE) for name in names])
+        assert store.batch_get(names) == [VALUE] * 2

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvstore.client import plain_key
-from kvstore.lasting import DrainMark
 from protocol.errors import Overloaded
 from protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
@@ -54,34 +50,3 @@ def test_a_node_that_is_being_drained_still_is_after_a_restart(tmp_path: Path) -
         assert not pool.stats("store-0").draining
         with pool.alone("store-0") as store:
             store.put(b"key", b"value")
-
-
-async def test_what_is_asked_for_while_the_disk_takes_its_time_comes_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, going_on = threading.Event(), threading.Event()
-    touch = Path.touch
-
-    def slow_touch(path: Path, *args: Any) -> None:
-        begun.set()
-        going_on.wait()
-        touch(path, *args)
-
-    monkeypatch.setattr(Path, "touch", slow_touch)
-    mark = DrainMark(tmp_path)
-    first = asyncio.create_task(mark.keep(True))
-    await asyncio.to_thread(begun.wait)
-    second = asyncio.create_task(mark.keep(False))
-    await asyncio.wait({second}, timeout=0.05)  # it ends where it does not wait
-    going_on.set()
-    await asyncio.gather(first, second)
-    assert not mark.is_set()
-
-
-async def test_a_disk_that_refuses_is_told_of_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    await DrainMark(tmp_path / "gone").keep(True)
-    assert "will not know" in caplog.text
-    await DrainMark(None).keep(True)
-    assert not DrainMark(None).is_set()
