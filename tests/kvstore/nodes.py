@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.allocator import ALIGNMENT
 from kvstore.client.blocks import BlockStores
 from kvstore.client.objects import PutObject
 from kvstore.client.spots import Spots
@@ -22,7 +21,6 @@ from tests.processes import running, stop
 from transfer import FaultPlan, Segment, TransferEngine, TransferOptions
 
 TOKEN = "store-tests"
-UNIT = ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from kvstore import verification
 from kvstore.disk.base import Health
-from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
@@ -110,10 +110,6 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
         assert await again.get(7) == value(7)
 
 
-def full(folder: Folder, nbytes: int) -> SegmentFile:
-    raise OSError(errno.ENOSPC, "full")
-
-
 @pytest.mark.parametrize("why", ["nothing", "is empty", "disk is full", "disk is not read yet"])
 async def test_a_stop_says_how_many_objects_are_missing_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -125,7 +121,7 @@ async def test_a_stop_says_how_many_objects_are_missing_on_disk(
             node.mover.expect(node.mover.disk)
         node.put(1, b"" if why == "is empty" else None)
         if why == "disk is full":
-            monkeypatch.setattr(Folder, "create", full)
+            monkeypatch.setattr(Folder, "create", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         assert await node.mover.flush(10.0) == why.startswith("disk")
         [stored] = node.state.catalog.objects()
         assert (stored.place is None) == why.startswith("disk")

@@ -23,18 +23,7 @@ from protocol.pb import conductor_pb2_grpc, kvstore_pb2
 from protocol.pb.kvstore_pb2 import StoreReserveReply
 from protocol.request import Endpoint
 from protocol.rpc import RpcServer
-from tests.kvstore.nodes import (
-    TOKEN,
-    Node,
-    chain_of,
-    connected,
-    exists,
-    key,
-    remove,
-    running_node,
-    stats_of,
-    until_stats,
-)
+from tests.kvstore.nodes import TOKEN, Node, chain_of, connected, exists, key, remove, running_node, until_stats
 from tests.patience import PATIENCE_S, answered
 from tests.stopping import stopped
 from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer
@@ -48,20 +37,6 @@ def shared_node() -> Iterator[Node]:
     """For tests that leave no trace but objects of their own."""
     with running_node("--dram", str(DRAM)) as node:
         yield node
-
-
-async def test_a_byte_that_rots_under_a_lease_is_found_dropped_and_counted(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store):
-        objects, spots = chain_of(transfer.allocate(4 * BLOCK), range(4), BLOCK)
-        await client.put(store, objects, spots)
-        before = (await stats_of(client, store)).counters["integrity_failures"]
-        lease = await client.lease(store, [wish.key for wish in objects])
-        shared_node.flip_byte(lease.objects[2].offset + 17, DRAM)
-        assert await client.read_leased(lease, spots, deadline_s=PATIENCE_S) == 2
-        await client.release_soon(lease)
-        assert await exists(client, store, [w.key for w in objects]) == [True, True, False, True]
-        after = (await stats_of(client, store)).counters["integrity_failures"]
-        assert after == before + 1
 
 
 async def test_a_byte_that_flips_on_the_way_in_is_never_visible(shared_node: Node) -> None:

@@ -14,10 +14,8 @@ from protocol.errors import InvalidRequest, StaleLease
 from tests.kvstore.tiered import TTL_S, Tiered, chain, key, keys
 
 
-def make(units: int = 4, watermarks: Watermarks | None = None) -> Tiered:
-    if watermarks is None:
-        return Tiered.make(units, None)
-    return Tiered.make(units, None, watermarks=watermarks)
+def make(units: int = 4) -> Tiered:
+    return Tiered.make(units, None)
 
 
 def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
@@ -37,18 +35,6 @@ def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     usage = state.catalog.usage()
     assert (usage.leased_bytes, usage.reserved_bytes) == (2 * ALIGNMENT, 0)
     state.validate()
-
-
-def test_what_is_present_or_being_written_is_not_granted_twice() -> None:
-    node = make()
-    node.put(chain(1))
-    node.state.writers.reserve("other", chain(2), TTL_S, 0.0)
-    assert node.put([*chain(1, 2, 3), *chain(3)]) == [
-        Outcome.PRESENT,
-        Outcome.IN_PROGRESS,
-        Outcome.GRANTED,
-        Outcome.IN_PROGRESS,
-    ]
 
 
 def test_ids_that_ended_and_keys_of_others_are_refused_and_rights_live_on() -> None:
@@ -163,7 +149,7 @@ def test_making_room_for_a_block_does_not_evict_the_one_that_it_follows() -> Non
 
 
 def test_above_the_watermark_a_share_is_evicted_ahead() -> None:
-    node = make(100, Watermarks())
+    node = Tiered.make(100, None, watermarks=Watermarks())
     node.put_each(*range(1, 91))
     assert len(node.in_memory()) == 90
     node.put(chain(91))

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -149,18 +150,8 @@ def _unreachable(store: KvStore) -> bool:
 def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(shared_pool: Pool) -> None:
     with shared_pool.alone("store-0") as store:
         [node] = store._cluster.view.nodes
-
-        class Other:
-            """A connection during whose end there is a new one."""
-
-            def close(self) -> None:
-                node._channels.add(Connection())  # type: ignore[arg-type]
-
-        class Connection:
-            def close(self) -> None:
-                """It has none."""
-
-        node._channels.add(Other())  # type: ignore[arg-type]
+        another = Mock()  # a connection that is new when the end of the first one has begun
+        node._channels.add(Mock(close=lambda: node._channels.add(another)))
         node.lost(PeerLost("it did not answer"))
         until(lambda: not node.resting)
         assert store.get(fresh()) is None

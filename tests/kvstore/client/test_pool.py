@@ -9,10 +9,10 @@ import pytest
 from kvstore.client import chain
 from kvstore.client.keys import Key, block_of
 from kvstore.client.pool import new_removal_id
-from protocol.errors import NoWorker, Overloaded
+from protocol.errors import Overloaded
 from protocol.keys import BlockKey
 from protocol.pb import kvstore_pb2
-from tests.kvstore.client.pools import DRAM, both_ways, fresh, running_registry, store_of
+from tests.kvstore.client.pools import DRAM, both_ways, fresh
 from tests.kvstore.faults.pool import Pool
 from tests.patience import until
 
@@ -98,11 +98,3 @@ def test_a_node_without_room_passes_puts_on(pool: Pool) -> None:
             store.put(name, bytes(2**20))
             assert held
     assert pool.holders(name) == {second}
-
-
-def test_a_pool_without_nodes_says_so() -> None:
-    with running_registry() as registry, store_of(registry) as store:
-        with pytest.raises(NoWorker):
-            store.get(b"key")
-        with pytest.raises(NoWorker):
-            store.put(b"key", b"value")

@@ -9,11 +9,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvstore.disk.base import PAGE
-from kvstore.disk.files import SegmentFile
 from kvstore.disk.folder import Folder
 from kvstore.disk.format import FORMAT_VERSION
 from kvstore.disk.ring import Ring
@@ -208,15 +208,11 @@ async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk refuses nothing before it has to."""
-
-    def full(folder: Folder, nbytes: int) -> SegmentFile:
-        raise OSError(errno.ENOSPC, "full")
-
     async with opened(tmp_path) as stand:
         log = stand.tier._log
         assert await stand.put([written(0)]) == [True]
         with monkeypatch.context() as patch:
-            patch.setattr(Folder, "create", full)
+            patch.setattr(Folder, "create", Mock(side_effect=OSError(errno.ENOSPC, "full")))
             await put_while(stand, lambda: not log.is_nearly_full)
             prepared = stand.tier._segments._prepared
             assert prepared is not None

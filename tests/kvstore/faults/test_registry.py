@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,9 @@ OUTAGES = [
 ]
 
 
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
 @pytest.mark.parametrize(("outage_s", "pause_s"), OUTAGES)
-def test_redis_may_be_killed_and_come_back_empty(
-    tmp_path: Path, redis: RedisServer, outage_s: float, pause_s: float
-) -> None:
-    with running_pool(tmp_path, 3, "--dram", "256MiB", registry=redis.url) as pool:
+def test_redis_may_be_killed_and_come_back_empty(tmp_path: Path, outage_s: float, pause_s: float) -> None:
+    with RedisServer() as redis, running_pool(tmp_path, 3, "--dram", "256MiB", registry=redis.url) as pool:
         with pool.store() as store, Load(store, "redis", pause_s=pause_s) as load:
             load.go_on(20)
             redis.kill()

@@ -289,15 +289,6 @@ def test_every_key_is_found_at_its_row_while_the_index_grows_and_shrinks() -> No
     assert len(index) == 5_000
 
 
-def test_leading_keys_end_at_the_first_absent_one() -> None:
-    index, column = SlotIndex(), column_of(100)
-    index.insert(column, rows_of(0, 1, 2, 4))
-    assert index.find_leading(column, column.tobytes()).tolist() == [0, 1, 2]
-    assert index.find_leading(column, column[3:].tobytes()).tolist() == []
-    assert index.find_leading(column, b"").tolist() == []
-    assert index.find_leading(column, column[:2].tobytes()).tolist() == [0, 1]
-
-
 def test_a_column_that_moved_is_followed() -> None:
     index, column = SlotIndex(), column_of(10)
     index.insert(column, rows_of(3))
