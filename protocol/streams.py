@@ -23,6 +23,10 @@ from protocol.wire import to_message, token_to_wire
 # Of gateways that were given up. A gateway's start has an id of its own, and most that are given up are dead.
 MAX_REMEMBERED = 4096
 
+SIGN_OF_LIFE_S = 5.0
+"""A stream sends an empty batch when it has had nothing to send for this long, since connections outlive a stopped
+process."""
+
 
 class _Outbox:
     """Events for one gateway that no stream has taken yet."""
@@ -39,6 +43,15 @@ class _Outbox:
         self.num_taken += 1
         self.filled.clear()
         return batch
+
+
+async def _filled(outbox: _Outbox) -> None:
+    """Waits until there are events, or until a sign of life is due."""
+    sign = asyncio.get_running_loop().call_later(SIGN_OF_LIFE_S, outbox.filled.set)
+    try:
+        await outbox.filled.wait()
+    finally:
+        sign.cancel()
 
 
 class GatewayStreams:
@@ -81,7 +94,7 @@ class GatewayStreams:
             # The first message tells the gateway that the stream stands, and what it has missed.
             yield self._first_batch(gateway_id, outbox)
             while True:
-                await outbox.filled.wait()
+                await _filled(outbox)
                 if outbox.stream is not stream:
                     return
                 yield outbox.take()

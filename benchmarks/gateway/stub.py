@@ -1,19 +1,21 @@
 """A cluster without a model: a conductor and two workers that speak the real protocol and send the same token for ever.
 
 Requests gather until a benchmark lets them go; then every step is one message with one token for each of them, as a
-decode worker's step is. The instant before each step's message is handed to gRPC is kept: what a client sees later than
-that was added by the way. All of it runs in the caller's event loop.
+decode worker's step is. The instant before each step's message leaves is kept: what a client sees later than that was
+added by the way. All of it runs in the caller's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protocol.rpc import RpcServer
+from protocol.streams import SIGN_OF_LIFE_S
 
 CLUSTER_TOKEN = "benchmark"
 MAX_MODEL_LEN = 1_000_000
@@ -140,4 +142,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def Events(self, request: worker_pb2.EventsRequest, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
         yield worker_pb2.EventBatch()
         while True:
-            yield await self._outgoing.get()
+            yield await self._next()
+
+    async def _next(self) -> worker_pb2.EventBatch:
+        """What there is to send, or a sign of life."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SIGN_OF_LIFE_S):
+                return await self._outgoing.get()
+        return worker_pb2.EventBatch()

@@ -17,6 +17,9 @@ from protocol.request import Endpoint
 
 _REOPEN_DELAY_S = 0.2
 _SETTLED_WITHIN_S = 1.0
+SILENT_AFTER_S = 15.0
+"""Three signs of life (`protocol.streams`)."""
+_LOOKS = 3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -28,6 +31,8 @@ class WorkerStream:
     is_broken: bool = False  # it was open once, or could not be opened
     opened_at: float = 0.0  # when the first of that came
     spoke_at: float = 0.0  # when something came last
+    num_looks: int = 0  # at it since then
+    reading: asyncio.Timeout | None = None  # while it is open
     task: asyncio.Task[None] | None = None
     _heard: tuple[int, int] = (0, 0)  # times that the worker gave us up, batches since
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -47,7 +52,15 @@ class WorkerStream:
             self.is_open, self.opened_at = True, now
             self.is_broken = False
             self._settled.set()
-        self.spoke_at = now
+        self.spoke_at, self.num_looks = now, 0
+
+    def look(self, now: float) -> None:
+        """Breaks it where it has said nothing for long, not even that its worker lives. Several looks in that time
+        show that it was not this process that stood still."""
+        self.num_looks += 1
+        if self.is_open and now - self.spoke_at > SILENT_AFTER_S and self.num_looks >= _LOOKS:
+            assert self.reading is not None, "it is open"
+            self.reading.reschedule(0.0)  # now
 
     def ended(self) -> None:
         """Or it could not be opened."""

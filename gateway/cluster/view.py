@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from gateway.cluster.silence import Sign, Suspicion, is_late
-from gateway.cluster.stream import WorkerStream
+from gateway.cluster.stream import SILENT_AFTER_S, WorkerStream
 from gateway.generation.avoidance import Incarnation
 from gateway.tasks import LoggedTasks
 from protocol.conductors import Conductors
@@ -105,6 +105,8 @@ class Cluster:
         """Keeps the view fresh until cancelled."""
         while True:
             await self.refresh()
+            for stream in self._streams.values():
+                stream.look(asyncio.get_running_loop().time())
             await asyncio.sleep(self._pause_s())
 
     def _pause_s(self) -> float:
@@ -314,15 +316,18 @@ class Cluster:
             # A first reply names the worker's lean address, by which the stream travels.
             await self._channels.call(worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=_CALL_TIMEOUT_S)
             request = worker_pb2.EventsRequest(gateway_id=self._gateway_id)
-            async for batch in self._channels.stream(worker.Events, request):
-                stream.speaks(asyncio.get_running_loop().time())
-                if batch.HasField("standing"):
-                    self._begin(stream, batch.standing)
-                else:
-                    stream.came()
-                    await self._on_batch(endpoint.instance_id, batch)
+            async with asyncio.timeout(None) as stream.reading:
+                async for batch in self._channels.stream(worker.Events, request):
+                    stream.speaks(asyncio.get_running_loop().time())
+                    if batch.HasField("standing"):
+                        self._begin(stream, batch.standing)
+                    else:
+                        stream.came()
+                        await self._on_batch(endpoint.instance_id, batch)
         except MoonserveError as error:
             return f"broke its stream: {error.message}"
+        except TimeoutError:
+            return f"said nothing for {SILENT_AFTER_S:.0f} s"
         return "ended its stream"
 
     def _begin(self, stream: WorkerStream, standing: worker_pb2.Standing) -> None:

@@ -103,6 +103,24 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
         assert channels.forgotten.empty()
 
 
+async def test_a_stream_that_says_nothing_for_long_is_broken_but_not_at_the_first_look() -> None:
+    """The first look may come late because this process stood still."""
+    worker = Hasty()
+    worker.num_streams = 1
+    async with following(worker=worker) as (cluster, _, lost, _, port):
+        cluster.listen(endpoint("d0", 1, port))
+        await lost.get()  # what was missed
+        stream, much_later = cluster._streams["d0"], asyncio.get_running_loop().time() + 60.0
+        stream.look(much_later)
+        stream.look(much_later)
+        stream.speaks(much_later)
+        for _ in range(3):
+            stream.look(much_later)
+        assert lost.empty()
+        stream.look(2 * much_later)
+        assert "said nothing" in str((await lost.get())[1])
+
+
 class Hasty(worker_pb2_grpc.WorkerServicer):
     """Ends its first stream after a word, and the second one not. In between it gives the gateway up."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conductor.events import NO_STEPS, Heartbeat, Load, Phase, Register, Report, Steps, Traffic
 from protocol import membership
+from protocol import streams as event_streams
 from protocol.errors import PeerLost
 from protocol.ids import GatewayId, InstanceId, RequestId, Role
 from protocol.keys import BlockKey, unpack_keys
@@ -204,6 +205,16 @@ async def test_a_stream_begins_with_how_many_batches_were_taken_before_it() -> N
     assert (begun.times_given_up, begun.num_batches) == (0, 2)
     await first.aclose()
     await second.aclose()
+    streams.close()
+
+
+async def test_a_stream_with_nothing_to_say_shows_that_its_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_streams, "SIGN_OF_LIFE_S", 0.0)
+    streams = GatewayStreams(lambda gateway_id: None)
+    events = streams.events(GATEWAY)
+    await anext(events)
+    assert await anext(events) == worker_pb2.EventBatch()
+    await events.aclose()
     streams.close()
 
 
