@@ -206,28 +206,41 @@ def test_a_withdrawn_block_keeps_its_age_when_it_returns(name: str) -> None:
     assert drain(policy) == [0, 1]
 
 
-ALONE = NO_RECORD
+def play(policy: EvictionPolicy, steps: list[str]) -> None:
+    """Each step is what happens, and to which records: `3/1` is 3, whose parent is 1; `evict` names who has to go."""
+    for what, *records in map(str.split, steps):
+        for record, _, parent in (each.partition("/") for each in records):
+            if what == "add":
+                add(policy, int(record), int(parent or NO_RECORD))
+            elif what == "evict":
+                assert evict(policy) == int(record)
+            else:
+                getattr(policy, what)(int(record))
 
 
 @pytest.mark.parametrize(
-    ("name", "parents", "used", "order"),
+    ("name", "steps", "order"),
     [
-        pytest.param("lru", [ALONE] * 4, [0], [1, 2, 3, 0], id="lru: used longest ago"),
-        pytest.param("fifo", [ALONE] * 3, [0], [0, 1, 2], id="fifo: uses do not count"),
-        pytest.param("lfu", [ALONE] * 4, [0, 0, 1, 2], [3, 1, 2, 0], id="lfu: used least, then lru"),
+        pytest.param("lru", ["add 0 1 2 3", "used 0"], [1, 2, 3, 0], id="lru: used longest ago"),
+        pytest.param("fifo", ["add 0 1 2", "used 0"], [0, 1, 2], id="fifo: uses do not count"),
+        pytest.param("lfu", ["add 0 1 2 3", "used 0 0 1 2"], [3, 1, 2, 0], id="lfu: used least, then lru"),
         # Read once is not enough, and being read later does not help.
-        pytest.param("s3-fifo", [ALONE] * 3, [0, 0, 2, 1], [1, 2, 0], id="s3-fifo: read twice"),
-        pytest.param("length-aware", [ALONE, 0, ALONE, 1], [3], [1, 0, 2, 3], id="deeper first"),
+        pytest.param("s3-fifo", ["add 0 1 2", "used 0 0 2 1"], [1, 2, 0], id="s3-fifo: read twice"),
+        pytest.param("s3-fifo", ["add 0 1 2", "evict 0", "add 0 3"], [1, 2, 3, 0], id="s3-fifo: a ghost into main"),
+        pytest.param(  # 0 and 1 are in the main queue when the others have gone
+            "s3-fifo", ["add 0 1 2 3", "used 0 1 0 1", "evict 2 3", "used 0"], [1, 0], id="s3-fifo: round main again"
+        ),
+        pytest.param(  # as the head of a chain is
+            "s3-fifo", ["add 0 1 2", "withdraw 0", "evict 1", "offer 0"], [0, 2], id="s3-fifo: judged when offered"
+        ),
+        pytest.param("length-aware", ["add 0 1/0 2 3/1", "used 3"], [1, 0, 2, 3], id="deeper first"),
         # A parent that is not here makes no chain.
-        pytest.param("length-aware", [9, 0, 1, ALONE], [], [2, 1, 0, 3], id="from what is here"),
+        pytest.param("length-aware", ["add 0/9 1/0 2/1 3"], [2, 1, 0, 3], id="from what is here"),
     ],
 )
-def test_what_goes_first(name: str, parents: list[Record], used: list[Record], order: list[Record]) -> None:
+def test_what_goes_first(name: str, steps: list[str], order: list[Record]) -> None:
     policy = eviction.make(name)
-    for record, parent in enumerate(parents):
-        add(policy, record, parent)
-    for record in used:
-        policy.used(record)
+    play(policy, steps)
     assert drain(policy) == order
 
 
@@ -242,31 +255,6 @@ def test_lfu_lets_go_in_the_end_of_what_was_popular_once() -> None:
         gone.append(evict(policy))
     assert gone[:3] == newcomers[:3]  # plain counts would go on like this for ever
     assert 0 in gone
-
-
-def test_s3_fifo_takes_a_ghost_straight_into_the_main_queue() -> None:
-    policy = make_with("s3-fifo", RECORDS[:3])
-    assert evict(policy) == 0
-    add(policy, 0)
-    add(policy, 3)
-    assert drain(policy) == [1, 2, 3, 0]
-
-
-def test_s3_fifo_sends_what_was_read_round_the_main_queue_again() -> None:
-    policy = make_with("s3-fifo", RECORDS[:4])
-    for record in RECORDS[:2] * 2:
-        policy.used(record)
-    assert [evict(policy), evict(policy)] == RECORDS[2:4]  # the others are in the main queue now
-    policy.used(0)
-    assert drain(policy) == [1, 0]
-
-
-def test_s3_fifo_judges_a_head_of_a_chain_when_it_is_offered_where_it_stood() -> None:
-    policy = make_with("s3-fifo", RECORDS[:3])
-    policy.withdraw(0)
-    assert evict(policy) == 1
-    policy.offer(0)
-    assert drain(policy) == [0, 2]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -21,14 +22,19 @@ from kvstore.express import frames
 from kvstore.express.frames import ANSWER, Kind, Status
 from kvstore.express.link import Link, received, send
 from kvstore.express.service import ExpressConnections
-from kvstore.promises import Outcome
+from kvstore.express.storing import LocalWrites
+from kvstore.mover import Mover
+from kvstore.promises import Outcome, Reservation
+from kvstore.stored import Wish
 from protocol.checksum import checksum
-from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from protocol.errors import DeadlineExceeded, IntegrityError, InvalidRequest, MoonserveError, Overloaded, PeerLost
 from protocol.failures import failure_from_wire
 from protocol.keys import NO_PARENT, BlockKey
 from protocol.pb import common_pb2
 from tests.kvstore.client.pools import BOTH, TCP, store_of
 from tests.kvstore.nodes import Node, running_node
+from tests.kvstore.nodes import key as numbered
+from tests.kvstore.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.stopping import stopped
 from transfer import Segment
@@ -313,3 +319,45 @@ def test_a_connection_for_which_there_is_no_thread_is_closed_and_holds_nothing_u
         assert theirs.recv(1) == b""
         door.admit()
         door.close()
+
+
+def test_what_is_granted_becomes_visible_or_is_given_back_and_never_runs_out() -> None:
+    """Rights of this process's own writers have no expiry, and are ended by the process itself."""
+    capacity = 16 * 1024
+    state, clock = make_state(capacity, Heard()), itertools.count()
+    calls: list[str] = []
+    refused = [Overloaded("draining", retry_after_s=1.0)]
+
+    def admit() -> None:
+        if refused:
+            raise refused.pop()
+
+    writes = LocalWrites(
+        state,
+        Mover(state, memoryview(bytearray(capacity)), lambda: None),
+        lambda: float(next(clock)),
+        admit=admit,
+        changed=lambda: calls.append("changed"),
+        ended=lambda: calls.append("ended"),
+    )
+
+    def begun(*numbers: int) -> Reservation:
+        reservation = writes.begin([Wish(key=numbered(n), parent=None, length=100) for n in numbers])
+        assert reservation is not None
+        assert state.expire(1e12) == []
+        state.validate()
+        return reservation
+
+    with pytest.raises(Overloaded):
+        begun(1)
+    free = state.catalog.usage().free_bytes
+    first, second = begun(1, 2), begun(1, 3)
+    assert [slot.outcome for slot in second.slots] == [Outcome.IN_PROGRESS, Outcome.GRANTED]
+    third = begun(2)
+    writes.give_up(third)  # nothing was granted
+    writes.give_up(second)
+    writes.end(first, {numbered(1): 7, numbered(2): 7}, [numbered(2)])
+    state.validate()
+    assert state.catalog.present([numbered(n) for n in (1, 2, 3)]) == [True, False, False]
+    assert state.catalog.usage().free_bytes == free - state.catalog.usage().held_bytes
+    assert calls == ["changed"] * 3 + ["ended"] * 2
