@@ -38,11 +38,17 @@ def events(
     )
 
 
-class ScriptedNode(kvstore_pb2_grpc.KvStoreServicer):
-    """Each call to `Subscribe` is handed to the test, which sends messages, or None to end it."""
+class Scene(kvstore_pb2_grpc.KvStoreServicer):
+    """A node and its follower. A call to `Subscribe` is handed to the test, which sends messages, or None to end it."""
+
+    follower: Follower
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[tuple[Any, asyncio.Queue[Any]]] = asyncio.Queue()
+        self.directory = Directory()
+        self.counters: Counter[str] = Counter()
+        self.reads: list[bytes] = []
+        self.ahead_s = 0.0
 
     async def Subscribe(self, request: Any, context: Any) -> AsyncIterator[Any]:
         messages: asyncio.Queue[Any] = asyncio.Queue()
@@ -54,17 +60,8 @@ class ScriptedNode(kvstore_pb2_grpc.KvStoreServicer):
         endpoint = common_pb2.Endpoint(instance_id=A, epoch=5, transfer_address="t")
         return kvstore_pb2.StoreStatsReply(endpoint=endpoint, free_bytes=7, capacity_bytes=9)
 
-
-class Scene:
-    """A follower of a scripted node."""
-
-    def __init__(self, node: ScriptedNode, channels: Channels, address: str) -> None:
-        self.node = node
-        self.directory = Directory()
-        self.counters: Counter[str] = Counter()
-        self.reads: list[bytes] = []
-        self.ahead_s = 0.0
-        self._loop = asyncio.get_running_loop()
+    def follow(self, channels: Channels, address: str) -> None:
+        loop = asyncio.get_running_loop()
         endpoint = Endpoint(instance_id=A, epoch=1, rpc_address=address, transfer_address="", host="h")
         self.follower = Follower(
             Member(endpoint=endpoint, role="store", owner="o"),
@@ -72,12 +69,12 @@ class Scene:
             channels,
             self.counters,
             self.reads.append,
-            lambda: self._loop.time() + self.ahead_s,
+            lambda: loop.time() + self.ahead_s,
         )
 
     async def asked(self, epoch: int, next_seq: int) -> asyncio.Queue[Any]:
         """Where to put what the node says to a subscription that begins there."""
-        request, messages = await asyncio.wait_for(self.node.calls.get(), PATIENCE_S)
+        request, messages = await asyncio.wait_for(self.calls.get(), PATIENCE_S)
         assert (request.epoch, request.next_seq) == (epoch, next_seq)
         return messages
 
@@ -88,10 +85,9 @@ class Scene:
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    server, channels, node = RpcServer(TOKEN), Channels(TOKEN), ScriptedNode()
-    kvstore_pb2_grpc.add_KvStoreServicer_to_server(node, server.grpc)
-    address = await server.start("127.0.0.1", 0)
-    scene = Scene(node, channels, address)
+    server, channels, scene = RpcServer(TOKEN), Channels(TOKEN), Scene()
+    kvstore_pb2_grpc.add_KvStoreServicer_to_server(scene, server.grpc)
+    scene.follow(channels, await server.start("127.0.0.1", 0))
     try:
         async with running(scene.follower.run()):
             yield scene

@@ -97,7 +97,9 @@ def test_a_bit_that_flips_on_the_disk_of_a_running_node_is_a_miss_or_another_rep
     with running_pool(tmp_path, 2, *SMALL, ssd="64MiB") as pool:
         names = put_at(pool, "store-0")
         assert put_at(pool, "store-1") == names
-        rotten = only_on_disk(pool, "store-0", names)[:10]
+        until(lambda: pool.stats("store-0").leased_bytes == 0)
+        only_on_disk = {o.key for o in pool.objects("store-0") if o.on_disk and not o.in_memory}
+        rotten = [name for name in names if plain_key(name) in only_on_disk][:10]
         for name in rotten:
             rot(pool, "store-0", name)
         read, verified = rotten[:5], rotten[5:]
@@ -115,12 +117,6 @@ def put_at(pool: Pool, node_id: str) -> list[bytes]:
     """Three times as much as its memory holds."""
     with pool.alone(node_id) as store:
         return put_many(store, "running", 80, 300_000)
-
-
-def only_on_disk(pool: Pool, node_id: str, names: list[bytes]) -> list[bytes]:
-    until(lambda: pool.stats(node_id).leased_bytes == 0)
-    there = {o.key for o in pool.objects(node_id) if o.on_disk and not o.in_memory}
-    return [name for name in names if plain_key(name) in there]
 
 
 def rot(pool: Pool, node_id: str, name: bytes) -> None:
