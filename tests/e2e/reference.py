@@ -1,4 +1,4 @@
-"""What transformers makes of a checkpoint, as the truth that a cluster's answers are held against."""
+"""What transformers, or one engine, makes of a checkpoint, as the truth that a cluster's answers are held against."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.generate import generate
+from engine.config import load_model_config
+from engine.engine import Engine
+from protocol.request import SamplingParams
+from tests.engine.kernels.calls import kernels_folder
 
 LOGPROB_TOLERANCE = 1e-4
 # Two float32 implementations cannot agree on the greater of two logits that are closer than this.
@@ -66,6 +72,18 @@ def _continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
     )
     logprobs = torch.log_softmax(torch.cat(output.logits).float(), dim=-1)
     return Continuation(output.sequences[0, len(prompt) :].tolist(), logprobs)
+
+
+def one_engines(
+    model: Path, prompts: Sequence[list[int]], num_tokens: int, block_size: int, kept: str = "auto"
+) -> list[list[int]]:
+    """What native kernels in one process continue each prompt with."""
+    config = load_model_config(model)
+    layout = config.kv_layout(block_size, "float32", kept)
+    own = {"dtype": "float32", "num_blocks": 8192 // block_size, "cache_folder": kernels_folder()}
+    engine = Engine.load(model, config=config, layout=layout, **own)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    return [generation.token_ids for generation in generate(engine, prompts, sampling)]
 
 
 def num_ties(answer: dict[str, Any], expected: Continuation) -> int:

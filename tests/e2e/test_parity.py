@@ -17,15 +17,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.generate import generate
 from engine.config import load_model_config
-from engine.engine import Engine
 from models import demo_model_path
-from protocol.request import SamplingParams
 from tests.e2e.cluster import Cluster, cached_of, running_cluster, tokens_of
 from tests.e2e.load import BackgroundLoad
-from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
-from tests.engine.kernels.calls import kernels_folder
+from tests.e2e.reference import Continuation, continuations, load_reference, num_ties, one_engines
 from tests.random_models import VOCAB_SIZE, make_model
 from tests.thoroughness import THOROUGH
 
@@ -135,21 +131,6 @@ class Exam:
         return list(map(cached_of, answers))
 
 
-def one_engines(model: Path, case: Case, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """What native kernels in one process continue each prompt with."""
-    config = load_model_config(model)
-    engine = Engine.load(
-        model,
-        config=config,
-        layout=config.kv_layout(case.block_size, "float32", case.kept),
-        dtype="float32",
-        num_blocks=8192 // case.block_size,
-        cache_folder=kernels_folder(),
-    )
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    return [generation.token_ids for generation in generate(engine, prompts, sampling)]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: str, tmp_path: Path) -> None:
     """Prompts that nobody knows, that both workers have, that the store alone has, that prefill workers alone have."""
@@ -157,7 +138,7 @@ def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: s
     make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])
     prompts = case.prompts()
     if case.kept:
-        exam = Exam(prompts, one_engines(model, case, prompts))
+        exam = Exam(prompts, one_engines(model, prompts, NUM_TOKENS, case.block_size, case.kept))
     else:
         exam = Exam(prompts, continuations(load_reference(model), prompts, NUM_TOKENS))
     reusable = case.reusable(prompts)
@@ -186,7 +167,7 @@ def test_what_gave_way_to_the_store_goes_on_as_if_it_had_stayed(tmp_path: Path) 
     lengths = (290, 310, 330, 350, 370)
     case = Case(family="", block_size=32, chunk=128, kept="fp8", lengths=lengths, flags=())
     prompts = case.prompts()
-    exam = Exam(prompts, one_engines(model, case, prompts, LONG_ANSWER), LONG_ANSWER)
+    exam = Exam(prompts, one_engines(model, prompts, LONG_ANSWER, case.block_size, case.kept), LONG_ANSWER)
     layout = load_model_config(model).kv_layout(case.block_size, "float32", case.kept)
     flags = (
         *("--dtype", "float32", "--num-threads", "1", "--kv-cache-dtype", case.kept),

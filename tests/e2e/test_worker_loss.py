@@ -5,12 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from benchmarks.generate import generate
-from engine.config import load_model_config
-from engine.engine import Engine
-from protocol.request import SamplingParams
 from tests.e2e.cluster import GREEDY, Cluster, prompt_of
 from tests.e2e.load import read_choice
+from tests.e2e.reference import one_engines
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +37,7 @@ def test_a_stream_goes_on_when_a_rank_of_its_decode_worker_is_killed(cluster: Cl
     with cluster.client() as client:
         wish = {"prompt": prompt, "max_tokens": ANSWER, **GREEDY}
         said = read_choice(client, wish, on_tokens)
-    assert said.token_ids == one_engines(cluster, prompt), cluster.logs()
+    assert said.token_ids == one_engines(cluster.model, [prompt], ANSWER, 32)[0], cluster.logs()
     cluster.wait_for("its successor", lambda: cluster.epoch("decode-0") > killed[0])
     cluster.wait_for("the end of its ranks", lambda: all(map(has_ended, ranks)))
     log = (cluster.log_dir / "decode-0.log").read_text()
@@ -53,13 +50,3 @@ def has_ended(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
-
-
-def one_engines(cluster: Cluster, prompt: list[int]) -> list[int]:
-    """What one engine of one rank says."""
-    path = cluster.model
-    config = load_model_config(path)
-    layout = config.kv_layout(32, "float32")
-    engine = Engine.load(path, config=config, layout=layout, num_blocks=20)
-    sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0)
-    return generate(engine, [prompt], sampling)[0].token_ids

@@ -35,11 +35,8 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama-biases-llama3": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral-window": ("mistral", {"sliding_window": 48, "head_dim": 32}),
     "mistral-linear": ("mistral", {"sliding_window": None, "rope_parameters": LINEAR_ROPE}),
-    "qwen2": ("qwen2", {"head_dim": None, "tie_word_embeddings": True}),
-    "qwen2-window": (
-        "qwen2",
-        {"head_dim": None, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
-    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
     "qwen3-biases": ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
 }
@@ -129,10 +126,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     made: dict[str, Pair] = {}
     for name, (family, overrides) in VARIANTS.items():
         path = tmp_path_factory.mktemp(name)
-        fields = {key: value for key, value in overrides.items() if value is not None}
-        if overrides.get("sliding_window", 0) is None:
-            fields["sliding_window"] = None
-        made[name] = Pair(path, make_model(family, path, **fields))
+        made[name] = Pair(path, make_model(family, path, **overrides))
     return made
 
 

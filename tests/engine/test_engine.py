@@ -6,12 +6,12 @@ import asyncio
 import mmap
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from benchmarks.generate import generate
-from engine.attention import Attention
 from engine.batch import Sampled
 from engine.config import load_model_config
 from engine.engine import Engine
@@ -107,30 +107,15 @@ def engine(request: pytest.FixtureRequest, llama: Pair) -> Engine:
     return llama.engine(num_blocks=16, kernels=request.param, attention=request.param)
 
 
-class Asked:
-    """An `Attention` that notes which layers it was asked for."""
-
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
-        self.layers: list[int] = []
-
-    def attend(self, layer: int, *arguments: Any) -> torch.Tensor:
-        self.layers.append(layer)
-        return self._attention.attend(layer, *arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attention, name)
-
-
 def test_a_chunk_without_a_token_to_sample_ends_with_the_last_keys_and_values(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = engine._model
-    asked = Asked(model._attention)
-    monkeypatch.setattr(model, "_attention", asked)
+    attention: Any = engine._attention
+    attend = Mock(wraps=attention.attend)
+    monkeypatch.setattr(attention, "attend", attend)
     told: list[int] = []
     assert engine.execute([make_slice(random_prompt(60), 0, 40, range(4))], told.append) == [None]
-    assert asked.layers == [0]
+    assert [call.args[0] for call in attend.call_args_list] == [0]
     assert told == [0, LAST]  # its K and V are in the pool, and go on from there
     assert engine.execute([]) == []
 

@@ -21,8 +21,6 @@ from tests.engine.conftest import VARIANTS, Pair, tokens_of
 from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
 from tests.random_models import make_model
 
-TEN = SamplingParams(max_tokens=10, temperature=0.0)
-
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def kernels(request: pytest.FixtureRequest) -> str:

@@ -84,14 +84,8 @@ def own_model(tmp_path: Path) -> Path:
 
 
 def ranks_of(path: Path, size: int) -> ReplicaConfig:
-    return ReplicaConfig(
-        instance_id="w",
-        model=str(path),
-        kernels="torch",
-        kv_cache_memory=1 << 20,
-        num_threads=size,
-        tensor_parallel_size=size,
-    )
+    shared = {"kernels": "torch", "kv_cache_memory": 1 << 20}
+    return config_of(model=str(path), num_threads=size, tensor_parallel_size=size, **shared)
 
 
 async def test_a_model_that_ranks_cannot_share_is_refused(own_model: Path) -> None:

@@ -33,8 +33,7 @@ WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp(request.param)
     family, overrides = VARIANTS[request.param]
-    fields = {key: value for key, value in overrides.items() if value is not None}
-    return Pair(path, make_model(family, path, num_hidden_layers=LAYERS, **fields))
+    return Pair(path, make_model(family, path, num_hidden_layers=LAYERS, **overrides))
 
 
 def load(pair: Pair, kernels: str, stage: Stage | None = None, **dtypes: str) -> Engine:

@@ -4,14 +4,14 @@ gateway. Gates hold it at the boundaries where a test wants to look or to cancel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from decode_worker.service import DecodeService
-from engine.batch import HiddenStates, Sampled, Slice
+from engine.batch import Sampled, Slice
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.runtime import EngineThread
@@ -219,17 +219,10 @@ class GatedEngine:
         self.gate = Gate()
         self.num_tokens = 0
 
-    async def execute(
-        self,
-        slices: Sequence[Slice],
-        on_layer: Callable[[int], None] | None = None,
-        *,
-        before_attention: Callable[[int], None] | None = None,
-        hidden: HiddenStates | None = None,
-    ) -> list[Sampled | None]:
+    async def execute(self, slices: Sequence[Slice], *arguments: Any, **options: Any) -> list[Sampled | None]:
         await self.gate.pass_through()
         self.num_tokens += sum(piece.num_tokens for piece in slices)
-        return await self.thread.execute(slices, on_layer, before_attention=before_attention, hidden=hidden)
+        return await self.thread.execute(slices, *arguments, **options)
 
 
 class GatedStores(BlockStores):

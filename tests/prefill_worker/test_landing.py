@@ -28,10 +28,10 @@ LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype=
 OWN_BLOCKS, TARGET_BLOCKS = 10, 16
 
 
-def landing(block_ids: Sequence[int]) -> Landing:
-    return Landing(
+def plan_of(table: Sequence[int], target: Sequence[int], start: int, end: int, complete: Sequence[int]) -> SlicePlan:
+    landing = Landing(
         lease_id=LeaseId("l"),
-        block_ids=tuple(block_ids),
+        block_ids=tuple(target),
         num_cached_blocks=0,
         transfer_address="somewhere",
         segment_id=1,
@@ -39,12 +39,9 @@ def landing(block_ids: Sequence[int]) -> Landing:
         num_blocks=TARGET_BLOCKS,
         ttl_s=30.0,
     )
-
-
-def plan_of(table: Sequence[int], target: Sequence[int], start: int, end: int, complete: Sequence[int]) -> SlicePlan:
     return SlicePlan(
         slice=make_slice(range(end), start, end, table, request_id="r"),
-        landing=landing(target),
+        landing=landing,
         send_from=start,
         complete=tuple(complete),
     )

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,8 @@ async def mortal_store(
             yield store, process
 
 
-@asynccontextmanager
-async def reading(model_path: Path, *, spare_wait_s: float = PATIENCE_S, device: str = "cpu") -> AsyncIterator[Cluster]:
-    """A worker that reads every prefix layer by layer."""
-    async with cluster(
-        model_path, profile=PROFILE, layered_loads="always", spare_wait_s=spare_wait_s, device=device
-    ) as reader:
-        yield reader
+reading = partial(cluster, profile=PROFILE, layered_loads="always")
+"""A worker that reads every prefix layer by layer."""
 
 
 async def until_counted(c: Cluster, name: str) -> None:

@@ -65,20 +65,13 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
     config = load_model_config(path)
     layout = config.kv_layout(BLOCK_SIZE, "float32")
     channels, ears = Channels(TOKEN), Ears()
-    own = {
-        "--instance-id": "prefill-0",
-        "--model": str(path),
-        "--dtype": "float32",
-        "--kernels": "torch",
-        "--block-size": str(BLOCK_SIZE),
-        "--kv-cache-memory": "1MiB",
-        "--max-num-batched-tokens": str(CHUNK),
-        "--pipeline-parallel-size": str(size),
-        "--cache-dir": str(path / "cache"),
-    }
-    every = (*(part for pair in own.items() for part in pair), *flags)
+    own = (
+        *("--instance-id", "prefill-0", "--model", str(path), "--dtype", "float32", "--kernels", "torch"),
+        *("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "1MiB", "--max-num-batched-tokens", str(CHUNK)),
+        *("--pipeline-parallel-size", str(size), "--cache-dir", str(path / "cache")),
+    )
     async with decoding(path, 64) as (decode, decoder):
-        with running("prefill_worker", *every, token=TOKEN) as (leader, facts):
+        with running("prefill_worker", *own, *flags, token=TOKEN) as (leader, facts):
             endpoint = endpoint_of("prefill-0", facts["rpc"])
             async with listening(ears, channels, endpoint), listening(ears, channels, decode):
                 reference = Engine.load(path, config=config, layout=layout, num_blocks=64)

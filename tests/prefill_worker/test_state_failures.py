@@ -10,7 +10,7 @@ from prefill_worker import actions as act
 from prefill_worker import events as ev
 from protocol.errors import Cancelled, Incompatible, PeerLost, StaleLease
 from protocol.ids import GatewayId, LeaseId, RequestId
-from tests.prefill_worker.builders import HOME, Walk, kinds, only, spans
+from tests.prefill_worker.builders import HOME, Walk, granted, kinds, only, spans
 from worker.events import Action, Event
 
 R = RequestId("r")
@@ -145,8 +145,12 @@ def queued(walk: Walk) -> list[Event]:
 
 
 def reserving(walk: Walk) -> list[Event]:
-    reserve = only(walk.submit(), act.ReserveLanding)
-    return [ev.LandingRefused(request_id=reserve.request_id, error=LOST)]
+    walk.submit()
+    return [ev.LandingRefused(request_id=R, error=LOST)]
+
+
+def reserving_after_all(walk: Walk) -> list[Event]:
+    return [granted(only(walk.submit(), act.ReserveLanding))]
 
 
 def loading(walk: Walk) -> list[Event]:
@@ -178,6 +182,7 @@ def committing(answer: Event) -> Callable[[Walk], list[Event]]:
     [
         ("queued", queued, [act.Fail], []),
         ("reserving", reserving, [act.Fail, act.WithdrawReservation], [act.ReleaseLanding]),
+        ("reserving", reserving_after_all, [act.Fail, act.WithdrawReservation], [act.ReleaseLanding]),
         ("loading", loading, [act.Fail], [act.ReleaseLanding]),
         ("running", running, [act.Fail], [act.ReleaseLanding]),
         ("sending", sending, [act.Fail], [act.ReleaseLanding]),
@@ -202,14 +207,6 @@ def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
     if ends:
         assert kinds(actions) == released
         walk.assert_drained()
-
-
-def test_a_landing_that_is_granted_after_all_is_given_back() -> None:
-    walk = Walk()
-    submission = walk.submit()
-    walk.cancel()
-    assert kinds(walk.grant(submission)) == [act.ReleaseLanding]
-    walk.assert_drained()
 
 
 def test_a_cancelled_prompt_takes_no_further_step() -> None:
