@@ -15,7 +15,7 @@ from engine.batch import Sampled
 from protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerError
 from protocol.ids import GatewayId, RequestId
 from protocol.request import FinishReason
-from tests.decode_worker.driver import BLOCK_SIZE, Driver, next_token, only, request_of
+from tests.decode_worker.driver import Driver, next_token, only, request_of
 
 
 def names(driver: Driver) -> list[str]:
@@ -274,14 +274,6 @@ def test_what_follows_a_failed_step_is_lost_with_it() -> None:
         driver.fail_step(PeerError("broken"))
         assert len(driver.failures["r"]) == 1
     assert driver.pool.num_free == driver.pool.num_blocks
-
-
-def test_a_sequence_gets_its_next_block_ahead_of_time() -> None:
-    driver = ahead()
-    driver.start(list(range(BLOCK_SIZE - 1)))
-    ends = [piece.end for step in driver.steps for piece in step.slices]
-    assert ends == [BLOCK_SIZE, BLOCK_SIZE + 1]
-    assert len(driver.steps[1].slices[0].block_table) == 2
 
 
 def after(*ratios: float) -> float:

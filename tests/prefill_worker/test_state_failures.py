@@ -209,15 +209,6 @@ def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
         walk.assert_drained()
 
 
-def test_a_cancelled_prompt_takes_no_further_step() -> None:
-    walk = Walk(home=None, budget=4)
-    step = walk.start(num_tokens=10)
-    walk.cancel()
-    assert walk.done(step) == []
-    assert kinds(walk.written()) == [act.ReleaseLanding]
-    walk.assert_drained()
-
-
 def test_a_cancellation_that_overtakes_its_request_stops_it_within_a_minute() -> None:
     walk = Walk()
     walk.cancel("r", at=0.0)
