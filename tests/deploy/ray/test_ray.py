@@ -179,7 +179,7 @@ def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[De
         cluster.wait(lambda status: status["has_ended"])
         until(lambda: not leftovers(config.name))  # Ray's head hears of the last one by and by
         cluster.deployment.end()
-        assert ours() == []
+        until(lambda: not ours())  # whose actor was killed still drains
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", config.serve.port)) != 0
     assert not [n for n in set(os.listdir("/dev/shm")) - shared if "moonserve" in n]
