@@ -76,14 +76,21 @@ async def test_a_wait_for_a_silent_process_can_be_cancelled() -> None:
     os.close(write_fd)
 
 
-async def test_a_process_waits_until_it_is_told_to_stop() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_process_waits_until_it_is_told_to_stop_or_cancelled(is_cancelled: bool) -> None:
+    """Then what it watched goes on."""
     lifecycle = Lifecycle(None)
     async with running(asyncio.Event().wait()) as other:
         waiting = asyncio.create_task(lifecycle.until_stopped(other))
         await asyncio.sleep(0)
         assert not waiting.done()
-        lifecycle.stopping.set()
-        await asyncio.wait_for(waiting, PATIENCE_S)
+        if is_cancelled:
+            waiting.cancel()
+        else:
+            lifecycle.stopping.set()
+        await asyncio.wait({waiting}, timeout=PATIENCE_S)
+        assert waiting.cancelled() == is_cancelled
+        assert waiting.done()
         assert not other.done()
     assert other.cancelled()
 
@@ -95,16 +102,6 @@ async def test_what_ends_a_watched_task_ends_the_wait() -> None:
     async with running(refused()) as task:
         with pytest.raises(StaleLease):
             await asyncio.wait_for(Lifecycle(None).until_stopped(task), PATIENCE_S)
-
-
-async def test_a_cancelled_wait_leaves_the_watched_task_alone() -> None:
-    async with running(asyncio.Event().wait()) as other:
-        waiting = asyncio.create_task(Lifecycle(None).until_stopped(other))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert not other.done()
 
 
 @pytest.mark.parametrize(("times", "hurries"), [(1, False), (2, False), (1, True)])

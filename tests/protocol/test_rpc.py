@@ -94,14 +94,13 @@ async def cancel(channels: Channels, address: str) -> None:
     await channels.call(stub.Cancel, worker_pb2.CancelRequest(request_id="r"), timeout_s=PATIENCE_S)
 
 
-async def test_an_error_arrives_as_the_class_that_was_raised(worker: Worker, channels: Channels, address: str) -> None:
+async def test_an_error_arrives_as_it_was_raised_and_an_unexpected_one_tells_nothing_of_inside(
+    worker: Worker, channels: Channels, address: str
+) -> None:
     worker.error = StaleLease("too late", lease_id="l-1")
     with pytest.raises(StaleLease, match="too late") as caught:
         await cancel(channels, address)
     assert caught.value.ids == {"lease_id": "l-1"}
-
-
-async def test_an_unexpected_error_tells_nothing_of_inside(worker: Worker, channels: Channels, address: str) -> None:
     worker.error = RuntimeError("secret path")
     with pytest.raises(MoonserveError, match="internal error"):
         await cancel(channels, address)

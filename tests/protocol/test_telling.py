@@ -43,25 +43,19 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_json_has_a_line_for_each_record_with_what_was_added(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_a_line_for_each_record_with_what_was_added_and_what_was_raised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     logs.configure("decode-0", log_format="json", level="info")
     log.info("landed: %d blocks", 3, extra={**of("req-1"), "seconds": 0.5})
     log.debug("not asked for")
-    [line] = map(json.loads, lines(capsys))
-    assert line["message"] == "landed: 3 blocks"
-    assert (line["level"], line["instance"], line["logger"]) == ("info", "decode-0", "some.module")
-    assert (line["request_id"], line["seconds"]) == ("req-1", 0.5)
-
-
-def test_an_exception_is_in_the_line_that_tells_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure("decode-0", log_format="json", level="info")
-    try:
-        raise RuntimeError("no memory")
-    except RuntimeError:
-        log.exception("a step failed", extra=of_all(["req-1", "req-2"]))
-    [line] = map(json.loads, lines(capsys))
-    assert line["request_ids"] == ["req-1", "req-2"]
-    assert line["exception"].endswith("RuntimeError: no memory")
+    log.error("a step failed", exc_info=RuntimeError("no memory"), extra=of_all(["req-1", "req-2"]))
+    landed, failed = map(json.loads, lines(capsys))
+    assert landed["message"] == "landed: 3 blocks"
+    assert (landed["level"], landed["instance"], landed["logger"]) == ("info", "decode-0", "some.module")
+    assert (landed["request_id"], landed["seconds"]) == ("req-1", 0.5)
+    assert failed["request_ids"] == ["req-1", "req-2"]
+    assert failed["exception"].endswith("RuntimeError: no memory")
 
 
 def test_for_people_the_id_stands_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

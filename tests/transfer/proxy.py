@@ -81,6 +81,9 @@ class Proxy:
             thread.join()
         self._end_all(reset=False)
 
+    def silence(self) -> None:
+        self.silent = True
+
     def cut(self) -> None:
         """Resets every connection, now."""
         self._end_all(reset=True)

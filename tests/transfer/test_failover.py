@@ -76,14 +76,10 @@ def test_connections_leave_by_the_rails_that_were_chosen(rails: TwoRails) -> Non
     assert set.union(*(proxy.sources for proxy in rails.bad_links)) == set(RAILS)
 
 
-def silence(proxy: Proxy) -> None:
-    proxy.silent = True
-
-
 @pytest.mark.parametrize("op", list(Op))
 @pytest.mark.parametrize(
     ("harm", "incident"),
-    [(Proxy.cut, Incident.RETRY), pytest.param(silence, Incident.FAILOVER, marks=pytest.mark.slow)],
+    [(Proxy.cut, Incident.RETRY), pytest.param(Proxy.silence, Incident.FAILOVER, marks=pytest.mark.slow)],
 )
 def test_the_other_rail_carries_what_a_cut_or_silent_one_cannot(
     rails: TwoRails, op: Op, harm: Callable[[Proxy], None], incident: Incident

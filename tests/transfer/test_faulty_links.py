@@ -92,15 +92,11 @@ def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(make_engine: Make, 
     run(to.engine, to.transfer)
 
 
-def silence(proxy: Proxy) -> None:
-    proxy.silent = True
-
-
 def slow_down(proxy: Proxy) -> None:
     proxy.bytes_s = 200e3
 
 
-@pytest.mark.parametrize("harm", [silence, slow_down])
+@pytest.mark.parametrize("harm", [Proxy.silence, slow_down])
 def test_nothing_of_a_read_arrives_after_its_deadline(stage: Stage, harm: Callable[[Proxy], None]) -> None:
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address))

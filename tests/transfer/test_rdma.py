@@ -55,24 +55,19 @@ def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(pa
     assert pair.memory.buffer == b"f" * (1 << 20)
 
 
-def test_a_read_that_hangs_ends_with_its_deadline_and_fills_nothing_later(pair: Pair, wire: Wire) -> None:
+@pytest.mark.parametrize("deadline_s", [0.3, NEVER_S])
+def test_a_read_that_hangs_ends_with_its_deadline_or_its_forgotten_peer_and_fills_nothing_later(
+    pair: Pair, wire: Wire, deadline_s: float
+) -> None:
     wire.freeze()
-    batch = pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=0.3)
+    batch = pair.near.submit([pair.read(0, 0, 1 << 20)], deadline_s=deadline_s)
+    if deadline_s == NEVER_S:
+        assert wire.has_frozen.wait(PATIENCE_S)
+        pair.near.forget(pair.far.address)
     with pytest.raises(PeerLost):
         batch.wait(PATIENCE_S)
     wire.thaw()
     assert pair.local.buffer == b"n" * (1 << 20)
-
-
-def test_a_forgotten_peer_ends_what_hangs_at_once(pair: Pair, wire: Wire) -> None:
-    wire.freeze()
-    batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=NEVER_S)
-    assert wire.has_frozen.wait(PATIENCE_S)
-    pair.near.forget(pair.far.address)
-    with pytest.raises(PeerLost):
-        batch.wait(PATIENCE_S)
-    wire.thaw()
-    assert pair.local.buffer[:4096] == b"n" * 4096
 
 
 def test_a_failed_queue_pair_is_replaced_and_the_batch_succeeds(pair: Pair, wire: Wire) -> None:

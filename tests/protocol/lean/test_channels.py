@@ -4,6 +4,7 @@ routed channel dials, what happens to its calls when the lean connection ends, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -70,16 +71,27 @@ async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
         await stub.Exists(EXISTS, timeout=PATIENCE_S)
 
 
-async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(channels: Channels) -> None:
-    """With an error, as all others: a task must not take it for its own cancellation."""
+class Silent(contextlib.AsyncExitStack):
+    """A server that answers nothing, and whether it has met a client and the end of its connection."""
 
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+    async def __aenter__(self) -> Silent:
+        self.met, self.ended = asyncio.Event(), asyncio.Event()
+        server = await self.enter_async_context(await asyncio.start_server(self.serve, "127.0.0.1", 0))
+        self.address = f"lean://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.met.set()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        self.ended.set()
         writer.close()
 
-    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
-        port = silent.sockets[0].getsockname()[1]
-        stub = stub_of(channels.to(f"lean://127.0.0.1:{port}"))
+
+async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(channels: Channels) -> None:
+    """With an error, as all others: a task must not take it for its own cancellation."""
+    async with Silent() as silent:
+        stub = stub_of(channels.to(silent.address))
         call = asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S))
         await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S):
@@ -334,25 +346,11 @@ async def test_closing_during_a_dial_ends_it_and_its_connection(
     channel: RoutedChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routed, "DIAL_S", NEVER_S)
-    met, ended = asyncio.Event(), asyncio.Event()
-
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        met.set()
-        try:
-            while await reader.read(4096):
-                pass
-        except ConnectionError:
-            pass
-        ended.set()
-        writer.close()
-
-    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
-        port = silent.sockets[0].getsockname()[1]
-        channel.learn([(LEAN_HEADER, f"elsewhere lean+unix://nobody lean://127.0.0.1:{port}")])
-        async with asyncio.timeout(PATIENCE_S):
-            await met.wait()
-            await channel.close()
-            await ended.wait()
+    async with Silent() as silent, asyncio.timeout(PATIENCE_S):
+        channel.learn([(LEAN_HEADER, f"elsewhere lean+unix://nobody {silent.address}")])
+        await silent.met.wait()
+        await channel.close()
+        await silent.ended.wait()
     assert channel._dialling is None
 
 

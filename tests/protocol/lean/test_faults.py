@@ -55,27 +55,21 @@ def test_a_client_in_uvloop_is_answered(peer: ServerProcess, kind: str) -> None:
 
 
 async def test_a_killed_peer_is_lost_at_once(peer: ServerProcess, stub: Any) -> None:
-    await stub.Exists(EXISTS, timeout=PATIENCE_S)
-    calls = [asyncio.create_task(stub.Lease(LEASE, timeout=NEVER_S)) for _ in range(5)]
-    await stub.Exists(EXISTS, timeout=PATIENCE_S)  # it has read the others before
-    os.kill(peer.process.pid, signal.SIGKILL)
-    for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S):
-        assert isinstance(error, PeerLost)
-    with pytest.raises(PeerLost):
-        await stub.Exists(EXISTS, timeout=NEVER_S)
-
-
-async def test_a_killed_peer_is_lost_at_once_for_threads(peer: ServerProcess) -> None:
+    """For threads too."""
     with SyncChannel(peer.tcp, TOKEN) as channel:
-        stub = stub_of(channel)
-        stub.Exists(EXISTS, timeout=PATIENCE_S)
-        under_way = asyncio.create_task(asyncio.to_thread(stub.Lease, LEASE, timeout=NEVER_S))
-        await asyncio.sleep(0)
+        threads = stub_of(channel)
+        threads.Exists(EXISTS, timeout=PATIENCE_S)
+        await stub.Exists(EXISTS, timeout=PATIENCE_S)
+        calls = [asyncio.create_task(stub.Lease(LEASE, timeout=NEVER_S)) for _ in range(5)]
+        calls.append(asyncio.create_task(asyncio.to_thread(threads.Lease, LEASE, timeout=NEVER_S)))
+        await stub.Exists(EXISTS, timeout=PATIENCE_S)  # it has read the others before
         os.kill(peer.process.pid, signal.SIGKILL)
+        for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S):
+            assert isinstance(error, PeerLost)
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(under_way, PATIENCE_S)
+            await stub.Exists(EXISTS, timeout=NEVER_S)
         with pytest.raises(PeerLost):
-            stub.Exists(EXISTS, timeout=NEVER_S)
+            threads.Exists(EXISTS, timeout=NEVER_S)
 
 
 async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(peer: ServerProcess, stub: Any) -> None:

@@ -122,6 +122,10 @@ def test_a_machine_of_two_sockets_gives_the_matrix_one_expects(two_sockets: Path
         "cuda:1": Preference(("mlx5_1:1",), ("mlx5_0:1", "eth0")),
     }
     assert read_topology(rails, sysfs=two_sockets).matrix == matrix
+    devices = read_machine(two_sockets).devices
+    assert devices["eth0"].bandwidth_bytes_s == 25e9 / 8
+    assert (devices["mlx5_1:1"].bandwidth_bytes_s, devices["mlx5_1:1"].numa_node) == (100e9 / 8, 1)
+    assert devices["lo"].bandwidth_bytes_s is None
 
 
 @pytest.mark.parametrize(
@@ -139,14 +143,6 @@ def test_memory_is_where_most_pages_of_its_mapping_are(
     assert location_of(address, tmp_path, two_sockets) == location
     assert location_of(address, tmp_path / "absent", two_sockets) == ""
     assert location_of(address, tmp_path, tmp_path) == "cpu:0"  # a single node
-
-
-def test_devices_know_their_place_and_bandwidth(two_sockets: Path) -> None:
-    devices = read_machine(two_sockets).devices
-    assert devices["eth0"].bandwidth_bytes_s == 25e9 / 8
-    assert devices["mlx5_1:1"].bandwidth_bytes_s == 100e9 / 8
-    assert devices["mlx5_1:1"].numa_node == 1
-    assert devices["lo"].bandwidth_bytes_s is None
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "", "unknown"])
