@@ -133,20 +133,6 @@ async def test_the_task_is_the_current_one_before_and_after_the_first_wait(eager
         await (await in_callback(lambda: eager.start(fails(waits=True))))
 
 
-async def test_cancelling_ends_the_wait_and_what_is_waited_for(eager: EagerStart) -> None:
-    inner = asyncio.create_task(asyncio.Event().wait())
-
-    async def body() -> None:
-        await inner
-
-    task = await in_callback(lambda: eager.start(body()))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert inner.cancelled()
-
-
 @pytest.mark.parametrize("shielded", [False, True])
 async def test_cancelling_in_the_turn_it_was_started_in(eager: EagerStart, shielded: bool) -> None:
     """Before the task has come to wait for what the coroutine waits for, and before it ever ran."""

@@ -190,9 +190,7 @@ def test_another_process_reads_and_writes_memory_that_was_registered(make_engine
     assert local.buffer == b"s" * (4 * MIB)
 
 
-def test_a_peer_that_was_killed_is_noticed_though_its_memory_could_still_be_read(
-    make_engine: Make, peer: PeerInProcess
-) -> None:
+def test_a_killed_peer_is_noticed_though_its_memory_could_still_be_read(make_engine: Make, peer: PeerInProcess) -> None:
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.read)
     peer.end()
