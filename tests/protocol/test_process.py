@@ -1,4 +1,4 @@
-"""A process: its configuration, what it says of its start, its tasks, timers and waits, how seldom it looks for garbage."""
+"""A process: its configuration, what it says of its start, its tasks, timers, waits, and its rare looks for garbage."""
 
 from __future__ import annotations
 
