@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from protocol.lean.channel import LeanChannel, exchange
@@ -192,7 +193,11 @@ class RoutedStream:
         while (arrived := await arriving.get()) is not None:
             if isinstance(arrived, MoonserveError):
                 raise arrived
-            yield self._deserialize(arrived)
+            try:
+                message = self._deserialize(arrived)
+            except DecodeError as error:  # as gRPC takes it
+                raise PeerLost(f"a malformed message: {error}") from error
+            yield message
 
 
 class RoutedCall:

@@ -120,6 +120,16 @@ async def test_what_the_server_raises_ends_it(
         await key_of(stream)
 
 
+async def test_a_message_that_is_none_ends_it(stream: AsyncIterator[Any], store: Lister, channels: Channels) -> None:
+    store.told.put_nowait(b"a")
+    await key_of(stream)
+    (routed,) = channels._channels.values()
+    ((_, arriving),) = routed._lean.live()._streams.items()  # type: ignore[attr-defined]
+    arriving.put_nowait(b"\xff")
+    with pytest.raises(PeerLost, match="malformed"):
+        await key_of(stream)
+
+
 async def test_a_lost_connection_ends_it(stream: AsyncIterator[Any], store: Lister, server: RpcServer) -> None:
     store.told.put_nowait(b"a")
     assert await key_of(stream) == b"a"
