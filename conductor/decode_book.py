@@ -120,7 +120,7 @@ class DecodeBook:
         if progress.slots.size:
             remaining = lengths.remaining(progress.generated.astype(np.int64), progress.most.astype(np.int64))
             step_s = max(
-                profile.step_s(min(max(load.num_running, 1), _MOST), min(load.context_tokens, _MOST)),
+                profile.step_s(max(load.num_running, 1), min(load.context_tokens, _MOST)),
                 _LEAST_STEP_S,
             )
             self._outlook.renew(progress, remaining, step_s, now)
@@ -139,7 +139,7 @@ class DecodeBook:
             self._unseen_blocks -= sequence.blocks
 
     def _beyond_own(self, load: Load) -> tuple[float, float]:
-        running = min(load.num_running, _MOST)
+        running = load.num_running
         if running > self._num_started:
             more = running - self._num_started
             return float(more), min(load.context_tokens, _MOST) * (more / running)
@@ -156,7 +156,7 @@ class DecodeBook:
             other_tokens,
             max(len(self._sequences) + round(num_others), 0),
             max(self._prompt_tokens + round(other_tokens), 0),
-            min(load.free_blocks, _MOST) - max(self._unseen_blocks - load.leased_blocks, 0),
+            load.free_blocks - max(self._unseen_blocks - load.leased_blocks, 0),
         )
 
     def _show(self) -> None:

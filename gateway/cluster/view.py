@@ -328,6 +328,9 @@ class Cluster:
             return f"broke its stream: {error.message}"
         except TimeoutError:
             return f"said nothing for {SILENT_AFTER_S:.0f} s"
+        except Exception:  # a bug of ours; a listener that ended would leave all later requests waiting
+            log.exception("events of %s could not be handled", endpoint.instance_id)
+            return "sent events that could not be handled"
         return "ended its stream"
 
     def _begin(self, stream: WorkerStream, standing: worker_pb2.Standing) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,7 +48,11 @@ class Scene(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def following(conductor: OneView | None = None, worker: Hasty | None = None) -> AsyncIterator[Scene]:
+async def following(
+    conductor: OneView | None = None,
+    worker: Hasty | None = None,
+    on_batch: Callable[[str, worker_pb2.EventBatch], Awaitable[None]] | None = None,
+) -> AsyncIterator[Scene]:
     """A gateway's view of a cluster of this conductor and this worker, which are one server; and what it lost."""
     server, channels, lost = RpcServer("token"), RecordingChannels(), Lost()
     if conductor is not None:
@@ -64,7 +68,7 @@ async def following(conductor: OneView | None = None, worker: Hasty | None = Non
         channels,
         address,
         GatewayId("g"),
-        on_batch=ignored,
+        on_batch=on_batch or ignored,
         on_lost=lambda instance_id, error: lost.put_nowait((instance_id, error)),
         on_view=lambda view: None,
         about=conductor_pb2.GatewayView,
@@ -123,10 +127,27 @@ async def test_a_stream_that_says_nothing_for_long_is_broken_but_not_at_the_firs
         assert "said nothing" in str((await lost.get())[1])
 
 
+async def test_a_listener_outlives_a_batch_that_cannot_be_handled() -> None:
+    """The requests on the stream are lost, and later ones are heard on the next stream."""
+    worker, handled = Hasty(), asyncio.Event()
+    worker.batches = [worker_pb2.EventBatch(), worker_pb2.EventBatch()]
+
+    async def fails_once(instance_id: str, batch: worker_pb2.EventBatch) -> None:
+        if worker.num_streams == 1:
+            raise ValueError("a bug")
+        handled.set()
+
+    async with following(worker=worker, on_batch=fails_once) as (cluster, _, lost, _, port):
+        cluster.listen(endpoint("d0", 1, port))
+        assert (await lost.get())[1].message == "d0 sent events that could not be handled"
+        await handled.wait()
+
+
 class Hasty(worker_pb2_grpc.WorkerServicer):
     """Ends its first stream after a word, and the second one not. In between it gives the gateway up."""
 
     num_streams = 0
+    batches: Sequence[worker_pb2.EventBatch] = ()
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return worker_pb2.WorkerStatus()
@@ -135,6 +156,8 @@ class Hasty(worker_pb2_grpc.WorkerServicer):
         self.num_streams += 1
         standing = worker_pb2.Standing(times_given_up=self.num_streams - 1)
         yield worker_pb2.EventBatch(standing=standing)
+        for batch in self.batches:
+            yield batch
         if self.num_streams > 1:
             await asyncio.Event().wait()
 

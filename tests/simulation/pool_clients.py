@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NUM_CHAINS, DEPTH = 10, 6
 ROOM = 3 * ALIGNMENT  # of the largest value
 PER_S = 25.0  # operations of one client
-CALL_S, LEASE_S = 1.0, 2.0
+CALL_S, LEASE_S, RESERVED_S = 1.0, 2.0, 5.0
 RATES = 0.98
 """How much of a lease may be relied upon: clocks of two processes do not run equally fast."""
 _Slot = kvstore_pb2.StoreReserveReply.Slot
@@ -121,7 +121,7 @@ class PoolClient:
         """How many of them are stored now, or were."""
         rng, truth = self._rng, self._world.truth
         values = [truth.new_value(key, rng.randint(SMALLEST, ROOM)) for key in keys]
-        request = kvstore_pb2.StoreReserveRequest(reservation_id=new_id("put"), ttl_s=5.0)
+        request = kvstore_pb2.StoreReserveRequest(reservation_id=new_id("put"), ttl_s=RESERVED_S)
         pin = _PINS[rng.random() < 0.1]
         for parent, key, value in zip([b"", *keys], keys, values, strict=False):
             request.wishes.add(key=key, parent=parent, length=len(value), tenant=tenant, pin=pin)

@@ -26,7 +26,7 @@ from tests.simulation.disk import Medium
 from tests.simulation.faults import Faults
 from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
 from tests.simulation.network import Network
-from tests.simulation.pool_clients import PoolClient
+from tests.simulation.pool_clients import RESERVED_S, PoolClient
 from tests.simulation.processes.head import Conductor, Front
 from tests.simulation.processes.members import CONDUCTOR, Decode, Prefill
 from tests.simulation.processes.process import Process
@@ -241,6 +241,8 @@ class World:
         """The cluster serves as if nothing had been."""
         self._wait(REJOIN_S, self._is_complete)
         if self.is_pool:
+            # A node that stood still takes reservations in when it goes on, of clients that have given up.
+            self.loop.run_until(self.loop.time() + RESERVED_S)
             for client in self.clients:
                 if not client.task.done():
                     self.problem(f"{client.task!r} hangs")

@@ -13,6 +13,7 @@ from kvstore.catching_up import CatchingUp
 from kvstore.config import StoreConfig
 from kvstore.directory.follower import STORE_ROLE, Following
 from kvstore.directory.index import Directory
+from kvstore.disk.base import Health
 from kvstore.event_log import EventLog
 from kvstore.generations import first_of
 from kvstore.index_segment import IndexSegments
@@ -212,5 +213,6 @@ class PoolNode(Node):
 
     def unrest(self) -> str:
         places = {o.place for o in self.state.catalog.objects() if o.place is not None}
-        nobodys = sorted(self.disk.medium.live - places)
+        # What was being written while a disk was lost is nobody's, and of no use.
+        nobodys = sorted(self.disk.medium.live - places) if self.disk.health is Health.GOOD else []
         return super().unrest() or (f"{nobodys} places that nobody has" if nobodys else "")
