@@ -119,6 +119,8 @@ class Mover:
     def _take_in(self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]) -> list[DiskObject]:
         """Those that were removed before they were found."""
         unwanted = [found for found, _ in batch if found.key in self._unwanted]
+        # An earlier value of the same key that was found before is forgotten with it, so it may not stay in sight.
+        self._state.remove_before({found.key: found.generation + 1 for found in unwanted})
         for found, place in batch:
             if found.key in self._unwanted or not self._state.restore(found, place):
                 disk.release(place)

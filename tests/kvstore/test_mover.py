@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore import verification
-from kvstore.disk.base import Health
+from kvstore.catching_up import CatchingUp
+from kvstore.disk.base import DiskObject, Health, Place
 from kvstore.disk.folder import Folder
 from kvstore.disk.tier import DiskOptions, SsdTier
 from kvstore.mover import Mover
@@ -23,6 +24,7 @@ from kvstore.state import StoreState
 from kvstore.stored import Watermarks, Wish
 from kvstore.verification import Verifier
 from protocol.checksum import checksum
+from protocol.keys import BlockKey
 from tests.kvstore.disk.tiers import Clock, FaultyCalls, for_ever, stuck, until_it_hangs
 from tests.kvstore.nodes import key
 from tests.kvstore.states import Heard, make_state
@@ -189,6 +191,42 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
     await early.mover.close()
     async with node_on(tmp_path) as again:
         assert again.present(range(3)) == [2]
+
+
+async def test_an_earlier_value_of_an_outdated_object_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk forgets both."""
+    async with node_on(tmp_path) as node:
+        for content in (value(1), value(2)):
+            node.put(1, content)
+            await node.mover.flush(10.0)
+            stored = node.state.catalog.find(key(1))
+            assert stored is not None
+            node.state.catalog.remove(stored)  # evicted: the disk is not told
+
+    class Elsewhere:
+        """Another node has the earlier value."""
+
+        async def begin(self) -> bool:
+            return True
+
+        async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
+            return {each.key for each in found if each.generation == stored.generation}
+
+    late, disk = await with_disk(tmp_path)
+    recover = disk.recover
+
+    async def one_by_one(progress: Callable[[float], None]) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
+        async for batch in recover(progress):
+            for each in sorted(batch, key=lambda found: found[0].generation):
+                yield [each]
+
+    monkeypatch.setattr(disk, "recover", one_by_one)
+    await late.mover.recover(disk, ignore, cast(CatchingUp, Elsewhere()))
+    assert late.state.counters["objects_restored"] == 1, "the earlier value was not found"
+    assert late.present(range(2)) == []
+    await late.mover.close()
 
 
 async def test_a_copy_that_is_dropped_while_the_disk_moves_it_can_be_made_again(
