@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NUM_CHAINS, DEPTH = 10, 6
 ROOM = 3 * ALIGNMENT  # of the largest value
 PER_S = 25.0  # operations of one client
+PROBES = 3
 CALL_S, LEASE_S, RESERVED_S = 1.0, 2.0, 5.0
 RATES = 0.98
 """How much of a lease may be relied upon: clocks of two processes do not run equally fast."""
@@ -87,7 +88,11 @@ class PoolClient:
         for node in self._world.pool_nodes():
             key = BlockKey(self._life.name.encode().ljust(16))
             try:
-                if not await self._write(node, [key], tenant=""):
+                for _ in range(PROBES):  # memory may be in pieces while some of it is on its way to disk
+                    if await self._write(node, [key], tenant=""):
+                        break
+                    await asyncio.sleep(LEASE_S)
+                else:
                     self._problem(f"after all is well {node.life!r} has no room")
                 await self._read(node, [key])
             except MoonserveError as error:
