@@ -1,1 +1,1 @@
-"""The cluster's global scheduler: who belongs to it, who holds which block, and where each request goes."""
+"""The cluster's global scheduler: membership, the index of cached blocks, and the placement of each request."""

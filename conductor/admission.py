@@ -1,10 +1,10 @@
-"""Whose predictions turn a request away, why, and when it may come back. Pure.
+"""Admission: which predictions reject a request, for which reason, and when it may return. Pure.
 
-A request's load on an instance pair is the larger of predicted TTFT ÷ its target and predicted TBT ÷ its target; it is
-rejected above 1 (arXiv 2407.00079, §7.2). The TTFT is that of its prefill instance now. The TBT is either that of the
-decode load now (`current`), which makes prefill and decode load swing in anti-phase since a prompt lands seconds later,
-or that of the load when this prompt is prefilled (`predicted`), with as many as overtake it in all but one of six cases
-(`CAUTION`). `none` rejects nobody for load.
+A request's load on an instance pair is the larger of predicted TTFT ÷ its target and predicted TBT ÷ its target. It is
+rejected above 1 (arXiv 2407.00079, §7.2). The TTFT is predicted for its prefill instance now. With `current`, the TBT
+is predicted from the current decode load. That makes prefill and decode load swing in anti-phase, because a prompt
+lands seconds later. With `predicted`, it is predicted from the load when this prompt is prefilled, with a number of
+overtaking sequences that is not exceeded in five of six cases (`CAUTION`). `none` rejects no request for load.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from conductor.landing import Newcomer
 from conductor.outlook import INSTANTS, Outlook
 
 TTFT_SLO = "ttft_slo"
-# Reasons that time takes care of.
+# Reasons that pass with time.
 FOR_LOAD = frozenset({"landing_blocks", TTFT_SLO, "tbt_slo"})
-# There would be room, but a tenant that has had less than its share waits for it.
+# There is room, but it is reserved for a rejected tenant with less service in flight.
 TENANT_SHARE = "tenant_share"
 REASONS = FOR_LOAD | {"ttft_slo_unreachable", "tbt_slo_unreachable", TENANT_SHARE}
-# Of the TBT target, what steps may take. A request's TBT is the mean of its longest tenth of gaps (FAST'25, §5.2), and
-# one of these is that in which it joins, half a step longer in the mean: of 100 tokens that makes 5 %.
+# Share of the TBT target that steps may take. A request's TBT is the mean of its longest tenth of gaps (FAST'25, §5.2).
+# One of those gaps is the one in which it joins, longer by half a step in the mean: with 100 tokens that makes 5 %.
 STEP_SHARE = 0.95
-# Standard deviations of what overtakes a prompt that are added to its mean. By the mean alone every other prompt lands
-# where it makes steps too long: admission keeps the load at its edge. docs/reproduction.md has what it is worth.
+# Standard deviations added to the mean number of overtaking sequences. With the mean alone, every other prompt makes
+# steps too long where it lands, because admission keeps the load at its limit. docs/reproduction.md has the effect.
 CAUTION = 1.0
-# There would be room, but it is kept for those who were told to come back about now (`conductor.returns`).
+# There is room, but it is reserved for rejected requests that are due to return about now (`conductor.returns`).
 RETURNS_FIRST = "returns_first"
-# A client that comes back sooner finds the same queues.
+# A client that retries sooner meets the same queues.
 MIN_RETRY_AFTER_S = 0.1
 
 
 class Admission(StrEnum):
-    """Whose predictions may reject."""
+    """Which predictions may reject a request."""
 
     NONE = "none"
     CURRENT = "current"
@@ -46,24 +46,24 @@ class Admission(StrEnum):
 
 
 def caution(admission: Admission) -> float:
-    """Standard deviations of what overtakes that a prediction of the decode load counts with."""
+    """Returns the standard deviations to add to the mean number of overtaking sequences."""
     return CAUTION if admission is Admission.PREDICTED else 0.0
 
 
 def judged_tbt_s(admission: Admission, columns: DecodeColumns) -> Floats:
-    """The time between tokens that is held against the target."""
+    """Returns the predicted TBT that is compared with the target."""
     return columns.tbt_s if admission is Admission.CURRENT else columns.landing_tbt_s
 
 
 def reject_ttft(columns: PrefillColumns, chosen_ttft_s: float, ttft_s: float, slo_s: float) -> Rejection:
-    """`ttft_s` is the chosen instance's `chosen_ttft_s` and what landing blocks add to it."""
-    if chosen_ttft_s <= slo_s:  # the landing blocks are what takes too long
+    """Rejects a TTFT above `slo_s`. `ttft_s`: `chosen_ttft_s` plus the wait for landing blocks and the overhead."""
+    if chosen_ttft_s <= slo_s:  # the added wait exceeds the target
         return Rejection(reason="landing_blocks", retry_after_s=_at_least(ttft_s - slo_s))
-    # Queues drain by one second per second, so an instance meets the SLO once its excess is worked off.
+    # A queue drains by one second per second, so an instance meets the SLO once its excess has drained.
     drains = (columns.ttft_s - slo_s)[columns.ttft_s - columns.queue_s <= slo_s]
     if drains.size:
         return Rejection(reason=TTFT_SLO, retry_after_s=_at_least(float(drains.min())))
-    # Even an idle instance is too slow. Blocks cached until then may change that.
+    # Even an idle instance is too slow, unless more blocks of the prompt are cached until the retry.
     return Rejection(reason="ttft_slo_unreachable", retry_after_s=_at_least(chosen_ttft_s))
 
 
@@ -75,8 +75,8 @@ def reject_tbt(
     since: float,
     queue_s: float,
 ) -> Rejection:
-    """Retry once it would land on an instance within the target. The instant `since` that was judged is too early; who
-    comes later lands later only by what exceeds the seconds that it would have waited in the queue of its prefill."""
+    """Rejects a TBT above the target, until the request would land on an instance within it. The judged instant `since`
+    is too early. A later request lands later only by its delay beyond `queue_s`, the wait of this one for prefill."""
     alone = decodes.step_s(np.ones(len(decodes)), np.full(len(decodes), float(newcomer.num_prompt_tokens)))
     if alone.min() > STEP_SHARE * slo_s:
         return Rejection(reason="tbt_slo_unreachable", retry_after_s=_at_least(float(alone.min())))
@@ -85,14 +85,14 @@ def reject_tbt(
 
 
 def reject_claimed(until: float | None, now: float) -> Rejection | None:
-    """`until`: a tenant with less in flight was rejected, and told to come back about then; None: nobody was."""
+    """Rejects in favour of a claim. `until`: latest end of claims of tenants with less in flight; None = no claim."""
     if until is None:
         return None
     return Rejection(reason=TENANT_SHARE, retry_after_s=_at_least(until - now))
 
 
 def _least_steps_s(decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, since: float) -> Floats:
-    """With the newcomer, if it lands at each of INSTANTS after `since`."""
+    """Returns the shortest step of any instance with the newcomer landing at each of INSTANTS after `since`."""
     instants, prompt = (since + INSTANTS).tolist(), float(newcomer.num_prompt_tokens)
     steps_s: list[float] = []
     for pair in zip_longest(instants[::2], instants[1::2], fillvalue=since):
@@ -110,7 +110,7 @@ def _least_steps_s(decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, s
 
 
 def _falls_to(slo_s: float, steps_s: Floats) -> float:
-    """Seconds until a line through these steps at INSTANTS is at the target; the last instant where it never is."""
+    """Returns the seconds until steps, interpolated between INSTANTS, meet the target; at most the last instant."""
     within = steps_s <= slo_s
     if not within.any():
         return float(INSTANTS[-1])

@@ -1,6 +1,6 @@
-"""The prefill and decode instances that may serve a prompt, and what a placement policy is told of each. Pure.
+"""Selects the prefill and decode instances that may serve a prompt, and builds the policy's view of them. Pure.
 
-An instance is a candidate when it is open, not excluded, and its pool is large enough for the prompt.
+An instance is a candidate if it is not draining, not excluded, and its pool is large enough for the prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Table)
 
 @dataclass(slots=True, eq=False)
 class Able(Generic[T]):
-    """Instances that may serve a prompt, row by row."""
+    """Instances that may serve a prompt; `table` and `instances` have the same rows."""
 
     table: T
     instances: Sequence[Instance]
@@ -36,8 +36,8 @@ class Able(Generic[T]):
 def eligible(
     members: Members, place: Place, excluded: Sequence[str]
 ) -> tuple[Able[PrefillTable], Able[DecodeTable], KvLayout]:
-    """Those of both roles, and the layout of the prompt's blocks. Raises NoWorker when a role has no instance left,
-    InvalidRequest when none could ever serve the prompt."""
+    """Returns the prefill and decode candidates and the KV layout. Raises NoWorker if a role has no available instance,
+    InvalidRequest if no instance could ever serve the prompt."""
     prefill_rows = _available(Role.PREFILL, members.prefills, excluded)
     decode_rows = _available(Role.DECODE, members.decodes, excluded)
     layout, tokens = _check_prompt(members, place), place.num_prompt_tokens
@@ -66,7 +66,7 @@ def _check_prompt(members: Members, place: Place) -> KvLayout:
 
 
 def _available(role: Role, table: Table, excluded: Sequence[str]) -> Ints | None:
-    """Rows of instances that take this request; None = all."""
+    """Returns the rows of instances that accept this request; None = all."""
     is_open = table.is_open
     if excluded:
         is_open = is_open & ~np.isin(table.ids, excluded)
@@ -81,7 +81,7 @@ def _available(role: Role, table: Table, excluded: Sequence[str]) -> Ints | None
 
 
 def _fitting(table: T, instances: Sequence[Instance], rows: Ints | None, num_blocks: int) -> Able[T]:
-    """Candidates of the given rows: those whose pools are large enough."""
+    """Returns the instances of the given rows whose pools are large enough."""
     pools = table.num_blocks
     if rows is None:
         if pools[pools.argmin()] >= num_blocks:
@@ -103,14 +103,14 @@ def offers_for(
     layout: KvLayout,
     now: float,
 ) -> Offers:
-    """The columns that a policy weighs: one row per candidate, as it is for this prompt."""
+    """Returns the columns that a policy weighs, one row per candidate, for this prompt."""
     prefills = able.table
     device_blocks, prefix_blocks = prefixes.own_blocks(prefills)
     local_s = layout.block_bytes / prefills.local_bytes_per_s
     remote_s = prefixes.remote_s_per_block(prefills, prefix_blocks, layout.block_bytes, now)
     return Offers(
         prefills.identity,
-        prefills.chosen_at.copy(),  # the record outlives the table
+        prefills.chosen_at.copy(),  # the decision record outlives the table
         device_blocks,
         prefix_blocks,
         prefills.estimate_s(now),
@@ -125,7 +125,7 @@ def offers_for(
 
 
 def record(prefills: PrefillTable, offers: Offers, weighed: Weighed) -> PrefillColumns:
-    """All terms of the prediction for every candidate, as the record of the decision has them."""
+    """Returns all prediction terms of every candidate, for the decision record."""
     return PrefillColumns(
         prefills.ids,
         offers.device_blocks,
@@ -142,7 +142,7 @@ def record(prefills: PrefillTable, offers: Offers, weighed: Weighed) -> PrefillC
 
 
 def predicted_times(prefills: PrefillColumns, row: int, ttft_s: float) -> Times:
-    """The predicted times of one row, with the TTFT that the decision counts on."""
+    """Returns the predicted times of one row. `ttft_s`: the decision's TTFT, which includes landing and overhead."""
     return Times(
         ttft_s=ttft_s,
         queue_s=float(prefills.queue_s[row]),

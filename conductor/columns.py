@@ -1,8 +1,8 @@
-"""What a placement reads of all live instances, as arrays: one table per role, one row per instance.
+"""Figures of all live instances as numpy arrays: one table per role, one row per instance.
 
-It owns no truth: books and members write through when they change (`Seat`), so that a placement is a fixed number of
-numpy operations. Rule: rows are in order of registration, without holes, and arrays are replaced, never resized, when
-an instance joins or leaves. Does not know what the figures mean.
+The tables are a cache: queues, decode books and members write to them on every change (`Seat`), so that a placement is
+a fixed number of numpy operations. Rule: rows are in order of registration, without holes, and arrays are replaced,
+never resized, when an instance joins or leaves. Does not know what the figures mean.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _FLOATS: Callable[[], Floats] = _empty(np.float64)
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """Columns of equal length that every role has."""
+    """Columns that every role has; all have equal length."""
 
     ids: Names = field(default_factory=_NAMES)
-    is_open: Flags = field(default_factory=_FLAGS)  # takes new work: not draining
+    is_open: Flags = field(default_factory=_FLAGS)  # accepts new work: not draining
     chosen_at: Ints = field(default_factory=_INTS)  # number of the placement that last chose it; 0 = none yet
-    host: Words = field(default_factory=_WORDS)  # digest of its name
+    host: Words = field(default_factory=_WORDS)  # digest of the host's name
     num_blocks: Ints = field(default_factory=_INTS)  # of a worker's pool
-    bit: Ints = field(default_factory=_INTS)  # its number in the directory
-    link: Ints = field(default_factory=_INTS)  # in the book of transfers
+    bit: Ints = field(default_factory=_INTS)  # number in the directory
+    link: Ints = field(default_factory=_INTS)  # number in `Transfers`
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, rows: Ints) -> Self:
-        """A copy of some rows."""
+        """Returns a copy of the given rows."""
         return type(self)(*(getattr(self, name)[rows] for name in self._names()))
 
     def append(self) -> int:
@@ -62,7 +62,7 @@ class Table:
         return len(self) - 1
 
     def delete(self, row: int) -> None:
-        """The rows behind it move up."""
+        """Removes a row; later rows move up by one."""
         for name in self._names():
             setattr(self, name, np.delete(getattr(self, name), row))
 
@@ -75,22 +75,22 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class PrefillTable(Table):
-    """Of `PrefillQueue` and of prefill registrations."""
+    """Figures of prefill instances, from `PrefillQueue` and registrations."""
 
-    identity: Words = field(default_factory=_WORDS)  # digest of its id, for draws
-    home: Ints = field(default_factory=_INTS)  # row of its home store; meaningless without one
+    identity: Words = field(default_factory=_WORDS)  # digest of the instance id, for `draws`
+    home: Ints = field(default_factory=_INTS)  # row of the home store; meaningless unless `has_home`
     has_home: Flags = field(default_factory=_FLAGS)
     local_bytes_per_s: Floats = field(default_factory=_FLOATS)
-    c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
+    c0: Floats = field(default_factory=_FLOATS)  # corrected prefill profile
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
-    waiting_s: Floats = field(default_factory=_FLOATS)  # predicted, of placed prompts but the first
-    running_s: Floats = field(default_factory=_FLOATS)  # of the first
-    began_at: Floats = field(default_factory=_FLOATS)  # the first, as far as known
-    surplus_s: Floats = field(default_factory=_FLOATS)
+    waiting_s: Floats = field(default_factory=_FLOATS)  # predicted total of the waiting prompts
+    running_s: Floats = field(default_factory=_FLOATS)  # predicted total of the running prompt
+    began_at: Floats = field(default_factory=_FLOATS)  # assumed begin of the running prompt
+    surplus_s: Floats = field(default_factory=_FLOATS)  # work that other conductors placed
 
     def estimate_s(self, now: float) -> Floats:
-        """Seconds until all that is there has run; `PrefillQueue.estimate_s` of every row."""
+        """Returns the seconds until all queued work has run; `PrefillQueue.estimate_s` of every row."""
         left_s = np.maximum(self.running_s - np.maximum(now - self.began_at, 0.0), 0.0)
         waiting: Floats = left_s + self.waiting_s + self.surplus_s
         return waiting
@@ -98,27 +98,27 @@ class PrefillTable(Table):
 
 @dataclass(slots=True, eq=False)
 class DecodeTable(Table):
-    """Of `DecodeBook` and of decode registrations."""
+    """Figures of decode instances, from `DecodeBook` and registrations."""
 
-    slots: Floats = field(default_factory=_FLOATS)  # infinite = unlimited
-    c0: Floats = field(default_factory=_FLOATS)  # of its profile, corrected
+    slots: Floats = field(default_factory=_FLOATS)  # most sequences in a step; infinite = unlimited
+    c0: Floats = field(default_factory=_FLOATS)  # corrected decode profile
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
-    number: Ints = field(default_factory=_INTS)  # in the outlook
-    num_seqs: Ints = field(default_factory=_INTS)  # that run or are on their way
-    context_tokens: Ints = field(default_factory=_INTS)  # their prompts', and what heartbeats say
-    other_seqs: Floats = field(default_factory=_FLOATS)  # that run beside those of the outlook
-    other_tokens: Floats = field(default_factory=_FLOATS)  # of their contexts
-    free_blocks: Ints = field(default_factory=_INTS)  # that no placed prompt is going to need
-    reads_prompts: Flags = field(default_factory=_FLAGS)  # can prefill what it decodes
-    step_tokens: Floats = field(default_factory=_FLOATS)  # in one step; infinite = not told
-    reading_s: Floats = field(default_factory=_FLOATS)  # predicted, of prompts placed to be read here
-    p0: Floats = field(default_factory=_FLOATS)  # of its prefill profile
+    number: Ints = field(default_factory=_INTS)  # in `Outlook`
+    num_seqs: Ints = field(default_factory=_INTS)  # sequences that run or are placed
+    context_tokens: Ints = field(default_factory=_INTS)  # placed prompts' tokens plus `other_tokens`
+    other_seqs: Floats = field(default_factory=_FLOATS)  # running sequences in addition to those of `Outlook`
+    other_tokens: Floats = field(default_factory=_FLOATS)  # tokens of their contexts
+    free_blocks: Ints = field(default_factory=_INTS)  # blocks not needed by placed prompts
+    reads_prompts: Flags = field(default_factory=_FLAGS)  # can prefill its own prompts
+    step_tokens: Floats = field(default_factory=_FLOATS)  # most tokens in a step; infinite = not reported
+    reading_s: Floats = field(default_factory=_FLOATS)  # predicted total of prompts placed to be prefilled here
+    p0: Floats = field(default_factory=_FLOATS)  # corrected prefill profile
     p1: Floats = field(default_factory=_FLOATS)
     p2: Floats = field(default_factory=_FLOATS)
 
     def step_s(self, num_seqs: Floats | Ints, context_tokens: Floats | Ints) -> Floats:
-        """`DecodeProfile.batch_step_s` of every row."""
+        """Returns the duration of a step; `DecodeProfile.batch_step_s` of every row."""
         running = np.minimum(num_seqs, self.slots)
         held = context_tokens * running / num_seqs
         seconds: Floats = self.c0 + self.c1 * running + self.c2 * held
@@ -127,9 +127,9 @@ class DecodeTable(Table):
 
 @dataclass(slots=True, eq=False)
 class StoreTable(Table):
-    """Of store registrations and of the reads that placed prompts have yet to make."""
+    """Figures of store nodes, from registrations and placements."""
 
-    pending_reads: Ints = field(default_factory=_INTS)  # blocks
+    pending_reads: Ints = field(default_factory=_INTS)  # blocks that placed prompts have yet to read
 
 
 T = TypeVar("T", bound=Table)
@@ -137,18 +137,18 @@ T = TypeVar("T", bound=Table)
 
 @dataclass(slots=True, eq=False)
 class Seat(Generic[T]):
-    """Where one instance's figures stand: a row of its role's table, or of a table of its own once it is gone."""
+    """Location of one instance's figures: a row of its role's table, or of a private table once it has left."""
 
     table: T
     row: int
 
     @classmethod
     def alone(cls, table: type[T]) -> Seat[T]:
-        """In a table that nobody reads."""
+        """Returns a row of a private table that is never read."""
         own = table()
         return cls(own, own.append())
 
     def leave(self) -> None:
-        """The row is about to be deleted; late changes of the book must not reach its successor."""
+        """Moves to a private table before the row is deleted, so that late changes do not reach its successor."""
         self.table = self.table.take(np.array([self.row]))
         self.row = 0

@@ -1,4 +1,4 @@
-"""Options of the conductor process."""
+"""Command line options of the conductor process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from protocol.tracing import TracingConfig
 
 DEFAULT_TERMS = Terms()
 DEFAULT_ROLE_TERMS = RoleTerms()
-MIN_LEADER_TTL_S = 0.5  # a quarter of it is what an answer of the registry may take
+MIN_LEADER_TTL_S = 0.5  # a quarter of it is the timeout of a registry request
 MAX_LEADER_TTL_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig(ProcessConfig, TracingConfig):
-    """Everything the conductor can be told."""
+    """Options of the conductor process; every field is a flag."""
 
     instance_id: str = option("conductor", help="name of this process in logs")
     placement_policy: str = option(DEFAULT_POLICY, help=f"how the prefill instance is chosen: {POLICY_CHOICES}")
@@ -37,7 +37,7 @@ class ConductorConfig(ProcessConfig, TracingConfig):
     # The Mooncake paper's limit for an effective request.
     ttft_slo: float = option(30.0, help="reject when the predicted TTFT exceeds this, seconds")
     # The paper's 0.1 to 0.3 s are for GPUs. A CPU step with several long sequences takes tenths of a second (110M
-    # parameters, 8 sequences of 2,048 tokens: 0.03 to 0.4 s by runtime), so this rejects only what is truly stuck.
+    # parameters, 8 sequences of 2,048 tokens: 0.03 to 0.4 s by runtime), so 1 s rejects only truly overlong steps.
     tbt_slo: float = option(1.0, help="reject when steps of over 95% of this are predicted, seconds")
     admission: str = option(
         Admission.PREDICTED.value,
@@ -89,11 +89,11 @@ class ConductorConfig(ProcessConfig, TracingConfig):
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def policy(self) -> PlacementPolicy:
-        """A fresh one. Raises ConfigError."""
+        """Returns a new placement policy. Raises ConfigError if the options are invalid."""
         return make_policy(self.placement_policy, self.balancing_threshold, self.policy_seed)
 
     def terms(self) -> Terms:
-        """Raises ConfigError."""
+        """Returns the durations of leadership claims. Raises ConfigError if `leader_ttl_s` is out of range."""
         if not MIN_LEADER_TTL_S <= self.leader_ttl_s <= MAX_LEADER_TTL_S:
             raise ConfigError(
                 f"--leader-ttl-s ({self.leader_ttl_s}) must be {MIN_LEADER_TTL_S} to {MAX_LEADER_TTL_S:.0f}"
@@ -101,12 +101,12 @@ class ConductorConfig(ProcessConfig, TracingConfig):
         return Terms(ttl_s=self.leader_ttl_s)
 
     def roles(self) -> RoleController | None:
-        """A fresh one, if roles change at all. Raises ConfigError."""
+        """Returns a new role controller, or None without role switching. Raises ConfigError if options are invalid."""
         terms = RoleTerms(hold_s=self.role_hold_s, cool_down_s=self.role_cool_down_s)
         return RoleController(terms) if self.role_switching == "on" else None
 
     def limits(self) -> Limits:
-        """Raises ConfigError for values that cannot work together."""
+        """Returns the limits. Raises ConfigError if the values are out of range or contradict each other."""
         if not 0 < self.heartbeat_interval_s < self.lease_s:
             raise ConfigError(
                 f"--heartbeat-interval-s ({self.heartbeat_interval_s}) must be positive and "

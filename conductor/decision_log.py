@@ -1,4 +1,4 @@
-"""The most recent decisions, one per request: a ring bounded in number and in bytes. Pure."""
+"""Log of the most recent decisions, one per request, bounded in number and in bytes. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from conductor.decision import Decision, Outcome
 from protocol.ids import RequestId
 
-# By tracemalloc: a decision without rows (the record, 15 empty arrays, its place here), and the numbers of a row.
+# Measured by tracemalloc: a decision without rows (record, 15 empty arrays, log entry), and the numbers of one row.
 _RECORD_BYTES = 3_500
 _PREFILL_ROW_BYTES = 10 * 8
 _DECODE_ROW_BYTES = 10 * 8 + 1
@@ -18,28 +18,28 @@ _DECODE_ROW_BYTES = 10 * 8 + 1
 class _Entry:
     decision: Decision
     num_bytes: int
-    name: str  # under which its client knows it; "" = by the id
-    # Apart, since copying a decision to add it would cost more than deciding.
+    name: str  # the client's name for the request; "" = its id
+    # Not in the decision, because copying a decision costs more than deciding.
     outcome: Outcome | None = None
 
 
 class DecisionLog:
-    """Oldest first; a decision that has left is forgotten."""
+    """Keeps the latest decisions and drops the oldest ones."""
 
     def __init__(self, capacity: int, max_bytes: int) -> None:
         self.capacity = capacity
         self._max_bytes = max_bytes
         self._entries: OrderedDict[RequestId, _Entry] = OrderedDict()
-        self._named: dict[str, RequestId] = {}  # the latest of each name
+        self._named: dict[str, RequestId] = {}  # latest request of each name
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def record(self, decision: Decision, name: str = "") -> None:
-        """Adds a decision; it supersedes an earlier one for the same request. The newest one always stays.
+        """Adds a decision, which replaces an earlier one for the same request. The newest decision is always kept.
 
-        `name`: under which the client knows the request. Clients use names again; the latest request counts.
+        `name`: the client's name for the request. Clients may reuse names; the latest request counts.
         """
         superseded = self._entries.pop(decision.request_id, None)
         if superseded is not None:
@@ -59,15 +59,15 @@ class DecisionLog:
             del self._named[entry.name]
 
     def find(self, known_id: str) -> Decision | None:
-        """By the request's id, or by its name."""
+        """Returns the decision with its outcome, by request id or else by name; None if there is none."""
         request_id = RequestId(known_id)
         entry = self._entries.get(request_id)
-        if entry is None:  # names come last: clients choose them
+        if entry is None:  # ids first, since clients choose names freely
             entry = self._entries.get(self._named.get(known_id, request_id))
         return None if entry is None else replace(entry.decision, outcome=entry.outcome)
 
     def conclude(self, request_id: RequestId, outcome: Outcome) -> None:
-        """Adds what happened."""
+        """Adds an outcome to the decision of a request. Unknown ids are ignored."""
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.outcome = outcome if entry.outcome is None else _after(entry.outcome, outcome)
@@ -82,7 +82,7 @@ class DecisionLog:
 
 
 def _after(earlier: Outcome, outcome: Outcome) -> Outcome:
-    """The report of an end does not repeat what the first token's told of its parts."""
+    """Merges two outcomes: the report of an end does not repeat the TTFT terms of the first token's report."""
     if outcome.prefill_s is not None:
         return outcome
     return replace(
@@ -94,7 +94,7 @@ def _after(earlier: Outcome, outcome: Outcome) -> Outcome:
 
 
 def _size(decision: Decision) -> int:
-    """Bytes that it keeps in memory, about. The names of instances are shared between decisions."""
+    """Returns the approximate memory of a decision in bytes. Names of instances are shared between decisions."""
     prefills, decodes = decision.prefill_columns, decision.decode_columns
     return (
         _RECORD_BYTES

@@ -1,8 +1,8 @@
-"""What the conductor expects one decode instance to be busy with: its own placements, corrected by heartbeats.
+"""Expected load of one decode instance: the sequences placed there, corrected by heartbeats. Pure.
 
-Begins and ends of the sequences that were placed are in the outlook of all instances; what the instance reports
-beyond them (or does not have any more) is taken as it is until the next heartbeat. A placement is *settled* `SETTLE_S`
-after its first token: by then heartbeats count it. Sums are shown in the instance's row whenever they change. Pure.
+Begins and ends of placed sequences are in the `Outlook` of all instances. A surplus or deficit in the instance's report
+is assumed to last until the next heartbeat. A placement is *settled* `SETTLE_S` after its first token, when heartbeats
+include it. Sums are written to the instance's row whenever they change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.ids import RequestId
 from protocol.length_curve import OutputLengths
 from protocol.profile import DecodeProfile
 
-# What a column holds at most, whatever an instance says about itself; sums of such stay exact.
+# Upper limit of reported tokens, so that sums of them stay exact in a float.
 _MOST = 2**53
 _LEAST_STEP_S = 1e-6
 
@@ -31,24 +31,24 @@ class _Sequence:
     tokens: int
     blocks: int
     slot: int  # in the outlook
-    started_at: float | None = None  # its first token was reported
+    started_at: float | None = None  # time at which its first token was reported
 
 
 class DecodeBook:
-    """Sequences of one decode instance."""
+    """Sequences placed on one decode instance, and its reported load beyond them."""
 
     def __init__(self, num_blocks: int, seat: Seat[DecodeTable], outlook: Outlook) -> None:
         self._seat = seat
         self._outlook = outlook
         self._number = outlook.join()
         self._sequences: dict[RequestId, _Sequence] = {}
-        self._unseen: dict[RequestId, _Sequence] = {}  # of them, not settled at the last heartbeat
+        self._unseen: dict[RequestId, _Sequence] = {}  # sequences not settled at the last heartbeat
         self._unseen_blocks = 0
         self._num_started = 0
         self._prompt_tokens = 0
         self._load = Load(free_blocks=num_blocks)
-        # Of sequences that others placed; below 0: of own ones that the instance does not have any more.
-        self._others = (0.0, 0.0)  # number, context tokens
+        # Number and context tokens of sequences placed by others; negative for own ones that the instance has lost.
+        self._others = (0.0, 0.0)
         seat.table.number[seat.row] = self._number
         self._show()
 
@@ -60,7 +60,7 @@ class DecodeBook:
 
     @property
     def num_running(self) -> float:
-        """Sequences, as far as known."""
+        """Estimated number of running sequences."""
         return max(self._num_started + self._others[0], 0.0)
 
     def add(
@@ -74,7 +74,8 @@ class DecodeBook:
         step_s: float,
         expected_output: float,
     ) -> None:
-        """`begins_at`: the predicted first token; `step_s`: the predicted time between tokens."""
+        """Adds a placed request. `begins_at`: predicted time of its first token; `step_s`: predicted time between
+        tokens."""
         slot = self._outlook.add(
             self._number,
             tokens=tokens,
@@ -90,7 +91,7 @@ class DecodeBook:
         self._show()
 
     def start(self, request_id: RequestId, now: float) -> None:
-        """The first token was reported."""
+        """Marks a request as running, when its first token is reported. Unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.started_at is None:
             sequence.started_at = now
@@ -98,7 +99,7 @@ class DecodeBook:
             self._outlook.begin(sequence.slot, now)
 
     def remove(self, request_id: RequestId) -> None:
-        """The request ended. Unknown ids are ignored."""
+        """Removes a request that ended. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -109,7 +110,8 @@ class DecodeBook:
         self._show()
 
     def correct(self, load: Load, profile: DecodeProfile, lengths: OutputLengths, now: float) -> None:
-        """Takes over a heartbeat. What runs is expected to go on as others did that got as far."""
+        """Adopts the load of a heartbeat, and estimates again how long running sequences continue, from answers that
+        reached the same length."""
         self._load = load
         for request_id, sequence in list(self._unseen.items()):
             if sequence.started_at is not None and sequence.started_at + SETTLE_S <= now:
@@ -126,11 +128,11 @@ class DecodeBook:
             self._outlook.renew(progress, remaining, step_s, now)
 
     def drain(self, now: float) -> Drain:
-        """The expected ends of the sequences that were placed here."""
+        """Returns the expected ends of the sequences placed here."""
         return self._outlook.drain(self._number, now)
 
     def leave(self) -> None:
-        """The instance is gone; what was placed there may still be ended."""
+        """Removes the instance from the outlook. Its requests can still be removed afterwards."""
         self._outlook.leave(self._number)
 
     def _see(self, request_id: RequestId) -> None:
@@ -148,7 +150,7 @@ class DecodeBook:
         return (-float(gone), -gone * sum(seen) / len(seen)) if gone else (0.0, 0.0)
 
     def _shown(self) -> tuple[float, float, int, int, int]:
-        """Leased blocks belong to placements that are not running yet, so they are not subtracted twice."""
+        """Returns the figures of the row. Leased blocks belong to unsettled placements, so they are subtracted once."""
         load = self._load
         num_others, other_tokens = self._others
         return (
@@ -161,7 +163,7 @@ class DecodeBook:
 
     def _show(self) -> None:
         table, row = self._seat.table, self._seat.row
-        (  # as `_columns`, spelled out: part of every event
+        (  # the columns of `_columns`, unrolled for speed: this runs at every event
             table.other_seqs[row],
             table.other_tokens[row],
             table.num_seqs[row],

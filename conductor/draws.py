@@ -1,7 +1,7 @@
-"""Chance without state: numbers that depend on names alone, so that equal histories give equal decisions.
+"""Stateless pseudo-random numbers that depend on names alone, so that equal histories give equal decisions. Pure.
 
-A draw is a function of an instance's digest and a key; highest-random-weight hashing (Thaler and Ravishankar, 1998)
-over draws gives consistent choices: an instance that joins or leaves moves only what it wins or had. Pure.
+A draw is a function of an instance's digest and a key. Highest-random-weight hashing (Thaler and Ravishankar, 1998)
+over draws gives consistent choices: an instance that joins or leaves moves only the keys that it wins or had.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MANTISSA_SHIFT = np.uint64(11)
 
 
 def digest64(name: str | bytes, seed: int = 0) -> int:
-    """64 bits that are the same in every process."""
+    """Returns a 64-bit digest that is the same in every process."""
     data = name if isinstance(name, bytes) else name.encode()
     salt = (seed & _WORD_MASK).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt).digest(), "little")
 
 
 def draws(identities: Words, key: int) -> Floats:
-    """For each identity a number in [0, 1) that looks independent of those for other keys."""
+    """Returns a number in [0, 1) for each identity, which looks independent of the numbers for other keys."""
     mixed = identities ^ np.uint64(key * _GAMMA & _WORD_MASK)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND

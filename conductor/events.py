@@ -1,4 +1,4 @@
-"""What can happen to the conductor (events) and what follows (actions).
+"""Events, the inputs of the conductor state, and actions, its outputs.
 
 An event that is a call has exactly one reply among its actions: the last one.
 """
@@ -19,18 +19,18 @@ from protocol.request import Endpoint, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What an instance moved from or to one peer since its start, while enough was under way to measure."""
+    """Bytes that an instance moved from or to one peer since its start, while enough was in flight to measure."""
 
     peer: InstanceId
     read_bytes: int = 0
-    read_s: float = 0.0  # in which a read was under way
+    read_s: float = 0.0  # time in which a read was in flight
     written_bytes: int = 0
     written_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Decode steps since the instance's start, as sums."""
+    """Sums over all decode steps since the instance's start."""
 
     num_steps: int = 0
     seconds: float = 0.0
@@ -43,7 +43,7 @@ NO_STEPS = Steps()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an instance says about itself in a heartbeat."""
+    """Load that an instance reports in a heartbeat."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -57,12 +57,12 @@ class Load:
     steps: Steps = NO_STEPS
     free_bytes: int = 0  # of a store's memory
     capacity_bytes: int = 0
-    num_blocks: int = 0  # that a worker can hold at once, as limits are now; 0: as registered
+    num_blocks: int = 0  # that a worker can hold at once under its current limits; 0 = as registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChanges:
-    """Changes of the set of blocks that an instance can serve; see BlockEvents in conductor.proto."""
+    """Changes to the set of blocks that an instance can serve; see BlockEvents in conductor.proto."""
 
     first_seq: int
     next_seq: int
@@ -76,7 +76,7 @@ class BlockChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """An instance joins. `layout`, `fingerprint` and the profiles concern workers only."""
+    """An instance joins. `layout`, `fingerprint` and the profiles apply to workers only."""
 
     endpoint: Endpoint
     role: Role
@@ -89,10 +89,10 @@ class Register:
     max_num_seqs: int = 0  # 0 = unlimited
     max_model_len: int = 0
     bytes_per_s: float = 0.0  # 0 = not measured
-    local_bytes_per_s: float = 0.0  # within its host, likewise
-    can_switch_role: bool = False  # a worker that can change while it runs
-    max_num_batched_tokens: int = 0  # prompt tokens of a prefill step at most; 0 = not told
-    reads_prompts: bool = False  # a decode worker that can prefill what it decodes
+    local_bytes_per_s: float = 0.0  # within its host; 0 = not measured
+    can_switch_role: bool = False  # the worker can change its role while it runs
+    max_num_batched_tokens: int = 0  # most prompt tokens in a prefill step; 0 = not reported
+    reads_prompts: bool = False  # a decode worker that can prefill its own prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,8 @@ class Deregister:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
+    """A gateway requests a placement."""
+
     request_id: RequestId
     block_keys: tuple[BlockKey, ...]
     num_prompt_tokens: int
@@ -121,15 +123,13 @@ class Place:
     priority: int = 0
     tenant: str = ""
     excluded_instances: frozenset[str] = frozenset()
-    # Of the client; None = the chain of blocks tells the conversation.
-    session_id: str | None = None
-    client_id: str = ""  # under which the client knows the request; "" = by its id
-    # Equal for equal requests of one client, so that one that comes back is known; b"" = it is not meant to be.
-    ticket: bytes = b""
+    session_id: str | None = None  # given by the client; None = the chain of blocks identifies the conversation
+    client_id: str = ""  # the client's name for the request; "" = its id
+    ticket: bytes = b""  # equal for equal requests of one client, to recognize a retry; b"" = none
 
 
 class Phase(StrEnum):
-    """What happened to a placed request."""
+    """Stage that a placed request has reached."""
 
     FIRST_TOKEN = "first_token"
     FINISHED = "finished"
@@ -139,25 +139,27 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
+    """A gateway reports the progress or end of a placed request."""
+
     request_id: RequestId
     phase: Phase
     elapsed_s: float
     cached_tokens: int = 0
     output_tokens: int = 0
-    # Of the first token, on the prefill worker's clock; None = not known.
+    # Parts of the TTFT, on the prefill worker's clock; None = unknown.
     queue_s: float | None = None
-    transfer_s: float | None = None  # by which its prefix delayed it
+    transfer_s: float | None = None  # delay by the prefix load and the grant of the landing
     prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time passed: leases may have run out."""
+    """Time has passed; leases may have expired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Away:
-    """The conductor itself stood still for so long and could hear nobody."""
+    """The conductor itself was suspended for this long and received no messages."""
 
     seconds: float
 
@@ -168,7 +170,7 @@ Event = Register | Heartbeat | Deregister | Place | Report | Tick | Away
 
 
 class Removal(StrEnum):
-    """Why an instance is no longer in the cluster."""
+    """Reason for the removal of an instance."""
 
     LEFT = "left"
     SILENT = "silent"
@@ -199,14 +201,14 @@ class TtftObserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementForgotten:
-    """Nobody reported the end of this placement in time; its predicted load is freed."""
+    """A placement expired because its end was not reported in time; its predicted load is removed."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleChangeDue:
-    """This worker should take this role."""
+    """A worker should change to this role."""
 
     endpoint: Endpoint
     role: Role
@@ -240,7 +242,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """No instance can meet the SLO now."""
+    """The request is rejected, by its objectives or in favour of other requests, and may return later."""
 
     predicted_ttft_s: float
     predicted_tbt_s: float
@@ -256,7 +258,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The call cannot be served; the error says whose fault it is."""
+    """The call cannot be served, for the reason given by the error."""
 
     error: MoonserveError = field(compare=False)
 

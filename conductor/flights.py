@@ -1,8 +1,8 @@
-"""Requests that were placed and whose end is not known: what they added to the books, and what they teach.
+"""Placed requests whose end is not reported yet: the load that they add, and the corrections that their reports give.
 
-Its rule: whatever a placement adds to the books is taken out exactly once, by the report of its first token or of its
-end, by a new placement of the same request, or by its own expiry. What was predicted is kept beside it, so that the
-report of what happened corrects the next predictions. Pure; knows neither members nor how a choice is made.
+Rule: the load that a placement adds is removed exactly once, by the report of its first token or of its end, by a new
+placement of the same request, or when it expires. Predictions are kept with each request, so that reports of actual
+times correct later predictions. Pure; knows neither members nor how a choice is made.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Plan(NamedTuple):
     reads: tuple[tuple[Instance, int], ...]  # blocks to read from each store
     predicted: Times
     prefill_s: float  # predicted service time
-    rank: float  # with which it waits for prefill
+    rank: float  # in the prefill queue
     queueing: Queueing
     uncached_tokens: int
     needed_blocks: int
     block_bytes: int
-    step_s: float  # between its tokens
-    foreseen_seqs: float  # of placed requests, beside it when it lands
+    step_s: float  # predicted time between its tokens
+    foreseen_seqs: float  # already placed sequences predicted to run when it lands
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,37 +48,37 @@ class Flight:
     """A placed request whose end was not reported."""
 
     placed_at: float
-    prefill: Instance  # the same as `decode` where that reads the prompt itself
+    prefill: Instance  # the same as `decode` if the decode worker prefills the prompt itself
     decode: Instance
     reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
     predicted: Times
-    foreseen_seqs: float  # beside it at its decode instance when it lands
-    lands_only: bool  # before it runs: it loads no prefix, and blocks were free
+    foreseen_seqs: float  # already placed sequences predicted at its decode instance when it lands
+    lands_only: bool  # waits before prefill only for the landing's grant: no prefix to load, and blocks were free
     num_prompt_tokens: int
     max_tokens: int
     tenant: str
-    ttft_s: float | None = None  # set once the first token was reported
-    cached_tokens: int | None = None  # likewise
+    ttft_s: float | None = None  # None until the first token is reported
+    cached_tokens: int | None = None  # None until the first token is reported
 
 
 class Flights:
-    """All of them, in order of placement."""
+    """All flights, in order of placement."""
 
     def __init__(self, learned: Learned, transfers: Transfers, fairness: Fairness, ttl_s: float) -> None:
-        """`ttl_s`: a placement whose end nobody reported is forgotten after this."""
+        """`ttl_s`: a placement whose end was not reported expires after this."""
         self._learned = learned
         self._transfers = transfers
         self._fairness = fairness
         self._ttl_s = ttl_s
         self._flights: dict[RequestId, Flight] = {}
-        self._no_expiry_before = -math.inf  # no flight is too old before this
+        self._no_expiry_before = -math.inf  # no flight expires before this
         self._num_placements = 0
 
     def find(self, request_id: RequestId) -> Flight | None:
         return self._flights.get(request_id)
 
     def begin(self, place: Place, plan: Plan, now: float) -> None:
-        """The plan is carried out; no flight of this id is under way."""
+        """Starts a flight and adds its load. No flight of this id may exist."""
         self._num_placements += 1
         prefill, decode = plan.prefill, plan.decode
         prefill.choose(self._num_placements)
@@ -124,7 +124,7 @@ class Flights:
         )
 
     def first_token(self, report: Report, flight: Flight, now: float) -> None:
-        """The first report of it."""
+        """Applies the first report of a first token: ends the prefill load and corrects all learned predictions."""
         flight.ttft_s, flight.cached_tokens = report.elapsed_s, report.cached_tokens
         self._end_prefill(report.request_id, flight, now)
         surplus = flight.decode.decode.num_running - flight.foreseen_seqs
@@ -142,7 +142,7 @@ class Flights:
         self._learned.overhead.observe(actual, now, lands_only=flight.lands_only)
 
     def end(self, request_id: RequestId, now: float, output_tokens: int | None = None) -> None:
-        """It ended somehow; None: nobody knows with how many tokens. Unknown ones are ignored."""
+        """Ends a flight and removes its load. `output_tokens`: None = unknown. Unknown ids are ignored."""
         flight = self._flights.pop(request_id, None)
         if flight is not None:
             self._fairness.ended(request_id, output_tokens)
@@ -150,8 +150,8 @@ class Flights:
             flight.decode.decode.remove(request_id)
 
     def finished(self, report: Report, flight: Flight, now: float) -> None:
-        """It ended as it should, which tells how long answers are."""
-        self._fairness.prefilled(report.request_id)  # also where its first token was not reported
+        """Ends a flight that finished normally, and records the length of its answer."""
+        self._fairness.prefilled(report.request_id)  # its first token may not have been reported
         self.end(report.request_id, now, report.output_tokens)
         self._learned.lengths.observe(
             report.output_tokens,
@@ -161,8 +161,8 @@ class Flights:
         )
 
     def expire(self, now: float) -> Sequence[RequestId]:
-        """Forgets those that are too old. Cheap where none can be: looking for a dictionary's first entry costs more
-        the more were removed before it."""
+        """Ends all expired flights and returns their ids. Returns at once if none can have expired, because finding a
+        dictionary's first entry takes longer the more entries were removed before it."""
         gone: list[RequestId] = []
         if now <= self._no_expiry_before:
             return gone
@@ -186,7 +186,7 @@ class Flights:
         flight.reads = ()
 
     def validate(self, members: Iterable[Instance]) -> None:
-        """Raises AssertionError unless the books agree with what is in flight."""
+        """Raises AssertionError if the queues and sums disagree with the flights."""
         flights = self._flights
         for instance in members:
             own = [r for r, f in flights.items() if f.decode is instance]
@@ -205,7 +205,7 @@ class Flights:
 
 
 def outcome(report: Report, flight: Flight) -> Outcome:
-    """For the record of the decision."""
+    """Converts a report to the outcome that the decision record keeps."""
     ended = report.phase is not Phase.FIRST_TOKEN
     return Outcome(
         phase=report.phase.value,

@@ -1,10 +1,10 @@
-"""Choosing the decode instance: where the KV lands and tokens are made. Pure.
+"""Chooses the decode instance, where the KV lands and tokens are generated. Pure.
 
-An instance's load is not what it runs now but what it will run when this prompt arrives there, and half of the expected
-answer later: what has ended by then is gone, what goes on has grown (`conductor.outlook`). Among instances with blocks
-for the prompt, and for what all of that will need, the smaller of those predicted steps wins, instances with a free
-sequence slot first; when none has the blocks, the one that will have them soonest. Equal candidates: least recently
-chosen first.
+An instance is judged by its load when this prompt lands and half of the expected answer later, not by its current load
+(`conductor.outlook`). Among instances with blocks for the prompt, the one whose longer of these two steps is smallest
+wins. Preferred in this order are instances within the TBT target, with a free sequence slot, and with blocks for what
+all their sequences will need. If none has blocks for the prompt, the instance that has them soonest is chosen. Ties go
+to the least recently chosen instance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Newcomer(NamedTuple):
     needed_blocks: int
     block_size: int
     expected_output: float  # tokens
-    lands_at: float  # the predicted first token
-    num_overtaking: float  # sequences, not placed yet, that land before it at each instance
+    lands_at: float  # predicted time of the first token
+    num_overtaking: float  # sequences not placed yet that land before it, per instance
 
 
 def weigh_decodes(decodes: DecodeTable, outlook: Outlook, newcomer: Newcomer, now: float) -> DecodeColumns:
-    """All candidates with the request added. The record outlives the tables, so that it copies what may change."""
+    """Predicts every candidate's steps with the request added. Copies columns that change: the result outlives them."""
     half = newcomer.expected_output / 2
     prompt = float(newcomer.num_prompt_tokens)
     steps = outlook.weigh(
@@ -68,9 +68,9 @@ def best_decode(
     block_size: int,
     now: float,
 ) -> tuple[int, float]:
-    """Row of the best candidate, and seconds until it has blocks for the prompt.
+    """Returns the row of the best candidate, and the seconds until it has blocks for the prompt.
 
-    `instances`: of the rows; `within`: those that keep the TBT target, which come first.
+    `instances`: one per row; `within`: rows that meet the TBT target, which are preferred.
     """
     fits = columns.free_blocks >= columns.needed_blocks
     if not np.count_nonzero(fits):
@@ -79,7 +79,7 @@ def best_decode(
     among = fits & wishes[0] & wishes[1] & wishes[2]
     if not np.count_nonzero(among):
         among = fits
-        for wish in wishes:  # the first ones count most
+        for wish in wishes:  # most important first
             both = among & wish
             among = both if np.count_nonzero(both) else among
     worst_s = np.maximum(columns.landing_tbt_s, columns.later_tbt_s)
@@ -87,7 +87,7 @@ def best_decode(
 
 
 def least(score: Floats | Ints, chosen_at: Ints, among: Flags | None = None) -> int:
-    """The row with the smallest score, of those marked in `among`; of equal ones the least recently chosen."""
+    """Returns the row with the smallest score among those in `among`; of ties, the least recently chosen one."""
     if among is not None:
         score = np.where(among, score, np.inf)
     first = int(score.argmin())
@@ -108,8 +108,8 @@ def _soonest(columns: DecodeColumns, instances: Sequence[Instance], block_size: 
 
 
 def _wait_s(drain: Drain, missing_blocks: int, block_size: int, tbt_s: float) -> float:
-    """Seconds until expected ends of sequences have freed so many blocks."""
-    if not len(drain.ends_s):  # sequences that another conductor placed
+    """Returns the seconds until expected ends of sequences have freed this many blocks."""
+    if not len(drain.ends_s):  # the blocks are held by sequences that another conductor placed
         return tbt_s
     blocks = drain.tokens // block_size + 1
     enough = int(np.searchsorted(blocks.cumsum(), missing_blocks))

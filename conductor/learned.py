@@ -1,11 +1,10 @@
-"""What reports have taught about all instances together, and when it is believed less. Pure.
+"""Estimates learned from reports about all instances together, and their decay. Pure.
 
-What they teach about one instance is kept with that one. Those who are refused teach nothing. So a belief that is worse
-than the truth, learned when the machines were busy with something else, could refuse everybody for good: there is
-nothing left that would correct it. So each belief moves back to what was measured at the start, by half in
-`HALF_LIFE_S`, while others are refused and it has been silent for `SILENT_S`. As soon as somebody is let in, a report
-says what is so. Where nobody is refused nothing fades: a cluster that is idle over night is as slow in the morning as
-it was.
+Estimates about one instance are kept with that instance. Rejected requests give no reports. So an estimate that is too
+pessimistic, learned while the machines were busy with something else, could reject all requests forever, since nothing
+would correct it. Therefore each estimate moves back to its initial measurement, by half every `HALF_LIFE_S`, while
+requests are rejected and it has had no report for `SILENT_S`. As soon as a request is admitted, its report corrects
+the estimate. Nothing decays while no requests are rejected: a cluster that is idle overnight keeps its estimates.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ SILENT_S = 5.0
 HALF_LIFE_S = 5.0
 
 
-# Below it nobody asks, and some report nothing at all.
+# Smaller times do not matter, and reports may be 0, which has no logarithm.
 _EPSILON_S = 1e-4
 
 
 class Middle:
-    """One running middle, in seconds: x ← x + w · clip(log(actual + ε) − x, ±C), seconds = exp(x) − ε.
+    """Running estimate of a duration: x ← x + w · clip(log(actual + ε) − x, ±C), seconds = exp(x) − ε.
 
-    It is the estimate of `correction`, for the same reason: one wild report moves it by at most 6 %.
+    The estimator is that of `cost.compute.Correction`, for the same reason: one outlier moves it by at most 6 %.
     """
 
     __slots__ = ("_log", "seconds")
@@ -48,7 +47,7 @@ class Middle:
         self.seconds = max(math.exp(self._log) - _EPSILON_S, 0.0)
 
     def fade(self, share: float) -> None:
-        """So much of it is believed from now on."""
+        """Keeps only this share of the estimate, 0 to 1."""
         if self._log is not None and share < 1.0:
             self.seconds *= share
             self._log = math.log(self.seconds + _EPSILON_S)
@@ -59,11 +58,11 @@ class Middle:
 
 
 class Overhead:
-    """What a TTFT has beside queue, prefix and computing: submission, a landing's grant, the first token's way back.
+    """Parts of a TTFT other than queue, prefix and computing: submission, a landing's grant, the first token's return.
 
-    `request_s` every prompt pays; `landing_s` only as far as it does not wait for others anyway, since landings are
-    asked for while those compute. Both are 0 until something was reported. Knows no instance: the way there and back
-    is the gateway's and the network's.
+    Every prompt pays the request overhead. It pays the landing overhead only as far as that exceeds its queue time,
+    since landings are requested while earlier prompts compute. Both are 0 until something is reported. Knows no
+    instance: the way there and back depends on the gateway and the network.
     """
 
     __slots__ = ("_landing", "_request", "taught_at")
@@ -71,11 +70,11 @@ class Overhead:
     def __init__(self) -> None:
         self._request = Middle()
         self._landing = Middle()
-        self.taught_at = -math.inf  # when something was reported last
+        self.taught_at = -math.inf  # time of the last report
 
     def observe(self, actual: Times, now: float, *, lands_only: bool) -> None:
-        """A first token, as its prefill worker reported it. `lands_only`: its transfer was a landing being granted:
-        there was no prefix to load and blocks were free, which are other terms."""
+        """Learns from a first token. `lands_only`: its `transfer_s` is the grant of a landing only, because there was
+        no prefix to load and blocks were free. Waits for prefixes and blocks belong to other terms."""
         if actual.queue_s is None or actual.transfer_s is None or actual.prefill_s is None:
             return
         self.taught_at = now
@@ -85,17 +84,17 @@ class Overhead:
             self._landing.observe(actual.transfer_s)
 
     def fade(self, share: float) -> None:
-        """So much of it is believed from now on, 0 to 1."""
+        """Keeps only this share of both overheads, 0 to 1."""
         self._request.fade(share)
         self._landing.fade(share)
 
     @property
     def request_s(self) -> float:
-        """To be added for a prompt that needs no landing."""
+        """Overhead of a prompt that needs no landing."""
         return self._request.seconds
 
     def seconds(self, queue_s: float) -> float:
-        """To be added for a prompt that waits so long for others."""
+        """Returns the overhead of a prompt that waits `queue_s` for other prompts."""
         return self._request.seconds + max(self._landing.seconds - queue_s, 0.0)
 
     def validate(self) -> None:
@@ -104,16 +103,16 @@ class Overhead:
 
 
 SHORTEST_S = 0.125
-_NUM_BINS = 10  # to a minute and more
-_WEIGHT = 0.02  # of the newest: about the last 50
+_NUM_BINS = 10  # the last one begins at 32 s
+_WEIGHT = 0.02  # of the newest observation; about the last 50 count
 
 
 class Overtaking:
-    """How many sequences are placed after a decision and land before it does, by how far ahead it looks.
+    """Number of sequences that are placed after a request but land before it, by lead time.
 
-    What a decision knows of the future only ends; in truth new requests with shorter prompts overtake. Without them far
-    looks see idle machines, and admission would prefer the longest prompts. Per doubling of the lead one running mean
-    of what came over what was known, and one of how far single cases lie from it, over all decode instances.
+    A decision can foresee only ends of sequences, while later requests with shorter prompts overtake. Without a
+    correction, distant predictions would see idle machines, and admission would prefer the longest prompts. Keeps a
+    running mean and variance of actual minus foreseen sequences per doubling of the lead, over all decode instances.
     """
 
     def __init__(self) -> None:
@@ -122,17 +121,17 @@ class Overtaking:
         self._counts = [0] * _NUM_BINS
 
     def observe(self, lead_s: float, surplus: float) -> None:
-        """So long ago `surplus` fewer sequences than there are now were foreseen at this instant."""
+        """Records that `surplus` more sequences run now than were foreseen `lead_s` ago."""
         at = _bin_of(lead_s)
         self._counts[at] += 1
         weight = max(_WEIGHT, 1.0 / self._counts[at])
         off = surplus - self._means[at]
         self._means[at] += weight * off
-        # Welford's update with a constant weight: off times what is left of it, which is never below 0.
+        # Welford's update with a constant weight; the variance never goes below 0.
         self._variances[at] += weight * ((1.0 - weight) * off * off - self._variances[at])
 
     def expected(self, lead_s: float, deviations: float = 0.0) -> float:
-        """Sequences, at least 0; so many standard deviations more than their mean."""
+        """Returns the mean number of sequences plus this many standard deviations, at least 0."""
         at = _bin_of(lead_s)
         return max(self._means[at] + deviations * math.sqrt(self._variances[at]), 0.0)
 
@@ -148,7 +147,7 @@ def _bin_of(lead_s: float) -> int:
 
 
 class Learned:
-    """How long answers are, what comes that nobody foresaw, and how good predictions were."""
+    """All estimates about the cluster: answer lengths, overtaking sequences, overhead, prediction accuracy."""
 
     def __init__(self) -> None:
         self.lengths = OutputLengths()
@@ -164,7 +163,7 @@ class Learned:
 
 
 class Fading:
-    """Of what was learned about all instances, and about each."""
+    """Decays the estimates about the cluster and about each instance while requests are rejected."""
 
     def __init__(self, members: Members, learned: Learned) -> None:
         self._members = members
@@ -173,11 +172,11 @@ class Fading:
         self._refused = False
 
     def refused(self) -> None:
-        """A request was, for load."""
+        """Records that a request was rejected."""
         self._refused = True
 
     def look(self, now: float) -> None:
-        """Asked regularly."""
+        """Decays the estimates for the time since the last call. Must be called regularly."""
         since, self._looked_at = self._looked_at, now
         refused, self._refused = self._refused, False
         if not refused:
@@ -189,6 +188,6 @@ class Fading:
 
 
 def _left(taught_at: float, since: float, now: float) -> float:
-    """Which share of a belief is left, between two looks."""
+    """Returns the share of an estimate that is left after the time from `since` to `now`."""
     silent_s = now - max(since, taught_at + SILENT_S)
     return 0.5 ** (silent_s / HALF_LIFE_S) if silent_s > 0.0 else 1.0

@@ -1,8 +1,8 @@
-"""Who belongs to the cluster: registration, epochs, silence, compatibility. Pure.
+"""Cluster membership: registration, epochs, heartbeat timeouts, compatibility of workers. Pure.
 
-Rules: one instance per id, its newest epoch; all workers share one fingerprint and layout, set by the first of them
-and forgotten with the last; what is silent for longer than the lease is gone. Every instance has a row in its role's
-table (`conductor.columns`), in order of registration.
+Rules: there is one instance per id, with its newest epoch. All workers share one fingerprint and layout, set by the
+first worker and forgotten with the last. An instance that is silent for longer than the lease is removed. Every
+instance has a row in its role's table (`conductor.columns`), in order of registration.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from protocol.layout import KvLayout
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 
-# Of whoever does not tell: what steps on GPUs are. Where they are smaller a policy is told of a wait that is too long,
-# at most what is left of that prompt.
+# Prompt tokens per prefill step of an instance that does not report it; usual on GPUs. If its steps are smaller, the
+# predicted wait for the running step is too long, by at most the rest of the running prompt.
 _STEP_TOKENS = 8_192
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """A live member."""
+    """A live member of the cluster."""
 
     registration: Register
     heard_at: float
-    seat: Seat[Any]  # in its role's table
-    queue: PrefillQueue  # empty unless a prefill worker
+    seat: Seat[Any]  # row in its role's table
+    queue: PrefillQueue  # empty for a store; of a decode worker, the prompts that it prefills itself
     decode: DecodeBook  # empty unless a decode worker
     prefill_cost: PrefillCost  # as registered, corrected by reports
     decode_cost: DecodeCost  # as registered, corrected by heartbeats
     observed: Observed = field(default_factory=Observed)
     load: Load = field(default_factory=Load)
-    taught_at: float = -math.inf  # when it was last told how long something took
+    taught_at: float = -math.inf  # time of the last report that corrected a cost
 
-    # Of the registration; fields of their own because they are read often.
+    # Copied from the registration because they are read often.
     instance_id: InstanceId = field(init=False)
     endpoint: Endpoint = field(init=False)
     role: Role = field(init=False)
@@ -66,19 +66,19 @@ class Instance:
 
     @property
     def link(self) -> int:
-        """In the book of transfers."""
+        """Number of this endpoint in `Members.transfers`."""
         return int(self.seat.table.link[self.seat.row])
 
     def drain(self, draining: bool) -> None:
         self.seat.table.is_open[self.seat.row] = not draining
 
     def choose(self, placement: int) -> None:
-        """The placement with this number goes here."""
+        """Records that the placement with this number goes to this instance."""
         self.seat.table.chosen_at[self.seat.row] = placement
 
     def learn_prefill(self, num_tokens: int, num_cached: int, seconds: float, now: float) -> None:
-        """A prompt of a prefill worker computed for so long: from now on its column says so too. Of a decode worker it
-        says nothing: decoding went on beside it."""
+        """Corrects the prefill cost by one observed prompt and updates the instance's row. Ignored for a decode worker,
+        because its time includes decode steps that ran next to the prompt."""
         if self.role is Role.DECODE:
             return
         self.taught_at = now
@@ -86,14 +86,14 @@ class Instance:
         self._show_prefill()
 
     def learn_decode(self, steps: Steps) -> None:
-        """Steps of a decode worker: likewise."""
+        """Corrects the decode cost by the mean of the observed steps and updates the instance's row."""
         number = steps.num_steps
         self.taught_at = self.heard_at
         self.decode_cost.observe(steps.sequences / number, steps.context_tokens / number, steps.seconds / number)
         self._show_decode()
 
     def fade(self, share: float) -> None:
-        """So much of what was learned about it is believed from now on (`conductor.fading`)."""
+        """Keeps only this share, 0 to 1, of the learned cost correction (`conductor.learned.Fading`)."""
         if share == 1.0 or self.role is Role.STORE:
             return
         if self.role is Role.DECODE:
@@ -110,38 +110,38 @@ class Instance:
     def _show_decode(self) -> None:
         table, row, current = self.seat.table, self.seat.row, self.decode_cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
-        # What slows its decode steps slows its chunks of prompts, too.
+        # A cause that slows decode steps slows prefill chunks on the same worker too.
         factor, prefill = self.decode_cost.correction.factor, self.registration.prefill_profile
         chunks = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)
         table.p0[row], table.p1[row], table.p2[row] = chunks
 
     def show_reading(self) -> None:
-        """A prompt that a decode worker prefills itself was placed there, or is read."""
+        """Updates a decode worker's row after a change of the queue of prompts that it prefills itself."""
         if self.role is Role.DECODE:
             self.seat.table.reading_s[self.seat.row] = self.queue.placed_s
 
     def add_reads(self, num_blocks: int) -> None:
-        """So many blocks more, or fewer, are yet to be read from this store by placed prompts."""
+        """Adds to the number of blocks that placed prompts have yet to read from this store; may be negative."""
         self.seat.table.pending_reads[self.seat.row] += num_blocks
 
     def index_as(self, bit: int) -> None:
-        """Its number in the directory."""
+        """Sets the instance's number in the directory."""
         self.seat.table.bit[self.seat.row] = bit
 
 
 class Members:
-    """The live instances."""
+    """All live instances, by id, by role and as table rows."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._instances: dict[InstanceId, Instance] = {}
         self._by_role: dict[Role, tuple[Instance, ...]] = dict.fromkeys(Role, ())
         self._no_silence_before = math.inf  # no instance's lease ends before this
-        self.max_model_len = 0  # of the least capable worker; 0 = no worker
+        self.max_model_len = 0  # the smallest of all workers; 0 = no worker
         self.prefills = PrefillTable()
         self.decodes = DecodeTable()
         self.stores = StoreTable()
-        self.outlook = Outlook()  # of the decode instances
+        self.outlook = Outlook()  # future load of the decode instances
         self.transfers = Transfers()  # between stores and workers
 
     def __iter__(self) -> Iterator[Instance]:
@@ -154,17 +154,17 @@ class Members:
         return self._instances.get(InstanceId(instance_id))
 
     def incarnation(self, instance_id: str, epoch: int) -> Instance | None:
-        """The member with exactly this epoch."""
+        """Returns the member with exactly this epoch, or None."""
         instance = self.find(instance_id)
         return instance if instance is not None and instance.endpoint.epoch == epoch else None
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
-        """In order of registration."""
+        """Returns the instances of a role in order of registration."""
         return self._by_role[role]
 
     @property
     def layout(self) -> KvLayout | None:
-        """Of all workers; None while there is none."""
+        """KV layout shared by all workers; None while there is no worker."""
         worker = self._any_worker()
         return None if worker is None else worker.registration.layout
 
@@ -174,7 +174,7 @@ class Members:
         return None if worker is None else worker.registration.fingerprint
 
     def check(self, registration: Register) -> None:
-        """Raises StaleLease, Incompatible or InvalidRequest when the instance may not join."""
+        """Raises StaleLease, Incompatible or InvalidRequest if the instance may not join."""
         endpoint = registration.endpoint
         known = self.find(endpoint.instance_id)
         if known is not None and endpoint.epoch < known.endpoint.epoch:
@@ -186,7 +186,7 @@ class Members:
             self._check_worker(registration, known)
 
     def add(self, registration: Register, now: float) -> Instance:
-        """Adds a checked instance whose id is free."""
+        """Adds an instance that passed `check` and whose id is not in use."""
         table = self._table(registration.role)
         seat: Seat[Any] = Seat(table, table.append())
         instance = _instance(registration, now, seat, self.outlook)
@@ -211,7 +211,7 @@ class Members:
         self._reindex()
 
     def learn(self, instance: Instance, load: Load) -> None:
-        """What a heartbeat tells of memory, of steps and of bandwidths."""
+        """Applies the memory, decode step and bandwidth figures of a heartbeat."""
         if load.num_blocks:
             seat, most = instance.seat, instance.registration.num_blocks
             seat.table.num_blocks[seat.row] = min(load.num_blocks, most)
@@ -232,7 +232,7 @@ class Members:
             table.local_bytes_per_s[instance.seat.row] = self.transfers.alone(there, here)
 
     def silent(self, now: float) -> list[Instance]:
-        """Those whose lease has run out; cheap when none has."""
+        """Returns the instances whose lease has expired; cheap if there are none."""
         if now <= self._no_silence_before:
             return []
         gone = [i for i in self if now - i.heard_at > self._lease_s]
@@ -241,7 +241,7 @@ class Members:
         return gone
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Nobody could be heard for so long until now: it does not count as silence."""
+        """Extends all leases by `seconds`, during which the conductor could receive nothing."""
         for instance in self:
             instance.heard_at = min(instance.heard_at + seconds, now)
         self._no_silence_before = min((i.heard_at for i in self), default=math.inf) + self._lease_s
@@ -337,13 +337,13 @@ def _instance(registration: Register, now: float, seat: Seat[Any], outlook: Outl
 
 
 def _half_step_s(registration: Register) -> float:
-    """What a prompt waits on average for the step under way of one that it goes before."""
+    """Returns the mean wait for the current step of a running prompt that a new prompt overtakes."""
     step_tokens = registration.max_num_batched_tokens or _STEP_TOKENS
     return registration.prefill_profile.seconds(step_tokens // 2, 0)
 
 
 def _fill(table: Table, row: int, registration: Register) -> None:
-    """What stays as long as the instance."""
+    """Fills the columns that stay constant as long as the instance is a member."""
     endpoint = registration.endpoint
     table.ids[row] = endpoint.instance_id
     table.is_open[row] = True

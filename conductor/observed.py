@@ -1,7 +1,7 @@
-"""What one incarnation told last in totals, and so what is new since. Pure.
+"""Differences between the running totals of successive heartbeats of one instance. Pure.
 
-The first heartbeat that is heard only says from where to count: what came before is of another time, or was told to
-another conductor. Totals that went back say nothing.
+The first heartbeat only sets the start values, because its totals may be old or already reported to another conductor.
+Totals that decrease are ignored.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from protocol.ids import InstanceId
 
 
 class Observed:
-    """Of one instance."""
+    """Last reported totals of one incarnation of an instance."""
 
     def __init__(self) -> None:
         self._steps: Steps | None = None
         self._traffic: dict[InstanceId, Traffic] | None = None
 
     def new_steps(self, steps: Steps) -> Steps | None:
-        """Those since the last heartbeat; None where there is none to learn from."""
+        """Returns the steps since the last heartbeat; None at the first one, or if there are none."""
         before, self._steps = self._steps, steps
         if before is None or steps.num_steps <= before.num_steps:
             return None
@@ -33,7 +33,7 @@ class Observed:
         )
 
     def new_traffic(self, traffic: Sequence[Traffic]) -> Iterator[Traffic]:
-        """By peer, what was moved since the last heartbeat."""
+        """Yields, for each peer, the traffic since the last heartbeat."""
         before, self._traffic = self._traffic, {each.peer: each for each in traffic}
         if before is None:
             return
@@ -49,5 +49,5 @@ class Observed:
 
 
 def _more(later_s: float, earlier_s: float) -> float:
-    """0 where that cannot be."""
+    """Returns the difference, or 0 if it is negative or not finite."""
     return later_s - earlier_s if earlier_s < later_s < math.inf else 0.0

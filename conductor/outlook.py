@@ -1,11 +1,11 @@
-"""What decode instances will be running at a few instants to come: sums over the sequences that were placed there.
+"""Predicted load of decode instances at a few future instants, as sums over the sequences placed there.
 
-Owns a row for every placed sequence that has not ended. A sequence holds its prompt's tokens from its placement on,
-runs and grows by a token per step from its begin, and ends at a constant rate that is learned anew with every heartbeat
-(how long those that got so far went on), at its limit in any case. One that is over before the next instant counts by
-the share of the time that it runs. Per instance the sums of that are kept at INSTANTS after the time of drawing, and
-change with every sequence; between two instants they are straight lines. So a placement asks for all instances at once,
-however many sequences they have. The arithmetic is `sequences.c`. Pure; knows no blocks.
+Owns a row for every placed sequence that has not ended. A sequence holds its prompt's tokens from placement, runs and
+grows by one token per step from its begin, and ends at a constant rate, at the latest at its token limit. The rate is
+estimated again with every heartbeat, from how long other sequences of that length continued. A sequence that both
+begins and ends between two instants counts at both by the share of the time that it runs. The sums per instance are
+kept at INSTANTS after the time of drawing, change with every sequence, and are interpolated linearly. So a placement
+reads all instances at once, whatever the number of sequences. `sequences.c` has the arithmetic. Pure; knows no blocks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from conductor.native.kernels import (
     Steps,
 )
 
-# Seconds after drawing. Denser where prompts' first tokens lie; an answer of 1,000 tokens takes about half a minute.
+# Seconds after drawing. Denser where first tokens are expected; an answer of 1,000 tokens takes about half a minute.
 INSTANTS = np.array((0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128))
-# Drawn again after this: the first instants are the dense ones.
+# Sums are drawn again after this, which is the spacing of the first instants.
 _STALE_S = 0.5
 
 _FIRST_CAPACITY = 16
-_PACE_WEIGHT = 0.05  # of the newest
+_PACE_WEIGHT = 0.05  # of the newest value
 _OFFSETS: list[float] = INSTANTS.tolist()
 _COLUMNS = (
     "_is_used", "_owner", "_tokens", "_most", "_begins_at", "_as_of", "_generated", "_step_s", "_end_rate",
@@ -37,22 +37,22 @@ _COLUMNS = (
 
 
 class Drain(NamedTuple):
-    """Expected ends of sequences, soonest first."""
+    """Expected ends of the sequences of an instance, soonest first."""
 
     ends_s: Floats  # from now
     tokens: Ints  # of their prompts
 
 
 class Progress(NamedTuple):
-    """Of running sequences."""
+    """Estimated progress of an instance's running sequences."""
 
     slots: Ints
-    generated: Floats
-    most: Floats  # that they may generate
+    generated: Floats  # tokens
+    most: Floats  # tokens that they may generate
 
 
 class Outlook:
-    """Sequences by slot, instances by number; slots and numbers are used again."""
+    """Columns of sequences by slot and sums of instances by number; slots and numbers are reused."""
 
     def __init__(self) -> None:
         self._is_used = np.zeros(_FIRST_CAPACITY, np.bool_)
@@ -60,16 +60,16 @@ class Outlook:
         self._tokens = np.zeros(_FIRST_CAPACITY)  # of the prompt
         self._most = np.zeros(_FIRST_CAPACITY)  # tokens it may generate
         self._begins_at = np.zeros(_FIRST_CAPACITY)
-        self._as_of = np.zeros(_FIRST_CAPACITY)  # not before its begin
-        self._generated = np.zeros(_FIRST_CAPACITY)  # as of then, like what follows
+        self._as_of = np.zeros(_FIRST_CAPACITY)  # time for which the next three columns hold; not before its begin
+        self._generated = np.zeros(_FIRST_CAPACITY)
         self._step_s = np.ones(_FIRST_CAPACITY)
         self._end_rate = np.zeros(_FIRST_CAPACITY)  # per second
         self._shapes = np.zeros((_FIRST_CAPACITY, NUM_SUMS, len(INSTANTS)))
         self._free = list(range(_FIRST_CAPACITY))
-        self._sums = np.zeros((1, NUM_SUMS, len(INSTANTS)))  # row 0: of instances that have left
+        self._sums = np.zeros((1, NUM_SUMS, len(INSTANTS)))  # row 0: instances that have left
         self._free_numbers: list[int] = []
         self._instants = INSTANTS.copy()
-        self.pace_s = 0.0  # of late, predicted between two tokens of a sequence
+        self.pace_s = 0.0  # running mean of predicted times between two tokens of a sequence
         self._kernel = SequenceKernel()
         self._bind()
 
@@ -79,7 +79,7 @@ class Outlook:
     # -- instances
 
     def join(self) -> int:
-        """The number of a new instance, above 0."""
+        """Adds an instance and returns its number, above 0."""
         if self._free_numbers:
             return self._free_numbers.pop()
         self._sums = np.concatenate([self._sums, np.zeros_like(self._sums[:1])])
@@ -87,7 +87,7 @@ class Outlook:
         return len(self._sums) - 1
 
     def leave(self, number: int) -> None:
-        """An instance is gone. Its sequences stay until they are removed, and count nowhere."""
+        """Removes an instance. Its sequences stay until they are removed, but count for no instance."""
         self._owner[self._owner == number] = 0
         self._sums[0] += self._sums[number]
         self._sums[number] = 0.0
@@ -105,7 +105,8 @@ class Outlook:
         step_s: float,
         expected: float,
     ) -> int:
-        """Its slot. It is expected to generate `expected` tokens, one per `step_s`, and at `most` so many."""
+        """Adds a sequence that is expected to generate `expected` tokens, at most `most`, one per `step_s`. Returns its
+        slot."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -119,8 +120,8 @@ class Outlook:
         return slot
 
     def begin(self, slot: int, begins_at: float) -> None:
-        """The first token came, or is expected at another time; the rest moves with it. Sums follow when they are drawn
-        again, soon enough for what was expected about then."""
+        """Sets the time of the first token, actual or predicted, and shifts the rest of the sequence. The sums change
+        only when they are drawn again, which is soon enough for a begin that was expected about then."""
         self._begins_at[slot] = self._as_of[slot] = begins_at
         self._generated[slot] = 0.0
 
@@ -130,7 +131,7 @@ class Outlook:
         self._free.append(slot)
 
     def running(self, number: int, now: float) -> Progress:
-        """An instance's sequences that should have begun."""
+        """Returns the progress of an instance's sequences that should have begun."""
         begun = self._is_used & (self._owner == number) & (self._as_of < now)
         slots = np.flatnonzero(begun)
         generated = self._generated[slots] + (now - self._as_of[slots]) / self._step_s[slots]
@@ -138,7 +139,7 @@ class Outlook:
         return Progress(slots, np.minimum(generated, most), most)
 
     def renew(self, progress: Progress, remaining: Floats, step_s: float, now: float) -> None:
-        """These go on for so many tokens in the mean (one at least), one per `step_s`."""
+        """Predicts that these sequences continue for `remaining` tokens in the mean (at least 1), one per `step_s`."""
         slots, generated, most = progress
         left = np.maximum(most - generated, 1.0)
         self._as_of[slots], self._step_s[slots] = now, step_s
@@ -147,10 +148,10 @@ class Outlook:
         self._end_rate[slots] = np.maximum(rate, 0.0) / step_s
         self._kernel.redraw(slots)
 
-    # -- questions
+    # -- queries
 
     def advance(self, now: float) -> None:
-        """Draws again when the instants have become old."""
+        """Draws all sums again if the instants are stale."""
         if not 0.0 <= now - self._instants[0] <= _STALE_S:
             self._draw(now)
 
@@ -165,29 +166,29 @@ class Outlook:
         needed_blocks: int,
         block_size: int,
     ) -> Steps:
-        """Decode steps of these instances with a newcomer, at three instants: now, when it lands, in the middle of its
-        answer. `own_tokens`: its context then; `num_overtaking`: sequences more, but for now."""
+        """Predicts decode steps of these instances with a new sequence, at three instants: now, when it lands, and in
+        the middle of its answer. `own_tokens`: its context then; `num_overtaking`: extra sequences at the last two."""
         drawn_at = float(self._instants[0])
         after, weight = zip(*(_between(instant - drawn_at) for instant in instants), strict=True)
         others = (num_overtaking, expected_output, needed_blocks, block_size)
         return self._kernel.weigh(decodes, (*after, *weight, *own_tokens, *others))
 
     def drain(self, number: int, now: float) -> Drain:
-        """What should have ended ends with the next step."""
+        """Returns the expected ends of an instance's sequences. Overdue sequences end with the next step."""
         slots = np.flatnonzero(self._is_used & (self._owner == number))
         step_s = self._step_s[slots]
         left_s = (self._most[slots] - self._generated[slots]) * step_s
-        # The mean of what ends at a constant rate, and at its limit: as `add` took it, the other way round.
+        # Mean remaining time under a constant end rate and a limit; the inverse of the rate formula in `add`.
         mean_s = 1.0 / (self._end_rate[slots] + 1.0 / np.maximum(left_s, step_s))
         ends_s = np.maximum(self._as_of[slots] + mean_s - now, step_s)
         tokens = self._tokens[slots].astype(np.int64)
         order = np.lexsort((tokens, ends_s))
         return Drain(ends_s[order], tokens[order])
 
-    # -- keeping
+    # -- storage
 
     def _bind(self) -> None:
-        """The kernel works on the columns themselves."""
+        """Passes the columns to the kernel, which works on them in place."""
         self._kernel.bind([getattr(self, f"_{name}") for name in SEQUENCES])
 
     def _draw(self, now: float) -> None:
@@ -217,7 +218,7 @@ class Outlook:
 
 
 def _between(offset: float) -> tuple[int, float]:
-    """The instant at or after `offset` seconds, from the second on, and how near to it: 0 to 1."""
+    """Returns the index (at least 1) of the instant after `offset` seconds, and its interpolation weight, 0 to 1."""
     after = min(max(bisect_right(_OFFSETS, offset), 1), len(_OFFSETS) - 1)
     first, last = _OFFSETS[after - 1], _OFFSETS[after]
     return after, min(max((offset - first) / (last - first), 0.0), 1.0)

@@ -1,9 +1,9 @@
-"""Deciding one request: candidates, their predictions, the choice. Pure and without side effects.
+"""Decides the placement of one request: candidates, their predictions, the choice. Pure and without side effects.
 
-Prefill: the policy's score over the columns of all instances that take work. Decode: `conductor.landing`, at the
-moment when this prompt will be prefilled. Waiting for landing blocks counts towards TTFT. Predictions over the SLO are
-rejected (`conductor.admission`). Equal candidates: least recently chosen first. A decision is a fixed number of numpy
-operations, however many instances there are.
+The prefill instance is the one with the best policy score of all instances that accept work. The decode instance is
+chosen by `conductor.landing`, for the moment when the prompt will be prefilled. Waiting for landing blocks counts
+towards TTFT. A request whose predictions exceed the SLO is rejected (`conductor.admission`). Ties go to the least
+recently chosen instance. A decision takes a fixed number of numpy operations, whatever the number of instances.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from protocol.request import PrefixSource
 
 
 class _Prefill(NamedTuple):
-    """The best prefill instance."""
+    """The chosen prefill instance."""
 
     instance: Instance
     columns: PrefillColumns
@@ -67,12 +67,12 @@ class _Prefill(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """The best decode instance."""
+    """The chosen decode instance."""
 
     able: Able[DecodeTable]
     columns: DecodeColumns
     row: int
-    wait_s: float  # until it has blocks for the prompt
+    wait_s: float  # until the instance has blocks for the prompt
     newcomer: Newcomer
 
     @property
@@ -81,13 +81,13 @@ class _Decode(NamedTuple):
 
     @property
     def foreseen_seqs(self) -> float:
-        """Beside it when it lands, without those that overtake it."""
+        """Sequences already placed that are predicted to run when this one lands; overtaking ones not counted."""
         landing_seqs = float(self.columns.landing_seqs[self.row])
         return landing_seqs - 1.0 - self.newcomer.num_overtaking
 
 
 class Planner:
-    """Decides over the members and the index as they are now."""
+    """Decides placements from the current members and prefix index."""
 
     def __init__(
         self,
@@ -106,7 +106,8 @@ class Planner:
         self._limits = limits
 
     def plan(self, place: Place, now: float) -> Plan:
-        """Raises NoWorker when a role has no instance left, InvalidRequest when none could ever serve the prompt."""
+        """Returns the plan for one request, which may be a rejection. Raises NoWorker if a role has no available
+        instance, InvalidRequest if no instance could ever serve the prompt."""
         excluded = sorted(place.excluded_instances)
         prefills, decodes, layout = eligible(self._members, place, excluded)
         prefill = self._best_prefill(place, prefills, excluded, layout, now)
@@ -146,7 +147,7 @@ class Planner:
         layout: KvLayout,
         now: float,
     ) -> _Prefill:
-        # The last prompt token is always computed: its logits are the first token.
+        # The last prompt token is always computed, because its logits give the first output token.
         usable = min(len(place.block_keys), (place.num_prompt_tokens - 1) // layout.block_size)
         keys = place.block_keys[:usable]
         leading = self._directory.leading(pack_keys(keys))
@@ -204,12 +205,12 @@ class Planner:
         row, wait_s = best_decode(columns, able.instances, within, layout.block_size, now)
         return _Decode(able, columns, row, wait_s, newcomer)
 
-    # -- a decode instance prefills, too
+    # -- prefill on a decode instance
 
     def _undivided(
         self, prefill: _Prefill, decode: _Decode, decision: Decision, layout: KvLayout, now: float
     ) -> UndividedColumns | None:
-        """All decode instances as those who would read the prompt; None where none may."""
+        """Weighs all decode instances as candidates to prefill the prompt themselves; None if none may."""
         decodes = decode.able.table
         if not self._limits.conditional or not decodes.reads_prompts.any():
             return None
@@ -237,7 +238,7 @@ class Planner:
         layout: KvLayout,
         now: float,
     ) -> Plan:
-        """`divided`: what would have been done; `row`: of the decode instance that reads the prompt."""
+        """Returns `divided`, the plan with separate workers, changed so that the decode instance of `row` prefills."""
         instance, columns = decode.able.instances[row], decode.columns
         reuse_blocks = int(undivided.reuse_blocks[row])
         device_blocks = int(undivided.device_blocks[row])
@@ -279,7 +280,7 @@ class Planner:
         return tuple((store, num_blocks) for store, num_blocks in found if store is not None)
 
     def _decide(self, place: Place, prefill: _Prefill, decode: _Decode, now: float) -> Decision:
-        """Admission, and the record of it all."""
+        """Decides admission and makes the record of the decision."""
         queue_s = float(prefill.columns.queue_s[prefill.row])
         ttft_s = prefill.ttft_s + max(decode.wait_s - queue_s, 0.0)
         ttft_s += self._learned.overhead.seconds(queue_s)
@@ -330,7 +331,7 @@ class Planner:
         return reject_tbt(decode.able.table, self._members.outlook, newcomer, tbt_slo_s, since, queue_s)
 
     def _claimed(self, prefill: _Prefill, now: float) -> Rejection | None:
-        """Both objectives are kept, but somebody who has had less than this tenant may have a claim."""
+        """Returns the rejection of a request that meets both objectives if a tenant with less in flight has a claim."""
         if self._limits.admission is Admission.NONE:
             return None
         return reject_claimed(self._fairness.claimed_until(prefill.queueing.turn, now), now)
@@ -362,5 +363,5 @@ class Planner:
 
 
 def _named(sources: Sequence[PrefixSource]) -> tuple[tuple[str, int, int], ...]:
-    """As the record has them."""
+    """Converts sources to the form that the decision record keeps."""
     return tuple((s.store.instance_id, s.first_block, s.num_blocks) for s in sources)

@@ -1,11 +1,11 @@
-"""One prompt's chain of blocks: who holds how much of it, from where to read it, and which conversation it is of. Pure.
+"""Prefix lookup for one prompt: its cached blocks per instance, the sources to read them from, its conversation. Pure.
 
-Only store nodes can be read by others. A prefill instance's *own* prefix is the leading run in its device cache,
-continued by the store node that is its home; beyond it lies what the best store node of the cluster holds.
+Only blocks of store nodes can be read by other processes. A prefill instance's *own* prefix is the leading run in its
+device cache, continued by its home store node. Later blocks are read from the best store node of the cluster.
 
-A client's session id names the conversation. Without one, the chain does: nearly all prompts begin with blocks that
-many conversations share (a system prompt), and the block behind the last of them is the conversation's own and stays in
-every later turn.
+A client's session id names the conversation. Without one, the chain of blocks identifies it: nearly all prompts begin
+with blocks that many conversations share (a system prompt). The block after the last shared one belongs to the
+conversation alone and is part of every later turn.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from protocol.ids import Role
 from protocol.keys import BlockKey
 from protocol.request import PrefixSource
 
-# A prompt that many conversations begin with has more continuations than the edited turns of one of them.
+# A shared system prompt has more continuations than one conversation has edited turns.
 LEAST_FORK = 4
 
 
 class PrefixMap:
-    """Instances that hold parts of the usable leading blocks of one prompt."""
+    """Maps the reusable leading blocks of one prompt to the instances that hold them."""
 
     def __init__(self, leading: Leading, members: Members, excluded: Sequence[str]) -> None:
-        """`leading`: of the blocks that may be re-used; the last token's block is never one of them."""
+        """`leading`: lookup result for the reusable blocks; the block of the last token is never one of them."""
         self._leading = leading
         self._members = members
         self._stores = members.stores
@@ -38,33 +38,34 @@ class PrefixMap:
             self._is_open = self._is_open & ~np.isin(self._stores.ids, excluded)
         self._store_runs: Ints = leading.runs.take(self._stores.bit) * self._is_open
         self.best_blocks = 0
-        self.best_store: int | None = None  # its row
+        self.best_store: int | None = None  # row of the store with the longest prefix
         if len(self._stores):
             best = int(self._store_runs.argmax())
             self.best_blocks = int(self._store_runs[best])
             self.best_store = best if self.best_blocks else None
 
     def own_blocks(self, prefills: PrefillTable) -> tuple[Ints, Ints]:
-        """Leading blocks of each row: in the device cache, and with those of the home store node that continue them."""
+        """Returns the leading blocks of each row: in the device cache, and these continued by the home store node."""
         device_blocks: Ints = self._leading.runs.take(prefills.bit)
         if not len(self._stores):
             return device_blocks, device_blocks
         home_blocks = self._store_runs.take(prefills.home) * prefills.has_home
         prefix_blocks = np.maximum(device_blocks, home_blocks)
-        ahead = home_blocks < device_blocks  # a home may hold later blocks without the leading ones
+        ahead = home_blocks < device_blocks  # a home store may hold later blocks without the leading ones
         if np.count_nonzero(ahead):
             self._continue(prefills, ahead, prefix_blocks)
         return device_blocks, prefix_blocks
 
     def device_blocks(self, decodes: DecodeTable) -> Ints:
-        """Leading blocks in the device cache of each row."""
+        """Returns the leading blocks in the device cache of each row."""
         runs: Ints = self._leading.runs.take(decodes.bit)
         return runs
 
     def remote_s_per_block(
         self, readers: PrefillTable | DecodeTable, own_blocks: Ints, block_bytes: int, now: float
     ) -> Floats:
-        """From the best store node, beside all that is on its way: each block's share of those that a reader lacks."""
+        """Returns the seconds to read a reader's missing blocks from the best store node ÷ their number, next to all
+        transfers in flight."""
         missing = self.best_blocks - own_blocks
         if self.best_store is None or not np.count_nonzero(missing > 0):
             return np.zeros(len(readers))
@@ -74,7 +75,8 @@ class PrefixMap:
         return self._members.transfers.seconds(source, readers.link, nbytes, now) / blocks
 
     def sources(self, reader: Instance, first: int, end: int) -> tuple[PrefixSource, ...]:
-        """Store nodes for the blocks [first, end): on the reader's host first, then the least loaded holder."""
+        """Returns the store nodes to read blocks [first, end) from. Preferred are the reader's home store, then stores
+        on its host, then the holder with the fewest pending reads. Stops at the first block that no store holds."""
         stores = self._members.with_role(Role.STORE)
         runs: list[PrefixSource] = []
         position = first
@@ -88,7 +90,7 @@ class PrefixMap:
         return tuple(runs)
 
     def _continue(self, prefills: PrefillTable, ahead: Flags, prefix_blocks: Ints) -> None:
-        """Extends the prefixes of those rows over what follows in their home stores."""
+        """Extends the prefixes of the marked rows in place over the blocks that follow in their home stores."""
         num_blocks = len(self._leading.slots)
         homes = prefills.home
         rows = np.flatnonzero(ahead & prefills.has_home & self._is_open[homes] & (prefix_blocks < num_blocks))
@@ -98,7 +100,7 @@ class PrefixMap:
             prefix_blocks[row] = self._leading.end_of_run(bit, int(prefix_blocks[row]))
 
     def _nearest(self, reader: Instance, position: int) -> int | None:
-        """The row of the store to read a block from."""
+        """Returns the row of the store to read a block from; None if no store holds it."""
         stores, leading = self._stores, self._leading
         readers, row = reader.seat.table, reader.seat.row
         if isinstance(readers, PrefillTable) and readers.has_home[row]:
@@ -114,9 +116,9 @@ class PrefixMap:
 
 
 def first_distinguishing(keys: Sequence[BlockKey], children: Ints) -> bytes:
-    """The block that follows the widest fork of a chain; its first block where nothing forks; empty without blocks.
+    """Returns the block after the widest fork of a chain, its first block if there is no fork, or b"" without blocks.
 
-    `children`: how many different blocks are known to follow each of the leading blocks of `keys`.
+    `children`: the number of different blocks known to follow each of the leading blocks of `keys`.
     """
     if not keys:
         return b""

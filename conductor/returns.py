@@ -1,17 +1,17 @@
-"""When rejected requests should come back, so that those that obey are let in. Pure; `now` in monotonic seconds.
+"""Promises to rejected requests: a `Retry-After` at which the retry will be admitted. Pure; `now` in monotonic seconds.
 
-Under lasting overload a rejected request that returns meets as many newcomers as before, and would be rejected again
-however long it waited. So each rejection takes the next free place in a queue that exists on paper only (`Places`): its
-`Retry-After` is the moment at which all requests before it have been served, at the pace at which requests are let in.
-Until these have come, newcomers are let in only while there is room to spare (`NEWCOMER_TTFT_SHARE`), which is what is
-left when some do not return. The share that returns is learned, and a later rejection gets a place between theirs. In
-teletraffic this is trunk reservation for overflow.
+Under lasting overload a retry meets as many new requests as before, and would be rejected again however long it
+waited. So each rejection takes the next free place in a virtual queue (`Places`). Its `Retry-After` is the moment at
+which all requests before it have been served, at the rate of admissions. Until they have returned, new requests are
+admitted only while there is room to spare (`NEWCOMER_TTFT_SHARE`), which is the capacity of requests that do not
+return. The share that returns is learned, and later rejections get places in between accordingly. In teletraffic this
+is trunk reservation for overflow.
 
-A request is known again by its ticket, a digest of what was asked and by whom, which needs nothing of the client. Who
-asks again before its time keeps its place and gains nothing.
+A request is recognized by its ticket, a digest of the request and its client, so clients need not cooperate. A retry
+before its time keeps its place and gains nothing.
 
-    unknown ── rejected ──► promised ── asks when due ──► (unknown; judged by the objectives alone)
-                               └── not come within GRACE_S ──► unknown
+    unknown ── rejected ──► promised ── retried when due ──► (unknown; judged by the objectives alone)
+                               └── no retry within GRACE_S ──► unknown
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from conductor.admission import FOR_LOAD, RETURNS_FIRST, STEP_SHARE
 from conductor.decision import Decision, Rejection
 
 NEWCOMER_TTFT_SHARE = 0.25
-"""Of what the TTFT objective leaves for a queue, how much may be there for a newcomer to be let in while others are to
-return. The rest is theirs; half would not leave any, since the policy `moonserve` has no place for prompts of a tenth
-of the objective in queues longer than that (its price)."""
+"""Share of the queue allowed by the TTFT objective that may be in use when a new request is admitted while others are
+to return. The rest is reserved for those. A share of 0.5 would reserve nothing: by its price, the policy `moonserve`
+puts no prompt of a tenth of the objective into a longer queue."""
 NEWCOMER_TBT_SHARE = 0.9
-"""Of the TBT objective. A decode step has a floor, so that half of it may be out of reach."""
+"""The same share of the TBT objective. A decode step has a minimum duration, so half of it may be unreachable."""
 PACE = 0.75
-"""Of the rate at which requests are let in, what is promised. Promises cannot be taken back when the cluster is slower
-than it was, and arrivals are not as even as they are; what is left over is newcomers'."""
+"""Share of the observed admission rate that is promised. Promises cannot be withdrawn when the cluster slows down, and
+arrivals are less even than promises. The remainder is available to new requests."""
 SPREAD = 0.2
-"""Of its wait, by which a promise is at most later than its place. `Retry-After` is told in whole seconds, so that who
-asks within a moment would come back within as short a one, and nobody for the rest of the second."""
+"""Largest delay of a promise beyond its place, as a share of its wait. `Retry-After` has whole seconds, so without a
+spread, requests rejected within a moment would all return in one moment and leave the rest of the second idle."""
 EARLY_S = 0.1
-"""Clocks and networks; `Retry-After` is rounded up to seconds, so nobody comes much earlier than told."""
+"""Tolerance for clocks and networks. `Retry-After` is rounded up to seconds, so no retry comes much too early."""
 GRACE_S = 10.0
-"""The rounding, a slow client's start, and a second try after a lost reply."""
+"""Wait for a late retry: covers rounding, a slow client and a second try after a lost reply."""
 MAX_PROMISES = 100_000
-# Observations: gaps differ by as much as their mean, and who comes is one of four or not.
+# Observations in a mean: gaps deviate by as much as their mean, and returns are all-or-nothing, perhaps one of four.
 _MEMORY = 256
-_GUESS = 16  # observations that what is believed at first, or from another time, counts as
+_GUESS = 16  # observations that an initial or outdated value counts as
 _LEAST_SHARE = 0.05
 
 
 class Places:
-    """The queue on paper: how many have a place in each second that comes.
+    """The virtual queue: the number of places taken in each coming second.
 
-    A place takes as much of a second as its request is *expected* to take. That changes after places were given away:
-    where it turns out that one of four comes, three quarters of all that was promised is free again, and the next
-    rejection gets a place between those that are there. They keep theirs, since `Retry-After` was told. A place longer
-    than a second keeps the seconds behind it free.
+    A place takes as much of a second as its request is *expected* to take. That changes after places are given: if only
+    one of four requests returns, three quarters of all promised time is free again, and the next rejection gets a place
+    in between. Places already given are kept, since their `Retry-After` was sent. A place longer than a second keeps
+    the following seconds free.
     """
 
     def __init__(self) -> None:
-        self._counts: defaultdict[int, int] = defaultdict(int)  # by second; those that are over go
+        self._counts: defaultdict[int, int] = defaultdict(int)  # by second; past seconds are removed
         self._second = 0  # of the last call
-        self._carried_s = 0.0  # what those that are over take of it and what follows
+        self._carried_s = 0.0  # time that places of past seconds take from `_second` on
         self._first = 0  # the first second that may have room, as of the beginning of `_second`
-        self._left_s = 0.0  # what those before `_first` leave to it
+        self._left_s = 0.0  # time that places of seconds before `_first` take from `_first` on
 
     def take(self, earliest_at: float, place_s: float, now: float) -> float:
-        """The end of the first free place of `place_s` that ends no sooner than `earliest_at`; it is taken."""
+        """Takes the first free place of `place_s` that ends no sooner than `earliest_at`, and returns its end."""
         self._turn_to(int(now), place_s)
         second, left_s = self._first, self._left_s
         while True:
@@ -75,19 +75,19 @@ class Places:
             if has_room and earliest_at <= second + 1:
                 break
             second, left_s = second + 1, max(0.0, begun_s - 1.0)
-            if not has_room:  # nor will it have any before the next turn
+            if not has_room:  # it stays full until the next `_turn_to`
                 self._first, self._left_s = second, left_s
         self._counts[second] += 1
         return max(earliest_at, second + begun_s + place_s)
 
     def clear(self) -> None:
-        """Nobody has a place any more."""
+        """Frees all places."""
         self._counts.clear()
         self._first, self._left_s, self._carried_s = self._second, 0.0, 0.0
 
     def _turn_to(self, second: int, place_s: float) -> None:
-        """Once a second all is looked at again: places may have become shorter. What those of the seconds that are over
-        still take of this one stays taken."""
+        """Resets the search for room once a second, since places may have become shorter. Time that places of past
+        seconds take from the current one stays taken."""
         if second == self._second:
             return
         at, left_s = self._second, self._carried_s
@@ -101,7 +101,7 @@ class Places:
 
 @dataclass(slots=True)
 class Mean:
-    """Mean of all that was seen; in the long run, of about the last `_MEMORY`."""
+    """Running mean of all observations; in the long run, of about the last `_MEMORY`."""
 
     value: float
     weight: int = _GUESS
@@ -112,22 +112,22 @@ class Mean:
 
 
 class Returns:
-    """Promises by ticket."""
+    """Makes promises to rejected requests and keeps them, by ticket."""
 
     def __init__(self) -> None:
         self._due_at: dict[bytes, float] = {}
-        self._in_order: list[tuple[float, bytes]] = []  # heap of these, and of some that are over
+        self._in_order: list[tuple[float, bytes]] = []  # heap of the promises, and of some that are over
         self._places = Places()  # a promise may be later than its place
-        self._gap_s = Mean(0.0)  # between requests that are let in, while others are to return
+        self._gap_s = Mean(0.0)  # between admissions, while others are to return
         self._let_in_at: float | None = None
-        self._share = Mean(1.0)  # of those who were promised a return, who came
+        self._share = Mean(1.0)  # share of promised requests that return
 
     def __len__(self) -> int:
         return len(self._due_at)
 
     def judged(self, decision: Decision, ticket: bytes, now: float) -> Decision:
-        """The decision with its rejection as it is told: at its place in the queue, or for the sake of those in it.
-        Without a ticket as it was."""
+        """Returns the decision with its final rejection: with the promised `Retry-After`, or in favour of promised
+        requests, or none. Unchanged if there is no ticket."""
         if not ticket:
             return decision
         rejection = self.judge(
@@ -150,12 +150,12 @@ class Returns:
         horizon_s: float,
         now: float,
     ) -> Rejection | None:
-        """None: let in. `is_crowded`: the objectives would be kept, but with little room to spare. `service_s`: about
-        what one request takes of the cluster's time, until it is known better. `horizon_s`: how far ahead those who are
-        to return are waited for."""
+        """Returns the final rejection, or None to admit. `is_crowded`: the objectives would be met, but with little
+        room to spare. `service_s`: estimated cluster time per request, until the admission rate is learned.
+        `horizon_s`: room is reserved for promises that are due within this time."""
         self._forget_late(now)
         is_due = now >= self._due_at.get(ticket, float("inf")) - EARLY_S
-        if is_due:  # whatever becomes of it now: else places would be given away the more freely the more are refused
+        if is_due:  # counts as returned even if rejected now: else more rejections would make places shorter
             del self._due_at[ticket]
             self._share.see(1.0)
         is_expecting = bool(self._in_order) and self._in_order[0][0] <= now + horizon_s
@@ -172,19 +172,19 @@ class Returns:
         )
 
     def validate(self) -> None:
-        """Raises AssertionError where a promise would never end."""
+        """Raises AssertionError if a promise would never end."""
         promises = {(due_at, ticket) for ticket, due_at in self._due_at.items()}
         assert promises <= set(self._in_order)
         assert len(promises) <= MAX_PROMISES
         assert 0.0 <= self._share.value <= 1.0
 
     def _promise(self, ticket: bytes, earliest_at: float, service_s: float, now: float) -> float:
-        """When the request may come back; where it has a promise that is not due yet, that one."""
+        """Returns when the request may return. A promise that is not due yet is repeated."""
         if ticket in self._due_at:
             return self._due_at[ticket]
         if not self._due_at:
             self._places.clear()
-            # What was let in before filled the queue, and says nothing of its pace.
+            # Earlier admissions filled an empty queue and say nothing about the sustainable rate.
             self._gap_s = Mean(max(self._gap_s.value, service_s))
         place_s = self._gap_s.value * max(_LEAST_SHARE, self._share.value) / PACE
         due_at = self._places.take(earliest_at, place_s, now)
@@ -201,7 +201,7 @@ class Returns:
         self._due_at.pop(ticket, None)
 
     def _forget_late(self, now: float) -> None:
-        """Those who did not come, and what is left in the order of those who did."""
+        """Drops promises whose requests did not return, and heap entries of requests that did."""
         while self._in_order:
             due_at, ticket = self._in_order[0]
             is_kept = self._due_at.get(ticket) == due_at
@@ -223,6 +223,6 @@ def _is_crowded(decision: Decision) -> bool:
 
 
 def _service_s(decision: Decision) -> float:
-    """Prefill alone: where decode is what is short, what is observed says so."""
+    """Returns the prefill time per request of the whole cluster. If decode is the bottleneck, observed gaps show it."""
     prefills = decision.prefill_columns.prefill_s
     return float(prefills.mean()) / len(prefills)

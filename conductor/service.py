@@ -1,7 +1,7 @@
-"""The conductor's gRPC service: the only part that awaits, reads the clock, logs and counts.
+"""The conductor's gRPC service: the only part that awaits, reads the clock, logs and updates metrics.
 
-Every call is one event for `ConductorState` and answered from its actions, without awaiting in between. A housekeeping
-task ticks so that silent instances are noticed also when nobody calls.
+Every call becomes one event for `ConductorState` and is answered from the resulting actions, without awaiting in
+between. A housekeeping task sends ticks, so that silent instances are noticed even when no calls arrive.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _ROLE_TIMEOUT_S = 5.0
 
 
 class RoleCommands:
-    """Telling workers to change their role: best effort, since the controller asks again while it is needed. `channels`
-    are its own, and closed with it."""
+    """Sends role changes to workers. Best effort: the role controller repeats a change while it is needed. Owns
+    `channels` and closes them."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
         self._tasks = HeldTasks()
 
     def send(self, change: RoleChangeDue) -> None:
-        """Does not wait."""
+        """Starts sending the change and returns at once."""
         self._tasks.start(self._send(change))
 
     async def close(self) -> None:
@@ -93,11 +93,11 @@ class RoleCommands:
                 error,
             )
         finally:
-            await self._channels.forget(address)  # it will have another one
+            await self._channels.forget(address)  # the worker gets a new address with its new role
 
 
 class ConductorService(conductor_pb2_grpc.ConductorServicer):
-    """Answers calls from the state."""
+    """Implements the `Conductor` service on top of a `ConductorState`."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         tracer: Tracer | None = None,
         away_after_s: float = math.inf,
     ) -> None:
-        """`role_commands`: needed where the state changes roles. `away_after_s`: when housekeeping is so late, this
-        process was stopped, or its machine stood still."""
+        """`role_commands`: required if the state changes roles. `away_after_s`: if the last housekeeping is longer ago
+        than this, the process or its machine is taken to have been suspended."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
@@ -182,19 +182,19 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         )
 
     async def housekeep(self, interval_s: float) -> None:
-        """Until cancelled: notices what time alone changes."""
+        """Calls `keep_house` every `interval_s` seconds until cancelled."""
         while True:
             self.keep_house()
             await asyncio.sleep(interval_s)
 
     def keep_house(self) -> None:
-        """Once."""
+        """Applies the changes that are due by time alone (expired leases and placements, roles) and updates gauges."""
         self._handle(Tick())
         self._kept_house_at = self._clock()
         self._gauge()
 
     def _ask(self, event: Event, expected: type[R]) -> R:
-        """The reply to `event`; raises the error of a refusal."""
+        """Returns the reply to `event`. Raises the error of a refusal."""
         reply = self._handle(event)[-1]
         if isinstance(reply, Refused):
             raise reply.error
@@ -203,7 +203,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         return reply
 
     def _handle(self, event: Event, request_id: str = "") -> list[Action]:
-        """`request_id`: of the request that the event concerns."""
+        """Applies an event to the state and logs and counts its actions. `request_id`: the request it concerns."""
         now = self._clock()
         if now - self._kept_house_at > self._away_after_s:
             self._back(now)
@@ -213,7 +213,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         return actions
 
     def _back(self, now: float) -> None:
-        """What the others sent meanwhile is still to be read: they must not be taken for silent before."""
+        """Excuses all instances for the suspension. Their messages from that time are still unread, so they must not
+        count as silent."""
         away_s, self._kept_house_at = now - self._kept_house_at, now
         log.warning("stood still for %.1f s; nobody counts as silent for that time", away_s)
         self._state.handle(Away(seconds=away_s), now)
@@ -264,11 +265,11 @@ def _log_placement(placement: Placement) -> None:
 
 
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
-    """Runs the conductor until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs the conductor until the process is asked to stop. Raises ConfigError if it cannot start."""
     registry = process_registry()
     metrics = SchedulerMetrics(registry)
     _begin(metrics, config)
-    config.policy()  # says what is wrong before anything is served
+    config.policy()  # report invalid options before anything is served
     config.roles()
     commands = RoleCommands(Channels(config.cluster_token, config.tls()))
 
@@ -297,7 +298,7 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
 
 
 def _begin(metrics: SchedulerMetrics, config: ConductorConfig) -> None:
-    """What never changes, and zero for what has not happened yet: a rate of it is 0 then, not missing."""
+    """Sets the constant metrics, and creates a zero counter per rejection reason so that its rate is 0, not missing."""
     for objective, seconds in (("ttft", config.ttft_slo), ("tbt", config.tbt_slo)):
         metrics.objectives.labels(objective).set(seconds)
     for reason in REASONS:
@@ -310,7 +311,7 @@ async def _serve_alone(
     service: ConductorService,
     registry: CollectorRegistry,
 ) -> None:
-    # It says that it leads to those who were told several addresses at which it may be.
+    # Clients that were given several conductor addresses ask each one which conductor leads.
     async with (
         serving(config, service, SoleLeadership(), registry) as address,
         running(service.housekeep(config.heartbeat_interval_s / 2)) as task,

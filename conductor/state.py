@@ -1,9 +1,9 @@
 """The conductor as a pure state machine: events in, actions out, time as an argument.
 
-It owns membership, the prefix index, the books of predicted load and the record of decisions. Its rule: whatever a
-placement adds to the books is taken out exactly once, by a report, a heartbeat that knows better, a new placement of
-the same request, or the placement's own expiry. It does not know sockets, clocks, token ids or tensors; the live
-service and a simulator drive the same object.
+It owns membership, the prefix index, the predicted load of every instance and the record of decisions. Rule: the load
+that a placement adds is removed exactly once, by a report, by a heartbeat that contradicts it, by a new placement of
+the same request, or when the placement expires. It does not know sockets, clocks, token ids or tensors; the live
+service and the simulator drive the same object.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from protocol.request import Placement
 
 
 class ConductorState:
-    """Everything the conductor knows."""
+    """Holds the state of the whole cluster and decides every placement."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ConductorState:
         limits: Limits,
         roles: RoleController | None = None,
     ) -> None:
-        """`roles`: None = workers keep theirs."""
+        """`roles`: None = workers do not change roles."""
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
@@ -80,7 +80,8 @@ class ConductorState:
         self._flights = Flights(self._learned, self._members.transfers, self._fairness, limits.placement_ttl_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Applies one event at monotonic time `now`; the reply, where the event is a call, comes last."""
+        """Applies one event at monotonic time `now` and returns the actions. If the event is a call, its reply is the
+        last action."""
         actions = [] if isinstance(event, Away) else self._expire(now)
         try:
             actions += self._apply(event, now)
@@ -119,7 +120,7 @@ class ConductorState:
             if known is not None:
                 actions.append(self._remove(known, Removal.REPLACED))
             instance = self._members.add(event, now)
-            # A place in the index before its first block, so that every row of the tables has one.
+            # Enter the instance into the index before its first block, so that every table row has an index number.
             self._directory.apply(instance.instance_id, event.endpoint.epoch, (), (), 1, 1, False)
             instance.index_as(self._directory.bit(instance.instance_id))
             actions.append(InstanceJoined(instance_id=instance.instance_id, role=instance.role))
@@ -150,7 +151,7 @@ class ConductorState:
         return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
 
     def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:
-        """False: earlier changes were missed."""
+        """Applies block changes to the index. Returns False if earlier changes were missed."""
         if changes is None:
             return True
         applied = self._directory.apply(
@@ -231,8 +232,8 @@ class ConductorState:
         return [Placed(placement=placement, decision=decision)]
 
     def _claim(self, event: Place, rejection: Rejection, now: float) -> None:
-        """Who was rejected for load may be next. Not who asks for more than others are held to: it could claim all the
-        time."""
+        """Gives the tenant of a request rejected for load a claim to the next free capacity. Requests with stricter
+        objectives than the default get none, because such a tenant could hold a claim all the time."""
         ttft_slo_s, tbt_slo_s = self._limits.of(event)
         is_usual = ttft_slo_s >= self._limits.ttft_slo_s and tbt_slo_s >= self._limits.tbt_slo_s
         if rejection.reason in FOR_LOAD and is_usual:
@@ -242,7 +243,7 @@ class ConductorState:
 
     def _report(self, event: Report, now: float) -> list[Action]:
         flight = self._flights.find(event.request_id)
-        if flight is None:  # its conductor was restarted, or it was placed too long ago
+        if flight is None:  # the conductor was restarted since, or the placement has expired
             return [Reported()]
         actions: list[Action] = []
         match event.phase:
@@ -258,11 +259,11 @@ class ConductorState:
         actions.append(Reported())
         return actions
 
-    # ---- questions
+    # ---- queries
 
     def explain(self, known_id: str) -> Decision | None:
-        """The latest decision about a request, by its id or its client's name for it; None when it was never decided or
-        has left the record."""
+        """Returns the latest decision about a request, found by its id or by the client's name for it. Returns None if
+        there was no decision or if it has left the record."""
         return self._decisions.find(known_id)
 
     @property
@@ -270,11 +271,12 @@ class ConductorState:
         return self._decisions
 
     def ttft_accuracy(self) -> Mapping[Term, TermAccuracy]:
-        """How good predictions were lately, of the terms that were observed."""
+        """Returns the recent prediction accuracy of every TTFT term that was observed."""
         found = ((term, self._learned.accuracy.of(term)) for term in Term)
         return {term: accuracy for term, accuracy in found if accuracy is not None}
 
     def cluster(self, now: float) -> ClusterView:
+        """Returns the live instances and the properties that all workers share."""
         loads = {load.instance_id: load for load in self._role_loads.at(now)}
         instances: Sequence[InstanceView] = [
             InstanceView(
@@ -304,7 +306,7 @@ class ConductorState:
         )
 
     def validate(self) -> None:
-        """Raises AssertionError unless the books agree with the requests in flight."""
+        """Raises AssertionError if the predicted load disagrees with the requests in flight."""
         self._members.validate()
         self._directory.validate()
         self._decisions.validate()

@@ -1,14 +1,14 @@
-"""Prefixes on their way from store nodes to workers, and how long new ones take beside them. Pure; knows no policy.
+"""Prefix transfers in flight from store nodes to workers, and the predicted time of new ones. Pure; knows no policy.
 
-A placement's reads are flows from its decision to its first token or its end. Each link is shared equally by the flows
-on it, and a flow moves at the lesser share of its two ends, never faster than its pair does alone. A flow whose bytes
-should all have arrived delays nobody any more, so a lost report costs nothing. A new flow's time is that of its
-busiest link, where it and every flow there get equal shares until it is done:
+A placement's reads are flows from its decision until its first token or its end. The flows on a link share it equally.
+A flow moves at the smaller share of its two ends, and never faster than its pair does alone. A flow whose bytes should
+all have arrived delays no other flow, so a lost report has no effect. The time of a new flow is that of its busiest
+link, where it and every other flow get equal shares until it is done:
 
     t(b) = max(b / pair, (b + Σ_out min(left, b)) / out, (b + Σ_in min(left, b)) / in)
 
-exact where one link is the bottleneck of all its flows and nothing comes later. The arithmetic is
-`flows.c`; rates are those of `conductor.cost.bandwidth`.
+This is exact if one link is the bottleneck of all its flows and no flow starts later. The arithmetic is in `flows.c`;
+rates come from `conductor.cost.bandwidth`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from conductor.cost.bandwidth import Bandwidths
 from conductor.native.kernels import ALONE, FLOW_COLUMNS, INTO, LEFT, OUT, flow_kernel
 from protocol.ids import RequestId
 
-# The clock ticks this coarsely: moving all flows on costs as much as a placement, and a prefix takes longer.
+# Resolution of the clock: advancing all flows costs as much as a placement, and a prefix transfer takes longer.
 TICK_S = 0.005
-_HOST_MASK = (1 << 62) - 1  # of a digest, to fit into a column of signed numbers
+_HOST_MASK = (1 << 62) - 1  # makes a host digest fit into a signed column
 _FIRST_ROWS = 32
 
 _Key = tuple[RequestId, int]
 
 
 class Transfers:
-    """Flows of all requests in flight, a row each. Times are monotonic seconds and never go back.
+    """Flows of all requests in flight, one row each. Times are monotonic seconds and never go back.
 
-    An endpoint has a number, its `link`, for as long as it is a member; its table says which.
+    An endpoint has a number, its `link`, while it is a member; it is in the column `link` of its table.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Transfers:
         self._rows = np.zeros((_FIRST_ROWS, FLOW_COLUMNS))
         self._keys: list[_Key] = []  # by row
         self._row: dict[_Key, int] = {}
-        self._reads: dict[RequestId, int] = {}  # how many flows a request has
+        self._reads: dict[RequestId, int] = {}  # number of reads of a request
         self._ended: list[_Key] = []  # flows that still have rows
         self._now = 0.0
         self._kernel = flow_kernel()
 
     def join(self, host: int, bytes_per_s: float, local_bytes_per_s: float) -> int:
-        """The link of a new endpoint. `host`: a digest; rates as registered, 0 = not measured."""
+        """Adds an endpoint and returns its link. `host`: a digest; rates as registered, 0 = not measured."""
         if not self._free:
             self._free.append(self._num_links)
             self._num_links += 1
@@ -59,7 +59,7 @@ class Transfers:
         return link
 
     def leave(self, link: int) -> None:
-        """The endpoint is gone, and with it what was on its way."""
+        """Removes an endpoint and all its flows."""
         ends = self._used()[:, (OUT, INTO)] // 2
         touching = np.flatnonzero((ends == link).any(axis=1))
         for key in [self._keys[row] for row in touching.tolist()]:
@@ -68,7 +68,7 @@ class Transfers:
         self._free.append(link)
 
     def begin(self, request_id: RequestId, reads: Sequence[tuple[int, float]], target: int, now: float) -> None:
-        """`reads`: link and bytes of each source. No flow of this request is under way."""
+        """Starts the flows of a request that has none yet. `reads`: link and bytes of each source."""
         if not reads:
             return
         self._move_to(now)
@@ -78,27 +78,27 @@ class Transfers:
         self._reads[request_id] = len(reads)
 
     def end(self, request_id: RequestId) -> None:
-        """Its prefix is there, or nobody wants it any more. Unknown ones are ignored. When the first token comes says
-        nothing of when the bytes came, so that no rate is learned from it."""
+        """Ends the flows of a request whose prefix arrived or is not needed any more. Unknown ids are ignored. No rate
+        is learned here, since the first token does not show when the bytes arrived."""
         self._ended += ((request_id, number) for number in range(self._reads.pop(request_id, 0)))
 
     def seconds(self, source: int, targets: Ints, nbytes: Floats, now: float) -> Floats:
-        """From one endpoint to each of different others as if it were the only new flow; shapes [N]. Nothing to move,
-        and moving to itself, take no time."""
+        """Returns the seconds of a flow from `source` to each target, as if it were the only new one. Targets are
+        distinct; shapes [N]. A flow without bytes, or from an endpoint to itself, takes no time."""
         self._move_to(now)
         rates = self._rates
         return self._kernel.seconds(self._used(), rates.all_links(), source, targets, nbytes, rates.measured(source))
 
     def measured(self, source: int, target: int, nbytes: float, seconds: float) -> None:
-        """An instance saw so many bytes pass in so much time, in which some were always under way."""
+        """Records a measured rate: `nbytes` in `seconds`, during which some were always in flight."""
         self._rates.observe(source, target, nbytes, seconds)
 
     def alone(self, source: int, target: int) -> float:
-        """Bytes per second without other traffic."""
+        """Returns the bytes per second of a pair without other traffic."""
         return self._rates.alone(source, target)
 
     def _move_to(self, now: float) -> None:
-        """Also takes out what has ended since the last question."""
+        """Advances all flows to the clock tick of `now` and removes flows that have ended."""
         tick = math.floor(now / TICK_S) * TICK_S
         if tick > self._now:
             if self._keys:
@@ -121,7 +121,7 @@ class Transfers:
         self._rows[row] = (*links, nbytes, alone)
 
     def _discard(self, key: _Key) -> None:
-        """The last flow takes its row. Unknown ones are ignored."""
+        """Removes a flow; the last one moves into its row. Unknown keys are ignored."""
         row = self._row.pop(key, None)
         if row is None:
             return

@@ -1,11 +1,10 @@
-"""Whether a decode worker had better read a prompt itself: conditional disaggregation. Pure.
+"""Conditional disaggregation: decides if a decode worker should prefill a prompt itself. Pure.
 
-A decode worker can compute a prompt in chunks beside its decode steps, within what the TBT objective leaves of a step
-(`protocol.step_budget`). Then nothing is handed off, and the prompt waits behind no long one. It pays for that with
-the steps of all who decode there, and with a decode step per chunk of its own. So it suits prompts of which little is
-to be computed: short ones and those that are nearly all cached. It is chosen where it is predicted to bring the first
-token sooner than the best prefill worker would, with both objectives kept. What this does not know: policies, and
-whose turn it is.
+A decode worker can compute a prompt in chunks within its decode steps, in the time that the TBT objective leaves of a
+step (`protocol.step_budget`). Then there is no handoff, and the prompt does not wait behind long ones. The cost is
+longer steps for all sequences there, and one decode step per chunk for the prompt. So it suits prompts with little to
+compute: short ones and nearly fully cached ones. It is chosen if the first token is predicted sooner than on the best
+prefill worker and both objectives are met. Does not know policies and tenants' turns.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ def weigh_undivided(
     most_tbt_s: float,
     most_ttft_s: float,
 ) -> UndividedColumns:
-    """`decodes` and `columns`: the same instances, row by row; `remote_s_per_block`: from the best store to each, which
-    has `best_blocks` of the prompt's; `most_step_s`: of a step with a chunk."""
+    """Predicts the prefill of a prompt on every decode instance. `decodes` and `columns` have the same rows;
+    `remote_s_per_block`: from the best store, which has `best_blocks` of the prompt, to each instance; `most_step_s`:
+    limit of a step with a chunk."""
     reuse_blocks = np.maximum(device_blocks, best_blocks)
     cached = reuse_blocks * block_size
     missing, tokens = num_tokens - cached, num_tokens
@@ -66,8 +66,8 @@ def weigh_undivided(
 
 
 def best_undivided(columns: UndividedColumns, *, sooner_than_s: float) -> int | None:
-    """Row of the instance where the first token comes soonest, of those that keep both objectives; None = no one, or
-    not within so many seconds."""
+    """Returns the row with the soonest first token among instances that meet both objectives; None if there is none
+    below `sooner_than_s`."""
     if not np.count_nonzero(columns.keeps_slo):
         return None
     best = int(np.where(columns.keeps_slo, columns.ttft_s, np.inf).argmin())

@@ -1,7 +1,7 @@
-"""The cluster as the conductor shows it to others: its instances, and the gateways that have asked lately. Pure.
+"""The cluster as the conductor reports it: its instances, and the gateways that requested this view recently. Pure.
 
-Gateways ask for this view once a second anyway, so they need no membership of their own; nothing is decided by them.
-Clients and dashboards that reach one gateway learn of the others from here.
+Gateways request the view once a second anyway, so they need no membership of their own; no decision depends on them.
+Clients and dashboards that reach one gateway find the others here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from protocol.layout import KvLayout
 from protocol.pb import conductor_pb2
 from protocol.request import Endpoint
 
-LIFETIME_S = 5.0  # gateways ask once a second, ten times while there are no workers
-_MOST = 1_000  # asking needs the cluster's token, so this is for our own bugs
+LIFETIME_S = 5.0  # gateways request the view once a second, ten times a second while there are no workers
+_MOST = 1_000  # guards against bugs only: requesting the view needs the cluster token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,36 +32,36 @@ class InstanceView:
     last_heard_s: float  # since its last heartbeat
     indexed_blocks: int
     can_switch_role: bool
-    need: float  # workers: as `WorkerLoad` has it
+    need: float  # see `WorkerLoad`; 0 for stores
     use: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """All live instances and what their workers have in common."""
+    """All live instances and the properties that all workers share."""
 
     instances: tuple[InstanceView, ...]
     layout: KvLayout | None  # None until the first worker joined
     fingerprint: str | None
     max_model_len: int
     ready: bool  # a prefill and a decode worker accept requests
-    ttft_slo_s: float  # what placement must meet where requests do not say
+    ttft_slo_s: float  # default objectives, for requests without their own
     tbt_slo_s: float
-    ttft_accuracy: Mapping[Term, TermAccuracy]  # of the terms that were observed
+    ttft_accuracy: Mapping[Term, TermAccuracy]  # observed terms only
 
 
 class SeenGateways:
-    """By instance id; `now` in monotonic seconds."""
+    """Gateways that requested the view recently, by instance id; `now` in monotonic seconds."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, conductor_pb2.GatewayView]] = {}
 
     def saw(self, gateway: conductor_pb2.GatewayView, now: float) -> None:
-        """It has asked; what it told before is forgotten."""
+        """Records a gateway's request; its earlier one is replaced."""
         if gateway.instance_id in self._seen or len(self._seen) < _MOST:
             self._seen[gateway.instance_id] = (now, gateway)
 
     def present(self, now: float) -> list[conductor_pb2.GatewayView]:
-        """By id; those who are silent are forgotten."""
+        """Returns the recent gateways in order of id, and drops silent ones."""
         self._seen = {id: seen for id, seen in self._seen.items() if now - seen[0] < LIFETIME_S}
         return [self._seen[instance_id][1] for instance_id in sorted(self._seen)]

@@ -1,4 +1,4 @@
-"""Between the conductor's events and replies and the messages of conductor.proto; nothing else here converts."""
+"""Converts messages of conductor.proto to the conductor's events, with checks, and its cluster view to a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.wire import from_message, to_message
 
 
 def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
-    """Raises InvalidRequest where a field is missing or makes no sense."""
+    """Converts a registration. Raises InvalidRequest if a field is missing or invalid."""
     if not message.endpoint.instance_id:
         raise InvalidRequest("an instance registers with an instance_id")
     try:
@@ -32,20 +32,20 @@ def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
 
 
 def heartbeat_from_wire(message: conductor_pb2.HeartbeatRequest) -> Heartbeat:
-    """Raises InvalidRequest for keys of a wrong length."""
+    """Converts a heartbeat. Raises InvalidRequest for block keys of a wrong length."""
     changes = _changes(message.events) if message.HasField("events") else None
     return from_message(Heartbeat, message, changes=changes)
 
 
 def place_from_wire(message: conductor_pb2.PlaceRequest) -> Place:
-    """Raises InvalidRequest for keys of a wrong length or a missing id."""
+    """Converts a placement request. Raises InvalidRequest for block keys of a wrong length or a missing id."""
     if not message.request_id:
         raise InvalidRequest("a request is placed with a request_id")
     return from_message(Place, message, block_keys=tuple(_keys(message.block_keys)))
 
 
 def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
-    """Raises InvalidRequest for an unspecified phase."""
+    """Converts a report. Raises InvalidRequest for an unspecified phase."""
     times = {name: _seconds(message, name) for name in ("queue_s", "transfer_s", "prefill_s")}
     try:
         return from_message(Report, message, **times)
@@ -91,6 +91,6 @@ def _rate(name: str, bytes_per_s: float) -> float:
 
 
 def _seconds(message: conductor_pb2.ReportRequest, name: Any) -> float | None:
-    """None where it was not sent or cannot be: a worker's odd clock is no reason to lose the report."""
+    """Returns None if the field is absent or invalid: a worker's broken clock must not cost the whole report."""
     seconds: float = getattr(message, name)
     return seconds if message.HasField(name) and 0 <= seconds < math.inf else None

@@ -1,4 +1,4 @@
-"""What a state remembers of time: instants at which something may be due, and cancellations that came too early."""
+"""Time-dependent parts of a worker's state: alarms, and cancellations that arrive before their requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from protocol.ids import RequestId
 
-# Far longer than a submission or a handoff can be under way, short enough to forget.
+# Much longer than a submission or a handoff can be in flight, short enough to bound memory.
 KEPT_S = 60.0
 
 
 class Alarms:
-    """Instants and who looks then whether something is due. Nothing is ever unset: whoever looks finds out."""
+    """Callbacks by due time. Alarms are never unset: a callback checks whether anything is still due."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -21,26 +21,26 @@ class Alarms:
 
     @property
     def next_at(self) -> float | None:
-        """The earliest alarm; None = no alarm is set."""
+        """Time of the earliest alarm; None = no alarm is set."""
         return self._heap[0][0] if self._heap else None
 
     def set(self, at: float, look: Callable[..., None], *what: Any) -> None:
-        """`look` is called with `what` and what `ring` is given."""
+        """Sets an alarm. `ring` then calls `look` with `what` and with its own arguments."""
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, look, what))
 
     def ring(self, now: float, *context: Any) -> None:
-        """Looks at all that is due, earliest first."""
+        """Calls the callbacks of all alarms that are due, earliest first."""
         while self._heap and self._heap[0][0] <= now:
             _, _, look, what = heapq.heappop(self._heap)
             look(*what, now, *context)
 
 
 class Tombstones:
-    """Memory of cancellations that overtook their requests, each kept for `KEPT_S`.
+    """Cancellations that overtook their requests, each kept for `KEPT_S`.
 
-    A request that was here a moment ago leaves none when it is cancelled late: its id may come back, placed again.
-    Dicts keep insertion order, so the oldest come first.
+    A late cancellation of a request that was here within `KEPT_S` leaves no tombstone, because the request may be
+    placed again under the same id. Dicts keep insertion order, so the oldest entries come first.
     """
 
     def __init__(self) -> None:
@@ -48,18 +48,18 @@ class Tombstones:
         self._seen: dict[RequestId, float] = {}
 
     def put(self, request_id: RequestId, now: float) -> None:
-        """A cancellation of an unknown request."""
+        """Records the cancellation of a request that is not here."""
         self._expire(now)
         if request_id not in self._seen:
             self._cancelled.setdefault(request_id, now)
 
     def take(self, request_id: RequestId, now: float) -> bool:
-        """Whether a request that arrives now was cancelled before."""
+        """Returns True if a request that arrives now was cancelled before, and removes its tombstone."""
         self._expire(now)
         return self._cancelled.pop(request_id, None) is not None
 
     def seen(self, request_id: RequestId, now: float) -> None:
-        """The request was here."""
+        """Records that a request was here."""
         self._expire(now)
         self._seen.pop(request_id, None)
         self._seen[request_id] = now

@@ -1,4 +1,4 @@
-"""Options that workers of both roles have."""
+"""Command line options of workers of both roles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer.config import TransferConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig(ReplicaConfig, TransferConfig):
-    """Of a worker, whichever role it has."""
+    """Options of a worker of either role."""
 
     home_store: str | None = option(
         None,

@@ -10,20 +10,20 @@ from protocol.request import Endpoint, Placement, Request
 
 
 class Event:
-    """What can happen to a worker: input of its `state.handle`."""
+    """Input of a worker's `state.handle`."""
 
     __slots__ = ()
 
 
 class Action:
-    """What a worker does next: output of its `state.handle`."""
+    """Output of a worker's `state.handle`, performed by its service."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(Event):
-    """A gateway brought a request that the conductor placed here."""
+    """A gateway submitted a request that the conductor placed here."""
 
     request: Request
     placement: Placement
@@ -31,38 +31,38 @@ class Submitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCancelled(Event):
-    """The client went away. The request may be unknown yet: the cancellation can overtake it."""
+    """A request was cancelled. It may not be known yet, since the cancellation can overtake it."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLost(Event):
-    """Nobody is left to hear the tokens of this gateway's requests."""
+    """A gateway is gone; its requests have no receiver any more."""
 
     gateway_id: GatewayId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFound(Event):
-    """The home store can be reached (again); a new epoch is an empty store."""
+    """The home store can be reached (again). A new epoch means an empty store."""
 
     store: Endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChanged(Event):
-    """There may be memory for more blocks, or only for fewer."""
+    """The KV memory limit changed: there may be memory for more blocks, or only for fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
-    """The instant that the state's `wake_at` named may have come."""
+    """The time given by the state's `wake_at` may have come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail(Action):
-    """Tell the gateway that the request ended without a result here. Not answered."""
+    """Notify the gateway that the request failed here. No event follows."""
 
     gateway_id: GatewayId
     request_id: RequestId

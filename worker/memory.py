@@ -1,4 +1,4 @@
-"""A worker's KV pool as bytes: its registered segment, laid out as `protocol.layout` says."""
+"""A worker's KV pool as bytes: its registered segment, in the layout of `protocol.layout`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from transfer import Segment
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The own pool's memory."""
+    """Memory of a worker's own block pool."""
 
     segment: Segment
     layout: KvLayout
     num_blocks: int
     first_piece: int = 0
-    """Which of a target's pieces its first one is: a pipeline's stage has some layers only."""
+    """Index of the pool's first piece among the target's pieces; above 0 for a later pipeline stage."""
     staging: Staging = field(default_factory=InPlace)
-    """Between it and what the engine computes from."""
+    """Copies between the segment and the memory that the engine computes from."""
 
     @property
     def piece_stride(self) -> int:
-        """From one piece of a block to the next."""
+        """Bytes from one piece of a block to its next piece."""
         return self.num_blocks * self.layout.piece_bytes
 
     def spots_of(self, blocks: Sequence[BlockId]) -> Spots:
-        """All pieces of each block, in the order of a stored object."""
+        """Returns all pieces of each block, in the order of a stored object."""
         return spots_of(self.segment, self.layout, self.num_blocks, blocks)

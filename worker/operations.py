@@ -1,7 +1,7 @@
-"""Operations under way, each a held task whose outcome becomes an event.
+"""Operations in flight, each an asyncio task whose outcome becomes an event.
 
-An operation is a coroutine that returns the event to report. One that is cancelled on purpose reports the event named
-for that case; one that raises anything else is a bug, which ends the worker rather than leave a request waiting.
+An operation is a coroutine that returns the event to report. If it is cancelled on purpose, the event given for that
+case is reported. Any other exception is a bug, which ends the worker instead of leaving a request waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Operation = Coroutine[Any, Any, Event | None]
 
 
 class Operations:
-    """Holds the tasks of one worker. `failed` is done when an operation raised what it must not."""
+    """Holds the tasks of one worker. `failed` gets the exception of an operation or report that raises."""
 
     def __init__(self, report: Callable[[Event], None]) -> None:
         self._report = report
@@ -25,7 +25,7 @@ class Operations:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, operation: Operation, *, when_cancelled: Event | None = None) -> asyncio.Task[Event | None]:
-        """Runs an operation and reports its outcome."""
+        """Starts an operation, whose outcome is reported when it ends."""
         task = asyncio.get_running_loop().create_task(operation)
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._done(done, when_cancelled))
@@ -48,7 +48,7 @@ class Operations:
     def _try_report(self, event: Event) -> None:
         try:
             self._report(event)
-        except Exception as error:  # a callback's exception would only be logged by the loop
+        except Exception as error:  # the event loop would only log it
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -56,7 +56,7 @@ class Operations:
             self.failed.set_exception(error)
 
     async def ended(self) -> None:
-        """Waits until nothing is under way. Raises what an operation must not have raised."""
+        """Waits until no operation is in flight. Raises the exception of `failed`, if any."""
         while self._tasks and not self.failed.done():
             waited: set[asyncio.Future[Any]] = {*self._tasks, self.failed}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -64,13 +64,13 @@ class Operations:
             self.failed.result()
 
     async def stop(self) -> None:
-        """Cancels everything and waits until it has ended; nothing is reported any more."""
+        """Cancels all operations and waits until they have ended, without reporting their outcomes."""
         self._stopping = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.failed.done():
-            self.failed.exception()  # seen by whoever waited for it, or of no use any more
+            self.failed.exception()  # marks it as retrieved, so that asyncio does not log it
         else:
             self.failed.cancel()

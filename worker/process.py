@@ -1,4 +1,4 @@
-"""A worker from start to stop: model, memory, listener, membership, drain. What both roles do alike.
+"""Life of a worker process of either role from start to stop: model, memory, server, membership, drain.
 
 Decides nothing about requests.
 """
@@ -42,17 +42,17 @@ from worker.service import WorkerService, WorkerServicer
 
 log = logging.getLogger(__name__)
 
-# The last tokens and failures are on their way to gateways within milliseconds.
+# The last tokens and failures are sent to gateways within milliseconds.
 STOP_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equipment:
-    """What a process has before it takes a role, and keeps when it changes it."""
+    """Resources that a process has before it takes a role and keeps across role changes."""
 
     replica: Replica
     transfer: TransferEngine
-    segment: Segment  # the pool's
+    segment: Segment  # memory of the block pool
     registry: CollectorRegistry
     tracer: Tracer
 
@@ -61,8 +61,8 @@ class Equipment:
 async def equipped(
     config: RoleConfig, lifecycle: Lifecycle, name: str, faults: FaultPlan | None = None
 ) -> AsyncIterator[Equipment]:
-    """A process's model, memory, transfer engine and metrics while the block lasts; `name`: of its traces. Raises
-    ConfigError when it cannot start."""
+    """Provides a process's model, memory, transfer engine and metrics while the block runs. `name`: service name in
+    traces. Raises ConfigError if it cannot start."""
     with (
         serving(config, faults) as (transfer, registry),
         tracing(config, config.instance_id, name) as tracer,
@@ -82,15 +82,15 @@ async def equipped(
 
 
 class Worker:
-    """One worker over a loaded replica. Roles are subclasses."""
+    """One worker on a loaded replica. Each role is a subclass."""
 
     role: ClassVar[Role]
     service: WorkerService
     watched: Sequence[Any] = ()
-    """Futures of the role's: what ends one of them ends the worker."""
+    """Futures of the role. The worker ends when one of them is done."""
 
     def __init__(self, config: RoleConfig, equipment: Equipment, *, earlier: BlockPool | None = None) -> None:
-        """`earlier`: the pool of who had this memory before and has ended."""
+        """`earlier`: pool of the previous worker on this memory, which has ended; its cached blocks are taken over."""
         replica, transfer, segment = equipment.replica, equipment.transfer, equipment.segment
         self.equipment = equipment
         self.channels = Channels(config.cluster_token, config.tls())
@@ -117,7 +117,7 @@ class Worker:
         if config.home_store is not None and config.conductor is not None:
             self._home_finder = HomeFinder(self.channels, config.conductor, config.home_store, self.service.home_found)
 
-    # -- the role's own
+    # -- overridden by roles
 
     def _make_service(self) -> WorkerService:
         raise NotImplementedError
@@ -126,10 +126,10 @@ class Worker:
         return WorkerServicer(self.service)
 
     def _add_services(self, server: RpcServer) -> None:
-        """Beside those of every worker."""
+        """Adds the role's gRPC services to those of every worker."""
 
     def _collectors(self) -> Sequence[Collector]:
-        """Metrics beside those of every worker."""
+        """Returns the role's metrics, in addition to those of every worker."""
         return ()
 
     def _load(self) -> conductor_pb2.Load:
@@ -146,8 +146,8 @@ class Worker:
     # -- from start to stop
 
     async def run(self, lifecycle: Lifecycle, add_services: Callable[[grpc.aio.Server], None] = lambda _: None) -> None:
-        """Serves until told to stop; `add_services`: others at the same address. Raises ConfigError when the port is
-        taken, or what made going on pointless. No transfer writes to the pool any more when it returns or raises."""
+        """Serves until asked to stop. `add_services`: adds other services at the same address. Raises ConfigError if
+        the port is in use, or the exception of a fatal failure. On return no transfer writes to the pool any more."""
         config, registry = self._config, self.equipment.registry
         server = RpcServer(config.cluster_token, config.tls())
         servicer = self._servicer()
@@ -192,7 +192,7 @@ class Worker:
         self.service.drain(draining)
 
     async def _end(self, lifecycle: Lifecycle) -> None:
-        """Takes nothing new and lets what is here finish, for as long as the configuration allows."""
+        """Accepts no new requests and waits until present ones finish, for at most `drain_timeout_s`."""
         self._drain.begin_end()
         if not await lifecycle.drained(self.service.drained(), self._config.drain_timeout_s):
             log.warning("stopping with requests under way")

@@ -1,7 +1,7 @@
-"""The shell around a worker's pure state, and its gRPC face: events in, actions performed, outcomes back as events.
+"""The shell around a worker's pure state, and its gRPC service: passes events in, performs actions, reports outcomes.
 
-Events are handled one after the other in the event loop's thread. Whatever takes time is an operation
-(`worker.operations`) whose result is the next event.
+Events are handled one after the other in the event loop's thread. Any action that takes time is an operation
+(`worker.operations`) whose outcome is a new event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerState(Protocol):
-    """`PrefillState` and `DecodeState`, as their shell sees them."""
+    """Common interface of `PrefillState` and `DecodeState`, used by the shell."""
 
     @property
     def pool(self) -> BlockPool: ...
@@ -54,7 +54,7 @@ class WorkerState(Protocol):
 
 
 class WorkerService:
-    """One worker's live part. `look_for_home` is called while the home store cannot be reached."""
+    """Runs one worker's state. `look_for_home` is called while the home store cannot be reached."""
 
     state: WorkerState
 
@@ -82,23 +82,23 @@ class WorkerService:
         }
 
     def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
-        """How the role's actions are performed."""
+        """Returns the functions that perform the role's actions, by action type."""
         raise NotImplementedError
 
     def _starts(self, operation: Callable[[Any], Operation]) -> Callable[[Any], object]:
-        """Performs an action as an operation."""
+        """Returns a performer that starts an action as an operation."""
         return lambda action: self._operations.start(operation(action))
 
-    # -- life
+    # -- life cycle
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        """Done, with the exception, when a bug of ours makes going on pointless."""
+        """Future that gets the exception when a bug stops the worker."""
         return self._operations.failed
 
     @property
     def is_idle(self) -> bool:
-        """No request is here."""
+        """True if no request is here."""
         return self._idle.is_set()
 
     async def drained(self) -> None:
@@ -106,14 +106,14 @@ class WorkerService:
         await self._idle.wait()
 
     def drain(self, draining: bool) -> None:
-        """Takes nothing new, or something again."""
+        """Sets whether new requests are refused."""
         self.is_draining = draining
 
     async def finish(self) -> None:
-        """What is left is failed, where it can be; peers write to the pool no more."""
+        """Fails the remaining requests if possible. Afterwards peers do not write to the pool any more."""
 
     async def stop(self) -> None:
-        """Ends what is under way. The transfer engine and the engine thread are the caller's to close."""
+        """Cancels all operations. The caller closes the transfer engine and the engine thread."""
         self._timer.set(None)
         self.streams.close()
         await self._operations.stop()
@@ -121,7 +121,7 @@ class WorkerService:
     # -- events in, actions out
 
     def post(self, event: Event) -> None:
-        """Handles an event at once."""
+        """Handles an event and performs the resulting actions at once."""
         for action in self.state.handle(event, self._clock()):
             self._performers[type(action)](action)
         self._timer.set(self.state.wake_at)
@@ -145,7 +145,7 @@ class WorkerService:
     # -- figures
 
     def load(self) -> conductor_pb2.Load:
-        """What heartbeats and GetStatus tell."""
+        """Returns the load for heartbeats and GetStatus."""
         state, pool = self.state, self.state.pool
         return conductor_pb2.Load(
             num_waiting=state.num_waiting,
@@ -156,7 +156,7 @@ class WorkerService:
         )
 
     def status(self) -> worker_pb2.WorkerStatus:
-        """For people, tests and metrics."""
+        """Returns the status for operators, tests and metrics."""
         pool = self.state.pool
         return worker_pb2.WorkerStatus(
             load=self.load(),
@@ -167,7 +167,7 @@ class WorkerService:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Serves `Worker` to gateways. Takes no submissions: those are prefill workers'."""
+    """Implements the `Worker` service for gateways. `Submit` is refused; prefill workers override it."""
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service

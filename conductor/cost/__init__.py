@@ -1,1 +1,1 @@
-"""The cost models behind every prediction: one small file each."""
+"""Cost models behind every prediction, one per file."""

@@ -1,7 +1,7 @@
-"""How good predictions of TTFT have been lately: quantiles of the relative error, whole and by term. Pure.
+"""Accuracy of recent TTFT predictions: quantiles of the relative error, in total and by term. Pure.
 
-Every error is a share of the actual TTFT, of terms too: so they can be compared, and a wrong guess about a queue of no
-length does not look infinitely bad. Knows no metric's name and no instance.
+Every error, also that of a term, is relative to the actual TTFT. So terms can be compared, and a wrong prediction for
+an empty queue is not infinitely bad. Knows no metric names and no instances.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 
 from protocol.decayed import DecayedCounts
 
-_LEAST = 2.0**-10  # 0.1 %: below it nobody asks
+_LEAST = 2.0**-10  # 0.1 %; smaller errors do not matter
 _PER_DOUBLING = 8
 _NUM_BINS = 20 * _PER_DOUBLING  # up to a factor of 1,000
 _HALF_LIFE = 200.0
 _LEAST_WEIGHT = 1.0 - 2.0 ** (-1.0 / _HALF_LIFE)
-_MOST_SIGNED = 2.0  # one absurd actual time must not own the mean
+_MOST_SIGNED = 2.0  # limits the effect of one absurd actual time on the mean
 
 
 class Term(StrEnum):
-    """Parts of a TTFT, as Algorithm 1 adds them up."""
+    """Terms of a TTFT, as added up by Algorithm 1."""
 
     TTFT = "ttft"
     QUEUE = "queue"
@@ -33,7 +33,7 @@ class Term(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Predicted or actual seconds; None: not known."""
+    """Predicted or actual seconds; None = unknown."""
 
     ttft_s: float
     queue_s: float | None = None
@@ -46,21 +46,21 @@ class TermAccuracy:
     num_observed: int
     p50: float  # of |predicted − actual| ÷ actual TTFT, to 5 %
     p90: float
-    bias: float  # mean of (predicted − actual) ÷ actual TTFT: above 0 = predicted too long
+    bias: float  # mean of (predicted − actual) ÷ actual TTFT; above 0 = predictions too long
 
 
 class Accuracy:
-    """About the last 300 predictions count."""
+    """Error statistics of every term over about the last 300 predictions."""
 
     def __init__(self) -> None:
         self._records = {term: _Record() for term in Term}
 
     def observe(self, predicted: Times, actual: Times) -> None:
-        """A first token arrived. Times that are not finite, or a TTFT of 0, say nothing."""
+        """Records the errors of one request. Ignores times that are not finite, and a TTFT that is not above 0."""
         ttft_s = actual.ttft_s
         if not ttft_s > 0.0:
             return
-        # Spelled out: this is part of every first token.
+        # Unrolled for speed: this runs at every first token.
         terms = (
             (Term.TTFT, predicted.ttft_s, ttft_s),
             (Term.QUEUE, predicted.queue_s, actual.queue_s),
@@ -72,7 +72,7 @@ class Accuracy:
                 self._records[term].add((expected_s - found_s) / ttft_s)
 
     def of(self, term: Term) -> TermAccuracy | None:
-        """None until something was observed."""
+        """Returns the accuracy of a term; None until it is observed."""
         record = self._records[term]
         return record.summary() if record.errors.num_observed else None
 
@@ -103,7 +103,7 @@ class _Record:
         )
 
     def _quantile(self, q: float) -> float:
-        """The middle of the bin in which it lies."""
+        """Returns the middle of the bin that contains quantile `q`."""
         sums = np.cumsum(self.errors.counts)
         found = int(np.searchsorted(sums, q * sums[-1] * (1 - 1e-12)))
         return float(_LEAST * 2.0 ** ((found + 0.5) / _PER_DOUBLING))

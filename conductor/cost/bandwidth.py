@@ -1,9 +1,9 @@
-"""How fast bytes move between two endpoints when nothing else does: measured per pair, else per end, else a default.
+"""Bandwidth between two endpoints without other traffic: measured per pair, else per link, else a default.
 
-An endpoint is a row number that its user gives out. It has two links in each direction, since what goes to its own
-host is a copy in memory and what goes elsewhere passes its network: link = 2 · row + (1 within a host, 0 beyond).
-Rates are running means of logarithms with a clipped step, so that one stall does not count for much. Of a link they
-rise faster than they fall: what is slower may be so at its other end. Pure; knows no flows, instances or time.
+An endpoint is a row number assigned by the caller. It has two links in each direction, because traffic within its host
+is a memory copy and other traffic passes its network: link = 2 · row + (1 within a host, 0 beyond). Rates are running
+means of logarithms with a clipped step, so that one stall counts little. The rate of a link rises faster than it falls,
+since a slow transfer may be slow at its other end. Pure; knows no flows, instances or time.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ import numpy as np
 from conductor.columns import Floats
 from conductor.native.kernels import Links
 
-# Between hosts, until an instance has measured its own: what one TCP stream between two Python processes carries.
+# Between hosts, if an instance did not measure: the rate of one TCP stream between two Python processes.
 DEFAULT_BYTES_PER_S = 1e9
-# Within a host, through shared memory: one copy. Half of what a core copies into prefaulted pages.
+# Within a host, by one copy through shared memory: half the rate at which a core copies into prefaulted pages.
 LOCAL_BYTES_PER_S = 5e9
-# What is smaller measures a round trip, not a bandwidth.
+# A smaller transfer measures a round trip, not a bandwidth.
 MEASURED_FROM = 64 << 10
 
-_WEIGHT = 0.2  # of the newest transfer in a pair's mean, as in `correction`
+_WEIGHT = 0.2  # of the newest transfer in a pair's mean, as in `compute.Correction`
 _LINK_RISE, _LINK_FALL = 0.5, 0.05
 _CLIP = math.log(4.0)
 
 
 class Bandwidths:
-    """Rates of up to as many endpoints as were asked for; grows by doubling."""
+    """Link and pair rates of all endpoints; the number of rows grows by doubling."""
 
     def __init__(self, num_rows: int = 64) -> None:
         self._hosts = np.zeros(num_rows, np.int64)
         self.out_rates = np.tile((DEFAULT_BYTES_PER_S, LOCAL_BYTES_PER_S), num_rows)
         self.in_rates = self.out_rates.copy()
-        # The three columns, made once: they move only when they grow.
-        self._links: Links | None = None
+        self._links: Links | None = None  # cached; the columns are replaced only when they grow
         self._pairs: dict[int, Floats] = {}  # source → rate to each row; NaN = not measured
 
     @property
@@ -43,7 +42,7 @@ class Bandwidths:
         return len(self._hosts)
 
     def join(self, row: int, host: int, bytes_per_s: float, local_bytes_per_s: float) -> None:
-        """A new endpoint on machine `host`. Rates: of its network and within its host; 0 = not measured."""
+        """Adds an endpoint on machine `host`, with its network rate and its rate within the host; 0 = not measured."""
         while row >= self.num_rows:
             self._grow()
         self.leave(row)
@@ -52,29 +51,29 @@ class Bandwidths:
         self.out_rates[2 * row : 2 * row + 2] = self.in_rates[2 * row : 2 * row + 2] = rates
 
     def leave(self, row: int) -> None:
-        """Forgets what was measured with it; the row may be given to another."""
+        """Drops the pair rates of an endpoint, so that its row can be reused."""
         self._pairs.pop(row, None)
         for rates in self._pairs.values():
             rates[row] = math.nan
 
     def links_between(self, source: int, destination: int) -> tuple[int, int]:
-        """The sender's and the receiver's link."""
+        """Returns the sender's and the receiver's link."""
         local = int(self._hosts[source] == self._hosts[destination])
         return 2 * source + local, 2 * destination + local
 
     def all_links(self) -> Links:
-        """As `flows.c` takes them."""
+        """Returns all links in the form that `flows.c` expects."""
         links = self._links
         if links is None or links.out_rates is not self.out_rates:
             links = self._links = Links(self._hosts, self.out_rates, self.in_rates)
         return links
 
     def measured(self, source: int) -> Floats | None:
-        """Rates from this source to every row, NaN = not measured; None: no pair was."""
+        """Returns the measured rates from a source to every row, NaN = not measured; None if no pair was measured."""
         return self._pairs.get(source)
 
     def alone(self, source: int, destination: int) -> float:
-        """Bytes per second without other traffic."""
+        """Returns the bytes per second of a pair without other traffic."""
         measured = self._pairs.get(source)
         if measured is not None and not math.isnan(own := float(measured[destination])):
             return own
@@ -82,7 +81,7 @@ class Bandwidths:
         return min(float(self.out_rates[out]), float(self.in_rates[into]))
 
     def observe(self, source: int, destination: int, nbytes: float, alone_s: float) -> None:
-        """`nbytes` took what would have been `alone_s` without other traffic."""
+        """Records a transfer of `nbytes` that takes `alone_s` seconds without other traffic."""
         if nbytes < MEASURED_FROM or not 0.0 < alone_s < math.inf:
             return
         rate = nbytes / alone_s
@@ -114,6 +113,6 @@ class Bandwidths:
 
 
 def _mean(known: float, newest: float, weight: float) -> float:
-    """Of logarithms, since rates differ by factors."""
+    """Returns the running mean, of logarithms because rates differ by factors."""
     step = math.log(newest / known)
     return known * math.exp(weight * min(max(step, -_CLIP), _CLIP))

@@ -1,9 +1,9 @@
-"""How long prompts compute and decode steps take: formulae fitted offline, corrected by what is reported. Pure.
+"""Cost of prefills and decode steps: formulae fitted offline, corrected by reported times. Pure.
 
-A prompt: t(n, p) = c0 + c1·(n−p) + c2·(n²−p²). The polynomial is the paper's regression on length and prefix length
-(FAST'25, Algorithm 1, estimate_prefill); c2 is attention, which grows with the square. A step of b sequences that read
-c tokens of KV in all, which is the time between their tokens (TBT): t(b, c) = c0 + c1·b + c2·c. Knows no queue and no
-instance, nor who joins next.
+Prefill of n tokens, p of them cached: t(n, p) = c0 + c1·(n−p) + c2·(n²−p²). The polynomial is the paper's regression on
+length and prefix length (FAST'25, Algorithm 1, estimate_prefill); c2 is attention, which grows with the square. Decode
+step of b sequences that read c tokens of KV in total, which is their TBT: t(b, c) = c0 + c1·b + c2·c. Knows neither
+queues nor instances nor future sequences.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from conductor.columns import Floats, Ints
 from conductor.cost.residuals import Fit, fit
 from protocol.profile import DecodeProfile, PrefillProfile
 
-# A window of about (2−w)/w = 9 reports: a busy neighbour is seen within seconds, and noise is a third of a report's.
+# Window of about (2−w)/w = 9 reports: a busy neighbour shows within seconds, and noise is a third of a single report's.
 WEIGHT = 0.2
-CLIP = 0.3  # a report that is 35 % off is still believed in full
+CLIP = 0.3  # a report that is 35 % off still counts in full
 
 
 class Correction:
-    """By how much an instance is slower or faster now than its formula says: one factor, learned from what it reports.
+    """Ratio of an instance's current times to its formula: one factor, learned from its reports.
 
     The factor f is the exponential of a running estimate of log(actual / predicted):
 
         x ← x + w · clip(log(actual / predicted) − x, ±C),   f = exp(x),   |x| ≤ log MOST
 
-    The logarithm makes twice as slow and twice as fast equally far, and its middle is what a relative error wants. The
-    clipped step makes it Huber's estimate of the middle: one report, however wild, moves f by at most exp(w·C) = 6 %.
+    The logarithm makes "twice as slow" and "twice as fast" equally distant and centres relative errors correctly. The
+    clipped step makes it Huber's estimate of location: one outlier moves f by at most exp(w·C), a factor of 6 %.
 
-    How fast: at a distance d beyond C the estimate moves w·C per report, within C the distance shrinks by (1−w). So
-    after a machine has become 2× slower, f is within 5 % after 15 reports, at 4× after 27. How steady: under
-    independent noise of log-deviation σ ≤ C it stays within a deviation of σ·√(w/(2−w)) = σ/3. 1 until something was
-    reported.
+    Speed: at a distance beyond C the estimate moves w·C per report; within C the distance shrinks by (1−w). So after a
+    machine becomes 2× slower, f is within 5 % after 15 reports, after 4× within 27. Noise: under independent noise of
+    log-deviation σ ≤ C the estimate deviates by σ·√(w/(2−w)) = σ/3. The factor is 1 until something is reported.
     """
 
     __slots__ = ("_log", "factor")
@@ -44,7 +43,7 @@ class Correction:
         self.factor = 1.0  # actual ÷ predicted by the formula alone
 
     def observe(self, predicted_s: float, actual_s: float) -> None:
-        """`predicted_s` is the formula's, without this factor. Times that are not above zero say nothing."""
+        """Updates the factor. `predicted_s`: by the formula alone. Ignores times that are not positive and finite."""
         if not (0.0 < predicted_s < math.inf and 0.0 < actual_s < math.inf):
             return
         bound = math.log(MOST)
@@ -54,7 +53,7 @@ class Correction:
         self.factor = math.exp(self._log)
 
     def fade(self, share: float) -> None:
-        """So much of what the factor is off from 1 is believed from now on, 0 to 1."""
+        """Keeps only this share, 0 to 1, of the factor's logarithm, which moves the factor towards 1."""
         self._log *= share
         self.factor = math.exp(self._log)
 
@@ -66,27 +65,27 @@ class Correction:
 
 # ---- prompts
 
-FORGETTING = 0.9  # of a report by the next: about the last 10 count
-TRACKING_CLIP = 0.4  # a report that is 50 % off is believed in full
-NOISE = 0.2  # of a report of usual length, relative
-PRIOR = 0.5  # of a measured coefficient, likewise: what P begins with
-MOST = 8.0  # what is further off than this is a broken clock or formula, not a slow machine
+FORGETTING = 0.9  # λ: weight of a report relative to the next one; about the last 10 count
+TRACKING_CLIP = 0.4  # C: a report that is 50 % off still counts in full
+NOISE = 0.2  # relative error of a report of usual length
+PRIOR = 0.5  # relative error of a measured coefficient: the initial P
+MOST = 8.0  # a larger factor indicates a broken clock or formula, not a slow machine
 _MEAN_WEIGHT = 0.05
 
 
 class Tracking:
-    """One instance's factors, learned from reports; both 1 until something was reported.
+    """Correction factors of one instance's prefill formula, learned from reports; both are 1 until the first report.
 
-    A prompt computes for a·L + b·Q seconds, where L is what the formula gives for reading its tokens and Q for their
-    attention. One factor for both cannot be right: a formula that was measured on short prompts is off by another
-    factor for long ones, and each length would pull it its own way. With h = (L, Q) / (a·L + b·Q) a report is
+    A prefill takes a·L + b·Q seconds, where L is the formula's time that grows with tokens and Q its time of attention.
+    A single factor cannot fit: a formula measured on short prompts is off by another factor for long ones, and each
+    length would pull the factor its own way. With h = (L, Q) / (a·L + b·Q), a report updates
 
         e = clip(log(actual / predicted), ±C),   K = P·h / (h'·P·h + R),   (a, b) += K·e,   P = (P − K·h'·P) / λ
 
-    recursive least squares of the relative error with forgetting (Ljung & Söderström 1983, ch. 2): each report counts
-    1 − λ less than the next one. R, how far off a report usually is, is larger for short times, which busy moments
-    distort most: in proportion to mean ÷ predicted. P never exceeds what it begins with, so that factors about which
-    nothing was reported for long are not moved by one report at will.
+    This is recursive least squares of the relative error with forgetting (Ljung & Söderström 1983, ch. 2): each report
+    counts λ times the next one. R, the usual error of a report, is larger for short times, which load spikes distort
+    most: proportional to mean ÷ predicted. P never exceeds its initial value, so that a factor without reports for
+    a long time is not moved arbitrarily by one report.
     """
 
     __slots__ = ("_covariance", "_mean_s", "linear", "square")
@@ -101,7 +100,7 @@ class Tracking:
         return self.linear * linear_s + self.square * square_s
 
     def observe(self, linear_s: float, square_s: float, actual_s: float) -> None:
-        """The parts are the formula's, without factors. Times that are not above zero say nothing."""
+        """Updates the factors. The parts are by the formula alone. Ignores times that are not positive and finite."""
         predicted_s = self.seconds(linear_s, square_s)
         if not (0.0 < predicted_s < math.inf and 0.0 < actual_s < math.inf):
             return
@@ -112,7 +111,7 @@ class Tracking:
         self._update(linear_s / predicted_s, square_s / predicted_s, error, noise)
 
     def fade(self, share: float) -> None:
-        """So much of what the factors are off from 1 is believed from now on, 0 to 1."""
+        """Keeps only this share, 0 to 1, of the factors' logarithms, which moves the factors towards 1."""
         self.linear **= share
         self.square **= share
 
@@ -125,7 +124,7 @@ class Tracking:
         xx -= towards_x * towards_x / total
         xy -= towards_x * towards_y / total
         yy -= towards_y * towards_y / total
-        # Scaled as a whole: it stays a covariance.
+        # One scale for all entries keeps it a covariance matrix.
         scale = min(1.0 / FORGETTING, max(PRIOR**2 / max(xx, yy), 1.0))
         self._covariance = (xx * scale, xy * scale, yy * scale)
 
@@ -146,13 +145,14 @@ PrefillFit = Fit[PrefillProfile]  # `at` is (tokens, cached)
 
 
 def fit_prefill(num_tokens: Ints, num_cached: Ints, seconds: Floats) -> PrefillFit:
-    """All of shape [points]. Raises InvalidRequest for no points, and for times that are not above zero."""
+    """Fits the prefill formula; arrays of shape [points]. Raises InvalidRequest if there are no points or a time is not
+    above zero."""
     n, p = np.asarray(num_tokens, np.int64), np.asarray(num_cached, np.int64)
     return fit(PrefillProfile, (n, p), (np.ones(len(n)), n - p, n**2 - p**2), seconds)
 
 
 class PrefillCost:
-    """One instance's formula and how far off it is now."""
+    """Prefill formula of one instance, with its learned correction."""
 
     def __init__(self, profile: PrefillProfile) -> None:
         self.profile = profile
@@ -160,17 +160,17 @@ class PrefillCost:
 
     @property
     def current(self) -> PrefillProfile:
-        """The formula as it holds now."""
+        """The corrected formula."""
         linear, square, profile = self.tracking.linear, self.tracking.square, self.profile
         return PrefillProfile(c0=linear * profile.c0, c1=linear * profile.c1, c2=square * profile.c2)
 
     def observe(self, num_tokens: int, num_cached: int, seconds: float) -> None:
-        """A prompt's computing took `seconds`, without its waiting. Impossible reports are ignored."""
+        """Learns from one prefill of `seconds`, without waiting. Impossible reports are ignored."""
         if 0 <= num_cached < num_tokens:
             self.tracking.observe(*self._parts(num_tokens, num_cached), seconds)
 
     def _parts(self, num_tokens: int, num_cached: int) -> tuple[float, float]:
-        """What grows with tokens, a step's constant included, and what grows with their square."""
+        """Returns the seconds that grow with tokens, the constant included, and those that grow with their square."""
         square_s = self.profile.c2 * (num_tokens * num_tokens - num_cached * num_cached)
         return self.profile.seconds(num_tokens, num_cached) - square_s, square_s
 
@@ -184,13 +184,14 @@ DecodeFit = Fit[DecodeProfile]  # `at` is (sequences, context tokens in all)
 
 
 def fit_decode(num_seqs: Ints, context_tokens: Ints, seconds: Floats) -> DecodeFit:
-    """All of shape [points]. Raises InvalidRequest for no points, and for times that are not above zero."""
+    """Fits the decode formula; arrays of shape [points]. Raises InvalidRequest if there are no points or a time is not
+    above zero."""
     b, c = np.asarray(num_seqs, np.int64), np.asarray(context_tokens, np.int64)
     return fit(DecodeProfile, (b, c), (np.ones(len(b)), b, c), seconds)
 
 
 class DecodeCost:
-    """One instance's formula and how far off it is now."""
+    """Decode formula of one instance, with its learned correction."""
 
     def __init__(self, profile: DecodeProfile) -> None:
         self.profile = profile
@@ -198,12 +199,12 @@ class DecodeCost:
 
     @property
     def current(self) -> DecodeProfile:
-        """The formula as it holds now."""
+        """The corrected formula."""
         factor, profile = self.correction.factor, self.profile
         return DecodeProfile(c0=factor * profile.c0, c1=factor * profile.c1, c2=factor * profile.c2)
 
     def observe(self, num_seqs: float, context_tokens: float, seconds: float) -> None:
-        """A step took `seconds`; or means of several, since the formula is linear. Impossible reports are ignored."""
+        """Learns from a step, or from the means of several, since the formula is linear. Ignores impossible reports."""
         if 0 < num_seqs < math.inf and 0 <= context_tokens < math.inf:
             self.correction.observe(self.profile.step_s(num_seqs, context_tokens), seconds)
 

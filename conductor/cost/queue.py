@@ -1,9 +1,9 @@
-"""How long a prompt waits in an instance's queue: what is left of the one that runs, and all that goes before it.
+"""Predicts how long a prompt waits in an instance's queue: the rest of the running prompt and all prompts before it.
 
-Prompts run one at a time, lowest placement time + rank first. They run in steps: a later one of lower rank goes before
-the rest of what runs once the step under way has ended. The queue is told of arrivals and ends only, so it assumes that
-the next one begins when the one before it ends, and that what went before the rest of another did so all the time until
-it ended. Pure; does not know where predictions come from.
+Prompts run one at a time, lowest placement time + rank first. They run in steps: a later prompt with a lower place
+overtakes the running one at the end of its current step. The queue is notified of arrivals and ends only. It assumes
+that a prompt begins when the previous one ends, and that a prompt that overtook another ran uninterrupted until its
+end. Pure; does not know where predictions come from.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from conductor.native.kernels import QueueRecord
 from protocol.ids import RequestId
 from protocol.profile import PrefillProfile
 
-# Gateway hop, submission and the worker's own bookkeeping, with room for a busy machine.
+# Covers the gateway hop, submission and the worker's own bookkeeping, with a margin for a busy machine.
 SETTLE_S = 0.5
 
-Place = tuple[float, int]  # seconds of placement + rank, then number
+Place = tuple[float, int]  # placement time + rank in seconds, then order of arrival
 
 
 class OrderedSums:
-    """Seconds in an order, with the sum before any place and how many come after it. All places are different.
+    """Ordered durations with prefix sums: the sum before any place and the number of entries after it.
 
-    Sums are added up from the first place and never subtracted, so that no rounding error is left behind; only those
-    behind the last change are made anew, when somebody asks. A change at the end, the usual one, is O(log n); elsewhere
-    it moves and adds what lies behind: for a thousand entries 25 µs at worst. A tree was slower for the usual dozens.
+    All places are distinct. Sums are added from the first place and never subtracted, so rounding errors do not
+    accumulate. Only sums behind the last change are computed again, on the next query. A change at the end, the usual
+    case, is O(log n); elsewhere it moves and adds the entries behind it, at worst 25 µs for a thousand entries. A tree
+    was slower for the usual few dozen.
     """
 
     __slots__ = ("_numbers", "_ranks", "_seconds", "_sums")
@@ -42,7 +43,7 @@ class OrderedSums:
         self._ranks = array("d")
         self._numbers = array("q")
         self._seconds = array("d")
-        self._sums = array("d", [0.0])  # before each place and at the end, as far as they are known
+        self._sums = array("d", [0.0])  # before each place and at the end; the tail may be missing
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -59,39 +60,39 @@ class OrderedSums:
         del self._sums[at + 1 :]
 
     def remove(self, place: Place) -> None:
-        """The place must be taken."""
+        """Removes the entry at `place`, which must exist."""
         at = self._find(place)
         assert (self._ranks[at], self._numbers[at]) == place, "nothing is there"
         del self._ranks[at], self._numbers[at], self._seconds[at], self._sums[at + 1 :]
 
     def around(self, place: Place) -> tuple[float, int]:
-        """Seconds of all entries at lower places, and the number of those at higher ones; this place is free."""
+        """Returns the seconds of all entries at lower places and the number at higher ones; `place` is not taken."""
         at = self._find(place)
         return self._known()[at], len(self._ranks) - at
 
     def first(self) -> Place | None:
-        """The lowest place; None when there is none."""
+        """Returns the lowest place, or None if empty."""
         return (self._ranks[0], self._numbers[0]) if self._ranks else None
 
     def places(self) -> Iterator[Place]:
-        """From the lowest."""
+        """Iterates over all places, lowest first."""
         return zip(self._ranks, self._numbers, strict=True)
 
     def columns(self) -> tuple[int, int, int]:
-        """Addresses of all ranks and of the sums before each and of all, and the number of entries: until the next
-        change."""
+        """Returns the address of the places' times, the address of the prefix sums (with the total last) and the number
+        of entries. Valid until the next change."""
         sums = self._known()
         return self._ranks.buffer_info()[0], sums.buffer_info()[0], len(self._ranks)
 
     def _find(self, place: Place) -> int:
-        """Where it is or belongs."""
+        """Returns the index of a place, or the index at which to insert it."""
         rank, number = place
         low = bisect_left(self._ranks, rank)
         high = bisect_right(self._ranks, rank, low)
         return low if low == high else bisect_left(self._numbers, number, low, high)
 
     def _known(self) -> array[float]:
-        """All sums, after the missing ones were added up."""
+        """Returns all sums, after computing the missing ones."""
         sums = self._sums
         known = len(sums) - 1
         if known < len(self._seconds):
@@ -107,7 +108,7 @@ class OrderedSums:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One placed prompt that is not known to be prefilled."""
+    """A placed prompt that is not known to be prefilled."""
 
     request_id: RequestId
     place: Place
@@ -117,16 +118,16 @@ class _Job:
 
 
 class PrefillQueue:
-    """Predicted prefill work of one instance, in the order of placement time + rank. What changes cost: `OrderedSums`.
+    """Predicted prefill work of one instance, in the order of placement time + rank. Cost of a change: `OrderedSums`.
 
-    A rank is in seconds: how long prompts may be placed after this one and still go before it, if theirs is 0. A
-    placement is *settled* after `SETTLE_S`: by then the instance has heard of it, and a heartbeat without it means that
-    it is done. The sums are shown in the instance's row (`conductor.columns`) whenever they change.
+    A rank is in seconds: a prompt of rank 0 that is placed within this time after the prompt still runs before it. A
+    placement is *settled* after `SETTLE_S`: by then the instance has received it, so a heartbeat without it means that
+    it is done. The sums are written to the instance's row (`conductor.columns`) whenever they change.
     """
 
     def __init__(self, seat: Seat[PrefillTable], step_s: float = math.inf) -> None:
-        """`step_s`: how long a prompt of lower rank waits for what runs, at most; infinite: what began runs to its
-        end."""
+        """`step_s`: longest wait of an overtaking prompt for the running one; infinite = running prompts are never
+        overtaken."""
         self._seat = seat
         self._step_s = step_s
         self._jobs: dict[RequestId, _Job] = {}
@@ -137,9 +138,9 @@ class PrefillQueue:
         self._began_at = 0.0
         self._total_tokens = 0
         self._surplus_s = 0.0  # work the instance reports beyond what was placed by this conductor
-        self._record = QueueRecord()  # as it was when somebody last asked
+        self._record = QueueRecord()  # as of the last call of `record`
         self._record_at = ctypes.addressof(self._record)
-        self._is_recorded = False  # and still is
+        self._is_recorded = False  # `_record` is up to date
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -148,11 +149,11 @@ class PrefillQueue:
         return request_id in self._jobs
 
     def add(self, request_id: RequestId, seconds: float, tokens: int, now: float, rank: float = 0.0) -> None:
-        """A prompt that is not here is placed, behind its equals, and predicted to run for `seconds`."""
+        """Adds a new prompt, behind earlier ones at the same place; `seconds` is its predicted run time."""
         self._num_arrived += 1
         job = _Job(request_id, (now + rank, self._num_arrived), seconds, tokens, now)
         self._jobs[request_id] = self._by_number[self._num_arrived] = job
-        if self._running is None:  # then nothing waits
+        if self._running is None:  # so the queue is empty
             self._running, self._began_at = job, now
         else:
             self._waiting.add(job.place, seconds)
@@ -160,8 +161,8 @@ class PrefillQueue:
         self._show()
 
     def remove(self, request_id: RequestId, now: float) -> None:
-        """The prompt is prefilled, or given up. Unknown ids are ignored: a heartbeat may have told it first. One that
-        should still wait has run already."""
+        """Removes a prompt that is prefilled or given up. Unknown ids are ignored, since a heartbeat may have removed
+        it first. A prompt that was predicted to be still waiting is taken to have run already."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -176,17 +177,17 @@ class PrefillQueue:
         self._show()
 
     def estimate_s(self, now: float) -> float:
-        """Seconds until all that is there has run."""
+        """Returns the seconds until all queued work has run."""
         return self._left_s(now) + self._waiting.total + self._surplus_s
 
     @property
     def placed_s(self) -> float:
-        """Predicted of all that was placed, as if none of it had begun."""
+        """Predicted seconds of all placed prompts, as if none of them had begun."""
         return self._waiting.total + self._running_s
 
     def look(self, now: float, rank: float) -> tuple[float, int]:
-        """Seconds until a prompt placed now with this rank would begin to run, and how many it would go before, or
-        before the rest of them. What others placed goes before it."""
+        """Returns the seconds until a prompt placed now with this rank would begin, and the number of prompts, the
+        running one included, that it would overtake. Work placed by other conductors runs before it."""
         place = (now + rank, self._num_arrived + 1)
         wait_s, num_delayed = self._waiting.around(place)
         left_s = self._left_s(now)
@@ -195,14 +196,14 @@ class PrefillQueue:
         return left_s + wait_s + self._surplus_s, num_delayed
 
     def record(self) -> int:
-        """Address of all that `look` needs to know (`QueueRecord`), until the next change."""
+        """Returns the address of the `QueueRecord` with all that `look` needs; valid until the next change."""
         if not self._is_recorded:
             self._write_record()
         return self._record_at
 
     def correct(self, load: Load, profile: PrefillProfile, now: float) -> list[RequestId]:
-        """Takes over what the instance says that it has left: settled prompts beyond it are prefilled already, and
-        returned."""
+        """Adopts the queued tokens that the instance reports. Removes and returns the settled prompts that must
+        be prefilled already because more was queued here than it reports."""
         settled = [job for job in self._in_order() if job.placed_at + SETTLE_S <= now]
         tokens_left = sum(job.tokens for job in settled)
         gone: list[RequestId] = []
@@ -212,8 +213,8 @@ class PrefillQueue:
                 break
             self.remove(job.request_id, now)
             gone.append(job.request_id)
-        # An instance counts what waits as uncached until it has looked, so that more tokens than were placed are
-        # others' only where there are more prompts too.
+        # An instance counts waiting prompts as uncached until it has looked them up. So surplus tokens belong to other
+        # conductors' placements only if there are also more prompts than were placed here.
         is_shared = load.num_waiting + load.num_running > len(self._jobs)
         surplus = load.queued_tokens - self._total_tokens if is_shared else 0
         self._surplus_s = profile.c0 + profile.c1 * surplus if surplus > 0 else 0.0
@@ -231,7 +232,7 @@ class PrefillQueue:
         self._is_recorded = True
 
     def _in_order(self) -> list[_Job]:
-        """As they will run. O(n)."""
+        """Returns all jobs in the order in which they will run. O(n)."""
         waiting = [self._by_number[number] for _, number in self._waiting.places()]
         return waiting if self._running is None else [self._running, *waiting]
 
@@ -240,11 +241,11 @@ class PrefillQueue:
         return 0.0 if self._running is None else self._running.seconds
 
     def _left_s(self, now: float) -> float:
-        """Of what runs; 0 when it should have ended, which is all that is known then."""
+        """Returns the remaining seconds of the running prompt; 0 if it is overdue, since nothing more is known."""
         return max(self._running_s - max(now - self._began_at, 0.0), 0.0)
 
     def _interrupts(self, place: Place) -> bool:
-        """Whether work at this place goes before the rest of what runs."""
+        """Returns True if a prompt at this place overtakes the running one."""
         if self._running is None or math.isinf(self._step_s):
             return False
         return place < self._running.place

@@ -1,4 +1,4 @@
-"""A formula fitted to what was measured, and how far it is from that. Pure; knows no formula."""
+"""Fits a linear formula to measured times and reports its errors. Pure; knows no particular formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_WORST = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """One measured point."""
+    """One measured point with its prediction."""
 
     at: tuple[int, int]  # the formula's two arguments
     measured_s: float
@@ -27,13 +27,13 @@ class Residual:
 
     @property
     def relative(self) -> float:
-        """Predicted minus measured, as a share of the measured."""
+        """(predicted − measured) ÷ measured."""
         return self.predicted_s / self.measured_s - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """|predicted − measured| / measured over all points."""
+    """Quantiles of |predicted − measured| ÷ measured over all points."""
 
     num_points: int
     p50: float
@@ -43,7 +43,7 @@ class ErrorReport:
 
 
 def report_errors(at: Sequence[tuple[int, int]], measured_s: Floats, predicted_s: Floats) -> ErrorReport:
-    """`measured_s` and `predicted_s` have shape [points], measured ones above zero."""
+    """Returns the errors of predictions. Both times have shape [points]; measured times are above zero."""
     errors = np.abs(predicted_s / measured_s - 1.0)
     worst = np.argsort(-errors, kind="stable")[:_NUM_WORST]
     return ErrorReport(
@@ -58,7 +58,7 @@ def report_errors(at: Sequence[tuple[int, int]], measured_s: Floats, predicted_s
     )
 
 
-# Without slots: a frozen class with them cannot be made by the name `Fit[…]`.
+# No slots: a frozen dataclass with slots cannot be instantiated as `Fit[…]`.
 @dataclass(frozen=True, kw_only=True)
 class Fit(Generic[P]):
     profile: P
@@ -71,7 +71,8 @@ def fit(
     columns: Sequence[Floats | Ints],
     seconds: Floats,
 ) -> Fit[P]:
-    """c0 · columns[0] + c1 · columns[1] + c2 · columns[2]; all of shape [points], `at` what the points are known by."""
+    """Fits c0 · columns[0] + c1 · columns[1] + c2 · columns[2] to `seconds`; all arrays have shape [points]. `at`: the
+    formula's arguments at each point, for the error report."""
     matrix, seconds = np.stack(columns, axis=-1).astype(float), np.asarray(seconds, float)
     coefficients = fit_relative(matrix, seconds)
     c0, c1, c2 = map(float, coefficients)

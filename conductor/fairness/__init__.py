@@ -1,1 +1,1 @@
-"""Which tenant's turn it is, and what that does to the queues (docs/fairness.md). Pure."""
+"""Fairness between tenants, and its effect on the order of prefill queues (docs/fairness.md). Pure."""

@@ -1,18 +1,18 @@
-"""Which tenant has had less than its share: a virtual clock of service per tenant, and claims to what frees up. Pure.
+"""Fair shares of tenants: a virtual clock of service per tenant, and claims of rejected tenants to free capacity. Pure.
 
-Start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996) with the service of "Fairness in Serving Large Language
-Models" (Sheng et al., OSDI 2024): tokens of prompt that must be computed + `OUTPUT_WEIGHT` × tokens of answer. A
-request's *tag* is where its tenant's account stands when it is placed; then its service ÷ the tenant's weight is added
-to the account, the answer as expected and, once it has ended, as it was. No account stands before the least tag that
-still waits for prefill, so that nobody saves up while idle and a new tenant begins beside those who have had least.
+The algorithm is start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996). Service is counted as in "Fairness in
+Serving Large Language Models" (Sheng et al., OSDI 2024): prompt tokens to compute + `OUTPUT_WEIGHT` × answer tokens. A
+request's *tag* is its tenant's account at placement. Then its service ÷ the tenant's weight is added to the account;
+the expected answer length is corrected to the real one when the request ends. No account is below the smallest tag
+that still waits for prefill, so idle tenants save nothing up and a new tenant starts level with the least served one.
 
-A prompt goes before those of other tenants that have later tags, and otherwise waits where the policy puts it. So one
-tenant alone, or several who never wait, are served as if there were no accounts; among tenants who always wait, shares
-of service ÷ weight differ by no more than a request of each; and nobody starves, since each tag is passed by
-finitely many.
+A prompt runs before prompts of other tenants with later tags, and otherwise waits where the policy puts it. So a single
+tenant, or several that never queue, are served as if there were no accounts. Among tenants that always have prompts
+waiting, service ÷ weight differs by at most one request of each. No prompt starves, since only finitely many
+requests can overtake a tag.
 
-Under overload: who is rejected for load has a *claim* until it should be back, and while tenants with more service in
-flight (÷ weight) come, they are rejected for the sake of the claim. That is weighted max-min of what is admitted.
+Under overload, a tenant that is rejected for load has a *claim* until it should be back. Meanwhile requests of tenants
+with more service in flight (÷ weight) are rejected in its favour. This makes admission weighted max-min fair.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from conductor.fairness.waiting import WaitingPrompts
 from protocol.errors import ConfigError
 from protocol.ids import RequestId
 
-OUTPUT_WEIGHT = 2  # tokens of prompt that one of an answer counts as (OSDI 2024, §5.1, after prices of services)
-# A client comes back a little after the moment that it was told; who does not come loses the claim.
+OUTPUT_WEIGHT = 2  # prompt tokens that one answer token counts as (OSDI 2024, §5.1, after prices of services)
+# Claim duration ÷ Retry-After: a client returns a little later than requested. If it does not return, the claim ends.
 CLAIM_FACTOR = 2.0
 MOST_CLAIM_S = 10.0
-MOST_CLAIMS = 64  # the latest: each placement looks at all of them
-# Between prompts that came to one instance at one instant, as in traces and bursts: so that another tenant's fits in.
+MOST_CLAIMS = 64  # the oldest ones are dropped, because each placement looks at all claims
+# Gap between prompts placed at one instance at the same instant (traces, bursts), so another tenant's fits in between.
 TIE_S = 1e-5
-_BURST_S = 1e-3  # of a hundred; what came longer before does not come at one instant
-_FIRST_SWEEP = 1024  # accounts; names may be as many as requests
+_BURST_S = 1e-3  # room for a hundred ties; prompts further apart did not arrive at the same instant
+_FIRST_SWEEP = 1024  # accounts at which stale ones are first dropped; tenants may be as many as requests
 
 
 class Turn(NamedTuple):
-    """What a request's tenant deserves as it is placed. Tags and `served` are tokens ÷ weight."""
+    """Standing of a request's tenant at placement. Tags and `served` are in tokens ÷ weight."""
 
     tenant: str
     weight: float
     tag: float
-    served: float  # no account stands before it
-    in_flight: int  # of the tenant's requests that have not ended, tokens
+    served: float  # lower bound of all accounts
+    in_flight: int  # service of the tenant's requests in flight, tokens
 
     @property
     def ahead_tokens(self) -> float:
-        """By which the tenant has had more than who had least, of those who wait."""
+        """Service that the tenant has had beyond the least served waiting tenant."""
         return (self.tag - self.served) * self.weight
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    number: int  # in the columns of who waits
+    number: int  # the tenant's number in `WaitingPrompts`
     weight: float
-    tag: float  # of its latest request; they never go back
-    finish: float  # of the service that it was charged
-    in_flight: int = 0  # service of requests that have not ended
+    tag: float  # of its latest request; never decreases
+    finish: float  # the account: end of all service charged so far
+    in_flight: int = 0  # service of requests in flight
     num_in_flight: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """A request that has not ended."""
+    """Service charged for a request in flight."""
 
     tenant: str
     prompt_tokens: int  # to compute
@@ -77,23 +77,23 @@ class _Charge:
 
 
 class Fairness:
-    """All tenants that wait, have requests in flight or are ahead of others. `weights`: 1 where not given."""
+    """Accounts of all tenants that wait, have requests in flight or are ahead of others. Default weight: 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
         self._waiting = WaitingPrompts()
         self._accounts: dict[str, _Account] = {}
         self._charges: dict[RequestId, _Charge] = {}
-        self._claims: dict[str, float] = {}  # until when; oldest first
+        self._claims: dict[str, float] = {}  # end of each tenant's claim; oldest first
         self._served = 0.0
-        self._last: dict[tuple[int, int], float] = {}  # place by link and priority
+        self._last: dict[tuple[int, int], float] = {}  # highest place taken, by link and priority
         self._num_accounts = 0
         self._sweep_at = _FIRST_SWEEP
 
-    # ---- questions: nothing changes
+    # ---- queries: nothing changes
 
     def turn(self, tenant: str) -> Turn:
-        """Of a request that is placed now."""
+        """Returns the standing of a tenant's request that is placed now."""
         account, weight = self._accounts.get(tenant), self._weights.get(tenant, 1.0)
         served = self._served_now()
         if account is None:
@@ -102,7 +102,8 @@ class Fairness:
         return Turn(tenant, weight, tag, served, account.in_flight)
 
     def places_to_take(self, turn: Turn, priority: int, links: Ints) -> Floats | None:
-        """Which place a prompt takes by its turn at each instance; None, or infinite at one = it goes before nobody."""
+        """Returns the place that a prompt takes by its turn at each instance; infinite if it overtakes no prompt there,
+        None if it overtakes none at any instance."""
         account = self._accounts.get(turn.tenant)
         others = len(self._accounts) - (account is not None)
         if not others or not len(self._waiting):
@@ -111,20 +112,20 @@ class Fairness:
         return self._waiting.places_to_take(turn.tag, number, priority, links)
 
     def tie_s(self, place: float, priority: int, link: int) -> float:
-        """Seconds by which a prompt's place is behind this one, which others have that came at the same instant."""
+        """Returns the seconds to add to `place` so that it follows prompts placed there at the same instant, else 0."""
         ahead_s = self._last.get((link, priority), -math.inf) - place
         return ahead_s + TIE_S if 0.0 <= ahead_s < _BURST_S else 0.0
 
     def has_below(self, priority: int) -> bool:
-        """Whether prompts of a larger number wait."""
+        """Returns True if prompts of a larger priority number, which are less urgent, wait."""
         return self._waiting.has_below(priority)
 
     def waits(self, request_id: RequestId) -> bool:
-        """Whether it is placed and not known to be prefilled."""
+        """Returns True if the request is placed and not known to be prefilled."""
         return request_id in self._waiting
 
     def claimed_until(self, turn: Turn, now: float) -> float | None:
-        """Until when somebody has a claim who has less in flight than this tenant."""
+        """Returns the latest end of the claims of tenants with less in flight (÷ weight), or None."""
         found = [
             until
             for tenant, until in self._claims.items()
@@ -140,7 +141,7 @@ class Fairness:
     def _served_now(self) -> float:
         return max(self._served, self._waiting.least_tag()) if len(self._waiting) else self._served
 
-    # ---- what happens
+    # ---- changes
 
     def begin(
         self,
@@ -153,8 +154,8 @@ class Fairness:
         link: int,
         priority: int,
     ) -> None:
-        """It is placed; no request of this id is in flight. `prompt_tokens`: to compute; `output_tokens`: expected;
-        `place`: in the queue of the instance with this link."""
+        """Charges a request that is placed; its id is not in flight. `prompt_tokens`: to compute; `output_tokens`:
+        expected; `place`: in the queue of the instance with this link."""
         self._served = self._served_now()
         charge = _Charge(turn.tenant, prompt_tokens, round(output_tokens))
         account = self._account(turn.tenant)
@@ -176,19 +177,20 @@ class Fairness:
         )
 
     def prefilled(self, request_id: RequestId) -> None:
-        """It waits no more. Unknown ones are ignored."""
+        """Removes a request from the waiting ones. Unknown ids are ignored."""
         self._served = self._served_now()
         if self._waiting.remove(request_id) and not len(self._waiting):
             self._settle()
 
     def lost(self, link: int) -> None:
-        """The instance is gone; its requests end by themselves."""
+        """Removes the waiting prompts of an instance that has left. The charges stay until the requests end."""
         self._last = {key: place for key, place in self._last.items() if key[0] != link}
         for request_id in self._waiting.at(link):
             self.prefilled(request_id)
 
     def ended(self, request_id: RequestId, output_tokens: int | None = None) -> None:
-        """None: as many as expected. What was never computed costs nothing. Unknown ones are ignored."""
+        """Closes the charge of a request and corrects its tenant's account. `output_tokens`: None = as many as
+        expected. A request that was never prefilled costs nothing. Unknown ids are ignored."""
         charge = self._charges.pop(request_id, None)
         if charge is None:
             return
@@ -205,7 +207,7 @@ class Fairness:
             self._settle()
 
     def claim(self, tenant: str, now: float, retry_after_s: float) -> None:
-        """The tenant was rejected for load and told to come back."""
+        """Gives a claim to a tenant whose request was rejected for load with a `retry_after_s`."""
         self._claims = {t: until for t, until in self._claims.items() if until > now}
         self._claims.pop(tenant, None)
         self._claims[tenant] = now + min(CLAIM_FACTOR * retry_after_s, MOST_CLAIM_S)
@@ -224,7 +226,7 @@ class Fairness:
         return account
 
     def _sweep(self) -> None:
-        """Forgets those who would begin anew anyway."""
+        """Drops accounts that are no different from new ones."""
         self._accounts = {
             tenant: account
             for tenant, account in self._accounts.items()
@@ -233,13 +235,13 @@ class Fairness:
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._accounts))
 
     def _settle(self) -> None:
-        """Nobody waits, so nobody is ahead of anybody: all begin anew, beside who was furthest."""
+        """Levels all accounts to the furthest one. Called when no prompt waits, so no tenant is ahead of another."""
         furthest = max((account.finish for account in self._accounts.values()), default=0.0)
         self._served = max(self._served, furthest)
         self._accounts = {t: a for t, a in self._accounts.items() if a.num_in_flight}
 
     def validate(self) -> None:
-        """Raises AssertionError unless accounts and charges agree, and who waits is in flight and not passed."""
+        """Raises AssertionError if accounts and charges disagree, or if an account could start behind a waiting tag."""
         self._waiting.validate()
         for tenant, account in self._accounts.items():
             own = [c.service for c in self._charges.values() if c.tenant == tenant]
@@ -254,7 +256,7 @@ class Fairness:
 
 
 def parse_weights(entries: Sequence[str]) -> dict[str, float]:
-    """`tenant=weight` each. Raises ConfigError."""
+    """Parses entries of the form `tenant=weight`. Raises ConfigError."""
     weights: dict[str, float] = {}
     for entry in entries:
         tenant, _, number = entry.rpartition("=")

@@ -1,8 +1,8 @@
-"""Placed prompts that are not prefilled yet, as columns: whose they are, their tags, their places in the queues. Pure.
+"""Columns of the prompts that are placed and not prefilled yet: tenants, tags and places in the queues. Pure.
 
-A place is `PrefillQueue`'s: seconds of placement + rank, lowest first. An instance is known by its link
-(`conductor.transfers`). Rule: a prompt is here exactly as long as it is in its instance's queue. Rows are compact and
-in no order. Does not know what a tag means beyond that the lower one deserves to go first.
+A place is the one in `PrefillQueue`: placement time + rank in seconds, lowest first. An instance is identified by its
+link (`conductor.transfers`). Rule: a prompt is here exactly as long as it is in its instance's queue. Rows are compact
+and unordered. Knows of a tag only that the lower one goes first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from conductor.columns import Floats, Ints
 from protocol.ids import RequestId
 
 _FIRST_ROWS = 64
-# Behind whom it follows: a prompt's place, so that a thousand fit between two that were placed a millisecond apart.
-# Places are monotonic seconds, of which no less can be told apart (`turns`).
+# Distance to the prompt in front: a thousand prompts fit between two that were placed a millisecond apart. Places are
+# monotonic seconds, which do not resolve less (`turns`).
 _BEHIND_S = 1e-6
 _BEFORE_ALL_S = 1e-3
 
 
 class WaitingPrompts:
-    """Of all instances."""
+    """The waiting prompts of all instances."""
 
     def __init__(self) -> None:
         self._ids: list[RequestId] = []
         self._row: dict[RequestId, int] = {}
-        # None: who had it is gone, and nobody has looked since.
+        # None: the prompt that had it is gone, and the minimum has to be computed again.
         self._least_tag: float | None = math.inf
         self._tags = np.zeros(_FIRST_ROWS)
         self._places = np.zeros(_FIRST_ROWS)
@@ -51,7 +51,7 @@ class WaitingPrompts:
         tenant: int,
         priority: int,
     ) -> None:
-        """It is not here yet."""
+        """Adds a prompt that is not here yet."""
         row = len(self._ids)
         if row == len(self._tags):
             self._grow()
@@ -63,7 +63,7 @@ class WaitingPrompts:
         self._tenants[row], self._priorities[row] = tenant, priority
 
     def remove(self, request_id: RequestId) -> bool:
-        """The last row takes its place. False: it is not here."""
+        """Removes a prompt; the last row moves into its row. Returns False if it is not here."""
         row = self._row.pop(request_id, None)
         if row is None:
             return False
@@ -77,23 +77,23 @@ class WaitingPrompts:
         return True
 
     def at(self, link: int) -> list[RequestId]:
-        """Those that wait at one instance."""
+        """Returns the prompts that wait at one instance."""
         return [self._ids[row] for row in np.flatnonzero(self._links[: len(self)] == link).tolist()]
 
     def least_tag(self) -> float:
-        """Infinite when nobody waits."""
+        """Returns the smallest tag; infinite if no prompt waits."""
         if self._least_tag is None:
             self._least_tag = float(self._tags[: len(self)].min()) if self._ids else math.inf
         return self._least_tag
 
     def has_below(self, priority: int) -> bool:
-        """Whether somebody waits who is of less urgent priority, that is of a larger number."""
+        """Returns True if a prompt of less urgent priority, that is of a larger number, waits."""
         return bool(self._ids) and int(self._priorities[: len(self)].max()) > priority
 
     def places_to_take(self, tag: float, tenant: int | None, priority: int, links: Ints) -> Floats | None:
-        """For each of these instances the place before the first prompt that has a later tag, of other tenants and
-        this priority, and behind all that wait before that one; infinite where there is none, None where there is
-        none anywhere. `tenant`: None = of nobody here."""
+        """Returns for each instance the place just before its first prompt with a later tag, of another tenant and this
+        priority, and behind all prompts in front of that one. Infinite if an instance has none; None if no instance
+        has one. `tenant`: None = has no account yet."""
         num_rows = len(self)
         is_later = self._tags[:num_rows] > tag
         is_later &= self._priorities[:num_rows] == priority
@@ -125,7 +125,7 @@ class WaitingPrompts:
         )
 
     def tenants(self) -> list[int]:
-        """One per row; for proofs."""
+        """Returns the tenant number of every row; for `validate`."""
         found: list[int] = self._tenants[: len(self)].tolist()
         return found
 

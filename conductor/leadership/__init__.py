@@ -1,1 +1,1 @@
-"""Which of several conductors leads, and what the others answer meanwhile (docs/conductor-availability.md)."""
+"""Leader election among several conductors, and the replies of the others (docs/conductor-availability.md)."""

@@ -1,7 +1,7 @@
-"""One candidate's conversation with the registry: asks what `LeadershipState` wants asked, and brings the answers back.
+"""Shell of one leadership candidate: sends the registry requests of `LeadershipState` and returns the answers to it.
 
-The claim is a member of the registry that all candidates try to be: its id is the same for all, its owner differs from
-start to start, its endpoint is where the leader answers. A question is given up when the next one would be due.
+The claim is a registry member that all candidates try to join as. Its id is the same for all, its owner is new at every
+start, and its endpoint is the leader's address. A request times out when the next one would be due.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ LEAVE_TIMEOUT_S = 0.5
 
 
 def boot_clock() -> float:
-    """Seconds, also those in which the machine slept: a claim ends meanwhile."""
+    """Returns seconds since boot, including suspend, because a claim also expires while the machine is suspended."""
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
 
 
 class Candidate:
-    """`begin` and `step_down` are called in the event loop, with the epoch and with the reason."""
+    """One candidate. Calls `begin(epoch)` and `step_down(reason)` in the event loop."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Candidate:
         self._begin = begin
         self._step_down = step_down
         self._clock = clock
-        # The epoch is the registry's to give, above 0.
+        # The registry assigns the epoch, above 0.
         endpoint = own_endpoint(CLAIM_ID, rpc_address=address, transfer_address="")
         self._member = Member(
             endpoint=dataclasses.replace(endpoint, epoch=0),
@@ -82,29 +82,30 @@ class Candidate:
             owner=secrets.token_hex(8),
         )
         self._question: asyncio.Task[Answer] | None = None
-        self._was_heard = False  # the registry has answered
-        self._is_silent = False  # it did not answer last time
+        self._was_heard = False  # the registry has answered at least once
+        self._is_silent = False  # the registry did not answer the last request
         self._has_ended = False
 
     @property
     def leads(self) -> bool:
-        """At this moment, by this candidate's clock."""
+        """True if this candidate leads now, by its own clock."""
         return not self._has_ended and self._state.leads(self._clock())
 
     @property
     def epoch(self) -> int:
-        """Epoch of its claim, or the highest that it has heard of."""
+        """The highest epoch seen; while this candidate leads, that of its claim."""
         return self._state.known_epoch
 
     @property
     def other_address(self) -> str | None:
-        """Address of another conductor that leads, as far as known."""
+        """Address of another conductor that leads; None = unknown."""
         return self._state.leader_address
 
     async def run(self) -> None:
-        """Runs until cancelled, and gives up the claim then.
+        """Runs until cancelled, then gives up the claim.
 
-        Raises Unauthenticated among others when the registry's first answer is that no repetition can help.
+        Raises Unauthenticated, InvalidRequest or Incompatible if that is the registry's first answer, since a retry
+        cannot help then.
         """
         try:
             while True:
@@ -172,7 +173,7 @@ class Candidate:
         return Claimed(epoch=joined.endpoint.epoch)
 
     async def _refused(self, retry_after_s: float) -> Refused:
-        """With the leader's address, for those who ask here."""
+        """Returns a refusal with the leader's address, which this candidate's callers are given."""
         with contextlib.suppress(MoonserveError):
             for member in await self._registry.members():
                 if member.instance_id == CLAIM_ID:
@@ -195,7 +196,7 @@ class Candidate:
         return dataclasses.replace(self._member, endpoint=endpoint)
 
     async def _end(self) -> None:
-        """Refuses from now on, then gives the claim up; no question is under way afterwards."""
+        """Stops leading, then gives up the claim. No registry request is in flight afterwards."""
         self._has_ended = True
         if self._question is not None:
             self._question.cancel()

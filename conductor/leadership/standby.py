@@ -1,9 +1,9 @@
-"""A conductor among others: the one that leads answers, the others say who does.
+"""Serving with several conductors: the leader answers calls, the others name the leader.
 
-Rules: whether it leads is asked before and after each call, by the clock and not by a timer, so that a process that was
-stopped refuses when it wakes up. Each leadership begins with a state that knows nobody: instances register again within
-a heartbeat and tell what they hold. Until silent instances would count as gone, "nobody is there" is no answer yet, and
-whoever asks is sent to ask again. Knows what may be asked only from conductor.proto.
+Rules: leadership is checked before and after each call, by the clock and not by a timer, so that a suspended process
+refuses calls when it resumes. Each leadership begins with an empty state: instances register again within a heartbeat
+and report their blocks. Until the lease of silent instances would have expired, a reply that depends on missing
+instances is refused and the client has to retry. Knows the calls only from conductor.proto.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from protocol.scraping import serve_metrics
 
 log = logging.getLogger(__name__)
 
-# Calls under way when the process stops answer within milliseconds.
+# Calls in flight when the process stops are answered within milliseconds.
 STOP_GRACE_S = 0.5
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,13 +39,13 @@ _METHODS = frozenset(method.name for method in conductor_pb2.DESCRIPTOR.services
 
 
 class Service(Protocol):
-    """`ConductorService`; has the methods of conductor.proto besides."""
+    """Interface of `ConductorService`, which also has the methods of conductor.proto."""
 
     def keep_house(self) -> None: ...
 
 
 class LeaderMetrics:
-    """Registered once per registry."""
+    """Metrics of leadership. Must be created once per metrics registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.leads = Gauge("moonserve_conductor_leads", "1 where this conductor leads.", registry=registry)
@@ -57,8 +57,8 @@ class LeaderMetrics:
 
 
 class Led:
-    """Answers the calls of the Conductor service while its candidate leads. `fresh` makes an empty conductor;
-    `gather_s` is how long a new leader waits for instances before it says that there are none."""
+    """Implements the Conductor service while its candidate leads. `fresh` makes an empty conductor; `gather_s` is how
+    long a new leader waits for instances before it replies that some are missing."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Led:
         metrics: LeaderMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.candidate: Candidate | None = None  # known once the address is
+        self.candidate: Candidate | None = None  # set once the address is known
         self._fresh = fresh
         self._gather_s = gather_s
         self._metrics = metrics
         self._clock = clock
-        self._service: Service | None = None  # while it leads
-        self._began_at = 0.0  # with the service
+        self._service: Service | None = None  # set while this conductor leads
+        self._began_at = 0.0  # time at which `_service` was created
 
     def __getattr__(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
         if name not in _METHODS:
@@ -90,7 +90,7 @@ class Led:
         self._metrics.leads.set(0)
 
     async def housekeep(self, interval_s: float) -> None:
-        """Runs until cancelled."""
+        """Calls the leading service's `keep_house` every `interval_s` seconds until cancelled."""
         while True:
             if self._service is not None:
                 self._service.keep_house()
@@ -106,7 +106,7 @@ class Led:
         return reply
 
     def _leading(self) -> Service:
-        """Raises NotLeader."""
+        """Returns the service while this conductor leads. Else raises NotLeader, with the leader's address if known."""
         candidate = self.candidate
         if candidate is not None and candidate.leads and self._service is not None:
             return self._service
@@ -117,7 +117,7 @@ class Led:
 
 
 def tells_of_nobody(reply: Any) -> bool:
-    """An answer that would be another one if more instances were known."""
+    """Returns True if a reply could differ if more instances were known."""
     match reply:
         case conductor_pb2.PlaceReply():
             lacking = reply.failure.code == NoWorker.code
@@ -128,7 +128,7 @@ def tells_of_nobody(reply: Any) -> bool:
 
 
 class LeadershipService(leadership_pb2_grpc.LeadershipServicer):
-    """Says who leads."""
+    """Tells clients which conductor leads."""
 
     def __init__(self, led: Led) -> None:
         self._led = led
@@ -145,7 +145,7 @@ class LeadershipService(leadership_pb2_grpc.LeadershipServicer):
 
 
 class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
-    """Says that the one conductor of a cluster without a registry leads, since when it started."""
+    """Tells clients that this conductor leads; for a cluster without a registry. The epoch is its start time."""
 
     def __init__(self) -> None:
         self._epoch = time.time_ns()
@@ -161,7 +161,7 @@ async def serving(
     leadership: leadership_pb2_grpc.LeadershipServicer,
     metrics: CollectorRegistry,
 ) -> AsyncIterator[str]:
-    """Answers calls while the block lasts, at this address. `conductor` has the methods of conductor.proto."""
+    """Serves calls while the block runs; yields the address. `conductor` has the methods of conductor.proto."""
     server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
     server.add_lean("Conductor", conductor)
@@ -181,7 +181,7 @@ async def serve_among_others(
     fresh: Callable[[], Service],
     metrics: CollectorRegistry,
 ) -> None:
-    """Runs one of several conductors until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs one of several conductors until the process is asked to stop. Raises ConfigError if it cannot start."""
     terms = config.terms()
     registry = connect(registry_url, cluster_token=config.cluster_token, tls=config.tls())
     led = Led(fresh, config.limits().lease_s, LeaderMetrics(metrics))

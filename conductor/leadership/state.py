@@ -1,9 +1,9 @@
-"""Which of several conductors leads: one candidate's view of one claim in the registry. Pure: `now` is an argument.
+"""Leader election among conductors: one candidate's view of one claim in the registry. Pure: `now` is an argument.
 
-Rule: a candidate leads only while nobody else can hold the claim. Its time counts from when it *asked*, on its own
-clock, and is shorter than the claim's by `CLOCK_DRIFT`; whoever cannot renew steps down by itself, whether or not the
-registry can be reached. A claim that was granted although this candidate did not see its predecessor's run out (the
-registry may have lost its memory) is held for a whole `ttl_s` before it counts. Knows no registry and no clock.
+Rule: a candidate leads only while no other candidate can hold the claim. Its term starts when it *sent* the request, on
+its own clock, and is shorter than the claim by `CLOCK_DRIFT`. A leader that cannot renew steps down by itself, whether
+or not the registry can be reached. If a claim is granted but this candidate did not see the previous claim expire (the
+registry may have lost its data), it waits a whole `ttl_s` before it leads. Knows no registry and no clock.
 
 ```
 FOLLOWING ─ claim ─► CLAIMING ─ granted ─► LEADING ─ renew ─► RENEWING ─ renewed ─► LEADING
@@ -21,103 +21,103 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 CLOCK_DRIFT = 0.1
-"""Two clocks may run apart by this share of the time; quartz does by 1e-4, so this covers virtual machines too."""
+"""Largest relative drift between two clocks. Quartz drifts by 1e-4, so this covers virtual machines too."""
 MARGIN_S = 0.05
-"""After the instant at which another's claim ends: registries round to milliseconds, and timers ring early."""
+"""Delay after the end of another candidate's claim. Registries round to milliseconds, and timers fire early."""
 _HISTORY = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How long a claim lasts; the same for all candidates."""
+    """Durations of a claim; the same for all candidates."""
 
     ttl_s: float = 2.0
 
     @property
     def held_s(self) -> float:
-        """How long its holder counts on it."""
+        """Time for which the holder relies on the claim."""
         return self.ttl_s * (1 - CLOCK_DRIFT)
 
     @property
     def renew_every_s(self) -> float:
-        """Also how long an answer is waited for; three tries fit into `held_s`."""
+        """Time between renewals, and the timeout of a request; three tries fit into `held_s`."""
         return self.ttl_s / 4
 
 
 class Phase(StrEnum):
-    """Where a candidate is."""
+    """State of a candidate."""
 
     FOLLOWING = "following"
     CLAIMING = "claiming"
-    LEADING = "leading"  # or waiting for `leads_from`
+    LEADING = "leading"  # holds the claim; leads from `_leads_from` on
     RENEWING = "renewing"
-    LAPSED = "lapsed"  # the time was over before the renewal's answer came
+    LAPSED = "lapsed"  # the term ended before the answer to the renewal arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed; due at `LeadershipState.due_at`."""
+    """Time has passed; sent at `LeadershipState.due_at`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """The claim is ours, under an epoch above all earlier ones."""
+    """The claim was granted, under an epoch above all earlier ones."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Another has the claim, for so long yet unless it renews."""
+    """Another candidate holds the claim, for `retry_after_s` more unless it renews."""
 
     retry_after_s: float
     leader_address: str | None
-    epoch: int  # of the claim, as far as known; else 0
+    epoch: int  # of the claim; 0 = unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
-    """The claim is ours from when the renewal was asked for."""
+    """The claim was renewed, counted from when the renewal was requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The registry has no claim of ours under this epoch."""
+    """The registry has no claim of this candidate under this epoch."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrySilent:
-    """No answer: what was asked for may have been done, or be done yet."""
+    """The registry did not answer; the request may have taken effect, or may still do so."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Ask for the claim with an epoch above `known_epoch`."""
+    """Request the claim with an epoch above `known_epoch`."""
 
     known_epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """Ask for more time."""
+    """Request renewal of the claim."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginLeading:
-    """From now on calls are answered, from a state that knows nobody yet."""
+    """Start answering calls, from an empty conductor state."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDown:
-    """Calls are refused again."""
+    """Refuse calls again."""
 
     epoch: int
     reason: str
@@ -129,35 +129,37 @@ Action = Claim | Renew | BeginLeading | StepDown
 
 
 class IllegalEvent(AssertionError):
-    """A bug of the shell: an answer to what was not asked. Says what happened before."""
+    """An answer arrived that was not requested, which is a bug of the shell. The message lists the preceding events."""
 
 
 @dataclass(slots=True, eq=False)
 class LeadershipState:
-    """One candidate. At most one question to the registry is under way at a time."""
+    """State machine of one candidate. At most one registry request is in flight at a time."""
 
     terms: Terms
-    due_at: float = 0.0  # of the next Tick; infinite where only an answer helps
+    due_at: float = 0.0  # time of the next Tick; infinite while waiting for an answer
     phase: Phase = Phase.FOLLOWING
-    epoch: int = 0  # LEADING, RENEWING: of the claim; LAPSED: of the one that ended
-    known_epoch: int = 0  # the highest that this candidate has heard of
-    leader_address: str | None = None  # of another, as the registry last told
+    # The phases in which a field is valid are listed in capitals.
+    epoch: int = 0  # LEADING, RENEWING: of the claim; LAPSED: of the claim that ended
+    known_epoch: int = 0  # the highest epoch seen
+    leader_address: str | None = None  # of another leader, as last reported by the registry
     _asked_at: float = 0.0  # CLAIMING, RENEWING, LAPSED
     _leads_from: float = 0.0  # LEADING, RENEWING
     _leads_until: float = 0.0  # LEADING, RENEWING
     _renew_at: float = 0.0  # LEADING
-    _has_begun: bool = False  # BeginLeading was given for this claim
-    _other_until: float | None = None  # another's claim, as of the last answer; None = not known
-    # When another's claim was first met, since the last own one.
+    _has_begun: bool = False  # BeginLeading was issued for this claim
+    _other_until: float | None = None  # end of another candidate's claim, as of the last answer; None = unknown
+    # Time at which another candidate's claim was first seen after the last own claim.
     _follows_since: float | None = None
     _history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY))  # for messages
 
     def leads(self, now: float) -> bool:
-        """Whether an answer given at `now` is the leader's. Asked at each call: a stopped process wakes up late."""
+        """Returns True if this candidate leads at `now`. Checked at each call: a suspended process resumes late."""
         return self._has_begun and self._leads_from <= now < self._leads_until
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Raises IllegalEvent, and changes nothing, for an answer to what was not asked."""
+        """Applies one event and returns the actions. Raises IllegalEvent, without any change, for an answer that was
+        not requested."""
         name = type(event).__name__
         if not isinstance(event, Tick) and type(event) not in _AWAITED.get(self.phase, ()):
             raise IllegalEvent(f"{name} while {self.phase}, after {', '.join(self._history)}")
@@ -168,7 +170,7 @@ class LeadershipState:
         return actions
 
     def validate(self) -> None:
-        """Raises AssertionError where the state contradicts itself."""
+        """Raises AssertionError if the state contradicts itself."""
         assert self.epoch <= self.known_epoch
         if self.phase in _HOLDING:
             assert self.epoch > 0
@@ -212,7 +214,7 @@ class LeadershipState:
             times.append(self._renew_at)
         self.due_at = min(times)
 
-    # Handlers; those of answers are called in the phase after a lapse
+    # Handlers; if the term has ended, `_lapse` changes the phase before the handler is selected
 
     def _on_tick_following(self, event: Tick, now: float) -> list[Action]:
         if now < self.due_at:
@@ -238,7 +240,7 @@ class LeadershipState:
         self._leads_until = self._asked_at + self.terms.held_s
         self._renew_at = self._asked_at + self.terms.renew_every_s
         self.phase = Phase.LEADING
-        if now >= self._leads_until:  # the answer took too long to be of use
+        if now >= self._leads_until:  # the answer came after the end of the term
             return self._give_up(Phase.FOLLOWING, "", now)
         return self._begin_if_due(now)
 
@@ -249,13 +251,13 @@ class LeadershipState:
         if self._follows_since is None:
             self._follows_since = now
         in_turn = now + self.terms.renew_every_s
-        # A claim asked for just before the other's end could be granted just after it, and would have to wait.
+        # A claim requested just before the other one ends could be granted just after, and would then have to wait.
         is_early = in_turn + MARGIN_S < self._other_until
         self.phase, self.due_at = Phase.FOLLOWING, in_turn if is_early else self._in_order(now)
         return []
 
     def _in_order(self, now: float) -> float:
-        """When to claim what another's end leaves: a leader that was started again lets its standby go first."""
+        """Returns when to claim after the other claim ends. A restarted leader lets its standby go first."""
         assert self._other_until is not None
         assert self._follows_since is not None
         is_new = now - self._follows_since < self.terms.ttl_s

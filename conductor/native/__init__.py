@@ -1,1 +1,1 @@
-"""The loops of a placement that numpy takes too many calls for, in C."""
+"""Loops of a placement in C that would take too many numpy calls."""

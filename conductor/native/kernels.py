@@ -1,7 +1,7 @@
-"""The loops of a placement that numpy takes too many calls for, in C: flows, queues by rank, sequences.
+"""Bindings to the C loops of a placement that would take too many numpy calls: flows, queues by rank, sequences.
 
-C reads and writes numpy's memory. Python allocates all of it and checks all bounds; one thread uses it. What columns
-mean is said where they are kept. Nothing here is kept between two calls but memory to work in, and addresses.
+C reads and writes numpy's memory. Python allocates all memory and checks all bounds; only one thread uses it. The
+meaning of columns is documented where they are kept. Between calls this module keeps only scratch memory and addresses.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Place = ctypes.c_char * 0
 
 @functools.cache
 def _library(name: str) -> ctypes.PyDLL:
-    """NAME.c of this folder, loaded once in a process; the first call on a machine takes as long as the compiler does.
-    Raises CompilerError."""
+    """Loads NAME.c of this folder, once per process. Only the first call on a machine runs the compiler. Raises
+    CompilerError."""
     loaded = load_library(Path(__file__).with_name(f"{name}.c"), C_FLAGS, shared_cache())
-    return ctypes.PyDLL(loaded._name, handle=loaded._handle)  # short calls keep the GIL
+    return ctypes.PyDLL(loaded._name, handle=loaded._handle)  # keeps the GIL: the calls are short
 
 
 def _function(library: str, name: str, *argument_types: Any) -> Any:
@@ -39,25 +39,26 @@ def _function(library: str, name: str, *argument_types: Any) -> Any:
 
 
 def _pointers(name: str, fields: tuple[str, ...]) -> type[ctypes.Structure]:
-    """The struct of C whose fields are the addresses of these columns."""
+    """Returns a C struct type whose fields are pointers to the columns of these names."""
     return type(name, (ctypes.Structure,), {"_fields_": [(field, _POINTER) for field in fields]})
 
 
 def _address(column: npt.NDArray[Any]) -> int:
-    """Where a writable, contiguous column lies, for as long as it is kept. Raises TypeError for another one."""
-    # A quarter of a microsecond, where numpy's own answer takes one and a half.
+    """Returns the address of a writable, contiguous column; valid while the column exists. Raises TypeError if it is
+    read-only or not contiguous."""
+    # Takes 0.25 µs; numpy's `ctypes.data` takes 1.5 µs.
     memory: Any = column
     return ctypes.addressof(_Place.from_buffer(memory))
 
 
 # ---- flows: rows of FLOW_COLUMNS numbers (`conductor.transfers`)
 
-OUT, INTO, LEFT, ALONE = range(4)  # the sender's and the receiver's link, bytes, bytes per second
+OUT, INTO, LEFT, ALONE = range(4)  # sender's link, receiver's link, bytes left, bytes per second without other traffic
 FLOW_COLUMNS = 4
 
 
 class Links(NamedTuple):
-    """Of all endpoints; two links in each direction for one of them (`conductor.cost.bandwidth`)."""
+    """Link rates of all endpoints; each endpoint has two links per direction (`conductor.cost.bandwidth`)."""
 
     hosts: Ints  # [endpoints]
     out_rates: Floats  # [links], bytes per second
@@ -68,7 +69,7 @@ _Links = _pointers("_Links", Links._fields)
 
 
 class Flows:
-    """flows.c. Rows are [flows, FLOW_COLUMNS], contiguous; their links are among those given."""
+    """Binding of flows.c. Rows have shape [flows, FLOW_COLUMNS] and are contiguous; they name links of `links` only."""
 
     def __init__(self) -> None:
         self._advance = _function(
@@ -83,11 +84,11 @@ class Flows:
             *(_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER),
         )
         self._scratch = np.zeros(0)
-        self._links: Links | None = None  # the last ones, whose addresses are known
+        self._links: Links | None = None  # of the last call; their addresses are cached
         self._known, self._known_at, self._scratch_at = _Links(), 0, 0
 
     def advance(self, rows: Floats, links: Links, seconds: float) -> None:
-        """Lets seconds pass: changes what is left."""
+        """Advances all flows by `seconds`: reduces their bytes left in place."""
         self._prepare(len(rows), links)
         self._advance(
             *(_address(rows), len(rows), self._known_at, len(links.out_rates)),
@@ -103,9 +104,8 @@ class Flows:
         nbytes: Floats,
         measured: Floats | None,
     ) -> Floats:
-        """From one endpoint to each of different others, as if it were the only new flow; shapes [targets].
-
-        `measured`: bytes per second of the source to every endpoint, NaN where that is not known."""
+        """Returns the seconds of a new flow from `source` to each target, as if it were the only new one. Targets are
+        distinct; shapes [targets]. `measured`: bytes per second from the source to every endpoint, NaN = unknown."""
         self._prepare(len(rows), links)
         into, seconds = np.empty_like(targets), np.empty_like(nbytes)
         self._seconds(
@@ -134,7 +134,7 @@ flow_kernel = functools.cache(Flows)
 
 
 class QueueRecord(ctypes.Structure):
-    """`Queue` of prefills.c: one instance's queue. The queue that fills it keeps what it points to."""
+    """Struct `Queue` of prefills.c: one instance's queue. The `PrefillQueue` that fills it owns what it points to."""
 
     _fields_ = (
         ("places", _POINTER),
@@ -156,7 +156,7 @@ _Offers = _pointers(
 
 
 class Prefills:
-    """prefills.c."""
+    """Binding of prefills.c."""
 
     def __init__(self) -> None:
         self._faster = _function(
@@ -174,8 +174,9 @@ class Prefills:
     def faster(
         self, columns: Sequence[Ints | Floats], num_tokens: int, block_size: int, best_blocks: int
     ) -> tuple[Ints, Floats]:
-        """Blocks to re-use, where missing ones are fetched if that is faster. `columns`: those of `Offers` of
-        prefills.c. Rows: load_s, transfer_s, prefill_s, ttft_s, and what computing the missing blocks takes."""
+        """Returns the blocks to re-use per instance, with missing blocks fetched if that is faster, and predicted times
+        in rows: load_s, transfer_s, prefill_s, ttft_s, seconds to compute the missing blocks. `columns`: as in struct
+        `Offers` of prefills.c."""
         size = len(columns[0])
         reuse, found = np.empty(size, np.int64), np.empty((5, size))
         offers = _Offers(*map(_address, columns))
@@ -198,8 +199,8 @@ class Prefills:
         limits: Floats | None,
         shift_s: float,
     ) -> Floats:
-        """`found`: of `faster`; `queues`: addresses of the records of these rows; `terms`: `Terms` of prefills.c;
-        `limits` and `shift_s`: as `Looks` has them. Rows: rank, queue_s, added_s, ttft_s, score."""
+        """Returns in rows: rank, queue_s, added_s, ttft_s, score. `found`: result of `faster`; `queues`: addresses of
+        the queue records of `rows`; `terms`: struct `Terms` of prefills.c; `limits`, `shift_s`: as in `Looks`."""
         size = len(queue_s)
         weighed = np.empty((5, size))
         self._weigh(
@@ -216,12 +217,12 @@ prefill_kernel = functools.cache(Prefills)
 
 # ---- sequences at decode instances (`conductor.outlook`, `conductor.columns`)
 
-NUM_SUMS = 3  # sequences that run, tokens of their contexts, tokens that are held
+NUM_SUMS = 3  # running sequences, tokens of their contexts, tokens that occupy blocks
 _QUESTION = struct.Struct("13d")  # `Question` of sequences.c
 
 
-# By slot, but for the last two. `shapes`: what each adds to the sums, [slots, NUM_SUMS, instants]; `sums`: of each
-# instance, [numbers, NUM_SUMS, instants].
+# Columns by slot, except the last two. `shapes`: what each sequence adds to the sums, [slots, NUM_SUMS, instants];
+# `sums`: by instance number, [numbers, NUM_SUMS, instants].
 SEQUENCES = (
     *("owner", "tokens", "most", "begins_at", "as_of", "generated", "step_s", "end_rate"),
     *("shapes", "sums", "instants"),
@@ -231,9 +232,9 @@ DECODES = ("number", "slots", "c0", "c1", "c2", "other_seqs", "other_tokens", "f
 
 
 class Steps(NamedTuple):
-    """Shapes [instances]."""
+    """Predicted decode steps with the newcomer included; shapes [instances]."""
 
-    num_seqs: Floats  # now
+    num_seqs: Floats  # if it landed now
     context_tokens: Floats
     landing_seqs: Floats
     landing_tokens: Floats
@@ -250,7 +251,7 @@ _columns_of = operator.attrgetter(*DECODES)
 
 
 class SequenceKernel:
-    """sequences.c, bound to the columns of one outlook. Slots and numbers are within them; they are contiguous."""
+    """Binding of sequences.c to the columns of one outlook. Columns are contiguous; slots and numbers are in range."""
 
     def __init__(self) -> None:
         self._add = _function("sequences", "sequences_add", _POINTER, _NUMBER, _NUMBER)
@@ -269,30 +270,30 @@ class SequenceKernel:
         self._at = ctypes.addressof(self._known)
         self._num_instants = 0
         self._question = ctypes.create_string_buffer(_QUESTION.size)
-        self._decodes: tuple[Any, ...] | None = None  # the last ones, whose addresses are known
+        self._decodes: tuple[Any, ...] | None = None  # of the last call; their addresses are cached
         self._known_decodes = _Decodes()
 
     def bind(self, columns: Sequence[npt.NDArray[Any]]) -> None:
-        """From now on these, in the order of SEQUENCES. Again whenever one of them is replaced."""
+        """Sets the columns, in the order of SEQUENCES. Must be called again whenever one of them is replaced."""
         self._sums, self._num_instants = columns[-2], len(columns[-1])
         for name, column in zip(SEQUENCES, columns, strict=True):
             setattr(self._known, name, _address(column))
 
     def add(self, slot: int) -> None:
-        """Draws what a new sequence adds, and adds it."""
+        """Computes the shape of a new sequence and adds it to the sums."""
         self._add(self._at, slot, self._num_instants)
 
     def redraw(self, slots: Ints) -> None:
-        """Draws some again; the sums follow. No slot is named twice."""
+        """Computes the shapes of these slots again and updates the sums. Slots are distinct."""
         self._draw(self._at, _address(slots), len(slots), self._num_instants, 0)
 
     def draw(self, slots: Ints) -> None:
-        """All sums from these, which are all there are."""
+        """Computes all shapes and sums from scratch; `slots` are all slots in use."""
         self._sums[:] = 0.0
         self._draw(self._at, _address(slots), len(slots), self._num_instants, 1)
 
     def weigh(self, decodes: DecodeTable, question: Sequence[float]) -> Steps:
-        """`question`: the numbers of `Question` of sequences.c."""
+        """Returns the predicted steps of every instance. `question`: fields of struct `Question` of sequences.c."""
         _QUESTION.pack_into(self._question, 0, *question)
         num_rows = len(decodes)
         found = np.empty((8, num_rows))

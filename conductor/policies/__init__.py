@@ -1,4 +1,4 @@
-"""Placement policies by name: ours, and users' own as `FILE.py:CLASS` or `MODULE:CLASS`."""
+"""Placement policies by name: built-in ones, and users' own as `FILE.py:CLASS` or `MODULE:CLASS`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from conductor.policies.least_added_delay import LeastAddedDelay
 from conductor.policies.outside import is_outside, load_policy
 from protocol.errors import ConfigError
 
-# In every row of docs/policies.md its mean and 90th percentile of TTFT are no higher than Algorithm 1's, and as many
-# requests are in time but for half a percent.
+# In every row of docs/policies.md its mean and 90th percentile of TTFT are no higher than those of Algorithm 1, and the
+# share of requests that meet their objective is at most half a percent lower.
 DEFAULT_POLICY = LeastAddedDelay.name
-PUBLISHED_POLICY = GlobalCacheAware.name  # Algorithm 1, with which published figures are reproduced
+PUBLISHED_POLICY = GlobalCacheAware.name  # Algorithm 1, used to reproduce published figures
 
 _POLICIES: dict[str, Callable[[float, int], PlacementPolicy]] = {
     GlobalCacheAware.name: lambda threshold, _seed: GlobalCacheAware(threshold),
@@ -37,9 +37,9 @@ POLICY_CHOICES = f"{', '.join(POLICY_NAMES)}, or one's own as FILE.py:CLASS or M
 
 
 def make_policy(name: str, balancing_threshold: float, seed: int = 0) -> PlacementPolicy:
-    """For names from a command line: one's own policies are code, which runs now.
+    """Makes a policy by name. The name must come from the command line: a user's own policy is code that runs now.
 
-    Raises ConfigError for an unknown name, a threshold the policy cannot use, and code that fails.
+    Raises ConfigError for an unknown name, an invalid threshold, or code that fails.
     """
     if is_outside(name):
         return load_policy(name)

@@ -1,13 +1,13 @@
-"""What a placement policy decides: how much prefix each prefill instance would re-use, and which instance is best.
+"""Interface of placement policies: how much prefix each prefill instance would re-use, and which instance is best.
 
 Policies see numbers only: a `Prompt` and the columns of all instances that may serve it (`Offers`, one row each). They
-are stateless and deterministic. Ties between equal scores are broken by the caller: least recently chosen first.
+are stateless and deterministic. The caller breaks ties between equal scores: least recently chosen first.
 
-A policy may also say in which order prompts wait at their instance: by arrival + *rank*, lowest first. A rank is in
-seconds and not below 0: how much later others of rank 0 may arrive and still go before this one. So nobody starves, all
-ranks 0 are the order of arrival, and a rank means the same on every clock. The column `queue_s` is what waits for a
-rank that is behind all others; who gives lower ones takes the column for a first look at all instances and asks `look`
-of the few best.
+A policy may also set the order in which prompts wait at their instance: by arrival + *rank*, lowest first. A rank is in
+seconds and at least 0. Prompts of rank 0 that arrive within this time after the prompt still run before it. So no
+prompt starves, ranks of 0 mean the order of arrival, and a rank means the same on every clock. The column `queue_s` is
+the wait behind all queued prompts. A policy that gives ranks uses this column to preselect instances, and calls `look`
+for the exact waits of the few best.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from conductor.members import Instance
 
 
 class Prompt(NamedTuple):
-    """What is to be prefilled."""
+    """The prompt to place."""
 
     num_tokens: int
     block_size: int
     best_blocks: int  # longest prefix in any store node
     request_id: str = ""
-    # What its conversation's other requests have too; only for policies `by_session`.
-    session: bytes = b""
+    session: bytes = b""  # equal for all requests of a conversation; only set for policies `by_session`
     ttft_slo_s: float = math.inf
 
 
 class Looks:
-    """What waits at the instances, exactly, for a prompt whose rank counts as no more than the limit of the row (None =
-    none has one) and whose places are shifted by so many seconds (`conductor.fairness.turns`)."""
+    """Exact queue waits at the instances. The rank of the prompt is limited per row (None = no limits) and its places
+    are shifted by `shift_s` seconds (`conductor.fairness.turns`)."""
 
     __slots__ = ("_instances", "limits", "now", "shift_s")
 
@@ -50,14 +49,14 @@ class Looks:
         self._instances, self.now, self.limits, self.shift_s = instances, now, limits, shift_s
 
     def __call__(self, row: int, rank: float) -> tuple[float, int]:
-        """Seconds that a prompt of this rank waits at the instance of this row, and how many prompts it would go before
-        there, or before the rest of them: O(log of what waits)."""
+        """Returns the seconds that a prompt of this rank waits at the instance of this row, and the number of prompts,
+        the running one included, that it would overtake. O(log n) in the number of waiting prompts."""
         if self.limits is not None:
             rank = min(rank, float(self.limits[row]))
         return self._instances[row].queue.look(self.now, rank + self.shift_s)
 
     def records(self, rows: Ints) -> Words:
-        """Where `Queue`s of prefills.c lie, of these instances: until the next change."""
+        """Returns the addresses of these instances' `Queue` structs of prefills.c; valid until the next change."""
         instances = self._instances
         return np.array([instances[row].queue.record() for row in rows.tolist()], np.uint64)
 
@@ -66,17 +65,17 @@ class Looks:
 
 
 class Offers(NamedTuple):
-    """The prefill instances' situation with regard to one prompt."""
+    """Cached blocks, waits and costs of every prefill instance for one prompt."""
 
     identity: Words  # digests of the instances' ids
-    chosen_at: Ints  # number of the placement that last went there; 0 = none yet
-    device_blocks: Ints
+    chosen_at: Ints  # number of the placement that last chose it; 0 = none yet
+    device_blocks: Ints  # leading blocks in the device cache
     prefix_blocks: Ints  # ≥ device_blocks: continued by the home store node
-    queue_s: Floats  # until all that is there now is prefilled: the wait in order of arrival
+    queue_s: Floats  # until all queued work is prefilled: the wait in order of arrival
     local_s_per_block: Floats  # from the home store node
-    # From the best store node, beside all that is on its way: each block's share of all that are missing.
+    # From the best store node, next to all transfers in flight: time for all missing blocks ÷ their number.
     remote_s_per_block: Floats
-    c0: Floats  # of the prefill profiles
+    c0: Floats  # c0 to c2: corrected prefill profiles
     c1: Floats
     c2: Floats
     now: float  # monotonic seconds
@@ -84,11 +83,11 @@ class Offers(NamedTuple):
 
     @property
     def columns(self) -> tuple[Ints | Floats, ...]:
-        """`device_blocks` to `c2`."""
+        """The columns `device_blocks` to `c2`."""
         return self[2:10]
 
     def prefill_s(self, prompt: Prompt, cached_blocks: Ints | int) -> Floats:
-        """`PrefillProfile.seconds` of every instance."""
+        """Returns the prefill time of every instance; `PrefillProfile.seconds` by row."""
         num_tokens, cached = prompt.num_tokens, cached_blocks * prompt.block_size
         seconds: Floats = (
             self.c0 + self.c1 * (num_tokens - cached) + self.c2 * (num_tokens * num_tokens - cached * cached)
@@ -97,43 +96,42 @@ class Offers(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """All terms of the prediction for every instance, and who is best."""
+    """All terms of the prediction for every instance, and the score."""
 
-    reuse_blocks: Ints  # would not be computed
+    reuse_blocks: Ints  # leading blocks that would not be computed
     load_s: Floats
     transfer_s: Floats
     prefill_s: Floats
     ttft_s: Floats
     score: Floats | Ints  # the smallest is chosen
-    # Seconds by which it yields; None: 0 everywhere, in order of arrival.
-    rank: Floats | None = None
-    queue_s: Floats | None = None  # that `ttft_s` counts on; None: the offers' column
-    added_s: Floats | None = None  # by which others would wait longer, together; for the record
+    rank: Floats | None = None  # seconds by which it yields; None = 0 everywhere, the order of arrival
+    queue_s: Floats | None = None  # wait included in `ttft_s`; None = the offers' column
+    added_s: Floats | None = None  # total delay of other prompts; for the decision record
 
     def by(self, score: Floats | Ints) -> Weighed:
         return self._replace(score=score)
 
 
 class PlacementPolicy(Protocol):
-    """A way to choose the prefill instance."""
+    """Chooses the prefill instance of a prompt."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def balancing_threshold(self) -> float | None:
-        """For the record of decisions; None where the policy has none."""
+        """Threshold shown in the decision record; None if the policy has none."""
 
     @property
     def by_session(self) -> bool:
-        """Whether it wants to know the prompt's session."""
+        """True if the policy needs `Prompt.session`."""
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
-        """All terms of the prediction, and the score, of all instances."""
+        """Returns all prediction terms and the score of every instance."""
 
 
 def predict(prompt: Prompt, offers: Offers, reuse_blocks: Ints) -> Weighed:
-    """The terms of running `prompt` with `reuse_blocks` leading blocks not computed; the score is the TTFT."""
+    """Predicts a prefill that does not compute the leading `reuse_blocks`, on every instance; the score is the TTFT."""
     local_blocks = (offers.prefix_blocks - offers.device_blocks).astype(np.float64)
     load_s = local_blocks * offers.local_s_per_block
     transfer_s: Floats = (reuse_blocks - offers.prefix_blocks) * offers.remote_s_per_block
@@ -143,5 +141,5 @@ def predict(prompt: Prompt, offers: Offers, reuse_blocks: Ints) -> Weighed:
 
 
 def predict_unfetched(prompt: Prompt, offers: Offers) -> Weighed:
-    """Where every instance uses what it has by itself: its device cache and its home store node."""
+    """Predicts a prefill that re-uses only blocks in the instance's device cache and home store node."""
     return predict(prompt, offers, offers.prefix_blocks)

@@ -1,4 +1,4 @@
-"""The simple policies that cache-aware ones are compared with. An instance uses the prefix that it has by itself.
+"""Baseline placement policies for comparison. Prefixes are not fetched: an instance re-uses only its own prefix.
 
 `Random` and `LocalCacheAware` are baselines of FAST'25, figure 5.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from conductor.draws import digest64, draws
 from conductor.policies.base import Offers, Prompt, Weighed, predict_unfetched
 
-# Multiple of the mean queue above which an instance takes no session that has another choice. It bounds the longest
-# queue even when many prompts look like one session. With a lower value sessions would move at every burst.
+# Multiple of the mean queue above which a session moves to another instance, if there is one below. It bounds the
+# longest queue even if many prompts look like one session. With a lower value sessions would move at every burst.
 _OVERLOAD = 1.25
 
 
@@ -19,10 +19,10 @@ class _Baseline:
 
 
 class Random(_Baseline):
-    """Any instance with equal probability, as a function of the request's id and a seed.
+    """Chooses each instance with equal probability, as a function of the request's id and a seed.
 
-    There is no generator whose state would have to be kept: the same request gets the same draw again, and placing it
-    again without the instance that failed gives each of the others an equal chance.
+    No generator state is kept: the same request gets the same draw again. If it is placed again without the instance
+    that failed, each of the others has an equal chance.
     """
 
     name = "random"
@@ -36,7 +36,7 @@ class Random(_Baseline):
 
 
 class RoundRobin(_Baseline):
-    """The instance that was chosen longest ago. It looks at neither queues nor prefixes."""
+    """Chooses the least recently chosen instance, regardless of queues and prefixes."""
 
     name = "round-robin"
 
@@ -45,7 +45,7 @@ class RoundRobin(_Baseline):
 
 
 class LeastLoaded(_Baseline):
-    """The instance with the shortest queue."""
+    """Chooses the instance with the shortest queue."""
 
     name = "least-loaded"
 
@@ -54,9 +54,9 @@ class LeastLoaded(_Baseline):
 
 
 class LocalCacheAware(_Baseline):
-    """Algorithm 1 without fetching: the smallest predicted TTFT. It shows what moving prefixes between hosts is worth.
+    """Algorithm 1 without fetching: chooses the smallest predicted TTFT. Shows the benefit of moving prefixes.
 
-    An instance counts its device cache and its home store node.
+    An instance re-uses its device cache and its home store node.
     """
 
     name = "local-cache-aware"
@@ -66,13 +66,13 @@ class LocalCacheAware(_Baseline):
 
 
 class SessionAffinity(_Baseline):
-    """The requests of one conversation go to one instance, which then has their prefix.
+    """Sends the requests of one conversation to one instance, which then has their prefix.
 
-    A session is `Place.session_id`, or what distinguishes the prompt's chain from others. Highest-random-weight
-    hashing: every session ranks all instances in an order of its own, and takes the first one that is not overloaded.
-    So a session stays where it is while its instance lives and keeps up, comes back when it keeps up again, and an
-    instance that joins or leaves moves only the sessions that it wins or had. Nothing is remembered. A cap on load
-    beside such hashing is Mirrokni, Thorup and Zadimoghaddam's (2018).
+    A session is `Place.session_id`, or the block that distinguishes the prompt's chain from others. By
+    highest-random-weight hashing, every session ranks all instances in its own order and takes the first one that is
+    not overloaded. So a session stays while its instance lives and keeps up, and returns when it keeps up again. An
+    instance that joins or leaves moves only the sessions that it wins or had. No state is kept. Hashing with a load
+    limit is due to Mirrokni, Thorup and Zadimoghaddam (2018).
     """
 
     name = "session-affinity"
@@ -80,7 +80,7 @@ class SessionAffinity(_Baseline):
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         rank = draws(offers.identity, digest64(prompt.session or prompt.request_id))
-        # A prompt's own time is what a queue may differ by at any moment, also when all are nearly idle.
+        # Queues may differ by a prompt's own time at any moment, even if all instances are nearly idle.
         bound_s = _OVERLOAD * offers.queue_s.mean() + offers.prefill_s(prompt, 0)
         overloaded = offers.queue_s > bound_s
         return predict_unfetched(prompt, offers).by(rank + overloaded)

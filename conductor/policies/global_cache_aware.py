@@ -1,9 +1,8 @@
-"""Algorithm 1 of the Mooncake paper (FAST'25): the smallest predicted TTFT, with the prefix fetched where that is
-worth it.
+"""Algorithm 1 of the Mooncake paper (FAST'25): the smallest predicted TTFT, with prefixes fetched where that pays off.
 
-An instance whose own prefix is shorter than the best one in the cluster by more than `balancing_threshold` fetches
-the missing blocks; otherwise it recomputes them. Fetching is also what replicates hot blocks: once queues build up at
-the holder of a shared prefix, another instance wins and takes a copy.
+If the best prefix in the cluster is more than `balancing_threshold` times as long as an instance's own, the instance
+fetches the missing blocks; otherwise it recomputes them. Fetching also replicates hot blocks: once queues build up at
+the holder of a shared prefix, another instance is chosen and takes a copy.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import numpy as np
 from conductor.policies.base import Offers, Prompt, Weighed, predict
 from protocol.errors import ConfigError
 
-# The paper tunes it by hand and does not publish it. Fetching beats recomputing wherever the network is faster than
-# the break-even bandwidth (6 GB/s on A800, far less on a CPU), which speaks for 1; a small margin above it keeps an
-# instance that lacks a block or two of a long prefix from making another copy and loading the holder's link for it.
+# The paper tunes it by hand and does not publish it. Fetching beats recomputing wherever the network is faster than the
+# break-even bandwidth (6 GB/s on A800, far less on a CPU), which suggests 1. With a small margin above 1, an instance
+# that lacks a block or two of a long prefix does not make another copy and load the holder's link for it.
 DEFAULT_BALANCING_THRESHOLD = 1.25
 
 
 class GlobalCacheAware:
-    """Predicted TTFT over all instances, fetching prefixes between hosts."""
+    """Chooses the smallest predicted TTFT over all instances, fetching prefixes between hosts."""
 
     name = "global-cache-aware"
     by_session = False
@@ -34,6 +33,6 @@ class GlobalCacheAware:
 
     def weigh(self, prompt: Prompt, offers: Offers) -> Weighed:
         best, own = prompt.best_blocks, offers.prefix_blocks
-        # best / own > threshold, where own = 0 makes any best infinitely larger.
+        # best / own > threshold, also for own = 0.
         fetches = own * self._threshold < best
         return predict(prompt, offers, np.where(fetches, best, own))

@@ -1,24 +1,24 @@
-"""The project's own policy: a prompt goes where it adds the least delay, its own and that of prompts it goes before.
+"""Default placement policy `moonserve`: minimizes the delay that a prompt adds, its own and that of overtaken prompts.
 
-Mean TTFT is the sum of all delays, so what a placement costs is its own TTFT and, for each prompt that it makes wait,
-its prefill time (Smith 1956: on one machine, shortest first is then the best order). Five terms, each from predictions
-that the conductor has anyway; lengths of answers and later arrivals are unknown to it:
+Mean TTFT is proportional to the sum of all delays. So a placement costs its own TTFT plus its prefill time for each
+prompt that it delays (Smith 1956: on one machine, shortest first is then the best order). There are five terms, all
+from predictions that the conductor has anyway. Answer lengths and later arrivals are not used.
 
-1. *Order.* A prompt yields for `patience` times its own prefill time: shortest first, but nobody is overtaken by what
-   arrives after that, so nobody starves. Where prefill times vary a lot, the exact value hardly matters.
-2. *Objective.* It never yields longer than the TTFT objective leaves it, given all that waits there. When queues are
-   long that is not at all, and the order is that of arrival: what was promised in time stays in time.
-3. *Price.* Seconds are scarce when many wait. A prompt is worth its seconds of prefill up to the objective ×
-   (1 − queue / objective)^`steepness`. The rest is late in any case or makes several others late: it goes behind all
-   that is worth it (for `late` objectives, then it is its turn), where an idle moment may still serve it in time.
-   Its predicted TTFT is beyond the objective, so that admission, where there is one, refuses it.
-4. *Place.* The instance with the smallest own TTFT + prefill time × prompts delayed. Prefixes are fetched as in
-   Algorithm 1 (FAST'25), but where fetching is predicted to be faster than computing, without a threshold.
-5. *Copies.* An instance without the best prefix would store it once more, which in a full pool is another prefix less:
-   that counts `copy` times what computing those blocks takes, so that of similar instances a holder wins.
+1. *Order.* A prompt yields for `patience` times its own prefill time: shortest first, but prompts that arrive later
+   than that do not overtake, so none starves. If prefill times vary a lot, the exact value hardly matters.
+2. *Objective.* A prompt never yields longer than its TTFT objective allows, given the queue. With long queues it does
+   not yield at all and the order is that of arrival, so prompts admitted in time stay in time.
+3. *Price.* Prefill seconds are scarce if many prompts wait. A prompt is too expensive if its prefill takes longer than
+   objective × (1 − queue / objective)^`steepness`. It would be late anyway or make several others late, so it goes
+   behind all others (for at most `late` objectives), where an idle moment may still serve it in time. Its predicted
+   TTFT exceeds the objective, so that admission, if enabled, rejects it.
+4. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
+   fetched as in Algorithm 1 (FAST'25), but without a threshold: if fetching is predicted to be faster than computing.
+5. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
+   This adds `copy` × the time to compute those blocks, so that among similar instances a holder is chosen.
 
-The constants were tuned on synthetic traces (`traces.synthesis`), not on the published one; docs/policies.md has the
-table against Algorithm 1 and what each term is worth. Knows numbers only, like every policy.
+The constants were tuned on synthetic traces (`traces.synthesis`), not on the published one. docs/policies.md compares
+the policy with Algorithm 1 and shows the effect of each term. Knows numbers only, like every policy.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from conductor.columns import Floats, Ints
 from conductor.native.kernels import prefill_kernel
 from conductor.policies.base import Offers, Prompt, Weighed
 
-# Instances whose queues are looked at exactly; beyond, an instance is among them by its wait in order of arrival.
+# Number of instances whose queues are examined exactly: those with the smallest TTFT in order of arrival.
 _MOST_EXACT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How much each of them counts."""
+    """Weights of the policy's terms."""
 
-    # Times its own prefill time; 2 to 50: mean TTFTs within 3 % of each other.
+    # Multiple of the prompt's prefill time. From 2 to 50, mean TTFTs are within 3 % of each other.
     patience: float = 5.0
     keeps_objective: bool = True
-    steepness: float | None = 4.0  # 3 to 6 differ little; None: no price
-    late: float = 30.0  # objectives that a prompt too dear waits at most: 15 minutes of 30 s
-    late_patience: float = 10.0  # among those, likewise shortest first
+    steepness: float | None = 4.0  # 3 to 6 differ little; None = no price
+    late: float = 30.0  # objectives that a too expensive prompt yields for: 15 minutes at 30 s
+    late_patience: float = 10.0  # `patience` among too expensive prompts
     counts_delayed: bool = True
-    copy: float = 0.1  # at 0.3 half of all fetches are saved, and the mean TTFT of idle clusters is 1 % higher
+    copy: float = 0.1  # 0.3 saves half of all fetches, but raises the mean TTFT of idle clusters by 1 %
 
 
 class LeastAddedDelay:
-    """Chosen by `--placement-policy moonserve`."""
+    """Policy of `--placement-policy moonserve`."""
 
     name = "moonserve"
     balancing_threshold: float | None = None
@@ -85,7 +85,7 @@ class LeastAddedDelay:
 
 
 def _worth_a_look(ttft_s: Floats) -> Ints:
-    """Rows of the instances that would be best in order of arrival."""
+    """Returns the rows of the instances with the smallest TTFT in order of arrival."""
     if len(ttft_s) <= _MOST_EXACT:
         return np.arange(len(ttft_s))
     return np.argpartition(ttft_s, _MOST_EXACT)[:_MOST_EXACT]

@@ -1,6 +1,6 @@
-"""Policies of users' own: `FILE.py:CLASS` or `MODULE:CLASS`, named where a process starts.
+"""Loads users' own placement policies, named `FILE.py:CLASS` or `MODULE:CLASS`.
 
-Such a name runs code, so that it is believed from the command line only.
+A name runs code, so it is accepted from the command line only.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ _PARTS = ("name", "balancing_threshold", "by_session", "weigh")
 
 
 def is_outside(name: str) -> bool:
-    """Whether it names code instead of one of ours."""
+    """Returns True if a name refers to code instead of a built-in policy."""
     return ":" in name
 
 
 def load_policy(name: str) -> PlacementPolicy:
-    """Made without arguments. Raises ConfigError for what cannot be imported or is no policy."""
+    """Makes a policy by calling its class without arguments. Raises ConfigError if it cannot be imported or made, or
+    lacks an attribute of a policy."""
     place, _, class_name = name.rpartition(":")
     try:
         module = _module_of(place)
         policy = getattr(module, class_name)()
-    except Exception as error:  # whatever a stranger's code raises
+    except Exception as error:  # user code may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the placement policy {name!r} cannot be made: {reason}") from error
     missing = [part for part in _PARTS if not hasattr(policy, part)]
@@ -42,7 +43,7 @@ def load_policy(name: str) -> PlacementPolicy:
 
 
 def _module_of(place: str) -> ModuleType:
-    """A file is executed anew each time, under a name of its own, so that none of ours is hidden by it."""
+    """Imports a module, or executes a file anew under a prefixed module name, so that it does not hide a module."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)
@@ -50,6 +51,6 @@ def _module_of(place: str) -> ModuleType:
     assert spec is not None, "every .py file has a loader"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     return module

@@ -1,1 +1,1 @@
-"""When a worker should change between prefill and decode, and how it is told (docs/role-switching.md)."""
+"""Decides when a worker changes between prefill and decode (docs/role-switching.md)."""

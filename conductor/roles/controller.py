@@ -1,15 +1,15 @@
-"""When a worker should change between prefill and decode, and which. Pure.
+"""Decides when a worker changes between prefill and decode, and which one. Pure.
 
-Loads are relative to the latency targets: 1 = the target is just met. The rule: a role that is above the upper
-threshold is helped by the other one if that would stay below the lower threshold *with one worker less*, has one to
-spare that can change, and all this has held for a while. So a change that was right leaves nothing that asks for the
-way back: who gave is below the lower threshold. Does not know how a worker is told.
+Loads are relative to the latency targets: 1 = the target is just met. Rule: a role above the upper threshold gets a
+worker of the other role if that role would stay below the lower threshold *with one worker less*, has a worker to spare
+that can change, and all this has held for a while. After a correct change the giving role is below the lower threshold,
+so nothing requests the way back. Does not know how workers are notified.
 
-Loads come from the conductor's books and from heartbeats. Prefill: the predicted queue over the TTFT target; and since
-an empty queue says nothing of how much could come on top, the share of time with work counts as use. While prompts are
-refused for their TTFT it counts as need, too: a policy that keeps queues short by refusing must not look as if nobody
-waited. Decode: what sequences add to an empty step over what they may add within the TBT target, or the share of blocks
-that is taken, whichever is larger. So both are shared out when workers are.
+Loads come from the conductor's predictions and from heartbeats. Prefill need is the predicted queue ÷ the TTFT target.
+Prefill use is at least the share of time with work, since an empty queue does not show how much more could be served.
+While prompts are rejected for their TTFT, use counts as need too: a policy that keeps queues short by rejecting must
+not look idle. Decode load is the larger of two ratios: the time that sequences add to an empty step ÷ the time that
+they may add within the TBT target, and the share of blocks in use. Both spread over more workers when one joins.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleTerms:
-    """Raises ConfigError for values that would oscillate."""
+    """Thresholds and times of role changes. Raises ConfigError for values that would oscillate."""
 
-    # Above, requests are soon rejected: a placement's own work comes on top of what is there.
+    # Above this, requests are soon rejected: a new placement's own work adds to the load.
     high: float = 0.7
-    # Room for bursts in what is left to who gave.
+    # Leaves room for bursts in the giving role.
     low: float = 0.5
     # Longer than a burst of arrivals, shorter than the minutes in which the mix of requests changes.
     hold_s: float = 10.0
-    # A worker drains before it changes, and what its change does must show before the next.
+    # A worker drains before it changes, and the effect of a change must show before the next one.
     cool_down_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -47,35 +47,35 @@ class RoleTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """One worker as the controller sees it."""
+    """Load of one worker, as input of the controller."""
 
     instance_id: InstanceId
     role: Role
     can_change: bool
     draining: bool
-    need: float  # how close its target is to being missed
-    use: float  # how much of what it can do is asked of it; at least `need`
+    need: float  # load relative to its target; 1 = the target is just met
+    use: float  # share of its capacity in use; at least `need`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleChange:
-    """This worker is to take this role."""
+    """A worker should take this role."""
 
     instance_id: InstanceId
     role: Role
 
 
 class RoleController:
-    """Asked regularly, with all workers; times are monotonic seconds."""
+    """Decides role changes. `decide` must be called regularly with all workers; times are monotonic seconds."""
 
     def __init__(self, terms: RoleTerms) -> None:
         self._terms = terms
         self._wanted: Role | None = None  # the role that lacks a worker
-        self._since = -math.inf  # with it
+        self._since = -math.inf  # time since which `_wanted` has its value
         self._not_before = -math.inf
 
     def decide(self, loads: Sequence[WorkerLoad], now: float) -> RoleChange | None:
-        """The change that is due now. Its outcome shows in later loads, or does not."""
+        """Returns the change that is due now, or None. Whether it succeeds shows only in later loads."""
         wanted = _lacking(loads, self._terms)
         if wanted is not self._wanted:
             self._wanted, self._since = wanted, now
@@ -92,7 +92,7 @@ class RoleController:
 
 
 def _lacking(loads: Sequence[WorkerLoad], terms: RoleTerms) -> Role | None:
-    """The role that should get a worker; none while one is leaving, since what it leaves behind is not known yet."""
+    """Returns the role that should get a worker. None while a worker drains, since loads without it are unknown."""
     if any(load.draining for load in loads):
         return None
     for role, other in _OTHER.items():
@@ -111,14 +111,14 @@ def _able(loads: Sequence[WorkerLoad], role: Role) -> list[WorkerLoad]:
     return [load for load in loads if load.role is role and load.can_change]
 
 
-# Averages over about as long as the controller waits between two changes.
+# Averaging time of the busy share; comparable to the time between two changes.
 BUSY_MEMORY_S = 30.0
-# A need has to last anyway before anything follows (`RoleTerms.hold_s`).
+# How long a rejection counts as need; short, because a need must last anyway (`RoleTerms.hold_s`).
 REFUSED_MEMORY_S = 2.0
 
 
 class RoleLoads:
-    """Remembers how busy prefill workers were; `now` never goes backwards."""
+    """Computes the load of all workers, with a running average of prefill workers' busy time. Time never goes back."""
 
     def __init__(self, members: Members, *, ttft_slo_s: float, tbt_slo_s: float) -> None:
         self._members = members
@@ -129,11 +129,11 @@ class RoleLoads:
         self._refused_at = -math.inf
 
     def refused(self, now: float) -> None:
-        """A prompt was, for its TTFT."""
+        """Records that a prompt was rejected for its TTFT."""
         self._refused_at = now
 
     def at(self, now: float) -> list[WorkerLoad]:
-        """Of all workers; call it regularly."""
+        """Returns the loads of all workers. Must be called regularly."""
         self._look(now)
         return [self._prefill(each, now) for each in self._members.with_role(Role.PREFILL)] + [
             self._decode(each) for each in self._members.with_role(Role.DECODE)
@@ -143,7 +143,7 @@ class RoleLoads:
         passed_s = now - (now if self._seen_at is None else self._seen_at)
         newest = -math.expm1(-passed_s / BUSY_MEMORY_S)
         self._seen_at = now
-        # Who is new counts as busy until it has shown otherwise.
+        # A new worker counts as busy until it has shown otherwise.
         self._busy = {
             each.instance_id: (1 - newest) * self._busy.get(each.instance_id, 1.0)
             + newest * (each.queue.estimate_s(now) > 0)
@@ -161,7 +161,7 @@ class RoleLoads:
         profile = instance.decode_cost.current
         room_s = self._tbt_slo_s - profile.c0
         added_s = profile.step_s(load.num_running, load.context_tokens) - profile.c0
-        # A target that not even an empty step meets is not met by more workers either.
+        # If not even an empty step meets the target, more workers do not help.
         crowding = added_s / room_s if room_s > 0 else 0.0
         num_blocks = registration.num_blocks
         taken = 1.0 - min(load.free_blocks, num_blocks) / num_blocks if num_blocks else 0.0
