@@ -1,5 +1,5 @@
-"""The door of the cluster: an OpenAI-compatible HTTP server that turns text into tokens and tokens into text.
+"""OpenAI-compatible HTTP server of the cluster. Converts text into tokens and tokens into text.
 
-Owns HTTP, validation, tokenizing, chat templates, streams and retries. Knows neither tensors nor where KV lies; it
-asks the conductor where to send a request and listens to the workers' token streams.
+Owns HTTP, validation, tokenization, chat templates, streams and retries. It does not know tensors or the location of
+KV: the conductor decides where a request goes, and the workers' token streams bring the output.
 """

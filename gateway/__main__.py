@@ -1,4 +1,4 @@
-"""`python -m gateway`: the OpenAI-compatible front of a cluster."""
+"""Runs the OpenAI-compatible HTTP server of a cluster: `python -m gateway`."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""Options of the gateway, and those that say what clients may do, which `moonserve serve` has, too."""
+"""Configuration of the gateway. `moonserve serve` shares the options that concern clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.tracing import TracingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """Who may ask, for how much, and how long the gateway waits for whom."""
+    """Options for clients: access, limits and timeouts."""
 
     api_key: tuple[str, ...] = option(
         (),
@@ -79,7 +79,7 @@ class ClientConfig:
     slow_client_s: float = option(30.0, help="seconds without reading after which a client is given up")
 
     def check_clients(self) -> None:
-        """Raises ConfigError; never says what a key is."""
+        """Raises ConfigError, which never quotes a key."""
         self.fixed_keys()
         for name in (
             "requests_per_minute",
@@ -100,10 +100,10 @@ class ClientConfig:
             )
 
     def fixed_keys(self) -> list[ApiKey]:
-        """Those of flags. Raises ConfigError."""
+        """Returns the keys given by flags. Raises ConfigError."""
         named = parse_tenant_keys(self.tenant_keys)
         keys = [ApiKey(digest=digest_of(key.encode())) for key in self.api_key]
-        # Of one key twice the tenant's counts.
+        # If a key is given twice, the tenant's counts.
         return keys + [ApiKey(digest=digest_of(key.encode()), tenant=tenant) for tenant, key in named.items()]
 
     @property
@@ -116,13 +116,13 @@ class ClientConfig:
 
     @property
     def redis_url(self) -> str | None:
-        """The registry, where it is a Redis."""
+        """URL of the registry if it is a Redis, else None."""
         scheme, separator, _ = (self.registry or "").partition("://")
         return self.registry if separator and scheme in SCHEMES else None
 
 
 def parse_tenant_keys(entries: Sequence[str]) -> dict[str, str]:
-    """`tenant=key` each, where keys may hold more `=`. Raises ConfigError, which does not say what the key is."""
+    """Parses entries `tenant=key`, where keys may contain `=`. Raises ConfigError, which never quotes a key."""
     keys: dict[str, str] = {}
     for number, entry in enumerate(entries, 1):
         tenant, _, key = entry.partition("=")
@@ -134,7 +134,7 @@ def parse_tenant_keys(entries: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
-    """`moonserve gateway`."""
+    """Options of `moonserve gateway`."""
 
     instance_id: str = option("gateway-0", help="name of this gateway in the cluster")
     port: int = option(8000, help="port of the OpenAI-compatible server; 0 lets the system choose")
@@ -155,12 +155,12 @@ class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model; the first is given where a client names none."""
+        """Names of the model. The first one is used if a client names none."""
         return self.served_model_name or (Path(self.model).resolve().name,)
 
     @property
     def shares_port(self) -> bool:
-        """Whether connections that this gateway takes no more may find another one."""
+        """True if connections that this gateway no longer accepts may reach another one."""
         return self.reuse_port or self.listen_fd is not None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
-"""The gateway process: builds everything from the configuration, serves, and ends in order.
+"""Gateway process: builds all parts from the configuration, serves, and shuts down in order.
 
-On a stop `/ready` turns to 503 at once, requests under way get `drain_s`, what is left ends in an error, and only then
-the sockets close. Where others have the port, too, connections that were taken are still served: nobody else could.
+On a stop, `/ready` returns 503 at once and requests in flight get `drain_s`; remaining requests end in an error, and
+only then the sockets close. If other gateways share the port, accepted connections are still served: no other process
+could.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 60
 _BACKLOG = 2_048
-_SPARE_FILES = 2 * MOST_REFUSED  # descriptors that are not for clients who are served
-# Gateways that share a port wait for the cluster so long: workers load their weights first.
+_SPARE_FILES = 2 * MOST_REFUSED  # descriptors not used for clients that are served
+# Time for which gateways that share a port wait for the cluster: workers load their weights first.
 _JOIN_S = 600.0
 
 
@@ -95,7 +96,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
 
 
 def open_keys(config: ClientConfig, registry: CollectorRegistry) -> KeyHolder:
-    """Reads nothing yet. Imports redis only where it is used."""
+    """Returns the holder of keys, without reading any. Imports redis only if it is used."""
     stores: list[KeyStore] = []
     if config.api_key_file is not None:
         stores.append(KeyFile(Path(config.api_key_file)))
@@ -107,7 +108,7 @@ def open_keys(config: ClientConfig, registry: CollectorRegistry) -> KeyHolder:
 
 
 def open_limits(config: ClientConfig, registry: CollectorRegistry) -> Limiter:
-    """Shared with other gateways where there is a Redis."""
+    """Returns the limiter, shared with other gateways if there is a Redis."""
     if config.redis_url is None:
         return Limiter(None, registry)
     from gateway.access.redis_stores import SharedLimits
@@ -118,19 +119,19 @@ def open_limits(config: ClientConfig, registry: CollectorRegistry) -> Limiter:
 async def _served_metrics(
     config: GatewayConfig, registry: CollectorRegistry, closing: contextlib.AsyncExitStack
 ) -> str:
-    """Where the gateways that share the port read each other's metrics, so that any of them shows all; "" where there
-    is one only."""
+    """Starts a metrics server and returns its address. Gateways that share the port read each other's metrics, so that
+    any of them can show all. Returns "" if the port is not shared."""
     if not config.reuse_port:
         return ""
     server = RpcServer(config.cluster_token, config.tls())
     serve_metrics(server.grpc, config.instance_id, registry)
     closing.push_async_callback(server.stop, 0)
-    return await server.start("127.0.0.1", 0)  # of this host, as they are
+    return await server.start("127.0.0.1", 0)  # these gateways run on the same host
 
 
 def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
     doors = Doors()
-    # uvicorn's type says a class; it only calls it.
+    # uvicorn's type demands a class, but uvicorn only calls it.
     protocol: Any = functools.partial(
         BoundedProtocol, patience=config, max_connections=_max_connections(config), doors=doors
     )
@@ -150,7 +151,7 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
 
 
 def _max_connections(config: GatewayConfig) -> float:
-    """What is refused needs an open file, too; so do connections to the cluster, and files that are read."""
+    """Returns the limit of connections. Descriptors are reserved for refused connections, the cluster and files."""
     if config.max_connections is not None:
         return config.max_connections
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -158,8 +159,7 @@ def _max_connections(config: GatewayConfig) -> float:
 
 
 def _allow_all_files() -> None:
-    """As many as the operator's hard limit lets this process open; the soft one is often 1,024, for programs that use
-    select()."""
+    """Raises the soft limit of open files to the hard one. It is often 1,024, for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -172,11 +172,11 @@ async def _run(
     config: GatewayConfig,
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]],
 ) -> None:
-    """`beside`: run until all else has ended."""
+    """`beside`: functions that run in the background until everything else has ended."""
     async with asyncio.TaskGroup() as tasks:
         await gateway.cluster.refresh()
         following = [tasks.create_task(each()) for each in beside]
-        if config.reuse_port:  # until then others have the connections, where there are any
+        if config.reuse_port:  # until then other gateways have the connections, if there are any
             await gateway.cluster.wait_ready(_JOIN_S)
             listener.listen(_BACKLOG)
         serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
@@ -195,7 +195,7 @@ async def _run(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers; the process has its own."""
+    """uvicorn's server without its signal handlers; the process has its own."""
 
     def __init__(self, doors: Doors, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -206,17 +206,17 @@ class _Server(uvicorn.Server):
         yield
 
     async def idle(self) -> None:
-        """Waits until every request has its reply; behind closed doors, until every connection has ended."""
+        """Waits until every request has its reply and, after `turn_away`, until every connection has ended."""
         if self._doors.are_closing:
             await self._doors.until_empty()
         while tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks)
 
     async def turn_away(self, listener: socket.socket) -> None:
-        """New connections go to others that listen on the port; of those that were made each ends with its next reply,
-        or in silence, so that their clients connect again."""
+        """Leaves new connections to the other listeners on the port. Each existing connection ends with its next reply,
+        or once silent, so that its client connects again."""
         self._doors.close()
-        waiting = list(_waiting(listener))  # the kernel resets what waits when its listener closes
+        waiting = list(_waiting(listener))  # the kernel resets waiting connections when their listener closes
         for server in self.servers:
             server.close()
         loop = asyncio.get_running_loop()
@@ -232,7 +232,7 @@ class _Server(uvicorn.Server):
 
 
 def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
-    """Connections that the kernel has made and nobody has taken."""
+    """Yields connections that the kernel has established and that are not accepted yet."""
     with contextlib.suppress(OSError):  # mostly EAGAIN: there are no more
         while True:
             client, _ = listener.accept()
@@ -241,7 +241,7 @@ def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def _listener(config: GatewayConfig) -> socket.socket:
-    """Raises ConfigError."""
+    """Returns the configured listening socket. Raises ConfigError."""
     if config.listen_fd is None:
         return bind(config.host, config.port, shared=config.reuse_port)
     try:
@@ -254,8 +254,8 @@ def _listener(config: GatewayConfig) -> socket.socket:
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket. `shared`: others of this user may have the port, too, and it does not listen yet. Raises
-    ConfigError where the address cannot be had."""
+    """Returns a listening socket. `shared`: processes of the same user may share the port, and the socket does not
+    listen yet. Raises ConfigError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Held tasks whose failures are logged with the request that they belong to, each without effect on the others."""
+"""Background tasks that do not affect each other; a failure is logged with the request of its task."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class LoggedTasks(HeldTasks):
-    """Tasks of a gateway. Its requests share them, so one failure ends no other task."""
+    """Tasks of a gateway. Its requests share them, so a failure ends no other task."""
 
     def start(self, work: Coroutine[Any, Any, T], *, name: str = "", request_id: str = "") -> asyncio.Task[T]:
-        """`request_id`: of the request that the task works for, for the log."""
+        """Starts a task. `request_id`: the request that the task works for, used in the log."""
         task = super().start(work)
         task.set_name(name or task.get_name())
         task.add_done_callback(lambda done: _log_failure(done, request_id))
         return task
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits for the tasks under way, at most so long."""
+        """Waits for the running tasks, for at most `timeout_s`."""
         if tasks := list(self):
             await asyncio.wait(tasks, timeout=timeout_s)
 

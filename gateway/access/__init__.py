@@ -1,1 +1,1 @@
-"""Who may ask, and for how much: API keys and their limits."""
+"""Access control: API keys and their limits."""

@@ -1,9 +1,9 @@
-"""Which requests may share cached blocks: those of one tenant that give the same `cache_salt`.
+"""Salt that isolates cached blocks: requests share blocks only within one tenant and one `cache_salt`.
 
-The root of a chain of block keys mixes in what is said here, so that nothing that goes by keys (device caches, stores,
-disks, the conductor's index, events between them) can take one tenant's block for another's. Whoever could name the
-same salt could ask whether a prompt is cached, and by and by what it is: so a client's own salt is mixed in, never
-taken as it is.
+The salt goes into the root of a chain of block keys. So nothing that works by keys (device caches, stores, disks, the
+conductor's index, events between them) can mistake one tenant's block for another's. A client that could choose the
+salt itself could probe whether a prompt is cached, and gradually its content; therefore a client's salt is mixed in and
+never used directly.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _DIGEST_BYTES = 32
 
 
 def salt_of(tenant: str | None, cache_salt: str | None) -> str:
-    """`tenant`: whose key it was; None or "" = nobody's in particular. "" when neither says anything: who shares with
-    all. Different pairs give different salts."""
+    """Returns the salt of a tenant and its `cache_salt`. `tenant`: owner of the key; None or "" = no tenant. Different
+    pairs give different salts. If both are empty the salt is "", which all such requests share."""
     if not tenant and not cache_salt:
         return ""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"moonserve-salt")

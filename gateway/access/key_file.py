@@ -1,7 +1,7 @@
-"""Keys in a file: JSON that `moonserve keys` writes and gateways read.
+"""API keys in a JSON file that `moonserve keys` writes and gateways read.
 
-Writers take turns by a lock beside the file and replace it whole, so that a reader never sees half of it. The file is
-its owner's alone (mode 0600): digests tell nothing of the keys, but tenants and limits are nobody's business.
+Writers take turns with a lock file next to the key file, which they replace atomically, so a reader never sees a part
+of it. Only its owner can read it (mode 0600): digests do not reveal the keys, but tenants and limits are confidential.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from protocol.errors import ConfigError, InvalidRequest
 
 MAX_FILE_BYTES = 64 * 2**20
 Stamp = tuple[int, int, int]
-"""Changes whenever the file does: inode, size, ns of the last change."""
+"""Inode, size and time of the last change in ns; differs after each change of the file."""
 
 
 def read(path: Path) -> list[ApiKey]:
-    """Blocks. Raises ConfigError that says which key of the file is wrong."""
+    """Reads all keys. Blocks. Raises ConfigError that names the faulty key."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -50,7 +50,7 @@ def _parsed(path: Path, number: int, record: object) -> ApiKey:
 
 
 def stamp(path: Path) -> Stamp | None:
-    """None while there is no file."""
+    """Returns the file's stamp, or None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -59,7 +59,7 @@ def stamp(path: Path) -> Stamp | None:
 
 
 class KeyFile:
-    """A KeyStore (`gateway.access.key_holder`). Reading and writing take place in threads."""
+    """A KeyStore (`gateway.access.key_holder`) backed by a file. Reads and writes run in threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,7 +110,7 @@ class KeyFile:
     def _replace(self, keys: Iterable[ApiKey]) -> None:
         text = json.dumps({"keys": [key.to_json() for key in keys]}, indent=1)
         try:
-            # Made 0600; on the same file system, so that replacing is one step.
+            # Created with mode 0600, and on the same file system so that replacing is atomic.
             descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".keys-")
             with os.fdopen(descriptor, "w") as file:
                 file.write(text + "\n")

@@ -1,9 +1,9 @@
-"""The keys that count at a gateway: those of its flags, of a file, of the registry, followed as they change.
+"""API keys that are valid at a gateway: from its flags, a file and the registry. Follows their changes.
 
-Rule: what cannot be read changes nothing. A broken file and a registry that is away leave the keys known so far, which
-is said once and counted. Until a store was read for the first time nobody's key is known, which is another answer than
-a wrong key. Finding takes the same time whatever was presented: the table is asked for the digest of what came, which
-nobody can steer towards a stored one.
+Rule: a failed read changes nothing. If a file is broken or the registry is away, the known keys stay valid; this is
+logged once and counted. Until every store has been read once an unknown key is not rejected as wrong; the lookup raises
+NoWorker. A lookup takes the same time for any key, because the table is searched by digest and nobody can steer a
+digest towards a stored one.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from protocol.errors import MoonserveError, NoWorker
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""How late a change may be noticed. A look is one stat, or one short reply."""
+"""Longest delay until a change is noticed. Each check is one stat or one short reply."""
 
 
 class KeyStore(Protocol):
-    """Where keys are kept. Methods raise ConfigError for what is there but no keys, PeerError where it is away."""
+    """Storage of keys. Methods raise ConfigError if the content is not valid keys, PeerError if the store is away."""
 
     async def all(self) -> list[ApiKey]: ...
 
     async def add(self, key: ApiKey) -> None:
-        """A record of the same key is replaced."""
+        """Adds a key. Replaces a record of the same key."""
 
     async def revoke(self, key_id: str) -> bool:
-        """False when there is no such key."""
+        """Removes a key. Returns False if there is no such key."""
 
     async def stamp(self) -> object:
-        """Another one after each change. None: there are no keys to read."""
+        """Returns a value that differs after each change, or None if there are no keys to read."""
 
     async def close(self) -> None: ...
 
 
 class KeyHolder:
-    """`fixed`: keys of flags. Without these and stores the gateway is open to all."""
+    """Table of the valid keys. `fixed`: keys from flags. Without keys and stores the gateway is open to all."""
 
     def __init__(self, fixed: Sequence[ApiKey], stores: Sequence[KeyStore], registry: CollectorRegistry) -> None:
         self.is_open = not fixed and not stores
         self.names_tenants = bool(stores) or any(key.tenant for key in fixed)
         self._stores = stores
-        # By place: flags, then each store; None = not read yet.
+        # Index 0: flags, then one entry per store; None = not read yet.
         self._parts: list[list[ApiKey] | None] = [list(fixed), *(None for _ in stores)]
-        self._by_digest = {key.digest: key for key in fixed}  # of two of one key the later counts
+        self._by_digest = {key.digest: key for key in fixed}  # of two records of one key the later counts
         self._failures = Counter(
             "moonserve_api_keys_reload_failures",
             "Times that API keys could not be read; those known before stayed.",
@@ -60,14 +60,14 @@ class KeyHolder:
         self._count.set(len(self._by_digest))
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """None for a wrong key. Raises NoWorker while it may be one of a store that could not be read yet."""
+        """Returns the key, or None if it is wrong. Raises NoWorker if an unread store may contain it."""
         found = self._by_digest.get(digest_of(presented))
         if found is None and any(part is None for part in self._parts):
             raise NoWorker("the API keys are not known yet: their registry does not answer")
         return found
 
     async def load(self) -> None:
-        """Reads every store once. Raises ConfigError; a registry that is away is waited for later, by `run`."""
+        """Reads every store once. Raises ConfigError. If the registry is away, `run` tries again later."""
         for place, store in enumerate(self._stores, 1):
             try:
                 self._take(place, await store.all())
@@ -90,7 +90,7 @@ class KeyHolder:
         said, seen = "", None
         while True:
             try:
-                # Before reading: who writes meanwhile is seen the next time.
+                # Taken before reading, so that a concurrent change is noticed the next time.
                 if (now := await store.stamp()) is None or now != seen:
                     self._take(place, await store.all())
                     seen, said = now, ""

@@ -1,8 +1,8 @@
-"""One API key as it is stored: its digest, whose it is, and what it may do. Pure.
+"""Stored record of one API key: its digest, its tenant, and what it permits. Pure.
 
-Rule: the key itself is nowhere but with its owner. What is kept is plain SHA-256 of it, since keys that we make are 256
-random bits: nobody can search for them, so neither salt nor a slow hash would add anything (NIST SP 800-63B, 5.1.2.2
-asks for these where secrets are memorised, with less than 112 bits), and either would cost every request.
+Rule: only the owner has the key itself. The record holds its plain SHA-256 digest. Keys made here are 256 random bits,
+which nobody can search for, so a salt or a slow hash would add nothing but cost for every request (NIST SP 800-63B,
+5.1.2.2 requires these for memorized secrets with less than 112 bits).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from protocol.errors import InvalidRequest
 PREFIX = "msk-"
 _KEY_BYTES = 32
 MIN_KEY_CHARS = 32
-"""Of a key that somebody else made: 128 bits in hexadecimal. Plain SHA-256 does not protect what can be guessed."""
+"""Minimum length of a key made elsewhere: 128 bits in hexadecimal. Plain SHA-256 does not protect guessable keys."""
 _ID_CHARS = 12
 _DIGEST = re.compile("[0-9a-f]{64}")
 MAX_NAME_CHARS = 256
-MAX_COUNT = 2**53  # exact as a double, in which Redis' scripts count
+MAX_COUNT = 2**53  # exact as a double, the number type of Redis' scripts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """What a key may ask for; None = as much as it likes, or what the gateway says for all."""
+    """Limits of one key. None means unlimited, or the gateway's limit for all keys."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    streams: int | None = None  # under way at once, streamed or not
+    streams: int | None = None  # requests in flight at once, streamed or not
 
     def or_else(self, other: KeyLimits) -> KeyLimits:
-        """These, and where nothing is said, those."""
+        """Returns these limits, with values of `other` where none is set."""
         own = dataclasses.asdict(self)
         return dataclasses.replace(other, **{name: value for name, value in own.items() if value is not None})
 
@@ -50,14 +50,14 @@ _LIMITS = tuple(field.name for field in dataclasses.fields(KeyLimits))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key that counts. Raises InvalidRequest for what no key can be."""
+    """A valid key. Raises InvalidRequest if a field is invalid."""
 
     digest: str  # SHA-256 of the key, hexadecimal
-    tenant: str = ""  # "" = nobody in particular
-    priority: int | None = None  # the most urgent that its requests may have; None = as they say
+    tenant: str = ""  # "" = no tenant
+    priority: int | None = None  # the most urgent priority of its requests; None = as they request
     limits: KeyLimits = KeyLimits()
-    note: str = ""  # for people
-    created: str = ""  # date, for people
+    note: str = ""  # for people to read
+    created: str = ""  # date, for people to read
 
     def __post_init__(self) -> None:
         if not isinstance(self.digest, str) or not _DIGEST.fullmatch(self.digest):
@@ -72,18 +72,18 @@ class ApiKey:
 
     @property
     def key_id(self) -> str:
-        """Names the key where it must not be told: in lists, logs and the registry."""
+        """Identifies the key in lists, logs and the registry without revealing it."""
         return self.digest[:_ID_CHARS]
 
     def to_json(self) -> dict[str, Any]:
-        """Without what says nothing."""
+        """Returns the record without empty fields."""
         record = dataclasses.asdict(self)
         record |= record.pop("limits")
         return {name: value for name, value in record.items() if value not in (None, "")}
 
 
 def from_json(record: object) -> ApiKey:
-    """Raises InvalidRequest that names the field; it never quotes more of the record than that."""
+    """Parses a record. Raises InvalidRequest that names the field and quotes nothing else of the record."""
     if not isinstance(record, Mapping):
         raise InvalidRequest("a key is a JSON object")
     known = {field.name for field in dataclasses.fields(ApiKey)} - {"limits"}
@@ -96,17 +96,17 @@ def from_json(record: object) -> ApiKey:
 
 
 def new_key() -> str:
-    """256 random bits, as a client presents them."""
+    """Returns a new key of 256 random bits in the form that clients present."""
     return PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def digest_of(key: bytes) -> str:
-    """Hexadecimal SHA-256."""
+    """Returns the key's SHA-256 digest in hexadecimal."""
     return hashlib.sha256(key).hexdigest()
 
 
 def check_strength(key: str) -> None:
-    """Raises InvalidRequest for keys of somebody else's making that could be guessed, or not be sent."""
+    """Raises InvalidRequest if a key made elsewhere could be guessed or cannot be sent."""
     if len(key) < MIN_KEY_CHARS:
         raise InvalidRequest(
             f"a key of {len(key)} characters can be guessed from its hash; have at least {MIN_KEY_CHARS}, at random, "

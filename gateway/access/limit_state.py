@@ -1,11 +1,11 @@
-"""What every key has asked for at one gateway, and whether it may ask for more. Pure; `now` in monotonic seconds.
+"""Usage of every key at one gateway, and the decision whether it may have more. Pure; `now` in monotonic seconds.
 
-    absent ── admit ──► under way ── settle ──► absent            a refusal changes nothing
+    absent ── admit ──► in flight ── settle ──► absent            a refusal changes nothing
 
-A request is admitted as a whole: one request, the tokens that it is expected to take, one place among those under way.
-What it took in the end is settled: the difference is given back, or becomes a debt that later requests wait for. So
-refused requests cost nothing, and tokens are never charged twice or forgotten. A request that needs more than a whole
-bucket is admitted when that is full.
+A request is admitted as a whole: one request, its expected tokens and one place among the requests in flight. At its
+end the difference to its actual tokens is settled: it is given back, or becomes a debt that later requests wait for. So
+a refused request costs nothing, and tokens are never charged twice or forgotten. A request that needs more than a whole
+bucket is admitted when the bucket is full.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from gateway.access.key_record import KeyLimits
 
 MINUTE_S = 60.0
 PRECISION_S = 1e-6
-"""Whoever is so close to the instant is there: sums of doubles, and Redis' clock, are no more exact."""
+"""Waits up to this long count as zero: sums of doubles, and Redis' clock, are no more exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """`full_at` may lie in the past: it is full."""
+    """Token bucket, represented by the time at which it is full. `full_at` in the past means full."""
 
     full_at: float = float("-inf")
 
     def wait_s(self, amount: float, capacity: int, now: float) -> float:
-        """Until so much can be taken; 0 = now. An amount above the capacity needs a full bucket."""
+        """Returns the seconds until `amount` can be taken; 0 = now. More than the capacity needs a full bucket."""
         spare_s = max(0.0, capacity - amount) / capacity * MINUTE_S
         wait_s = self.full_at - now - spare_s
         return wait_s if wait_s > PRECISION_S else 0.0
 
     def after(self, amount: float, capacity: int, now: float) -> Bucket:
-        """With so much taken; given back where it is negative."""
+        """Returns the bucket after `amount` is taken, or given back if negative."""
         return Bucket(max(self.full_at, now) + amount / capacity * MINUTE_S)
 
     def full_in_s(self, now: float) -> float:
@@ -41,25 +41,25 @@ class Bucket:
 
 
 DEADLINE_S = 0.25
-"""A request waits for the registry for this, and then goes by its own gateway's account."""
+"""Longest wait of a request for the registry; after it the gateway's own account decides."""
 STREAM_TTL_S = 30.0
-"""A gateway that died keeps its requests' places in the registry for this."""
+"""Time for which the registry keeps the places of requests of a dead gateway."""
 STREAMS_RETRY_S = 1.0
-"""When one under way ends cannot be known."""
+"""Retry time for the limit of requests in flight: the end of a request is not predictable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Where one limit stands."""
+    """Current level of one limit."""
 
     limit: int
     remaining: int
-    reset_s: float  # until all of it is there again
+    reset_s: float  # until the whole limit is available again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`refused_by` names the limit that has to be waited for longest; None = admitted. Without a limit no balance."""
+    """Result of a check. `refused_by`: the limit with the longest wait; None = admitted. No balance without a limit."""
 
     refused_by: str | None = None
     retry_after_s: float = 0.0
@@ -75,7 +75,7 @@ class _Account:
 
 
 class LimitState:
-    """Accounts by key id. An account that says nothing any more is forgotten by `forget_idle`."""
+    """Accounts by key id. `forget_idle` removes accounts that carry no information."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -84,7 +84,7 @@ class LimitState:
         return len(self._accounts)
 
     def look(self, key_id: str, limits: KeyLimits, now: float) -> Verdict:
-        """Whether a request without tokens would be admitted now; charges nothing."""
+        """Returns the verdict on a request without tokens, and charges nothing."""
         account = self._accounts.get(key_id) or _Account()
         return _judge(account, limits, 0, now)
 
@@ -102,31 +102,31 @@ class LimitState:
         return _judge(account, limits, 0, now, refuses=False)
 
     def settle(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int, now: float) -> None:
-        """The request has ended and took so many tokens. No-op when it is not under way."""
+        """Settles a request that has ended and used `tokens` tokens. Does nothing if it is not in flight."""
         account = self._accounts.get(key_id)
         charged = None if account is None else account.under_way.pop(request_id, None)
         if account is not None and charged is not None:
             _charge(account, limits, tokens - charged, now)
 
     def withdraw(self, key_id: str, request_id: str, limits: KeyLimits, now: float) -> None:
-        """As if the request had not been admitted: somebody else refused it."""
+        """Undoes the admission of a request, because the shared account refused it."""
         self.settle(key_id, request_id, limits, 0, now)
         account = self._accounts.get(key_id)
         if account is not None and limits.requests_per_minute is not None:
             account.requests = account.requests.after(-1, limits.requests_per_minute, now)
 
     def forget_idle(self, now: float) -> None:
-        """Accounts with full buckets and nothing under way are as new ones."""
+        """Removes accounts with full buckets and nothing in flight, which equal new ones."""
         idle = [key_id for key_id, account in self._accounts.items() if _is_idle(account, now)]
         for key_id in idle:
             del self._accounts[key_id]
 
     def under_way(self) -> list[tuple[str, str]]:
-        """(key id, request id) of what has not been settled."""
+        """Returns (key id, request id) of each request that is not settled."""
         return [(key, request) for key, a in self._accounts.items() for request in a.under_way]
 
     def validate(self) -> None:
-        """Raises AssertionError where an account contradicts itself."""
+        """Raises AssertionError if an account contradicts itself."""
         for account in self._accounts.values():
             assert all(tokens >= 0 for tokens in account.under_way.values())
 
@@ -152,7 +152,7 @@ def verdict(
     *,
     refuses: bool,
 ) -> Verdict:
-    """`waits`: for each limit. `full_in_s`: until the buckets of requests and of tokens are full."""
+    """Makes a verdict. `waits`: for each limit. `full_in_s`: until the buckets of requests and of tokens are full."""
     worst = max(waits, key=lambda name: waits[name])
     return Verdict(
         refused_by=worst if refuses and waits[worst] > 0 else None,

@@ -1,8 +1,8 @@
-"""Asks for a request's admission: this gateway's own account first, then the one that all gateways share.
+"""Admission of requests by two accounts: this gateway's own first, then the one that all gateways share in Redis.
 
-The own account decides alone where there is no Redis, and while it is away: then a key may have its limits once per
-gateway, but never more. It sees only a part of what the shared one sees, so that what it refuses needs no question.
-Failing calls are not repeated for `REST_S`, so that a Redis that hangs costs one request its deadline, not all.
+The own account decides alone without Redis or while Redis is away; a key may then use its limits once per gateway, but
+never more. The own account sees only a part of the shared one, so a refusal by it needs no call. After a failed call
+none is made for `REST_S`, so that a hanging Redis costs one request its deadline, not all.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Limiter:
         self._clock = clock
         self._away_until = float("-inf")
         self._settling = LoggedTasks()
-        self._in_shared: dict[str, int] = {}  # request id → tokens charged there
-        self._renewed = asyncio.Event()  # none is being renewed
+        self._in_shared: dict[str, int] = {}  # request id → tokens charged in the shared account
+        self._renewed = asyncio.Event()  # set while no renewal is running
         self._renewed.set()
         self._refusals = Counter(
             "moonserve_rate_limited",
@@ -63,11 +63,11 @@ class Limiter:
         )
 
     def look(self, key_id: str, limits: KeyLimits) -> Verdict:
-        """Whether a request has a chance, before anything is done for it. Without I/O."""
+        """Returns the verdict on a request before any work is done for it. Does no I/O."""
         return self._counted(self.state.look(key_id, limits, self._clock()))
 
     async def admit(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict:
-        """Charges the request if there is room for it; then `settle` must follow."""
+        """Charges the request if there is room for it; after that the caller must call `settle`."""
         own = self.state.admit(key_id, request_id, limits, tokens, self._clock())
         if own.refused_by is not None:
             return self._counted(own)
@@ -83,7 +83,7 @@ class Limiter:
         return self._counted(shared)
 
     def settle(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> None:
-        """The request has ended and took so many tokens. Does not wait for the registry."""
+        """Settles a request that has ended and used `tokens` tokens. Does not wait for the registry."""
         self.state.settle(key_id, request_id, limits, tokens, self._clock())
         charged = self._in_shared.pop(request_id, None)
         if self._shared is not None and charged is not None:
@@ -91,11 +91,11 @@ class Limiter:
             self._settling.start(self._bravely(settling), name=f"settle {request_id}")
 
     async def _settle(self, shared: SharedLimits, key_id: str, request_id: str, limits: KeyLimits, more: int) -> None:
-        await self._renewed.wait()  # else its place might be renewed behind its end
+        await self._renewed.wait()  # else its place might be renewed after its end
         await shared.settle(key_id, request_id, limits, more)
 
     async def run(self) -> None:
-        """Renews what is under way and forgets idle keys, until cancelled."""
+        """Renews requests in flight and forgets idle keys, until cancelled."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             self.state.forget_idle(self._clock())
@@ -117,14 +117,14 @@ class Limiter:
             await self._shared.close()
 
     async def _ask(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict | None:
-        """The shared account's verdict; None while it is away."""
+        """Returns the shared account's verdict, or None while it is away."""
         if self._shared is None or self._clock() < self._away_until:
             return None
         was_settling = len(self._settling) > 0  # it may be over when the verdict is here
         try:
             verdict = await self._shared.admit(key_id, request_id, limits, tokens)
             if verdict.refused_by == "streams" and was_settling:
-                # Clients ask again as soon as they have the last byte, which may be before the registry knows.
+                # Clients ask again as soon as they have the last byte, which may be before the registry is notified.
                 await self._settling.drain(DEADLINE_S)
                 verdict = await self._shared.admit(key_id, request_id, limits, tokens)
         except MoonserveError as error:
@@ -136,7 +136,7 @@ class Limiter:
         return verdict
 
     async def _bravely(self, call: Awaitable[None]) -> None:
-        """What cannot be told to the registry ends there by itself: places by their time, tokens stay charged."""
+        """Awaits a call that may fail: places in the registry then expire, and tokens stay charged."""
         try:
             await call
         except MoonserveError as error:
@@ -163,7 +163,7 @@ _WORDS = {
 
 
 def headers_of(verdict: Verdict) -> dict[str, str]:
-    """`x-ratelimit-*`, lower case; nothing of limits that there are not."""
+    """Returns `x-ratelimit-*` headers in lower case, only for limits that exist."""
     found: dict[str, str] = {}
     for name, balance in (("requests", verdict.requests), ("tokens", verdict.tokens)):
         if balance is not None:
@@ -174,7 +174,7 @@ def headers_of(verdict: Verdict) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: `17ms`, `1.5s`, `6m0s`, rounded up."""
+    """Formats a duration like OpenAI, rounded up: `17ms`, `1.5s`, `6m0s`."""
     ms = math.ceil(seconds * 1000 - 1e-6)
     if ms < 1000:
         return f"{ms}ms"
@@ -184,7 +184,7 @@ def duration(seconds: float) -> str:
 
 
 def refusal(verdict: Verdict) -> ApiError:
-    """429 for a verdict that refuses."""
+    """Returns the error 429 for a verdict that refuses."""
     assert verdict.refused_by is not None
     retry_after_s = max(1, math.ceil(verdict.retry_after_s - 1e-6))
     return ApiError(
@@ -198,42 +198,42 @@ def refusal(verdict: Verdict) -> ApiError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Whose a request is, as far as its key says. Without keys it is nobody's."""
+    """Identity of a request according to its key; empty if the gateway has no keys."""
 
     key_id: str = ""
-    tenant: str | None = None  # None: keys do not say who asks
+    tenant: str | None = None  # None: keys do not name tenants
     priority: int | None = None  # the most urgent that it may have
     limits: KeyLimits = field(default_factory=KeyLimits)
 
     def priority_of(self, asked: int | None) -> int:
-        """Lower is more urgent; a key's is a bound, and what it has when the request says nothing."""
+        """Returns the request's priority; lower is more urgent. The key's priority is both bound and default."""
         if self.priority is None:
             return asked or 0
         return self.priority if asked is None else max(asked, self.priority)
 
 
 class Visit:
-    """`request_id`: unique in the cluster."""
+    """Admission of one HTTP request. `request_id` is unique in the cluster."""
 
     def __init__(self, identity: Identity, request_id: str, limiter: Limiter) -> None:
         self.identity = identity
         self.headers: dict[str, str] = {}  # of the reply
         self._request_id = request_id
         self._limiter = limiter
-        self.used: Callable[[], int] | None = None  # tokens that it took, told at its end
+        self.used: Callable[[], int] | None = None  # returns the tokens used; called at the end
         self._is_admitted = False
 
     def look(self) -> None:
-        """Raises ApiError (429) where a limit is reached already. Charges nothing."""
+        """Raises ApiError (429) if a limit is already reached. Charges nothing."""
         if not self.identity.limits.is_unlimited:
             verdict = self._limiter.look(self.identity.key_id, self.identity.limits)
             if verdict.refused_by is not None:
                 raise refusal(verdict)
 
     async def admit(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Charges the request with what it is expected to take; `used` says at its end what it took.
+        """Charges the request with its expected tokens; at its end, `used` returns the actual number.
 
-        Raises ApiError: 429 when a limit is reached, 400 for a prompt that no waiting makes short enough.
+        Raises ApiError: 429 if a limit is reached, 400 if the prompt exceeds the limit and waiting cannot help.
         """
         limits = self.identity.limits
         if limits.is_unlimited:
@@ -254,7 +254,7 @@ class Visit:
         self.headers |= headers_of(verdict)
 
     def leave(self) -> None:
-        """Settles what was admitted. Once."""
+        """Settles the admission. Later calls do nothing."""
         if not self._is_admitted:
             return
         self._is_admitted = False
@@ -264,6 +264,6 @@ class Visit:
 
 
 def visit_of(request: Request) -> Visit:
-    """The visit that the front door opened."""
+    """Returns the visit that the middleware opened for this request."""
     visit: Visit = request.state.visit
     return visit

@@ -1,11 +1,12 @@
-"""Keys in the registry's Redis, for gateways on several machines.
+"""API keys and shared limits in the registry's Redis, for gateways on several machines.
 
-Under a prefix per cluster:
+Keys, under a prefix per cluster:
+
 - `…:api-keys` hash of digest → JSON of the record;
-- `…:api-keys:version` counts the changes, so that a look that finds nothing new is one short reply.
+- `…:api-keys:version` counts the changes, so that a check without changes is one short reply.
 
-A Redis that comes back empty has lost the keys, not revoked them: gateways that run keep those that they knew, and say
-so. It must keep its data (`appendonly yes`) for those that start later.
+A Redis that comes back empty has lost the keys; they are not revoked. Running gateways keep the keys they know and log
+an error. Redis must persist its data (`appendonly yes`) for gateways that start later.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ T = TypeVar("T")
 
 
 class RedisKeys:
-    """A KeyStore. Methods raise PeerError (PeerLost within the deadline) and Unauthenticated."""
+    """A KeyStore in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated."""
 
     def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = DEADLINE_S) -> None:
-        """Reaches nothing yet. Raises ConfigError for a URL that is none."""
+        """Prepares a client without connecting. Raises ConfigError if the URL is invalid."""
         self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
         self._deadline_s = deadline_s
         self._keys, self._version = f"{prefix}:api-keys", f"{prefix}:api-keys:version"
@@ -60,7 +61,7 @@ class RedisKeys:
         return bool(removed)
 
     async def stamp(self) -> bytes:
-        """Raises PeerError where the keys were lost."""
+        """Returns the version of the keys. Raises PeerError if the keys were lost."""
         version: bytes | None = await self._bounded(self._client.get(self._version))
         if version is None and self._was_there:
             raise PeerError("redis has lost the API keys: those known so far go on")
@@ -109,8 +110,8 @@ end
 local function text(number) return string.format('%.17g', number) end
 """
 
-# ARGV: the three limits ('' = none), request id, tokens, ms for which it counts.
-# Gives whether it was admitted, then in seconds: the waits for each limit, and until each bucket is full.
+# ARGV: the three limits ('' = none), request id, tokens, ms for which it keeps its place. Returns whether it was
+# admitted, then in seconds the wait for each limit and the time until each bucket is full.
 _ADMIT = (
     _COMMON
     + f"""
@@ -131,7 +132,7 @@ return {{admitted and 1 or 0, text(waits[1]), text(waits[2]), text(waits[3]),
 """
 )
 
-# ARGV: the three limits, request id, tokens to take yet (less than 0 = to give back).
+# ARGV: the three limits, request id, tokens still to take (negative = to give back).
 _SETTLE = (
     _COMMON
     + """
@@ -140,7 +141,7 @@ redis.call('ZREM', KEYS[2], ARGV[4])
 """
 )
 
-# KEYS: sorted sets. ARGV: ms, then a request id for each.
+# KEYS: sorted sets. ARGV: ms, then one request id per set.
 _RENEW = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -152,8 +153,8 @@ end
 
 
 class SharedLimits:
-    """Accounts of all gateways. Methods raise PeerError (PeerLost within the deadline) and
-    Unauthenticated. `url` as in `protocol.registry.redis_address`."""
+    """Accounts of all gateways in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated.
+    `url`: see `protocol.registry.redis_address`."""
 
     def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = LIMIT_DEADLINE_S) -> None:
         self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
@@ -162,7 +163,7 @@ class SharedLimits:
         self._scripts = {text: self._client.register_script(text) for text in (_ADMIT, _SETTLE, _RENEW)}
 
     async def admit(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict:
-        """As `LimitState.admit`, for all gateways together."""
+        """Charges the request as `LimitState.admit` does, for all gateways together."""
         ttl_ms = int(STREAM_TTL_S * 1000)
         arguments = [*_arguments(limits), request_id, tokens, ttl_ms]
         reply = await self._run(_ADMIT, self._keys(key_id), arguments)
@@ -171,12 +172,12 @@ class SharedLimits:
         return verdict(limits, named, (requests_full_s, tokens_full_s), refuses=not reply[0])
 
     async def settle(self, key_id: str, request_id: str, limits: KeyLimits, more_tokens: int) -> None:
-        """The request has ended and took so many tokens more than it was charged."""
+        """Settles a request that has ended and used `more_tokens` more than it was charged."""
         arguments = [*_arguments(limits), request_id, more_tokens]
         await self._run(_SETTLE, self._keys(key_id), arguments)
 
     async def renew(self, under_way: Iterable[tuple[str, str]]) -> None:
-        """These (key id, request id) go on."""
+        """Extends the places of (key id, request id) pairs that are still in flight."""
         pairs = list(under_way)
         if pairs:
             keys = [self._keys(key_id)[1] for key_id, _ in pairs]

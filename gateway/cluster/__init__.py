@@ -1,1 +1,1 @@
-"""The cluster as one gateway sees it: who is there, whom to avoid, and figures of the last minute."""
+"""One gateway's view of the cluster: live instances, instances to avoid, and figures of the last minute."""

@@ -1,7 +1,7 @@
-"""What a person wants to know of the last minute: latencies, rejections, prefixes that are hot. Pure; `now` is in
-monotonic seconds.
+"""Recent figures for people: latencies, rejections and hot prefixes of the last minute. Pure.
 
-Owns short memories of what this gateway saw, all bounded. Counts since the start are the metrics', not repeated here.
+`now` is in monotonic seconds. Owns short, bounded histories of what this gateway observed. Counts since the start are
+in the metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HALF_LIFE_S = 60.0  # of a prefix's heat
 
 
 class Samples:
-    """Durations of the last minute, the latest few thousand."""
+    """Durations of the last minute, at most the latest 4,096."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
@@ -36,7 +36,7 @@ class Samples:
         self._samples.append((now, seconds))
 
     def summary(self, now: float) -> dict[str, float | int | None]:
-        """Percentiles in seconds; None where there is no sample."""
+        """Returns percentiles in seconds; None if there is no sample."""
         recent = sorted(seconds for at, seconds in self._samples if at > now - WINDOW_S)
         shown = {f"p{p}": percentile(recent, p) if recent else None for p in (50, 95, 99)}
         return {**shown, "count": len(recent)}
@@ -44,12 +44,12 @@ class Samples:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Prefix:
-    """One that requests had in common."""
+    """A prefix that requests had in common."""
 
     num_tokens: int
-    heat: float = 0.0  # uses, each fading
+    heat: float = 0.0  # number of uses, each decaying
     seen_at: float = 0.0
-    holders: set[str] = field(default_factory=set)  # who was found to have it
+    holders: set[str] = field(default_factory=set)  # instances found to have it
 
     def at(self, now: float) -> float:
         return float(self.heat * 0.5 ** ((now - self.seen_at) / _HALF_LIFE_S))
@@ -75,13 +75,13 @@ class Figures:
         ttft_s: float | None,
         e2e_s: float,
     ) -> None:
-        """A request's choice. `outcome`: the finish reason, or an error's code. Seconds from its arrival; None: there
-        was no token."""
+        """Records the end of one choice. `outcome`: finish reason or error code. Times are seconds from arrival;
+        `ttft_s` is None if there was no token."""
         times = {"ttft_s": ttft_s, "e2e_s": e2e_s}
         self._latest.append({"request_id": request_id, "outcome": outcome, **tokens, **times})
 
     def reused(self, leaf: BlockKey, num_tokens: int, holders: Iterable[str], now: float) -> None:
-        """A prompt's first `num_tokens` tokens were found; `leaf`: key of their last block."""
+        """Records that a prompt's first `num_tokens` tokens were found in caches. `leaf`: key of their last block."""
         found = self._prefixes.setdefault(leaf, _Prefix(num_tokens=num_tokens, seen_at=now))
         found.heat, found.seen_at = found.at(now) + 1.0, now
         found.holders.update(holders)
@@ -90,7 +90,7 @@ class Figures:
             self._prefixes.popitem(last=False)
 
     def as_json(self, now: float) -> dict[str, Any]:
-        """Everything but prefixes and requests, which are for those who may see all tenants."""
+        """Returns all figures except prefixes and requests, which are reserved for keys that may see all tenants."""
         return {
             "window_s": WINDOW_S,
             "at_s": now,
@@ -102,11 +102,11 @@ class Figures:
         }
 
     def latest_requests(self) -> list[dict[str, Any]]:
-        """The last one first."""
+        """Returns the latest requests, newest first."""
         return list(reversed(self._latest))
 
     def hot_prefixes(self, now: float) -> list[dict[str, Any]]:
-        """The hottest first."""
+        """Returns the hottest prefixes, hottest first."""
         ranked = sorted(self._prefixes.items(), key=lambda entry: -entry[1].at(now))
         return [
             {
@@ -120,14 +120,14 @@ class Figures:
 
 
 class DecodeFigures:
-    """Sums over the decode workers of one view; counts survive their restarts."""
+    """Metrics summed over the decode workers of one view. Counts survive the workers' restarts."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
-        self._counted: dict[str, tuple[int, int]] = {}  # instance → epoch, preemptions
+        self._counted: dict[str, tuple[int, int]] = {}  # instance → (epoch, preemptions)
 
     def take(self, view: conductor_pb2.ClusterView) -> None:
-        """Brings the metrics up to date."""
+        """Updates the metrics from a view."""
         workers = [i for i in view.instances if role_from_wire(i.role) is Role.DECODE]
         used = sum(worker.load.held_blocks + worker.load.leased_blocks for worker in workers)
         total = sum(worker.num_blocks for worker in workers)
@@ -139,6 +139,6 @@ class DecodeFigures:
         endpoint, preemptions = worker.endpoint, worker.load.num_preemptions
         epoch, counted = self._counted.get(endpoint.instance_id, (endpoint.epoch, 0))
         if epoch != endpoint.epoch:
-            counted = 0  # another process of this name, which counts from the beginning
+            counted = 0  # another process of this name; it counts from zero
         self._metrics.preemptions.inc(max(0, preemptions - counted))
         self._counted[endpoint.instance_id] = (endpoint.epoch, preemptions)

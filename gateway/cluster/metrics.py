@@ -1,8 +1,7 @@
-"""The metrics of all processes as one page: each process is asked over its RPC server, and its name becomes the label
-`process` of every sample.
+"""Metrics of all processes on one page, scraped over RPC. A process's name is the label `process` of its samples.
 
-`merged` is pure. `ClusterMetrics` asks; who asks while an answer is being gathered gets the same one. A process that
-does not answer is missing from the page but for `moonserve_up`, which is 0 for it.
+`merged` is pure. `ClusterMetrics` scrapes; concurrent requests share one result. A process that does not answer is
+missing from the page, except for `moonserve_up`, which is 0 for it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _UP_HEADER = "# HELP moonserve_up 1 = the process told its metrics.\n# TYPE moon
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """One page in Prometheus' text format out of those of several processes, by name. A family's samples stand together
-    and its header once, as the format demands; where versions word a header differently the first one counts."""
+    """Merges pages of several processes, by name, into one page in Prometheus' text format. A family's samples stand
+    together under one header, as the format demands; if versions word a header differently, the first one is used."""
     headers: dict[str, dict[str, str]] = {}  # family → kind (HELP, TYPE) → line
     samples: dict[str, list[str]] = {}
     for process, page in pages.items():
         label, family = f'process="{_escaped(process)}"', ""
-        for line in page.split("\n"):  # and at nothing else that labels may hold
+        for line in page.split("\n"):  # not splitlines: labels may contain other line separators
             if line.startswith("# "):
                 _, kind, family, *_ = line.split(" ", 3)
                 headers.setdefault(family, {}).setdefault(kind, line)
@@ -53,12 +52,12 @@ def _labelled(sample: str, label: str) -> str:
 
 
 def _escaped(value: str) -> str:
-    """As a label's value stands between quotes."""
+    """Escapes a string for use as a label value."""
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def phase_collector(phases: Callable[[], Mapping[str, int]]) -> LoopCollector:
-    """Where the gateway's requests are, counted when somebody asks."""
+    """Returns a collector of the number of requests per phase, counted at each scrape."""
 
     def collect() -> Iterator[Metric]:
         family = GaugeMetricFamily("moonserve_requests", "Choices under way by phase.", labels=("phase",))
@@ -70,7 +69,7 @@ def phase_collector(phases: Callable[[], Mapping[str, int]]) -> LoopCollector:
 
 
 class ClusterMetrics:
-    """Used in one event loop."""
+    """Scrapes all processes of a cluster. Used in one event loop."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class ClusterMetrics:
         channels: Channels,
         conductors: Sequence[str],
     ) -> None:
-        """`conductors`: their addresses; those of the others are in the cluster's view."""
+        """`conductors`: their addresses; addresses of other processes are in the cluster's view."""
         self._instance_id = instance_id
         self._registry = registry
         self._cluster = cluster
@@ -90,7 +89,7 @@ class ClusterMetrics:
         self._gathering: asyncio.Task[str] | None = None
 
     async def page(self) -> str:
-        """Metrics of every process that answers within 2 s, this one included."""
+        """Returns the metrics of every process that answers within 2 s, including this one."""
         if self._gathering is None or self._gathering.done():
             self._gathering = asyncio.create_task(self._gather(), name="gather metrics")
         return await asyncio.shield(self._gathering)
@@ -110,8 +109,8 @@ class ClusterMetrics:
         return merged(pages) + _UP_HEADER + "\n".join(up) + "\n"
 
     async def rails(self) -> list[dict[str, Any]]:
-        """What each instance moved over each of its rails since its start, by its id; who does not answer is
-        missing."""
+        """Returns what each instance has moved over each of its rails since its start, sorted by instance id. Instances
+        that do not answer are missing."""
         view = self._cluster.view
         addresses = [each.endpoint.rpc_address for each in view.instances] if view else []
         replies = await asyncio.gather(*(self._ask(each, "Rails", metrics_pb2.RailsRequest()) for each in addresses))
@@ -122,7 +121,7 @@ class ClusterMetrics:
         ]
 
     def _addresses(self) -> dict[str, str]:
-        """Where to ask, and what to call who does not answer."""
+        """Returns the addresses to scrape, with a name to use for processes that do not answer."""
         named = {address: f"conductor@{address}" for address in self._conductors}
         view = self._cluster.view
         for instance in view.instances if view is not None else ():
@@ -134,7 +133,7 @@ class ClusterMetrics:
         return named
 
     async def _ask(self, address: str, method: str, request: Any) -> Any:
-        """The reply; None where there is none within the time."""
+        """Returns the reply, or None if there is none within the timeout."""
         stub = metrics_pb2_grpc.MetricsStub(self._channels.to(address))
         try:
             return await self._channels.call(getattr(stub, method), request, timeout_s=_TIMEOUT_S)

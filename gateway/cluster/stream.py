@@ -1,9 +1,9 @@
-"""One worker's Events stream: when it opened and spoke, who waits for it, and whether events on it were missed.
+"""Events stream of one worker: when it opened and last spoke, its waiters, and whether events were missed.
 
-A stream that breaks loses what was on its way, and the worker may go on writing to it after the gateway has noticed;
-a gateway that seems to be away for long is given up, with its requests. Either may swallow the last token of a
-request, after which nothing would ever come. So the worker says at the begin of each stream how many batches it has
-sent and how often it has given this gateway up.
+A broken stream loses the messages in flight, and the worker may write to it for a while after the gateway has noticed.
+A worker that does not reach its gateway for long gives up the gateway and its requests. Either may lose a request's
+last token, after which nothing would ever arrive. Therefore the worker reports at the start of each stream how many
+batches it has sent and how often it has given up this gateway.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class WorkerStream:
     """Events stream of one incarnation of a worker."""
 
     endpoint: Endpoint
-    is_open: bool = False  # something has come on it since it was opened
-    is_broken: bool = False  # it was open once, or could not be opened
-    opened_at: float = 0.0  # when the first of that came
-    spoke_at: float = 0.0  # when something came last
-    num_looks: int = 0  # at it since then
-    reading: asyncio.Timeout | None = None  # while it is open
+    is_open: bool = False  # something has arrived since it was opened
+    is_broken: bool = False  # it was open before, or could not be opened
+    opened_at: float = 0.0  # time of the first message
+    spoke_at: float = 0.0  # time of the last message
+    num_looks: int = 0  # number of looks since the last message
+    reading: asyncio.Timeout | None = None  # timeout of the reader, while the stream is open
     task: asyncio.Task[None] | None = None
-    _heard: tuple[int, int] = (0, 0)  # times that the worker gave us up, batches since
+    _heard: tuple[int, int] = (0, 0)  # times that the worker gave this gateway up, batches since then
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    _settled: asyncio.Event = field(default_factory=asyncio.Event)  # whether or not it opened
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)  # set when it has opened or failed to open
 
     def begins(self, standing: worker_pb2.Standing) -> bool:
-        """A stream stands. False: events were missed since the last one, or all requests given up."""
+        """Records the start of a stream. Returns False if events were missed or requests given up in between."""
         before, self._heard = self._heard, (standing.times_given_up, standing.num_batches)
         return before == self._heard
 
     def came(self) -> None:
-        """A batch that is not a stream's first."""
+        """Counts a batch other than the first one of a stream."""
         self._heard = (self._heard[0], self._heard[1] + 1)
 
     def speaks(self, now: float) -> None:
@@ -55,20 +55,20 @@ class WorkerStream:
         self.spoke_at, self.num_looks = now, 0
 
     def look(self, now: float) -> None:
-        """Breaks it where it has said nothing for long, not even that its worker lives. Several looks in that time
-        show that it was not this process that stood still."""
+        """Breaks the stream if nothing has come for long, not even a sign of life. Requires several looks in that time,
+        which show that this process itself was not stopped."""
         self.num_looks += 1
         if self.is_open and now - self.spoke_at > SILENT_AFTER_S and self.num_looks >= _LOOKS:
             assert self.reading is not None, "it is open"
             self.reading.reschedule(0.0)  # now
 
     def ended(self) -> None:
-        """Or it could not be opened."""
+        """Records that the stream has ended or could not be opened."""
         self.is_open, self.is_broken = False, True
         self._settled.set()
 
     async def pause(self) -> None:
-        """Before it is opened again: at once where somebody waits for it."""
+        """Waits before the stream is opened again; returns at once if a request waits for it."""
         self._settled.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REOPEN_DELAY_S):
@@ -76,7 +76,7 @@ class WorkerStream:
         self._wanted.clear()
 
     async def until_settled(self) -> None:
-        """Waits for a broken stream to be open again or to fail to open, at most `_SETTLED_WITHIN_S`."""
+        """Waits until a broken stream is open again or fails to open, at most `_SETTLED_WITHIN_S`."""
         self._wanted.set()
         self._settled.clear()
         with contextlib.suppress(TimeoutError):

@@ -1,9 +1,9 @@
-"""The cluster as the gateway sees it: who is there, and the calls and streams to them.
+"""The gateway's client of the cluster: its view of the instances, and calls and streams to them.
 
-One poll of the conductor per second for the view, more while requests cannot be placed or a worker is late; one Events
-stream per worker, opened when the view or a placement first names it and opened again when it breaks. Whoever listens
-is told of every break, and of silence, at once: what was under way on a broken stream is lost, whether or not the
-worker lives. Knows nothing about single requests' lives or HTTP.
+Polls the conductor for the view once per second, more often while requests cannot be placed or a worker is late. Keeps
+one Events stream per worker, opened when the view or a placement first names it and reopened when it breaks. The
+listener is notified at once of every break and of silence: requests in flight on a broken stream are lost, whether or
+not the worker lives. This module does not know the life of single requests, or HTTP.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from protocol.wire import endpoint_from_wire, from_message, role_from_wire
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-# While no request could be placed: the first one shall not find an old view.
+# Used while no request can be placed, so that the first request does not meet an old view.
 _UNREADY_POLL_INTERVAL_S = 0.1
-# The longest wait for one answer. It ends no request: a placement is asked for again until the request's patience or
-# deadline ends (`RequestState`), and a submission goes to another worker, since one that is silent for so long counts
-# as lost (`gateway.cluster.silence`).
+# Longest wait for one answer. It ends no request: a placement is requested again until the request's patience or
+# deadline ends (`RequestState`), and a submission goes to another worker, since a worker silent for that long counts as
+# lost (`gateway.cluster.silence`).
 _CALL_TIMEOUT_S = 5.0
-_LATE_POLL_INTERVAL_S = 0.25  # while a worker is late with its heartbeat
-# A view older than this says nothing about who is alive.
+_LATE_POLL_INTERVAL_S = 0.25  # while a worker's heartbeat is late
+# A view older than this says nothing about which instances are alive.
 _VIEW_LIFETIME_S = 5.0
-# Somebody who was stopped shall not go on with what was taken from it: told when it wakes up, within this time.
+# A stopped worker must not continue a cancelled request: it is notified if it wakes up within this time.
 _CANCEL_WITHIN_S = 60.0
 _CANCEL_AGAIN_S = 1.0
 
@@ -60,7 +60,7 @@ class Cluster:
         on_view: Callable[[conductor_pb2.ClusterView], None],
         about: Callable[[], conductor_pb2.GatewayView],
     ) -> None:
-        """`about`: what is told of this gateway whenever it looks at the cluster."""
+        """`about`: returns what is reported about this gateway with each poll."""
         self._channels = channels
         self._conductors = Conductors(channels, conductor_addresses)
         self._gateway_id = gateway_id
@@ -69,34 +69,34 @@ class Cluster:
         self._on_view = on_view
         self._about = about
         self._view: conductor_pb2.ClusterView | None = None
-        self._facts: conductor_pb2.ClusterView | None = None  # the last one that had workers
+        self._facts: conductor_pb2.ClusterView | None = None  # the last view that had workers
         self._viewed_at = 0.0
-        self._ready_at = -math.inf  # when the last view was, in which a request could be placed
+        self._ready_at = -math.inf  # time of the last view in which a request could be placed
         self._streams: dict[str, WorkerStream] = {}
         self._suspicion = Suspicion()
-        self._silent: set[str] = set()  # who was told to be
-        self._is_late = False  # somebody
+        self._silent: set[str] = set()  # workers reported as silent
+        self._is_late = False  # True if any worker is late
         self._tasks = LoggedTasks()
 
     @property
     def view(self) -> conductor_pb2.ClusterView | None:
-        """The last view, unless it is too old to mean anything."""
+        """The last view, or None if it is too old."""
         age_s = asyncio.get_running_loop().time() - self._viewed_at
         return self._view if age_s < _VIEW_LIFETIME_S else None
 
     @property
     def is_ready(self) -> bool:
-        """A request could be placed."""
+        """True if a request could be placed."""
         return self.view is not None and self.view.ready
 
     def was_ready_within(self, seconds: float) -> bool:
-        """A request could have been placed a moment ago."""
+        """Returns True if a request could have been placed within the last `seconds`."""
         return asyncio.get_running_loop().time() - self._ready_at < seconds
 
     def facts(self) -> conductor_pb2.ClusterView:
-        """What workers say of their model: fingerprint, layout, `max_model_len`. Raises NoWorker while none has. Unlike
-        who is alive, they do not age: while no conductor leads, or one that was restarted knows nobody yet, requests
-        are taken and wait."""
+        """Returns what workers report about their model: fingerprint, layout, `max_model_len`. Raises NoWorker if none
+        has yet. Unlike liveness, facts do not age: while no conductor leads, or a restarted one knows no workers yet,
+        requests are accepted and wait."""
         if self._facts is None:
             raise NoWorker("no worker has joined the cluster yet")
         return self._facts
@@ -115,7 +115,7 @@ class Cluster:
         return _LATE_POLL_INTERVAL_S if self._is_late else POLL_INTERVAL_S
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits until a request could be placed, at most so long."""
+        """Waits until a request could be placed, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.is_ready:
@@ -123,7 +123,7 @@ class Cluster:
                     await asyncio.sleep(_UNREADY_POLL_INTERVAL_S)
 
     async def refresh(self) -> None:
-        """One look at the cluster; a failure leaves the old view to age."""
+        """Polls the conductor once. After a failure the old view stays and ages."""
         try:
             view = await self._conductors.call(
                 lambda conductor: conductor.GetCluster,
@@ -143,7 +143,7 @@ class Cluster:
         self._listen_for_silence(view)
 
     async def place(self, request: conductor_pb2.PlaceRequest, timeout_s: float) -> Placement:
-        """Raises Overloaded, NoWorker or PeerLost among others."""
+        """Requests a placement. Raises Overloaded, NoWorker or PeerLost, among others."""
         reply = await self._conductors.call(
             lambda conductor: conductor.Place, request, timeout_s=min(timeout_s, _CALL_TIMEOUT_S)
         )
@@ -156,7 +156,7 @@ class Cluster:
                 raise failure_from_wire(reply.failure)
 
     async def submit(self, endpoint: Endpoint, request: worker_pb2.SubmitRequest) -> None:
-        """Hands a request to a prefill worker."""
+        """Submits a request to a prefill worker."""
         await self._channels.call(
             self._worker(endpoint.rpc_address).Submit,
             request,
@@ -164,14 +164,14 @@ class Cluster:
         )
 
     async def cancel(self, endpoint: Endpoint, request_id: RequestId) -> None:
-        """Best effort: a worker that cannot be told gives up by itself when the gateway's stream is gone."""
+        """Cancels a request at a worker. Best effort: an unreachable worker gives up without the gateway's stream."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CANCEL_WITHIN_S):
                 while not await self._has_heard(endpoint, request_id):  # noqa: ASYNC110 - it is elsewhere
                     await asyncio.sleep(_CANCEL_AGAIN_S)
 
     async def _has_heard(self, endpoint: Endpoint, request_id: RequestId) -> bool:
-        """Whether nothing more is to be said: only who is silent may yet hear it."""
+        """Returns True if no further cancel is needed: only a silent worker may still receive one."""
         try:
             await self._channels.call(
                 self._worker(endpoint.rpc_address).Cancel,
@@ -185,12 +185,12 @@ class Cluster:
         return True
 
     async def report(self, request: conductor_pb2.ReportRequest) -> None:
-        """Best effort: the conductor lets predicted load expire."""
+        """Reports an outcome to the conductor. Best effort: the conductor lets predicted load expire."""
         with contextlib.suppress(MoonserveError):
             await self._conductors.call(lambda c: c.Report, request, timeout_s=_CALL_TIMEOUT_S)
 
     async def explain(self, request_id: str) -> conductor_pb2.ExplainReply:
-        """Why a request went where it went."""
+        """Returns the conductor's explanation of a request's placement."""
         return await self._conductors.call(
             lambda conductor: conductor.Explain,
             conductor_pb2.ExplainRequest(request_id=request_id),
@@ -198,7 +198,7 @@ class Cluster:
         )
 
     def to_avoid(self, incarnations: Iterable[Incarnation]) -> set[str]:
-        """Names of those that have no successor yet, as far as we know, and of who has fallen silent."""
+        """Returns instances to exclude: `incarnations` without a known successor, and silent instances."""
         return self._silent | {
             instance_id
             for instance_id, epoch in incarnations
@@ -206,7 +206,7 @@ class Cluster:
         }
 
     def listen(self, endpoint: Endpoint) -> bool:
-        """Makes sure that the worker's tokens reach us. False: it has a successor, and nothing that it says counts."""
+        """Ensures that the worker's events are received. Returns False if it has a successor: its events are void."""
         known = self._streams.get(endpoint.instance_id)
         if known is not None and known.endpoint.epoch >= endpoint.epoch:
             return known.endpoint.epoch == endpoint.epoch
@@ -217,15 +217,15 @@ class Cluster:
         return True
 
     async def until_heard(self, endpoints: Iterable[Endpoint]) -> None:
-        """Until broken streams from these are open again, or cannot be opened. Who begins before that is lost with what
-        was missed, though it missed nothing."""
+        """Waits until broken streams from `endpoints` are open again or cannot be opened. A request that begins before
+        that would be lost with the missed events, though it missed none."""
         for endpoint in endpoints:
             stream = self._streams.get(endpoint.instance_id)
             if stream is not None and stream.is_broken:
                 await stream.until_settled()
 
     def open_since(self) -> dict[Incarnation, float]:
-        """When the streams began on which workers speak now."""
+        """Returns when the open streams were opened."""
         return {
             (stream.endpoint.instance_id, stream.endpoint.epoch): stream.opened_at
             for stream in self._streams.values()
@@ -236,7 +236,7 @@ class Cluster:
         await self._tasks.cancel()
 
     def _replace(self, old: WorkerStream, new: Endpoint) -> None:
-        """Whoever waits for an incarnation that has a successor waits in vain."""
+        """Fails requests that wait for an incarnation that has a successor."""
         instance_id = new.instance_id
         self._lost(instance_id, f"epoch {old.endpoint.epoch} was replaced by epoch {new.epoch}")
         self._tasks.start(self._retire(old), name=f"retire {instance_id}")
@@ -249,7 +249,7 @@ class Cluster:
         await self._let_go(old.endpoint.rpc_address)
 
     async def _let_go(self, address: str) -> None:
-        """Forgets the channel to a worker that is gone, unless another one has its address."""
+        """Closes the channel to a worker that is gone, unless another one has its address."""
         if all(stream.endpoint.rpc_address != address for stream in self._streams.values()):
             await self._channels.forget(address)
 
@@ -288,7 +288,7 @@ class Cluster:
     async def _drop_broken(self, instance_id: str) -> None:
         """Forgets a worker that is neither in the view nor connected.
 
-        Who began since its stream broke waits for it in vain.
+        Requests that began after its stream broke fail: they would wait forever.
         """
         stream = self._streams[instance_id]
         if stream.is_open or stream.task is None:
@@ -299,7 +299,7 @@ class Cluster:
         await self._let_go(stream.endpoint.rpc_address)
 
     async def _listen(self, stream: WorkerStream) -> None:
-        """Opens the stream over and over until cancelled."""
+        """Opens the stream repeatedly until cancelled."""
         instance_id = stream.endpoint.instance_id
         while True:
             why = await self._listen_once(stream)
@@ -309,11 +309,11 @@ class Cluster:
             await stream.pause()
 
     async def _listen_once(self, stream: WorkerStream) -> str:
-        """Delivers what comes; returns why nothing comes any more."""
+        """Delivers the stream's batches; returns the reason why it ended."""
         endpoint = stream.endpoint
         worker = self._worker(endpoint.rpc_address)
         try:
-            # A first reply names the worker's lean address, by which the stream travels.
+            # The first reply names the worker's lean address, which the stream then uses.
             await self._channels.call(worker.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=_CALL_TIMEOUT_S)
             request = worker_pb2.EventsRequest(gateway_id=self._gateway_id)
             async with asyncio.timeout(None) as stream.reading:
@@ -328,16 +328,16 @@ class Cluster:
             return f"broke its stream: {error.message}"
         except TimeoutError:
             return f"said nothing for {SILENT_AFTER_S:.0f} s"
-        except Exception:  # a bug of ours; a listener that ended would leave all later requests waiting
+        except Exception:  # a bug here; a listener that ended would leave all later requests waiting
             log.exception("events of %s could not be handled", endpoint.instance_id)
             return "sent events that could not be handled"
         return "ended its stream"
 
     def _begin(self, stream: WorkerStream, standing: worker_pb2.Standing) -> None:
-        """Whoever waits for what was missed waits in vain."""
+        """Fails requests that wait for events that were missed."""
         instance_id = stream.endpoint.instance_id
         if not stream.begins(standing) and self._streams.get(instance_id) is stream:
-            # It lives: no reason to take it for dead.
+            # The worker is alive: this is not a loss of the peer.
             self._lost(instance_id, "has sent events that were missed", IntegrityError)
 
     def _lost(self, instance_id: str, why: str, kind: type[MoonserveError] = PeerLost) -> None:

@@ -1,1 +1,1 @@
-"""One request from its acceptance to its last token: decisions in state.py, I/O in attempts.py and service.py."""
+"""Life of one request from acceptance to last token: decisions in `state`, I/O in `attempts` and `service`."""

@@ -1,7 +1,8 @@
-"""From the generations of one HTTP request to the coroutine that writes its reply.
+"""Path of output from the generations of one HTTP request to the coroutine that writes its reply.
 
-`Feed` is a bounded, unshared queue: putting never waits, and a reader that stays behind by more than the limit is given
-up rather than buffered for. A reader that waits may be handed pieces where they are put, which spares waking it.
+`Feed` is a bounded queue with one reader. Putting never waits. A reader that falls behind by more than the limit is
+cancelled; its output is not buffered further. A waiting reader may process pieces at the moment they are put, which
+avoids waking it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from protocol.errors import Cancelled, MoonserveError
 from protocol.request import Placement
 from protocol.tracing import Root
 
-# Enough for any client that reads at all; at 1,000 tokens a second it is 4 s of output.
+# Enough for any client that reads at all; at 1,000 tokens a second this is 4 s of output.
 _MAX_UNREAD_TOKENS = 4096
 
 Handler = Callable[[Piece], bool]
-"""Deals with a piece at once; False: it did nothing, and the piece has to wait."""
+"""Processes a piece immediately. Returns False if it did nothing and the piece has to be queued."""
 
 
 class Feed:
-    """The pieces that the reader has not taken yet."""
+    """Bounded queue of pieces that the reader has not taken yet."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -32,27 +33,27 @@ class Feed:
         self._pieces: list[Piece] = []
         self._error: Exception | None = None
         self._filled = asyncio.Event()
-        self._handler: Handler | None = None  # while the reader waits and nothing else does
+        self._handler: Handler | None = None  # set while the reader waits and the queue is empty
 
     def put(self, piece: Piece) -> bool:
-        """False when the reader is too far behind to go on."""
+        """Passes a piece to the waiting handler or queues it. Returns False if the reader has fallen too far behind."""
         if self._handler is not None and piece.finish_reason is None and self._handler(piece):
             return True
-        self._handler = None  # what comes later must not overtake this one
+        self._handler = None  # later pieces must not overtake this one
         self._pieces.append(piece)
         self._num_tokens += len(piece.tokens)
         self._filled.set()
         return self._num_tokens <= self._max_tokens
 
     def fail(self, error: Exception) -> None:
-        """The reader gets `error` instead of what it has not read; the first one counts."""
+        """Makes the reader raise `error` instead of receiving unread pieces. The first error counts."""
         self._error = self._error or error
         self._handler = None
         self._filled.set()
 
     async def take(self, handler: Handler | None = None) -> list[Piece]:
-        """Everything that waits, at least one piece; pieces of one choice are joined. `handler`: gets what comes before
-        that, but for last pieces of choices."""
+        """Waits for at least one piece and returns all queued pieces, joined per choice. While this call waits,
+        `handler` receives pieces as they are put, except the last piece of a choice."""
         if not self._filled.is_set():
             self._handler = handler
             try:
@@ -67,7 +68,8 @@ class Feed:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """One piece per choice, and one of what its client has already: a reader that lags gets larger pieces, not more."""
+    """Joins pieces into one per choice, and one for the part that the client already has. A reader that lags receives
+    larger pieces, not more of them."""
     by_choice: dict[tuple[int, bool], list[Piece]] = {}
     for piece in pieces:
         by_choice.setdefault((piece.index, piece.is_known), []).append(piece)
@@ -88,10 +90,10 @@ def _join(parts: list[Piece]) -> Piece:
 
 
 class Answer:
-    """All choices of one wish, as the reply's writer reads them."""
+    """Output of all choices of one request, as the reply's writer reads it."""
 
     def __init__(self, wish: Wish, root: Root | None) -> None:
-        """`root`: the request's span, which the answer ends; None = it is not traced."""
+        """`root`: the request's span, which the answer ends; None if the request is not traced."""
         self._feed = Feed(_MAX_UNREAD_TOKENS)
         self._unfinished = len(wish.choices)
         self._generating = len(wish.choices)
@@ -100,14 +102,15 @@ class Answer:
         self.generations: list[Generation] = []
 
     async def take(self, handler: Handler | None = None) -> list[Piece]:
-        """New output of one or more choices. Raises the error that ended the request. `handler`: as of `Feed.take`."""
+        """Returns new output of one or more choices. Raises the error that ended the request. `handler`: see
+        `Feed.take`."""
         pieces = await self._feed.take(handler)
         self._unfinished -= sum(piece.finish_reason is not None for piece in pieces)
         return pieces
 
     @property
     def is_complete(self) -> bool:
-        """Every choice's last piece has been taken."""
+        """True if the last piece of every choice has been taken."""
         return self._unfinished == 0
 
     @property
@@ -116,7 +119,7 @@ class Answer:
         return self.generations[0].state.placement
 
     def cancel(self, error: MoonserveError) -> None:
-        """Ends what is still under way."""
+        """Ends all generations that are still running."""
         for generation in self.generations:
             generation.abort(error)
 
@@ -128,18 +131,18 @@ class Answer:
             self.cancel(Cancelled("the client reads too slowly"))
 
     def on_failure(self, error: MoonserveError) -> None:
-        """One failed choice ends the others: a reply is whole or an error."""
+        """Ends all choices when one has failed: a reply is either complete or an error."""
         self._end_trace(error)
         self._feed.fail(error)
         self.cancel(error)
 
     def timing(self) -> list[dict[str, Any]]:
-        """The ledger of each choice that has ended well, in their order (docs/tracing.md)."""
+        """Returns the ledger of each choice that ended well, in order of the choices (docs/tracing.md)."""
         ledgers = ((each.state.index, each.timings.ledger) for each in self.generations)
         return [{"index": i, **found.as_json()} for i, found in ledgers if found is not None]
 
     def _facts(self) -> dict[str, str | int]:
-        """Attributes of the request's span."""
+        """Returns the attributes of the request's span."""
         states = [generation.state for generation in self.generations]
         return {
             "request_id": self._wish.request_id,

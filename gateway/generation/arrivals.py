@@ -1,8 +1,8 @@
-"""Tokens of one choice as they arrive from workers, and the text that they make: each index once and in order. Pure.
+"""Tokens of one choice as they arrive from workers, and their text: each index once and in order. Pure.
 
-The rule: a token is accepted when its index is the next one, ignored when lower; one that is higher waits for the
-prefill worker's (two workers send on two connections) and is otherwise missing for good. Does not know where attempts
-run or why they end.
+Rule: a token is accepted if its index is the next one and ignored if its index is lower. A token with a higher index
+waits for the first token, which the prefill worker sends on another connection; after that first token, a gap means
+that a token is lost. This module does not know where attempts run or why they end.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from protocol.request import FinishReason, Token
 
 
 class Arrivals:
-    """Tokens and text of one choice, over all its attempts."""
+    """Tokens and text of one choice over all its attempts."""
 
     def __init__(self, output: TextOutput, index: int = 0, num_known: int = 0) -> None:
-        """`index`: of the choice in the reply. `num_known`: first tokens that the client has."""
+        """`index`: position of the choice in the reply. `num_known`: number of first tokens that the client has."""
         self._index = index
         self._num_known = num_known
-        self.generated: list[int] = []  # token ids accepted, in index order
-        self.first_index = 0  # of the first token of this attempt
+        self.generated: list[int] = []  # accepted token ids, in index order
+        self.first_index = 0  # index of the first token of this attempt
         self._output = output
-        self._early: dict[int, Token] = {}  # from decode, before this attempt's first
+        self._early: dict[int, Token] = {}  # tokens from decode, received before this attempt's first token
 
     @property
     def num_of_attempt(self) -> int:
-        """Tokens that this attempt has brought."""
+        """Number of tokens that this attempt has produced."""
         return len(self.generated) - self.first_index
 
     @property
     def awaits_first(self) -> bool:
-        """Whether tokens wait for the one of the prefill worker."""
+        """True if tokens are waiting for the prefill worker's first token."""
         return bool(self._early)
 
     def begin_attempt(self) -> None:
-        """What comes now follows what there is."""
+        """Starts a new attempt, whose tokens follow those accepted so far."""
         self._early.clear()
         self.first_index = len(self.generated)
 
     def give_up(self) -> None:
-        """Nothing is waited for any more."""
+        """Discards tokens that wait for an earlier one."""
         self._early.clear()
 
     def in_order(self, tokens: tuple[Token, ...]) -> list[Token] | None:
-        """The tokens that follow those accepted; None when one is missing for good."""
+        """Returns the tokens that follow the accepted ones, or None if a token is lost."""
         accepted: list[Token] = []
         following = len(self.generated)
         for token in tokens:
@@ -63,7 +63,8 @@ class Arrivals:
         return accepted
 
     def accept(self, tokens: list[Token]) -> list[Piece]:
-        """What at least one token in order comes to; what the client has already is apart."""
+        """Accepts at least one token in order and returns the pieces made of them. Tokens that the client already has
+        form a separate piece."""
         border = sum(token.index < self._num_known for token in tokens)
         accepted: list[Piece] = []
         for part, is_known in ((tokens[:border], True), (tokens[border:], False)):
@@ -85,7 +86,7 @@ class Arrivals:
         output = self._output
         parts: list[str] = []
         for count, token in enumerate(tokens, start=1):
-            # The text of a stop token is no output.
+            # The text of a stop token is not output.
             if token.finish_reason is not FinishReason.STOP or output.includes_stop:
                 parts.append(output.push(token.token_id))
             if output.stopped:
@@ -97,6 +98,6 @@ class Arrivals:
         return "".join(parts), tokens, None
 
     def validate(self, max_tokens: int) -> None:
-        """Raises AssertionError where this contradicts itself."""
+        """Raises AssertionError if the state contradicts itself."""
         assert len(self.generated) <= max_tokens
         assert self.first_index <= len(self.generated)

@@ -1,6 +1,6 @@
-"""One choice under way: runs what its state asks for and brings the results back as events.
+"""I/O of one choice: runs the actions that its state requests and delivers the results to it as events.
 
-The shell around `state`. Everything here happens in one event loop; tasks are held by the gateway's group.
+The shell around `state`. Everything runs in one event loop; the gateway's task group holds the tasks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from protocol.request import Request
 from protocol.tracing import Tracer
 from protocol.wire import submission_to_wire
 
-if TYPE_CHECKING:  # it holds generations
+if TYPE_CHECKING:  # `answer` imports this module
     from gateway.generation.answer import Answer
 
 _TICKET_BYTES = 16
@@ -54,19 +54,19 @@ _TICKET_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What every generation of a gateway uses."""
+    """Objects shared by all generations of a gateway."""
 
     gateway_id: GatewayId
     cluster: Cluster
     tasks: LoggedTasks
     metrics: RequestMetrics
-    routes: dict[str, Generation]  # by the request id of their current attempt
+    routes: dict[str, Generation]  # keyed by the request id of the current attempt
     tracer: Tracer
     figures: Figures
 
 
 class Generation:
-    """One choice, from its acceptance to its end."""
+    """One choice, from acceptance to end."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Generation:
         patience_s: float,
         traceparent: str = "",
     ) -> None:
-        """`patience_s`: with the absence of workers. `traceparent`: of the request's span; empty = not traced."""
+        """`patience_s`: time to wait while no worker is there. `traceparent`: of its span; empty = not traced."""
         self._loop = asyncio.get_running_loop()
         self._wish = wish
         self._choice = choice
-        self._answer: Answer | None = answer  # until the end
+        self._answer: Answer | None = answer  # None after the end
         self._around = surroundings
         arrived_at = wish.arrived_at
         deadline_at = arrived_at + timeout_s
@@ -107,43 +107,44 @@ class Generation:
             traceparent,
             arrived_at,
         )
-        self._keys: tuple[BlockKey, ...] = ()  # of the current attempt's tokens
+        self._keys: tuple[BlockKey, ...] = ()  # block keys of the current attempt's tokens
         self._route_id: RequestId | None = None
-        self._reporting: asyncio.Task[None] | None = None  # the last one
+        self._reporting: asyncio.Task[None] | None = None  # the last report's task
         self._deadline = self._loop.call_at(deadline_at, self._expire)
-        self._note_reuse = True  # with the first token
-        self._followers: list[Generation] = []  # until the prompt's blocks can be found
-        self._leader: Generation | None = None  # which has the same prompt and goes before
+        self._note_reuse = True  # until the first token
+        self._followers: list[Generation] = []  # generations that wait until this prompt's blocks can be found
+        self._leader: Generation | None = None  # generation with the same prompt that runs first
 
     def start(self) -> None:
-        """Asks for a placement now."""
+        """Requests a placement now."""
         self.timings.accepted()
         self.deliver(PlaceDue())
 
     def start_after(self, leader: Generation) -> None:
-        """Asks for a placement when `leader`, which has the same prompt, has left its blocks where both workers find
-        them: with its second token, which the decode worker makes, or its end. Then they are shared, not made again."""
+        """Requests a placement once the blocks of `leader`, which has the same prompt, can be found at both workers.
+        That is at the leader's second token, which the decode worker makes, or at its end. The blocks are then shared
+        instead of recomputed."""
         self.timings.accepted()
         leader._followers.append(self)
         self._leader = leader
 
     def deliver(self, event: Event) -> None:
-        """Takes an event and does what follows from it."""
+        """Passes an event to the state and runs the resulting actions."""
         for action in self.state.handle(event, self._loop.time()):
             self._run(action)
 
     def abort(self, error: MoonserveError) -> None:
-        """Ends the generation now; nothing happens when it has ended."""
+        """Ends the generation now. Does nothing if it has already ended."""
         self.deliver(Aborted(error=error))
 
     @property
     def is_scored(self) -> bool:
-        """Whether it has its prompt's tokens scored."""
+        """True if log-probabilities of the prompt's tokens are requested."""
         return self._choice.sampling.num_prompt_logprobs is not None
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Of its prompt's own tokens, where they are wanted, from its first token on; its leader's are the same."""
+        """Log-probabilities of the prompt's tokens, if requested; from the first token on. A leader's are the same."""
         report = self.state.report
         own = None if report is None else report.prompt_logprobs
         return self._leader.prompt_logprobs if own is None and self._leader is not None else own
@@ -194,7 +195,7 @@ class Generation:
         answer.on_piece(piece)
 
     def _reused(self, now: float) -> None:
-        """Tells whose blocks the prompt's beginning was."""
+        """Records in the figures which prefix was reused and which instances held it."""
         placement, report = self.state.placement, self.state.last_report
         if placement is None or report is None:
             return
@@ -236,7 +237,7 @@ class Generation:
         self.deliver(placed)
 
     def _chain(self, token_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
-        """Block keys; tenants with different salts never share a block."""
+        """Returns the block keys of the tokens. Tenants with different salts never share a block."""
         facts = self._around.cluster.facts()
         root = root_key(facts.fingerprint, self._wish.cache_salt)
         return tuple(block_keys(root, token_ids, facts.layout.block_size))
@@ -259,12 +260,12 @@ class Generation:
         )
 
     def _is_scored_now(self, action: Place) -> bool:
-        """Whether all of the prompt is computed, wherever its blocks are."""
+        """True if the whole prompt must be computed now, even where its blocks are cached."""
         is_first = len(action.token_ids) == len(self._choice.token_ids)
         return is_first and self.is_scored
 
     def _ticket(self, action: Place) -> bytes:
-        """By which the conductor knows this choice again when its client comes back; none for what goes on."""
+        """Returns the ticket by which the conductor recognizes a retry by the client; empty for later attempts."""
         if action.request_id != self.state.request_id:
             return b""
         block_size = self._around.cluster.facts().layout.block_size
@@ -278,7 +279,7 @@ class Generation:
         return digest.digest()
 
     def _client_id(self, request_id: RequestId) -> str:
-        """With the first placement of a request, where its client knows it by another id."""
+        """Returns the client's own id of the request with its first placement, if it is another one; else ""."""
         is_first = request_id == self._wish.request_id
         return self._wish.client_id if is_first and self._wish.client_id != request_id else ""
 
@@ -305,7 +306,8 @@ class Generation:
             self.timings.taken()
 
     async def _report(self, action: Report, before: asyncio.Task[None] | None) -> None:
-        """In their order: a first token that is told of after the end teaches the conductor nothing."""
+        """Sends a report after the previous one is sent. A first-token report that arrives after the final one is
+        useless to the conductor."""
         if before is not None and not before.done():
             await asyncio.wait([before])
         prefill = action.prefill
@@ -323,7 +325,7 @@ class Generation:
         )
 
     def _route(self, request_id: RequestId) -> None:
-        """Events of this attempt are for us, those of an earlier one for nobody."""
+        """Routes events of this attempt to this generation and drops the route of the previous attempt."""
         previous, self._route_id = self._route_id, request_id
         self._around.routes[request_id] = self
         if previous is not None and previous != request_id:
@@ -336,7 +338,7 @@ class Generation:
         self._deadline.cancel()
 
     def _hand_over(self) -> Answer:
-        """The answer, for the last time: they must not hold each other for ever."""
+        """Returns the answer and releases it, which breaks the reference cycle between the two."""
         answer, self._answer = self._answer, None
         assert answer is not None, "two ends"
         return answer
@@ -346,5 +348,5 @@ class Generation:
 
 
 def _bare(error: MoonserveError) -> MoonserveError:
-    """As a fact of the request: its frames would hold the request that holds it."""
+    """Returns the error without its traceback, whose frames would reference the request that holds the error."""
     return error.with_traceback(None)

@@ -1,8 +1,9 @@
-"""Which incarnations of instances a request is not to meet again, and for how long. Pure.
+"""Incarnations of instances that a request avoids, and for how long. Pure.
 
-The rule: who failed a request is avoided as an incarnation, since a restarted instance has its name and is welcome. A
-placing that fails for want of anybody else gives those that only failed another chance; who broke stays avoided for as
-long as the conductor may still list the dead, or until it speaks on a new connection: only the old one broke.
+Rule: an instance that failed a request is avoided as an incarnation (id and epoch), since a restarted instance keeps
+its name and is welcome. If a placement fails because no other instance is left, instances that only failed get another
+chance. A broken instance stays avoided for as long as the conductor may still list dead ones, or until it speaks on a
+connection opened after the break: then only the old connection broke.
 """
 
 from __future__ import annotations
@@ -13,43 +14,43 @@ from collections.abc import Mapping
 from protocol.errors import MoonserveError, PeerLost
 from protocol.request import Endpoint, Placement
 
-# More than the conductor's lease: an incarnation still listed that long after its loss lives; only a connection broke.
+# More than the conductor's lease: an incarnation still listed after this long is alive and only its connection broke.
 DOUBT_S = 6.0
 
 Incarnation = tuple[str, int]
-"""An instance's id and epoch."""
+"""Id and epoch of an instance."""
 
 
 class Avoidance:
     """Incarnations that one request avoids."""
 
     def __init__(self) -> None:
-        self._failed: set[Incarnation] = set()  # whether or not it broke
-        self._broke: dict[Incarnation, float] = {}  # when, as far as we know
+        self._failed: set[Incarnation] = set()  # includes those that broke
+        self._broke: dict[Incarnation, float] = {}  # time of the break, as far as known
 
     @property
     def incarnations(self) -> frozenset[Incarnation]:
         return frozenset(self._failed)
 
     def add(self, endpoint: Endpoint, now: float, *, broke: bool) -> None:
-        """It failed the request; `broke`: and it seems to be dead."""
+        """Avoids an instance that failed the request. `broke`: it also seems to be dead."""
         incarnation = _incarnation(endpoint)
         self._failed.add(incarnation)
         if broke:
             self._broke[incarnation] = now
 
     def connected(self, since: Mapping[Incarnation, float]) -> None:
-        """An incarnation that speaks on a connection opened after it broke is alive."""
+        """Clears the break of each incarnation whose connection was opened after it: that incarnation is alive."""
         for incarnation, opened_at in since.items():
             if opened_at > self._broke.get(incarnation, math.inf):
                 del self._broke[incarnation]
 
     def found_nobody_else(self, now: float) -> None:
-        """Without those that are avoided there is no instance."""
+        """Forgives all instances that only failed, because no instance is left without them."""
         self._failed = {each for each in self._broke if self._may_be_dead(each, now)}
 
     def dead_among(self, placement: Placement, now: float) -> frozenset[str]:
-        """The placement's instances that the conductor has not yet found dead, though we have."""
+        """Returns the placement's instances that this gateway takes for dead and the conductor does not yet."""
         return frozenset(
             endpoint.instance_id
             for endpoint in (placement.prefill, placement.decode)
@@ -61,7 +62,7 @@ class Avoidance:
         return broke_at is not None and now < broke_at + DOUBT_S
 
     def validate(self) -> None:
-        """Raises AssertionError where the state contradicts itself."""
+        """Raises AssertionError if the state contradicts itself."""
         assert all(instance_id and epoch >= 0 for instance_id, epoch in self._failed | {*self._broke})
 
 
@@ -70,7 +71,7 @@ def _incarnation(endpoint: Endpoint) -> Incarnation:
 
 
 def suspects(reporter: str, error: MoonserveError, placement: Placement) -> set[str]:
-    """Which instances to avoid next time: those the error names, else the reporter, else its lost peer."""
+    """Returns the instances to avoid: named by the error, else the reporter's lost peer, else the reporter."""
     prefill, decode = placement.prefill.instance_id, placement.decode.instance_id
     named = {prefill, decode} & set(error.ids.values())
     if named:

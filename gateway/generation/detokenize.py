@@ -1,8 +1,8 @@
-"""Tokens to text, one token at a time: never a part of a character, never a part of a stop string.
+"""Incremental detokenization and stop strings. Emits neither parts of a character nor parts of a stop string.
 
-Pure. Two ways of decoding with one contract, `TextDecoder`: byte-level tokenizers give a table of each token's bytes
-and an incremental UTF-8 decoder does the rest; any other is asked to decode a small sliding window of tokens. Knows
-nothing about requests.
+Pure. Two implementations share the contract `TextDecoder`. Byte-level tokenizers provide a table of each token's bytes,
+which an incremental UTF-8 decoder reads. Any other tokenizer decodes a small sliding window of tokens. This module does
+not know requests.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 
-# A UTF-8 character has at most 4 bytes, a byte-fallback token has one, and a few more for normalizers that look back.
+# A UTF-8 character has at most 4 bytes and a byte-fallback token has one; the rest is for normalizers that look back.
 _MAX_HELD_TOKENS = 16
 
 
 class TextDecoder(Protocol):
-    """Turns the tokens of one sequence into text."""
+    """Decodes the tokens of one sequence into text."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Returns the text that this token completes; empty while a character is incomplete."""
         ...
 
     def finish(self) -> str:
-        """What an incomplete character leaves behind."""
+        """Returns the text left over from an incomplete character."""
         ...
 
 
 class ByteDecoder:
-    """For byte-level tokenizers: exact and without a call into the tokenizer."""
+    """Decodes byte-level tokens exactly, without a call into the tokenizer."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
@@ -46,17 +46,17 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For every other tokenizer: decodes from the last safe border and emits what is new.
+    """Decodes tokens of any other tokenizer: decodes a sliding window of them and emits the new text.
 
-    `_start` is a border where the text was complete, `_read` the end of what has been emitted; the tokens between
-    them give the next ones their context (leading spaces, byte runs). Amortised O(1) per token.
+    The first `_read` tokens of the window are already emitted as `_emitted`; they give the next tokens their context
+    (leading spaces, byte runs). Amortized O(1) per token.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._read = 0  # tokens of the window already emitted
-        self._emitted = ""  # their text
+        self._read = 0  # number of tokens of the window already emitted
+        self._emitted = ""  # text of the emitted tokens
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -78,21 +78,21 @@ class WindowDecoder:
 
 
 class StopMatcher:
-    """Cuts text at the first stop string; holds back what may become one.
+    """Cuts text at the first stop string and holds back text that may become one.
 
-    *First* is the one that ends first (the longest, when several end together), so that the result does not depend on
-    where token borders fall. One Knuth-Morris-Pratt automaton per stop string: O(1) amortised per character.
+    The first stop string is the one that ends first (the longest if several end together), so the result does not
+    depend on token borders. One Knuth-Morris-Pratt automaton per stop string: amortized O(1) per character.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
-        """`includes_stop`: cuts behind the stop string, not before it."""
+        """`includes_stop`: cut after the stop string instead of before it."""
         self._includes_stop = includes_stop
         self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
         self._held = ""
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that is now certain to belong to the output."""
+        """Returns the text that is now certain to belong to the output."""
         if not self._automata or self.stopped:
             return "" if self.stopped else text
         held = self._held + text
@@ -108,7 +108,7 @@ class StopMatcher:
         return held[:keep]
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string."""
+        """Returns held-back text that did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -119,7 +119,7 @@ class StopMatcher:
 
 
 class _Automaton:
-    """How much of one pattern the text ends with."""
+    """Tracks how many characters of one pattern the text ends with."""
 
     __slots__ = ("_borders", "matched", "pattern")
 
@@ -140,7 +140,7 @@ class _Automaton:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    """Returns, for each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for position in range(1, len(pattern)):
@@ -152,7 +152,7 @@ def _borders(pattern: str) -> list[int]:
 
 
 class TextOutput:
-    """The text of one choice: decoder and stop strings together."""
+    """Text of one choice: a decoder followed by a stop matcher."""
 
     def __init__(
         self,
@@ -170,11 +170,11 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has been reached; nothing more will come."""
+        """True if a stop string has been reached; no more text follows."""
         return self._stops.stopped
 
     def push(self, token_id: int) -> str:
-        """Text that is final with this token. Stop strings count from `min_tokens` on."""
+        """Returns the text that is final with this token. Stop strings are matched from token `min_tokens` on."""
         self._num_tokens += 1
         text = self._decoder.push(token_id)
         if self._num_tokens < self._min_tokens:
@@ -182,7 +182,7 @@ class TextOutput:
         return self._stops.push(text) if text else ""
 
     def finish(self) -> str:
-        """The rest, when generation ended for another reason than a stop string."""
+        """Returns the remaining text after generation ended for another reason than a stop string."""
         if self.stopped:
             return ""
         return self._stops.push(self._decoder.finish()) + self._stops.finish()

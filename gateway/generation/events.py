@@ -1,7 +1,7 @@
-"""What one request asks of the cluster, what happens to it (events) and what is to be done about it (actions).
+"""Data of one request: what it asks of the cluster, events that happen to it, and actions that follow. Pure data.
 
-`attempt` counts placements from 1; each has its own cluster-wide request id, so that what an abandoned attempt still
-sends can be told apart. Pure data.
+`attempt` counts placements from 1. Each attempt has its own cluster-wide request id, so that late messages of an
+abandoned attempt can be told apart.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from protocol.request import (
 )
 
 OpenSince = Mapping[Incarnation, float]
-"""When the connections began on which workers speak now."""
+"""Opening time of the current connection to each worker."""
 
 
 class ReportPhase(StrEnum):
-    """What the conductor is told about a placement."""
+    """Phase of a placement that is reported to the conductor."""
 
     FIRST_TOKEN = "first_token"
     FINISHED = "finished"
@@ -39,7 +39,7 @@ class ReportPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceDue:
-    """The request was accepted, or its pause before placing again is over."""
+    """The request was accepted, or the pause before its next placement is over."""
 
     attempt: int = 1
 
@@ -48,7 +48,7 @@ class PlaceDue:
 class Placed:
     attempt: int
     placement: Placement
-    replaced: frozenset[str] = frozenset()  # its instances that have a successor already
+    replaced: frozenset[str] = frozenset()  # instances of the placement that already have a successor
     open_since: OpenSince = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ class Placed:
 class PlaceFailed:
     attempt: int
     error: MoonserveError
-    may_return: bool = False  # there were workers until a moment ago
+    may_return: bool = False  # workers were there until a moment ago
     open_since: OpenSince = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """A worker told what its part took."""
+    """A worker reported the durations of its part."""
 
     attempt: int
     report: PrefillReport | DecodeReport
@@ -82,7 +82,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailed:
-    """A worker gave the request up."""
+    """A worker gave up the request."""
 
     attempt: int
     instance_id: str
@@ -91,7 +91,7 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLost:
-    """The stream from a worker broke; whether it died or only the connection cannot be told."""
+    """The stream from a worker broke. The worker may be dead, or only the connection."""
 
     instance_id: str
     error: MoonserveError
@@ -99,7 +99,7 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aborted:
-    """The request must end now: the client left, the deadline passed, the gateway stops."""
+    """The request must end now: the client left, the deadline passed or the gateway stops."""
 
     error: MoonserveError
 
@@ -111,19 +111,19 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Ask the conductor, then Placed or PlaceFailed."""
+    """Request a placement from the conductor; the result is Placed or PlaceFailed."""
 
     attempt: int
     request_id: RequestId
-    token_ids: tuple[int, ...]  # the prompt and what has been generated
-    max_tokens: int  # still to come
+    token_ids: tuple[int, ...]  # the prompt and the tokens generated so far
+    max_tokens: int  # tokens still to generate
     excluded: frozenset[Incarnation]
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Hand the request to the placement's prefill worker; only failure returns as an event."""
+    """Submit the request to the placement's prefill worker; only a failure returns as an event."""
 
     attempt: int
     request_id: RequestId
@@ -134,7 +134,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """PlaceDue after `delay_s`."""
+    """Deliver PlaceDue after `delay_s`."""
 
     attempt: int
     delay_s: float
@@ -142,7 +142,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelAt:
-    """Tell the workers of an attempt to let go of it."""
+    """Cancel an attempt at its workers."""
 
     request_id: RequestId
     endpoints: tuple[Endpoint, ...]
@@ -150,31 +150,31 @@ class CancelAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Tell the conductor what became of a placement."""
+    """Report the outcome of a placement to the conductor."""
 
     request_id: RequestId
     phase: ReportPhase
     elapsed_s: float = 0.0
     cached_tokens: int = 0
     output_tokens: int = 0
-    prefill: PrefillReport | None = None  # of this attempt, where it is known
+    prefill: PrefillReport | None = None  # of this attempt, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """New output of one choice, for the client; `finish_reason` is set on the last one."""
+    """New output of one choice for the client; `finish_reason` is set on the last piece."""
 
-    index: int  # of the choice
+    index: int  # position of the choice
     text: str
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # with its first piece, where they are wanted
-    is_known: bool = False  # the client has it, from an earlier connection
+    prompt_logprobs: PromptLogprobs | None = None  # with the first piece, if requested
+    is_known: bool = False  # the client already has it, from an earlier connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The request ends in this error."""
+    """The request ends with this error."""
 
     error: MoonserveError
 
@@ -186,27 +186,27 @@ Action = Place | Submit | Pause | CancelAt | Report | Piece | Fail
 class Choice:
     """One continuation of one prompt."""
 
-    index: int  # in the reply
+    index: int  # position in the reply
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    includes_stop: bool = False  # what ended it is part of its text
-    num_known: int = 0  # first tokens that the client has, from a stream that broke off
+    includes_stop: bool = False  # the text includes the stop string or token that ended it
+    num_known: int = 0  # first tokens that the client already has, from a stream that broke off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """All choices of one request and what they share."""
+    """All choices of one request and the options that they share."""
 
     request_id: str
-    arrived_at: float  # monotonic seconds; its last byte
-    client_id: str = ""  # its header x-request-id, as the client knows it
-    session_id: str = ""  # of the client's conversation; empty = it names none
+    arrived_at: float  # monotonic seconds; arrival of the last byte
+    client_id: str = ""  # header x-request-id, the client's own id of the request
+    session_id: str = ""  # id of the client's conversation; empty if it names none
     choices: tuple[Choice, ...]
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
-    traceparent: str = ""  # of the client's own trace, as it came
+    traceparent: str = ""  # of the client's own trace, unchanged
     ttft_slo_s: float = 0.0  # 0 = the conductor's default
     tbt_slo_s: float = 0.0

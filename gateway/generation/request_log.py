@@ -1,7 +1,7 @@
-"""What a gateway's log says of a request: one line at its end, and one for each time that it had to begin again.
+"""Log lines of a gateway's requests: one line at the end, and one for each time that a request starts again.
 
-Its rule: the line alone tells what happened, to whom and how long it took, also to somebody who knows no other process.
-A failure of ours is a warning; a client's fault, its leaving and its refusal for lack of room are not.
+Rule: a line alone says what happened, to which request and how long it took, even to a reader who knows no other
+process. A failure of the cluster is a warning; a client's mistake, its departure or a refusal for lack of room is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_OURS = (Cancelled, InvalidRequest, Overloaded)
 
 
 def finished(state: RequestState, reason: FinishReason, ledger: Ledger | None) -> None:
-    """It ended well; `ledger`: of its time, where all reports of it came."""
+    """Logs a request that ended well. `ledger`: its phases, if all reports arrived."""
     if not log.isEnabledFor(logging.INFO):
         return
     facts: dict[str, Any] = {**_facts(state), "finish_reason": reason.value}
@@ -35,7 +35,7 @@ def finished(state: RequestState, reason: FinishReason, ledger: Ledger | None) -
 
 
 def failed(state: RequestState, error: MoonserveError) -> None:
-    """It ended in `error`, of which the client was told."""
+    """Logs a request that ended in `error`, which the client has received."""
     level = logging.INFO if isinstance(error, _NOT_OURS) else logging.WARNING
     text = "failed: %s (%s) after %d tokens%s"
     facts = {**_facts(state), "code": error.code}
@@ -43,7 +43,7 @@ def failed(state: RequestState, error: MoonserveError) -> None:
 
 
 def begun_again(state: RequestState) -> None:
-    """Its attempt was lost; what the client has got stays, and the rest is computed elsewhere."""
+    """Logs a lost attempt. The client keeps the tokens that it has; the rest is computed elsewhere."""
     assert state.setback is not None, "no attempt was lost"
     text = "goes on elsewhere, attempt %d: %s; the client has %d tokens and sees a pause"
     num_tokens = len(state.generated)

@@ -1,7 +1,7 @@
-"""The gateway between HTTP and the cluster: accepts wishes, keeps their generations, hands out what workers send.
+"""Gateway between HTTP and the cluster: accepts requests, owns their generations, dispatches workers' events.
 
-Everything runs in one event loop. A batch of events from a worker is sorted by request and given to each generation
-synchronously, so that a reply's writer wakes once per batch. Does not know HTTP.
+Everything runs in one event loop. A batch of events from a worker is grouped by request and delivered to each
+generation synchronously, so that a reply's writer wakes once per batch. This module does not know HTTP.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from protocol.wire import from_message, token_from_wire
 
 log = logging.getLogger(__name__)
 
-_GROUP = 32  # choices whose tokens are handed over in one go: half a millisecond
+_GROUP = 32  # choices whose tokens are delivered without a break; takes half a millisecond
 _GOODBYE_S = 1.0
 
 
@@ -58,16 +58,16 @@ class Gateway:
         tracer: Tracer,
         rpc_address: str,
     ) -> None:
-        """`rpc_address`: where others of this host read its metrics; "" = nowhere."""
+        """`rpc_address`: where other processes of this host read the metrics; "" = nowhere."""
         assert config.conductor is not None
         self._config = config
         self._instance_id = config.instance_id
         self.figures = Figures()
         self._rpc_address = rpc_address
         self._tokenizer = tokenizer
-        self._routes: dict[str, Generation] = {}  # by the id under which workers know them now
+        self._routes: dict[str, Generation] = {}  # keyed by the current attempt's id
         self._tasks = LoggedTasks()
-        # Streams of an earlier life must not be taken for ours.
+        # A new id per start: streams of an earlier run of this gateway must not be mistaken for this one's.
         gateway_id = GatewayId(new_id(config.instance_id))
         self.cluster = Cluster(
             channels,
@@ -96,23 +96,23 @@ class Gateway:
 
     @property
     def num_live(self) -> int:
-        """Generations that have not ended."""
+        """Number of generations that have not ended."""
         return len(self._routes)
 
     def phases(self) -> Counter[str]:
-        """How many generations are in which phase (`gateway.generation.state.Phase`), all named."""
+        """Returns the number of generations in each live phase (`gateway.generation.state.Phase`), including zeros."""
         counts = Counter({phase.value: 0 for phase in sorted(LIVE)})
         counts.update(generation.state.phase.value for generation in self._routes.values())
         return counts
 
     @property
     def num_live_elsewhere(self) -> int:
-        """Number of requests at the other gateways, a second ago."""
+        """Number of requests at the other gateways, about a second ago."""
         gateways = self.cluster.view.gateways if self.cluster.view is not None else ()
         return sum(g.num_requests for g in gateways if g.instance_id != self._instance_id)
 
     def ask(self, wish: Wish) -> Answer:
-        """Starts a wish's generations. Raises NoWorker where the gateway stops."""
+        """Starts the generations of a request. Raises NoWorker if the gateway is stopping."""
         if self._refuses:
             raise NoWorker("this gateway is shutting down")
         root = self._surroundings.tracer.begin("request", wish.traceparent)
@@ -122,8 +122,8 @@ class Gateway:
         return answer
 
     def _start(self, wish: Wish, generations: Sequence[Generation]) -> None:
-        """Choices of one prompt share its blocks, where it has whole ones, and its log-probabilities: the first makes
-        them for the others."""
+        """Starts choices so that equal prompts share blocks, if they fill more than one, and log-probabilities: the
+        first choice computes them for the others."""
         block_size = self.cluster.facts().layout.block_size
         leaders: dict[tuple[int, ...], Generation] = {}
         for choice, generation in zip(wish.choices, generations, strict=True):
@@ -140,12 +140,13 @@ class Gateway:
         await self.cluster.run()
 
     def drain(self, *, refuses: bool) -> None:
-        """It is about to stop. `refuses`: what comes now could be answered by another one."""
+        """Announces that this gateway is about to stop. `refuses`: reject new requests; another gateway can answer
+        them."""
         self.is_draining = True
         self._refuses = refuses
 
     async def close(self) -> None:
-        """Fails what is under way, says so to the workers, then closes the streams."""
+        """Fails all running generations, notifies the workers, then closes the streams."""
         self.drain(refuses=True)
         for generation in list(self._routes.values()):
             generation.abort(NoWorker("this gateway was shut down"))
@@ -154,7 +155,7 @@ class Gateway:
         await self.cluster.close()
 
     def _about(self) -> conductor_pb2.GatewayView:
-        """What other gateways should know of this one."""
+        """Returns what other gateways should know about this one."""
         return conductor_pb2.GatewayView(
             instance_id=self._instance_id,
             rpc_address=self._rpc_address,
@@ -181,7 +182,8 @@ class Gateway:
         )
 
     async def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
-        """Tokens in groups, between which others have their turn: those who wrote no faster, and new requests."""
+        """Delivers a batch of events. Tokens come in groups, between which slow writers and new requests get their
+        turn."""
         reports: list[PrefillReport | DecodeReport] = [
             *(from_message(PrefillReport, each) for each in batch.prefills),
             *(from_message(DecodeReport, each) for each in batch.decodes),
@@ -204,14 +206,14 @@ class Gateway:
                 self._deliver(generation, failure)
 
     def _arrivals(self, batch: worker_pb2.EventBatch) -> Iterator[tuple[Generation, TokensArrived]]:
-        """Each generation's tokens together, made when their turn comes."""
+        """Yields each generation's tokens together, converted when their turn comes."""
         by_request: dict[str, list[worker_pb2.TokenEvent]] = {}
         for event in batch.tokens:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, events in by_request.items():
             generation = self._routes.get(request_id)
             if generation is None:
-                continue  # ended, or an abandoned attempt
+                continue  # the request has ended, or its attempt was abandoned
             state = generation.state
             with_logprobs = state.sampling.num_logprobs is not None
             tokens = tuple([token_from_wire(e, with_logprobs=with_logprobs) for e in events])
@@ -230,6 +232,6 @@ class Gateway:
     def _deliver(self, generation: Generation, event: Event) -> None:
         try:
             generation.deliver(event)
-        except Exception:  # a bug met by one request must not end the stream of all others
+        except Exception:  # a bug in one request must not end the stream of all others
             log.exception("failed inside the gateway", extra=of(generation.state.request_id))
             generation.abort(MoonserveError("internal error"))

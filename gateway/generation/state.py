@@ -1,15 +1,15 @@
-"""The life of one request at the gateway, from its first placement to its last token, across losses.
+"""Life of one request at the gateway, from its first placement to its last token, across losses.
 
     PAUSED ⇄ PLACING → PREFILLING → DECODING → FINISHED
                 ↑          │            │
                 └──────────┴────────────┘          any → FAILED
 
-The rule: the client sees each token index exactly once and in order (`arrivals`); one that is missing is a
-loss. After a loss the request goes on elsewhere from its prompt and the tokens emitted so far. It is given up where
-that gets it nowhere: a request that breaks whoever has it must not break everybody. A worker that is taken out of
-service in order is not held against it.
+Rule: the client receives each token index exactly once and in order (`arrivals`); a missing token counts as a loss.
+After a loss the request continues elsewhere from its prompt and the tokens emitted so far. It is given up after
+repeated losses without progress, so that a request that breaks its worker does not break every worker. A worker that is
+taken out of service in an orderly way does not count as a loss.
 
-Pure: events in, actions out. Does not know HTTP, gRPC, tokenizers or the clock.
+Pure: events in, actions out. This module does not know HTTP, gRPC, tokenizers or the clock.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from protocol.request import (
     Token,
 )
 
-MAX_ATTEMPTS = 3  # with too little between them
-_PROGRESS_TOKENS = 16  # that an attempt must bring to count as one that got somewhere
+MAX_ATTEMPTS = 3  # losses after which a request fails, without progress in between
+_PROGRESS_TOKENS = 16  # tokens that an attempt must produce to count as progress
 
-# A killed worker's restart: its import of torch, its weights, its registration, the conductor's lease.
+# A killed worker's restart: import of torch, loading of weights, registration, the conductor's lease.
 PATIENCE_S = 20.0
 _PAUSE_S = 0.25
 
 
 class Phase(StrEnum):
-    """Where a request is."""
+    """Phase of a request."""
 
     PLACING = "placing"
     PAUSED = "paused"
@@ -85,51 +85,51 @@ _WITH_WORKERS = frozenset({Phase.PREFILLING, Phase.DECODING})
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestState:
-    """One choice of one prompt."""
+    """Life of one choice of one prompt."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     output: TextOutput
     deadline_at: float
-    index: int = 0  # of the choice in the reply
-    num_known: int = 0  # first tokens whose output the client has, from a stream that broke off
-    patience_s: float = PATIENCE_S  # with the absence of workers, or of a conductor
+    index: int = 0  # position of the choice in the reply
+    num_known: int = 0  # number of first tokens that the client already has, from a stream that broke off
+    patience_s: float = PATIENCE_S  # time to wait while no worker or no conductor is there
 
     phase: Phase = Phase.PAUSED
     attempt: int = 1
-    losses: int = 0  # attempts that broke, since the last one that got somewhere
+    losses: int = 0  # broken attempts since the last one that made progress
     arrivals: Arrivals = field(init=False)
-    placement: Placement | None = None  # PREFILLING, DECODING; then the last one
-    placed_at: float = 0.0  # with placement
-    report: PrefillReport | None = None  # of the first attempt that had one
+    placement: Placement | None = None  # set in PREFILLING and DECODING; then the last one
+    placed_at: float = 0.0  # time of the placement
+    report: PrefillReport | None = None  # of the first attempt that sent one
     last_report: PrefillReport | None = None  # of the current attempt
     decode_report: DecodeReport | None = None  # of the current attempt
     avoidance: Avoidance = field(default_factory=Avoidance)
-    impatient_at: float | None = None  # from the first failed placing to the next token
+    impatient_at: float | None = None  # end of patience; set from the first failed placement to the next token
     setback: MoonserveError | None = None  # why the attempt before the current one was lost
-    error: MoonserveError | None = None  # FAILED
+    error: MoonserveError | None = None  # set in FAILED
 
     def __post_init__(self) -> None:
         self.arrivals = Arrivals(self.output, self.index, self.num_known)
 
     @property
     def generated(self) -> list[int]:
-        """Token ids emitted, in index order."""
+        """Ids of the tokens emitted, in index order."""
         return self.arrivals.generated
 
     @property
     def attempt_id(self) -> RequestId:
-        """The id under which the cluster knows the current attempt."""
+        """Id of the current attempt in the cluster."""
         return attempt_id(self.request_id, self.attempt)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was re-used, as far as reported."""
+        """Number of prompt tokens whose KV was reused, as far as reported."""
         return min(self.report.cached_tokens, len(self.prompt)) if self.report else 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about `event`. Events of a finished request or an earlier attempt are ignored."""
+        """Applies `event` and returns the actions. Events of a finished request or an earlier attempt are ignored."""
         if getattr(event, "attempt", self.attempt) != self.attempt:
             return []
         if self.phase not in LIVE:
@@ -138,7 +138,7 @@ class RequestState:
         return handler(self, event, now)
 
     def validate(self) -> None:
-        """Raises AssertionError where the state contradicts itself."""
+        """Raises AssertionError if the state contradicts itself."""
         self.arrivals.validate(self.sampling.max_tokens)
         assert self.attempt >= 1
         assert 0 <= self.losses <= MAX_ATTEMPTS
@@ -172,7 +172,7 @@ class RequestState:
         if self.phase is not Phase.PLACING:
             return []
         self.avoidance.connected(event.open_since)
-        # Others may come, or these restarted; it costs no attempt.
+        # Other workers may register, or these may return; waiting does not count as an attempt.
         away = event.replaced or self.avoidance.dead_among(event.placement, now)
         if away:
             why = "was replaced while it was chosen" if event.replaced else "broke and is not back yet"
@@ -205,7 +205,7 @@ class RequestState:
         return self._pause(event.error, now)
 
     def _pause(self, error: MoonserveError, now: float) -> list[Action]:
-        """Places again soon, until patience ends."""
+        """Schedules another placement until patience ends."""
         if self.impatient_at is None:
             self.impatient_at = now + self.patience_s
         if now >= self.impatient_at:
@@ -265,7 +265,7 @@ class RequestState:
         if event.instance_id == self.placement.decode.instance_id:
             return self._lose(event.error, now, {event.instance_id})
         is_prefill = event.instance_id == self.placement.prefill.instance_id
-        # With the second token of the attempt the handoff is over and prefill no longer matters.
+        # With the second token of the attempt the handoff is complete and the prefill worker is no longer needed.
         if is_prefill and self.arrivals.num_of_attempt < 2:
             return self._lose(event.error, now, {event.instance_id})
         return []
@@ -274,7 +274,7 @@ class RequestState:
         return self._fail(event.error, now)
 
     def _lose(self, error: MoonserveError, now: float, excluded: set[str] | None = None) -> list[Action]:
-        """The attempt is over; place again where that may help."""
+        """Ends the attempt and requests a new placement if that may help."""
         if self.arrivals.num_of_attempt >= _PROGRESS_TOKENS:
             self.losses = 0
         self.losses += not isinstance(error, NoWorker)
@@ -305,7 +305,7 @@ class RequestState:
         return [*actions, Fail(error=error)]
 
     def _give_back(self, event: Event) -> list[Action]:
-        """A placement that came too late is of no use, and the conductor counts its load."""
+        """Hands back a placement that arrived after the failure, because the conductor counts its load."""
         if self.phase is not Phase.FAILED or not isinstance(event, Placed):
             return []
         return [self._hand_back()]
@@ -321,7 +321,7 @@ class RequestState:
         return CancelAt(request_id=self.attempt_id, endpoints=tuple(endpoints))
 
     def _hand_back(self) -> Report:
-        """A placement that was not used."""
+        """Reports that a placement was not used."""
         return Report(request_id=self.attempt_id, phase=ReportPhase.CANCELLED)
 
     def _report(self, phase: ReportPhase, now: float) -> Report:
@@ -336,16 +336,16 @@ class RequestState:
 
 
 def choice_id(request_id: str, index: int) -> RequestId:
-    """The id under which the cluster knows one choice of a request."""
+    """Returns the cluster-wide id of one choice of a request."""
     return RequestId(f"{request_id}.{index}" if index else request_id)
 
 
 def attempt_id(request_id: RequestId, attempt: int) -> RequestId:
-    """Workers remember cancelled ids for a while, so that each attempt needs its own."""
+    """Returns the id of one attempt. Workers remember cancelled ids for a while, so each attempt needs its own."""
     return request_id if attempt == 1 else RequestId(f"{request_id}~{attempt}")
 
 
-# One row per event; typed loosely because each handler takes its own event class.
+# One row per event. Typed loosely because each handler takes its own event class.
 _HANDLERS: dict[type, Callable[..., list[Action]]] = {
     PlaceDue: RequestState._on_place_due,
     Placed: RequestState._on_placed,

@@ -1,6 +1,6 @@
-"""What is measured of one generation: metrics, recent figures, and the ledger of its phases.
+"""Measurements of one generation: metrics, recent figures, and the ledger of its phases.
 
-Instants are the gateway's own monotonic clock; what workers took comes with their reports.
+Instants are on the gateway's own monotonic clock; durations at workers come with their reports.
 """
 
 from __future__ import annotations
@@ -16,58 +16,58 @@ from protocol.request import DecodeReport, FinishReason, PrefillReport
 from protocol.tracing import Tracer
 
 PHASES = ("retry", "gateway", "queue", "load", "prefill", "transfer", "decode_queue", "decode")
-"""In their order."""
+"""Names of the phases, in chronological order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Seconds of one choice; of several attempts the last one's, with those before it as `retry_s`."""
+    """Seconds of one choice. With several attempts, the last one's phases; the earlier attempts are `retry_s`."""
 
     e2e_s: float  # arrival of the whole request at the gateway to the last token there
-    ttft_s: float  # arrival to the first token that the client got
-    retry_s: float  # until the last attempt began
-    gateway_s: float  # reading it, placing, until the prefill worker had taken it
-    queue_s: float  # at the prefill worker, for landing blocks and for the engine
-    load_s: float  # by which reading the prefix delayed it
+    ttft_s: float  # arrival to the first token sent to the client
+    retry_s: float  # arrival to the start of the last attempt
+    gateway_s: float  # processing and placement, until the prefill worker has accepted the request
+    queue_s: float  # at the prefill worker, waiting for landing blocks and for the engine
+    load_s: float  # delay from reading the prefix
     prefill_s: float
     transfer_s: float  # first token to the last byte of KV at the decode worker
-    decode_queue_s: float  # verification, the batch's turn
-    decode_s: float  # first step to the last token at the gateway; of a single token only its way
+    decode_queue_s: float  # verification and waiting for a place in the batch
+    decode_s: float  # first step to the last token at the gateway; with a single token only its delivery
 
     @property
     def unaccounted_s(self) -> float:
-        """What is in no phase: below 0 where workers tell of more time than there was."""
+        """Time in no phase; negative if workers report more time than has passed."""
         return self.e2e_s - sum(self.phases().values())
 
     def phases(self) -> dict[str, float]:
-        """Seconds by the phase's name."""
+        """Returns seconds by phase name."""
         return {phase: getattr(self, f"{phase}_s") for phase in PHASES}
 
     def as_json(self) -> dict[str, float]:
-        """Everything, in seconds rounded to microseconds."""
+        """Returns all values in seconds, rounded to microseconds."""
         names = ("e2e_s", "ttft_s", *(f"{phase}_s" for phase in PHASES), "unaccounted_s")
         return {name: round(getattr(self, name), 6) for name in names}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Instants:
-    """What the gateway sees of one choice, on its own clock."""
+    """Instants of one choice, observed by the gateway on its own clock."""
 
     arrived_at: float
-    attempted_at: float  # the last attempt's beginning
-    submitted_at: float | None = None  # to the last attempt's prefill worker
-    answered_at: float | None = None  # that it has it; a token may come before one hears of that
-    first_at: float | None = None  # the first token of all
-    handed_at: float | None = None  # the last attempt's first token
+    attempted_at: float  # start of the last attempt
+    submitted_at: float | None = None  # when it was sent to the last attempt's prefill worker
+    answered_at: float | None = None  # when that worker confirmed it; a token may arrive earlier
+    first_at: float | None = None  # first token of all attempts
+    handed_at: float | None = None  # first token of the last attempt
     last_at: float | None = None
 
     def attempt(self, now: float) -> None:
-        """Once more from the beginning."""
+        """Starts another attempt."""
         self.attempted_at = now
         self.submitted_at = self.answered_at = self.handed_at = None
 
     def tokens(self, now: float) -> None:
-        """One or more arrived together."""
+        """Records the arrival of one or more tokens."""
         if self.first_at is None:
             self.first_at = now
         if self.handed_at is None:
@@ -76,7 +76,7 @@ class Instants:
 
 
 def ledger(at: Instants, prefill: PrefillReport | None, decode: DecodeReport | None) -> Ledger | None:
-    """Ledger of a choice that has ended well; None without a token, or without a report of its prefill."""
+    """Returns the ledger of a choice that ended well; None without a token or without a report of its prefill."""
     if prefill is None or at.first_at is None or at.last_at is None or at.submitted_at is None:
         return None
     prefilling_s = prefill.queue_s + prefill.load_s + prefill.compute_s
@@ -100,11 +100,11 @@ def ledger(at: Instants, prefill: PrefillReport | None, decode: DecodeReport | N
     )
 
 
-_clock = time.monotonic  # an event loop's own may be cut to milliseconds
+_clock = time.monotonic  # an event loop's own clock may be rounded to milliseconds
 
 
 class Timings:
-    """Follows one generation from its arrival; exactly one of `finished` and `failed` ends it."""
+    """Measures one generation from its arrival. Exactly one of `finished` and `failed` ends it."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class Timings:
         traceparent: str,
         arrived_at: float,
     ) -> None:
-        """`traceparent`: of the request's span; empty = not traced. `arrived_at`: monotonic seconds."""
+        """`traceparent`: context of the request's span; empty if not traced. `arrived_at`: monotonic seconds."""
         self.traceparent = traceparent
-        self.ledger: Ledger | None = None  # once it has ended well
+        self.ledger: Ledger | None = None  # set once the generation has ended well
         self._state = state
         self._metrics = metrics
         self._figures = figures
@@ -133,24 +133,24 @@ class Timings:
         self._metrics.prompt_length.observe(num_prompt_tokens)
 
     def placing(self, attempt: int) -> None:
-        """The conductor is asked; after a pause within one attempt, again."""
+        """Records that a placement is requested; also called again after a pause within one attempt."""
         if attempt != self._attempt:
             self._attempt = attempt
             self._metrics.retries.inc()
             self._at.attempt(_clock())
 
     def placed(self) -> None:
-        """The prefill worker is asked next."""
+        """Records that the placement is known; the prefill worker is next."""
         now = self._at.submitted_at = _clock()
         if self.traceparent:
             self._tracer.span("placing", self.traceparent, self._at.attempted_at, now)
 
     def taken(self) -> None:
-        """The prefill worker has it."""
+        """Records that the prefill worker has accepted the request."""
         self._at.answered_at = _clock()
 
     def tokens(self, count: int) -> None:
-        """`count` tokens arrived together: one gap, then none."""
+        """Records `count` tokens that arrived together: one gap, then gaps of zero."""
         metrics, now, last_at = self._metrics, _clock(), self._at.last_at
         metrics.generation_tokens.add(count)
         self._figures.totals["output_tokens"] += count
@@ -166,7 +166,7 @@ class Timings:
         self._at.tokens(now)
 
     def finished(self, reason: FinishReason) -> None:
-        """With the last token."""
+        """Records the end after the last token."""
         metrics, state, now = self._metrics, self._state, _clock()
         metrics.running.dec()
         self._figures.totals["finished"] += 1

@@ -1,1 +1,1 @@
-"""The HTTP interface: connections, middleware, routes, errors, and endpoints for operators."""
+"""HTTP interface: connections, middleware, routes, errors, and endpoints for operators."""

@@ -1,9 +1,9 @@
-"""The application: routes, what `/openapi.json` says of each, and errors in OpenAI's form.
+"""The ASGI application: routes, their description in `/openapi.json`, and errors in OpenAI's form.
 
-The document has the schemas of the models that check bodies, so it cannot promise another thing than is checked.
-Replies have open schemas: what is named is there, more may be. FastAPI's own documentation is not used: it never sees a
-body (`gateway.http.connection` reads it, bounded). Nor is its routing for paths without parameters, which the front
-door looks up: it takes a third of a millisecond of every first token.
+The document contains the schemas of the models that validate bodies, so it always matches the validation. Schemas of
+replies are open: the named fields are present, others may be. FastAPI's own documentation is not used, because FastAPI
+never sees a body (`gateway.http.connection` reads it, bounded). Paths without parameters bypass FastAPI's routing,
+which takes a third of a millisecond of every first token: the middleware looks them up.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def build_app(
     limiter: Limiter,
     limits: KeyLimits,
 ) -> ASGIApp:
-    """The whole HTTP interface. `limits`: of keys that have none of their own."""
+    """Builds the whole HTTP interface. `limits`: limits of keys that have none of their own."""
     app = FastAPI(
         title="moonserve",
         version=package_version(),
         redirect_slashes=False,
-        docs_url=None,  # these pages load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         exception_handlers={
             ApiError: _on_error,
             MoonserveError: _on_error,
             HTTPException: _on_http_error,
-            Exception: _on_error,  # re-raised after the reply, so that the front door logs it
+            Exception: _on_error,  # re-raised after the reply, so that the middleware logs it
         },
     )
     routes = _routes(api, model, responses, operations)
@@ -75,7 +75,7 @@ def build_app(
 
 
 def _routes(api: Api, model: ServedModel, responses: Responses, operations: Operations) -> list[Route]:
-    """In the order of `/openapi.json`."""
+    """Returns the routes in the order of `/openapi.json`."""
     response, status, ops = "/v1/responses/{response_id:path}", _object(status=_TEXT), operations
     explained = "/v1/requests/{request_id:path}/explain"
     chats, completions = "/v1/chat/completions", "/v1/completions"
@@ -119,7 +119,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """The router's own: no such path, wrong method."""
+    """Handles the router's own errors: unknown path, wrong method."""
     if not isinstance(error, HTTPException):
         raise error
     messages = {
@@ -136,7 +136,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return await _on_error(request, refusal)
 
 
-# What the document says
+# The OpenAPI document
 
 _ERROR: Json = {
     "type": "object",
@@ -160,7 +160,7 @@ _ERROR: Json = {
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _TEXT: Json = {"type": "string"}
 
-# Every endpoint may refuse so: keys, limits and the cluster's state come before all of them.
+# Errors of every endpoint: keys, limits and the cluster's state are checked first.
 _REFUSALS: Mapping[int, str] = {
     401: "missing or wrong API key",
     413: "the body is larger than accepted",
@@ -169,7 +169,7 @@ _REFUSALS: Mapping[int, str] = {
     503: "no worker, or the server is shutting down",
     504: "the request took longer than its time limit",
 }
-# Endpoints that read a body.
+# Errors of endpoints that read a body.
 _BODY_REFUSALS: Mapping[int, str] = {
     400: "a parameter is wrong, unknown to the model or not supported; `param` names it",
     404: "no such model",
@@ -180,7 +180,7 @@ _BODY_REFUSALS: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An endpoint and what the document says of it."""
+    """An endpoint and its description in the document."""
 
     method: str
     path: str
@@ -189,10 +189,10 @@ class Route:
     reply: Json = field(default_factory=lambda: _TEXT)
     body: type[BaseModel] | Json | None = None
     media_type: str = "application/json"
-    streams: bool = False  # it may answer with server-sent events
+    streams: bool = False  # may answer with server-sent events
 
     def document(self) -> Json:
-        """Its OpenAPI operation."""
+        """Returns the endpoint's OpenAPI operation."""
         content: Json = {self.media_type: {"schema": self.reply}}
         if self.streams:
             content["text/event-stream"] = {"schema": _TEXT}
@@ -221,14 +221,14 @@ def _error(why: str) -> Json:
 
 
 def _schema_of(model: type[BaseModel]) -> Json:
-    """A body's schema without references; our models do not refer to themselves."""
+    """Returns a body's schema with references inlined. The models must not be recursive."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     inlined: Json = _inline(schema, schema.pop("$defs", {}))
     return inlined
 
 
 def _responses_body() -> Json:
-    """The body of `/v1/responses`, with the parameters that it shares with chat completions."""
+    """Returns the schema of the body of `/v1/responses`, including parameters shared with chat completions."""
     schema = _schema_of(ResponsesBody)
     chat = _schema_of(ChatBody)["properties"]
     shared = {name: chat[name] for name in SHARED if name in chat}
@@ -246,7 +246,7 @@ def _inline(schema: Any, definitions: Json) -> Any:
 
 
 def _object(**properties: Any) -> Json:
-    """All of them are there; more may be."""
+    """Returns an object schema in which all given properties are required and others are allowed."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 

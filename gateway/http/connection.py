@@ -1,7 +1,6 @@
-"""What ASGI has no word for: to end a client's connection, to wait for its reading after the last byte, and to write
-without waiting.
+"""Operations on a client's connection that ASGI lacks: abort, wait until the client has read, write without waiting.
 
-uvicorn's `send` is a method of its request cycle, which knows the transport. The front door leaves a Connection in the
+uvicorn's `send` is a method of its request cycle, which knows the transport. The middleware stores a Connection in the
 scope.
 """
 
@@ -19,58 +18,60 @@ from gateway.http.errors import ApiError
 from protocol.errors import Cancelled
 
 KEY = "moonserve.connection"
-_RESET = struct.pack("@ii", 1, 0)  # linger for 0 s: closing discards what is unsent (socket(7))
+_RESET = struct.pack("@ii", 1, 0)  # linger for 0 s: closing discards unsent data (socket(7))
 
 
 class Connection:
-    """The client's connection behind one request."""
+    """The client's connection of one request."""
 
     def __init__(self, send: Send) -> None:
         self._cycle: Any = send.__self__  # type: ignore[attr-defined]
 
     @staticmethod
     def of(scope: Scope) -> Connection:
-        """The one that the front door left in the scope."""
+        """Returns the connection that the middleware stored in the scope."""
         found: Connection = scope[KEY]
         return found
 
     def may_wait(self) -> bool:
-        """Whether sending now could wait for the client."""
+        """Returns True if sending now could wait for the client."""
         return bool(self._cycle.flow.write_paused)
 
     def takes_chunks(self) -> bool:
-        """Whether `write_chunk` may be called: the reply has begun, has no known length, and nobody waits."""
+        """Returns True if `write_chunk` may be called: the reply has begun, is chunked, and sending need not wait."""
         cycle = self._cycle
         return cycle.chunked_encoding is True and not (cycle.disconnected or self.may_wait())
 
     def write_chunk(self, body: bytes) -> None:
-        """A part of the reply's body, now: what `send` does for one, without the coroutines on the way to it."""
+        """Writes a part of the reply's body immediately. Equals `send` of a body, without its coroutines."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def drained(self) -> None:
-        """Waits until the client has taken what was sent, but for the last buffer's worth."""
+        """Waits until the client has taken what was sent, except for at most one buffer."""
         if self.may_wait():
             await self._cycle.flow.drain()
 
     def close_after_reply(self) -> None:
-        """No further request on this connection."""
+        """Accepts no further request on this connection."""
         self._cycle.keep_alive = False
 
     def abort(self) -> None:
-        """Drops the connection and whatever is still buffered for it, here and in the kernel."""
+        """Drops the connection and all data still buffered for it, here and in the kernel."""
         drop(self._cycle.transport)
 
 
 def drop(transport: asyncio.Transport) -> None:
-    """Ends a connection without sending what is still buffered for it. No-op when it has ended."""
+    """Ends a connection without sending buffered data. Does nothing if it has ended."""
     client = transport.get_extra_info("socket")
-    if client is not None and client.fileno() >= 0:  # or the kernel would keep megabytes for a client that hardly reads
+    # else the kernel would keep megabytes for a client that hardly reads
+    if client is not None and client.fileno() >= 0:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises ApiError: 413 as soon as it is known to be too long, 408 when it does not come."""
+    """Reads the whole body. Raises ApiError: 413 as soon as the body is known to be too long, 408 if it does not arrive
+    in time. Raises Cancelled if the client disconnects."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > max_bytes:
         raise _too_large(max_bytes)

@@ -1,6 +1,6 @@
-"""Failures as HTTP replies: the one place where an error becomes a status code and an OpenAI error body.
+"""Errors as HTTP replies: the only place that maps an exception to a status code and an OpenAI error body.
 
-Whatever is not in the table is our own bug: 500 without details of the inside.
+An exception that is not in the table is a bug: 500 without internal details.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.errors import (
 
 
 class ApiError(Exception):
-    """An error as it leaves the gateway."""
+    """An error reply of the gateway."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, float | None] | None = None,
     ) -> None:
-        """`extra`: further fields of the body; None = it has none of that name."""
+        """`extra`: further fields of the body; fields that are None are left out."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -48,26 +48,26 @@ class ApiError(Exception):
         self._extra = {name: value for name, value in (extra or {}).items() if value is not None}
 
     def body(self) -> bytes:
-        """`{"error": {…}}` as JSON."""
+        """Returns `{"error": {…}}` as JSON."""
         named = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": {**named, **self._extra}}).encode()
 
     def response(self) -> Response:
-        """The reply."""
+        """Returns the HTTP response."""
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def invalid(message: str, param: str | None) -> ApiError:
-    """400 for a parameter that cannot be."""
+    """Returns the error 400 for an invalid parameter."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 
 def unsupported(message: str, param: str) -> ApiError:
-    """400 for a parameter that asks for what this server does not do."""
+    """Returns the error 400 for a parameter that this server does not support."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-# Order matters: the first class that fits. (class, status, type, code)
+# Rows are (class, status, type, code). The first matching class counts.
 _TABLE: tuple[tuple[type[MoonserveError], int, str, str], ...] = (
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
@@ -81,7 +81,7 @@ _PREDICTED = ("predicted_ttft_s", "predicted_tbt_s")
 
 
 def reply_for(error: BaseException) -> ApiError:
-    """What the client is told of any exception."""
+    """Returns the reply to the client for any exception."""
     if isinstance(error, ApiError):
         return error
     for cls, status, kind, code in _TABLE:
@@ -99,5 +99,5 @@ def reply_for(error: BaseException) -> ApiError:
 
 
 def _retry_after(error: MoonserveError) -> dict[str, str]:
-    """Retry-After is whole seconds (RFC 9110, 10.2.3), so never 0 when we want a pause."""
+    """Returns the header Retry-After in whole seconds (RFC 9110, 10.2.3), at least 1 so that the client pauses."""
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}

@@ -1,7 +1,7 @@
-"""The front door: what holds for every request before a route sees it.
+"""ASGI middleware for every request before it reaches a route.
 
-Gives each request its id and echoes it, checks the API key on the paths that cost something, opens and ends its visit
-(`gateway.access.limiter`), and turns what nobody caught into an OpenAI error. Plain ASGI.
+Assigns each request an id and echoes it, checks the API key except on open paths, opens and ends the request's visit
+(`gateway.access.limiter`), and turns uncaught exceptions into OpenAI errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 _OPEN_PATHS = frozenset(
     {"/health", "/ready", "/metrics", "/metrics/cluster", "/version", "/dashboard", "/openapi.json"}
 )
-# It becomes a part of ids, headers and log lines.
+# The id becomes part of other ids, headers and log lines.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -61,7 +61,7 @@ class FrontDoor:
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
-        # Clients repeat their ids, on retries and by mistake; within the cluster an id is one request.
+        # Clients repeat their ids, on retries and by mistake; in the cluster each id is one request.
         is_given = request_id.encode() == given
         unique = f"{request_id}-{secrets.token_hex(4)}" if is_given else request_id
         scope["state"]["cluster_id"] = unique
@@ -69,7 +69,7 @@ class FrontDoor:
         try:
             await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
         finally:
-            del scope[KEY]  # what uvicorn keeps of a request holds its scope, and this holds that
+            del scope[KEY]  # breaks a reference cycle: uvicorn's request cycle holds the scope, which holds the cycle
 
     async def _answer(self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]) -> None:
         visit: Visit | None = None
@@ -93,7 +93,7 @@ class FrontDoor:
                 visit.leave()
 
     def _identify(self, path: str, authorization: bytes) -> Identity:
-        """Raises ApiError (401), or NoWorker while the keys are not known."""
+        """Returns the identity of the request's key. Raises ApiError (401), or NoWorker while the keys are unknown."""
         if path in _OPEN_PATHS:
             return Identity()
         if self._keys.is_open:
@@ -117,13 +117,13 @@ class FrontDoor:
 
 
 class _Echo:
-    """Adds the request id, and what else the client is told, to the reply's headers."""
+    """Adds the request id and further headers to the reply."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self._request_id = request_id
         self.started = False
-        self.headers: Mapping[str, str] = {}  # of the reply; as they are when it starts
+        self.headers: Mapping[str, str] = {}  # of the reply; read when it starts
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -136,6 +136,6 @@ class _Echo:
         await self._send(message)
 
     async def fail(self, scope: Scope, receive: Receive, error: Exception) -> None:
-        """An error reply, unless another reply has begun."""
+        """Sends an error reply unless a reply has begun."""
         if not self.started:
             await reply_for(error).response()(scope, receive, self.send)

@@ -1,4 +1,4 @@
-"""Endpoints for operators: liveness, readiness, metrics, version, the cluster's state and its page."""
+"""Endpoints for operators: liveness, readiness, metrics, version, state of the cluster, dashboard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Operations:
         self._page = _PAGE.read_text(encoding="utf-8")
 
     async def health(self, request: Request) -> Response:
-        """GET /health: the process lives."""
+        """GET /health: the process is alive."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -60,11 +60,11 @@ class Operations:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics: of this gateway, in Prometheus' text form."""
+        """GET /metrics: metrics of this gateway in Prometheus' text format."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def cluster_metrics(self, request: Request) -> Response:
-        """GET /metrics/cluster: of all processes, each sample with the label `process`."""
+        """GET /metrics/cluster: metrics of all processes, each sample with the label `process`."""
         return Response(await self._of_cluster.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:
@@ -72,7 +72,7 @@ class Operations:
         return JSONResponse({"version": package_version()})
 
     async def cluster(self, request: Request) -> Response:
-        """GET /v1/cluster: what runs where, as of at most a second ago."""
+        """GET /v1/cluster: state of all instances, normally at most a second old."""
         view = self._gateway.cluster.view
         if view is None:
             raise NoWorker("the conductor does not answer")
@@ -93,8 +93,8 @@ class Operations:
         )
 
     async def figures(self, request: Request) -> Response:
-        """GET /v1/figures: the last minute as this gateway saw it, and every instance's rails. Prefixes and requests
-        are shown to who may see all tenants."""
+        """GET /v1/figures: figures of the last minute at this gateway, and every instance's rails. Prefixes and
+        requests are included only for keys without a tenant, which may see all tenants."""
         gateway, now = self._gateway, asyncio.get_running_loop().time()
         view = gateway.cluster.view
         figures = gateway.figures.as_json(now)
@@ -110,10 +110,10 @@ class Operations:
         return JSONResponse(figures)
 
     async def explain(self, request: Request) -> Response:
-        """GET /v1/requests/{request_id}/explain: why a request went where it went, and what then happened."""
+        """GET /v1/requests/{request_id}/explain: why a request was placed where it was, and what happened then."""
         known_id, ask = request.path_params["request_id"], self._gateway.cluster.explain
         request_id, decisions, last = await explain(known_id, ask)
-        # Ids are no secret, clients choose them. Who is nobody in particular operates the cluster, and sees all.
+        # Ids are not secret, since clients choose them. A key without a tenant belongs to an operator and sees all.
         if tenant := visit_of(request).identity.tenant:
             decisions = [each for each in decisions if each["turn"]["tenant"] == tenant]
         if not decisions:
@@ -121,21 +121,23 @@ class Operations:
         return JSONResponse({"request_id": request_id, "decisions": decisions})
 
     async def dashboard(self, request: Request) -> Response:
-        """GET /dashboard: the cluster's state for people."""
+        """GET /dashboard: page with the cluster's state."""
         return HTMLResponse(self._page)
 
 
-# Why a request went where it went
+# Explanations of placements
 
 
 async def explain(known_id: str, ask: Ask) -> tuple[str, list[dict[str, Any]], conductor_pb2.ExplainReply]:
-    """From an id that a client knows, from a header or a body, to the conductor's records of all its placements: its
-    id in the cluster, decisions (conductor.decision.Decision as JSON) per choice and attempt, in that order, and the
-    conductor's last reply. Raises what `ask` raises.
+    """Returns the conductor's records of all placements of a request.
 
-    Clients name requests as they like, and use a name again; the cluster's id differs then. The conductor is told the
-    name with the first placement, so that every gateway can explain what another one served. It is asked for one id
-    after the other: most requests have one choice and one attempt.
+    `known_id` is an id that a client knows from a header or a body. Returns the id in the cluster, decisions
+    (conductor.decision.Decision as JSON) by choice and attempt, and the conductor's last reply. Raises whatever `ask`
+    raises.
+
+    Clients choose names of requests and may reuse them; the id in the cluster is then another one. The conductor
+    receives the name with the first placement, so every gateway can explain requests of the others. Ids are requested
+    one after the other: most requests have one choice and one attempt.
     """
     for name in dict.fromkeys((known_id, _BODY_ID.sub("", known_id))):
         named = await ask(name)
@@ -147,10 +149,10 @@ async def explain(known_id: str, ask: Ask) -> tuple[str, list[dict[str, Any]], c
 
 
 async def _decisions(request_id: str, ask: Ask) -> tuple[list[dict[str, Any]], conductor_pb2.ExplainReply]:
-    """Decisions about all attempts of all choices, up to the first unknown choice, and the last reply. A choice's first
-    attempts may have been forgotten, or made by an earlier leader."""
+    """Returns the decisions about all attempts of all choices, up to the first unknown choice, and the last reply. A
+    choice's first attempts may be forgotten, or may have been made by an earlier leader."""
     decisions: list[dict[str, Any]] = []
-    # Of the attempt that is asked for; whether its choice has others.
+    # The current attempt, and whether an attempt of its choice was found.
     index, attempt, is_known = 0, 1, False
     while True:
         reply = await ask(attempt_id(choice_id(request_id, index), attempt))
@@ -174,7 +176,7 @@ def _not_remembered(known_id: str, last: conductor_pb2.ExplainReply) -> str:
 
 
 def _place(instance: conductor_pb2.InstanceView) -> tuple[int, int, str]:
-    """Sort key of an instance. The order in which instances joined would change with every restart."""
+    """Returns the sort key of an instance; the order of joining would change with every restart."""
     instance_id = instance.endpoint.instance_id
     return instance.role, len(instance_id), instance_id
 
@@ -200,7 +202,7 @@ def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:
 
 
 def _numbers(message: Any) -> dict[str, Any]:
-    """Fields of a message without messages in it. Not as `MessageToDict`, which makes strings of large numbers."""
+    """Returns the fields of a flat message. Unlike `MessageToDict` it does not turn large integers into strings."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 

@@ -1,10 +1,9 @@
-"""uvicorn's HTTP protocol with bounds: a head has a size and a time, a body a time, who does not read is let go, there
-are no more connections than files can be open, and when the gateway stops no request is lost on its way.
+"""uvicorn's HTTP protocol with bounds on size and time, on slow readers and on the number of connections.
 
-Rule: a connection whose reply is under way is ended for one reason only, that its client does not read. What uvicorn
-itself leaves open: heads may be endless, a connection may say nothing for ever, and the body of a request that was
-refused may trickle in for ever. Timers run only while a client is waited for, so that a request that comes in one piece
-costs none.
+Rule: a connection with a reply in flight is ended for one reason only, that its client does not read. uvicorn itself
+allows endless heads, connections that stay silent forever, and a refused request's body that trickles in forever.
+Timers run only while the gateway waits for a client, so a request that arrives in one piece costs none. When the
+gateway stops, no request is lost on its way.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from gateway.http.errors import ApiError, reply_for
 log = logging.getLogger(__name__)
 
 MOST_REFUSED = 64
-"""Connections above the most that are told why they are refused; more are closed at once."""
+"""Connections above the maximum that receive the reason of their refusal; further ones are closed at once."""
 
 LINGER_S = 0.5
-"""What a connection that says nothing is still open for when the gateway stops, in seconds: a request that has left its
-client, or waits in the kernel, comes within that and has its reply."""
+"""Seconds for which a silent connection stays open when the gateway stops. A request that has left its client, or waits
+in the kernel, arrives within this time and is answered."""
 
 _LOOK_AGAIN_S = 1.0
-# What a reader must take of its buffer within `slow_client_s` to count as one. The kernel's own buffers, which it
-# empties first, are hundreds of KiB.
+# Bytes of its buffer that a client must take within `slow_client_s` to count as reading. The kernel's own buffers,
+# which it empties first, are hundreds of KiB.
 _LEAST_READ_BYTES = 16 * 2**10
 
 
 class _Phase(Enum):
-    """What a client is to send next."""
+    """Part of a request that the client sends next."""
 
     HEAD = auto()
     BODY = auto()
@@ -45,7 +44,7 @@ class _Phase(Enum):
 
 
 class Doors:
-    """All connections of a gateway, and whether they are to end."""
+    """All connections of a gateway, and whether they are closing."""
 
     def __init__(self) -> None:
         self.are_closing = False
@@ -54,7 +53,7 @@ class Doors:
         self._nobody_inside.set()
 
     def close(self) -> None:
-        """Each connection ends with its next reply, or in silence."""
+        """Ends each connection after its next reply, or once it is silent."""
         self.are_closing = True
         for connection in self._inside:
             connection.leave()
@@ -75,7 +74,7 @@ class Doors:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection with bounds on its head, its body and its reader."""
 
     def __init__(
         self,
@@ -91,14 +90,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._phase = _Phase.HEAD
         self._message = 0  # number of the message of `_phase`
-        self._waits_for: tuple[int, _Phase] | None = None  # what the timer is about
+        self._waits_for: tuple[int, _Phase] | None = None  # message and phase that the timer belongs to
         self._timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0  # of this message, as far as parsed
         self._fed_bytes = 0  # since its head began, parsed or not
         self._refusal: ApiError | None = None
-        self._refusal_of_any: ApiError | None = None  # whatever it asks for
+        self._refusal_of_any: ApiError | None = None  # applies to any request on this connection
 
     # From the transport
 
@@ -131,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        # Of a head that began within these data, parsing has told what is complete, and that is enough.
+        # If a head began within these data, the parser has counted its complete parts, which is enough.
         self._fed_bytes += len(data) if self._message == message else 0
         if self._phase is _Phase.HEAD and self._fed_bytes > self._patience.max_header_bytes:
             self._refusal = self._too_large()
@@ -149,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read_timer.cancel()
             self._read_timer = None
 
-    # From the parser. What these raise comes back as a parser's error, and ends in `send_400_response`.
+    # From the parser. An exception raised here comes back as a parser error and ends in `send_400_response`.
 
     def on_message_begin(self) -> None:
         self._phase, self._message = _Phase.HEAD, self._message + 1
@@ -175,11 +174,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """The refusal if there is one, else that this was no HTTP; then the connection ends."""
+        """Replies with the refusal if there is one, else with 400 for invalid HTTP; then ends the connection."""
         error = self._refusal or ApiError(400, "this is not HTTP/1.1", code="invalid_http")
         self._refusal = error
         if self._is_replying():
-            self.transport.abort()  # what is said now would be taken for a part of the reply
+            self.transport.abort()  # bytes written now would be taken for a part of the reply
             return
         reply = reply_for(error)
         body = reply.body()
@@ -196,7 +195,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # Leaving
 
     def leave(self) -> None:
-        """Ends with the reply under way, or the next one, or once the client has said nothing for `LINGER_S`."""
+        """Ends the connection after the reply in flight or the next one, or after `LINGER_S` of silence."""
         if self._is_replying():
             self.cycle.keep_alive = False
         self._linger_timer = self.loop.call_later(LINGER_S, self._end_if_silent)
@@ -210,7 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # Waiting
 
     def _count(self, num_bytes: int) -> None:
-        """Also of trailers, which come after the body."""
+        """Counts bytes of the head and of trailers, which come after the body. Raises ApiError above the limit."""
         self._head_bytes += num_bytes
         if self._head_bytes > self._patience.max_header_bytes:
             self._refusal = self._too_large()
@@ -221,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return ApiError(431, f"the head of the request is larger than {most} bytes", code="headers_too_large")
 
     def _wait(self) -> None:
-        """Sees to it that what the client is to send next is not waited for for ever."""
+        """Starts the timer for the part that the client sends next."""
         awaited = None if self._phase is _Phase.NOTHING else (self._message, self._phase)
         if awaited == self._waits_for:
             return
@@ -238,7 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, callback)
 
     def _give_up(self) -> None:
-        if self._is_replying():  # a body's reader has its own deadline, and replies
+        if self._is_replying():  # the reader of a body has its own deadline, and replies
             self._after(_LOOK_AGAIN_S, self._give_up)
         elif self._phase is _Phase.HEAD and self._message:
             self._refusal = ApiError(
@@ -248,7 +247,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 code="request_timeout",
             )
             self.send_400_response("")
-        else:  # it has said nothing at all, or has its reply and goes on sending
+        else:  # the client is silent, or has its reply and continues to send
             self.transport.close()
 
     def _is_replying(self) -> bool:
@@ -259,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(self._patience.slow_client_s, self._check_reader, unread)
 
     def _check_reader(self, unread_before: int) -> None:
-        """Lets go of a client that has hardly read since."""
+        """Drops a client that has hardly read since the last check."""
         if self.transport.get_write_buffer_size() <= unread_before - _LEAST_READ_BYTES:
             self._watch_reader()
             return

@@ -1,1 +1,1 @@
-"""OpenAI's API: bodies checked, prompts made, output as replies and streams. Its handlers are in endpoints.py."""
+"""OpenAI's API: validation of bodies, construction of prompts, replies and streams. Handlers are in `endpoints`."""

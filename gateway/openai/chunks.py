@@ -1,7 +1,7 @@
-"""Replies of chats and completions, as server-sent events and as whole bodies, which say the same.
+"""Replies of chats and completions, both as server-sent events and as whole bodies, with the same content.
 
-All that is the same in every chunk is formatted once per request; a chunk of text is then a few string joins.
-JSON is written in ASCII: clients that split lines as Unicode does would break an event at a raw U+2028. Pure.
+Parts that are equal in every chunk are formatted once per request; a chunk of text then takes a few string joins. JSON
+is written in ASCII: clients that split lines by Unicode's rules would break an event at a raw U+2028. Pure.
 """
 
 from __future__ import annotations
@@ -30,64 +30,65 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What a reply's chunks have in common."""
+    """Fields that all chunks of a reply share."""
 
     id: str
     created: int  # Unix seconds
     model: str
 
     def opening(self, kind: str) -> str:
-        """A chunk up to its choices."""
+        """Returns the beginning of a chunk, up to its choices."""
         name, model = encode_basestring_ascii(self.id), encode_basestring_ascii(self.model)
         return f'data: {{"id":{name},"object":"{kind}","created":{self.created},"model":{model}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wants:
-    """What the client asked to see."""
+    """Optional parts of the reply that the client requested."""
 
     usage: bool
     token_ids: bool
     logprobs: bool
-    echoed_logprobs: int | None = None  # likeliest of each token of the echoed prompt; None = nothing of it
+    # number of likeliest tokens per token of the echoed prompt; None = not requested
+    echoed_logprobs: int | None = None
     prompt_logprobs: int | None = None  # likewise, in vLLM's form
     skip_special_tokens: bool = True
 
 
 class Chunks(ABC):
-    """One reply in its form: the chunks of a stream, in the order of the methods, or a whole body."""
+    """Format of one reply: as chunks of a stream, in the order of the methods, or as a whole body."""
 
     @abstractmethod
     def first(self) -> str:
-        """What comes before any output."""
+        """Returns the chunks that precede all output."""
 
     @abstractmethod
     def piece(self, piece: Piece) -> str:
-        """A chunk for new output; empty when there is nothing to show."""
+        """Returns a chunk of new output; empty if there is nothing to show."""
 
     def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
-        """The chunk with `x_timing`, for choices that have ended. Responses have none: their body cannot ask for it."""
+        """Returns the chunk with `x_timing`, for choices that have ended. Responses cannot request it."""
         raise NotImplementedError
 
     @abstractmethod
     def usage(self, usage: dict[str, Any]) -> str:
-        """The chunk with `choices: []`."""
+        """Returns the chunk with `choices: []` and the usage."""
 
     def ending(self) -> bytes:
-        """What comes after all output."""
+        """Returns the end of a stream."""
         return DONE
 
     def failure(self, reply: ApiError) -> bytes:
-        """An error after the first byte of a stream; nothing comes after it."""
+        """Returns an error event after the start of a stream; nothing follows it."""
         return b"data: " + reply.body() + b"\n\n"
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        """The reply that is not streamed, of one piece per choice."""
+        """Returns the whole reply, given one piece per choice."""
 
 
 class CompletionLike(Chunks):
-    """What chat and completions share: a choice as JSON, and by hand where it is nothing but text."""
+    """Common part of chats and completions. A choice is built as JSON, or by string joins if it is only text."""
 
     chunk_kind = whole_kind = ""
     text_opening = ""  # between the choice's index and its text
@@ -100,7 +101,7 @@ class CompletionLike(Chunks):
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[Sequence[int]],
     ) -> None:
-        """`prompt_token_ids`: of each choice's prompt."""
+        """`prompt_token_ids`: token ids of each choice's prompt."""
         self._heading = heading
         self._wants = wants
         self._tokenizer = tokenizer
@@ -110,11 +111,11 @@ class CompletionLike(Chunks):
 
     @abstractmethod
     def choice(self, piece: Piece) -> dict[str, Any]:
-        """An entry of a chunk's `choices`."""
+        """Returns an entry of a chunk's `choices`."""
 
     @abstractmethod
     def whole_choice(self, piece: Piece) -> dict[str, Any]:
-        """An entry of a whole reply's `choices`."""
+        """Returns an entry of a whole reply's `choices`."""
 
     def piece(self, piece: Piece) -> str:
         if self._wants.token_ids or self._wants.logprobs:
@@ -156,7 +157,7 @@ class CompletionLike(Chunks):
         return {"prompt_token_ids": ids} if self._wants.token_ids else {}
 
     def _of_prompt(self, piece: Piece) -> dict[str, Any]:
-        """What a client wants to see of a choice's prompt in a whole reply."""
+        """Returns the requested facts about a choice's prompt for a whole reply."""
         told, num_top = self._ids_of_prompt(piece.index), self._wants.prompt_logprobs
         if num_top is not None:
             ids = self._prompt_token_ids[piece.index]
@@ -165,7 +166,7 @@ class CompletionLike(Chunks):
 
 
 class ChatChunks(CompletionLike):
-    """`chat.completion.chunk` and `chat.completion`."""
+    """Format of `chat.completion.chunk` and `chat.completion`."""
 
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
@@ -173,7 +174,7 @@ class ChatChunks(CompletionLike):
     text_closing = "}"
 
     def first(self) -> str:
-        """The role of each choice's message."""
+        """Returns a chunk with the role of each choice's message."""
         opening = self._opening
         if self._wants.token_ids:
             opening += f',"prompt_token_ids":{_compact(self._prompt_token_ids[0])}'
@@ -207,12 +208,12 @@ class ChatChunks(CompletionLike):
         return super().whole(pieces, usage) | self._of_prompt(pieces[0])
 
     def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
-        """What the piece adds to the message, and why the choice ended."""
+        """Returns the piece's addition to the message, and the reason why the choice ended."""
         return {"content": piece.text}, piece.finish_reason
 
 
 class CompletionChunks(CompletionLike):
-    """`text_completion`, of which streams have no further form."""
+    """Format of `text_completion`, for streams and whole bodies."""
 
     chunk_kind = whole_kind = "text_completion"
     text_opening = '"text":'
@@ -231,8 +232,8 @@ class CompletionChunks(CompletionLike):
         self._offsets = [len(echo) for echo in echoes]
 
     def first(self) -> str:
-        """The echoed prompts, if they were asked for, and the prompts' token ids. What is known of a prompt's tokens
-        comes with its choice's first piece, and so does the prompt then."""
+        """Returns the echoed prompts, if requested, and the prompts' token ids. If log-probabilities of an echoed
+        prompt are requested, the prompt comes with its choice's first piece instead."""
         if self._wants.echoed_logprobs is not None:
             return ""
         return "".join(
@@ -242,7 +243,7 @@ class CompletionChunks(CompletionLike):
         )
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        # One event with the prompt: its id, where it has one, says that the client has all of the piece.
+        # The prompt is in the same event: the event's id, if any, says that the client has the whole piece.
         if self._wants.echoed_logprobs is None or piece.prompt_logprobs is None:
             return self._choice(piece, "")
         return self._choice(piece, self._echoes[piece.index]) | self._ids_of_prompt(piece.index)

@@ -1,7 +1,8 @@
-"""The OpenAI endpoints that generate: a checked body in, a reply that waits for the cluster out.
+"""OpenAI endpoints that generate: validate a body and return a reply that waits for the cluster.
 
-Each endpoint is the same five steps: parse, find the model, make prompts, make choices, ask. A request is charged to
-its key's limits before the cluster is asked. Knows neither sockets nor how a placement comes about.
+Each endpoint has the same five steps: parse the body, find the model, make prompts, make choices, start the
+generations. A request is charged to its key's limits before the cluster is involved. This module does not know sockets
+or how a placement is made.
 """
 
 from __future__ import annotations
@@ -59,24 +60,24 @@ from gateway.openai.tools.plan import ToolPlanner
 from gateway.openai.tools.replies import ToolChunks
 from protocol.grammar import Grammars
 
-_MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so longer names are known by a digest
+_MAX_TENANT = 256  # characters; the conductor keeps it with each decision, so a longer name is replaced by a digest
 _TENANT_DIGEST_BYTES = 16
 _MAX_SESSION_ID = 256  # characters; the conductor hashes it
-# Tokens of each choice that count against a key's limits before they are there, at most. Without `max_tokens` a client
+# Upper bound on the tokens of each choice that are charged in advance to a key's limits. Without `max_tokens` a client
 # allows the whole context, which few answers fill and most keys may not use within a minute.
 _EXPECTED_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyPlan:
-    """One request as it goes to the cluster, and how its output becomes a reply."""
+    """One request for the cluster, and the format of its reply."""
 
     body: SamplingBody
     prompts: Sequence[Prompt]
     choices: tuple[Choice, ...]
     chunks: Chunks
     heading: Heading
-    last: EventId | None  # event that the client has, of a stream that goes on
+    last: EventId | None  # last event that the client has, if this request resumes a stream
 
 
 class Api:
@@ -108,7 +109,7 @@ class Api:
         return await self.reply(request, await self.chat_plan(request, body, "chatcmpl-"))
 
     async def chat_plan(self, request: Request, body: ChatBody, id_prefix: str) -> ReplyPlan:
-        """A chat completion, ready to be asked for; another API may replace its chunks."""
+        """Prepares a chat completion; another API may replace its chunks."""
         self._model.require(body.model)
         last = resuming.last_event(request, body)
         body = resuming.seeded(body, last)
@@ -167,7 +168,7 @@ class Api:
     # Steps
 
     def _heading(self, prefix: str, request: Request, body: SamplingBody, last: EventId | None) -> Heading:
-        """A stream that goes on keeps its name."""
+        """Returns the reply's heading. A resumed stream keeps its id and creation time."""
         return Heading(
             id=last.response_id if last else f"{prefix}{request.state.cluster_id}",
             created=last.created if last else int(time.time()),
@@ -180,7 +181,7 @@ class Api:
         return self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
     async def reply(self, request: Request, plan: ReplyPlan) -> ClusterReply:
-        """Asks the cluster; the reply waits for it."""
+        """Starts the request's generations and returns the reply, which waits for them."""
         body, last = plan.body, plan.last
         fingerprint = self._gateway.cluster.facts().fingerprint
         choices = resuming.without_known(plan.choices, last, fingerprint)
@@ -208,7 +209,7 @@ def _whole(plan: ReplyPlan, answer: Answer, pieces: list[Piece]) -> dict[str, An
 
 
 def _behind(plan: ReplyPlan, answer: Answer) -> str:
-    """The chunks of a stream that come after all output."""
+    """Returns the chunks of a stream that follow all output."""
     timing = plan.chunks.timing(answer.timing()) if plan.body.x_timing else ""
     is_wanted = plan.body.includes_usage
     return timing + (plan.chunks.usage(usage_of(answer, plan.prompts)) if is_wanted else "")
@@ -225,11 +226,11 @@ def _wants(body: SamplingBody, *, logprobs: bool) -> Wants:
     )
 
 
-# From a checked body to the cluster
+# From a validated body to the cluster
 
 
 def _wish_of(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> Wish:
-    """The request as the cluster gets it, with what its headers say. Raises ApiError for headers that say nothing."""
+    """Makes the cluster's request of a body and the HTTP headers. Raises ApiError for invalid headers."""
     identity = visit_of(request).identity
     return Wish(
         request_id=request.state.cluster_id,
@@ -247,7 +248,7 @@ def _wish_of(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) 
 
 
 def _tenant(identity: Identity, body: SamplingBody) -> str:
-    """The tenant of the key; where keys name none, the one that the client names."""
+    """Returns the tenant of the key; if keys name no tenants, the `user` that the client names."""
     if identity.tenant is not None:
         return identity.tenant
     named = body.user or ""
@@ -264,7 +265,7 @@ def _session_id(request: Request) -> str:
 
 
 def _milliseconds(request: Request, header: str) -> float:
-    """A header in milliseconds as seconds; 0 when it is absent."""
+    """Returns a header in milliseconds as seconds; 0 if it is absent."""
     given = request.headers.get(header)
     if given is None:
         return 0.0
@@ -278,8 +279,8 @@ def _milliseconds(request: Request, header: str) -> float:
 
 
 async def _admitted(request: Request, gateway: Gateway, wish: Wish, prompts: Sequence[Prompt]) -> Answer:
-    """Asks the cluster, at the expense of the key's limits. Raises ApiError where a limit is reached, and what
-    `Gateway.ask` raises."""
+    """Charges the key's limits and starts the generations. Raises ApiError if a limit is reached; see also
+    `Gateway.ask`."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     expected = sum(min(c.sampling.max_tokens, _EXPECTED_TOKENS) for c in wish.choices)
     visit = visit_of(request)
@@ -292,5 +293,5 @@ async def _admitted(request: Request, gateway: Gateway, wish: Wish, prompts: Seq
 def _used(answer: Answer, prompt_tokens: int) -> int:
     states = [generation.state for generation in answer.generations]
     if all(state.placement is None for state in states):
-        return 0  # nobody has computed anything for it
+        return 0  # no instance has computed anything for it
     return prompt_tokens + sum(len(state.generated) for state in states)

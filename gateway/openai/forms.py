@@ -1,7 +1,7 @@
-"""From what a request says of its answer's form to one grammar, checked before anything is placed.
+"""Required form of an answer: translates a request's parameters into one grammar, checked before placement.
 
-Every way of saying it ends in one text in `protocol.grammar`'s language, which travels with the request. Whatever the
-grammar library cannot follow exactly is refused with 400 naming the parameter, never loosened.
+Each parameter becomes a text in the language of `protocol.grammar`, which travels with the request. A form that the
+grammar library cannot follow exactly is refused with 400 naming the parameter; it is never relaxed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gateway.openai.schema import SamplingBody, SchemaOrText, StructuredOutputs
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammars
 
-# Between JSON's tokens: what models write on one line, or a new line and an indentation. As long as one likes would
-# let a model pass its whole budget with spaces.
+# Allowed between JSON's tokens: what models write on one line, or a new line and an indentation. Unlimited whitespace
+# would let a model spend its whole budget on spaces.
 WHITESPACE = r" |\n[ \t]{0,64}"
 
 _PREFIX = "start: "
@@ -26,26 +26,26 @@ _PREFIX = "start: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What an answer must look like."""
+    """Required form of an answer."""
 
     grammar: str
-    param: str  # that asks for it
+    param: str  # the parameter that requests it
     is_json: bool = False
 
     @property
     def rule(self) -> str:
-        """Of one that is JSON: the right side of a rule of another grammar."""
+        """Right side of a rule of another grammar. Valid only if `is_json`."""
         return self.grammar.removeprefix(_PREFIX)
 
 
 class FormChecker:
-    """Refuses forms that no worker could follow. Remembers those that it has compiled."""
+    """Refuses forms that no worker could follow. Remembers compiled grammars."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
 
     async def form_of(self, body: SamplingBody) -> Form | None:
-        """As the function below, and checked."""
+        """Returns the checked form that a request asks for; None = any. Raises ApiError naming the parameter."""
         if not _asks_for_form(body):
             return None
         form = await asyncio.to_thread(form_of, body)  # translating a long GBNF takes long
@@ -54,7 +54,7 @@ class FormChecker:
         return form
 
     async def check(self, grammar: str, param: str) -> None:
-        """Compiles in a thread what is new. Raises ApiError naming the parameter."""
+        """Compiles an unknown grammar in a thread. Raises ApiError naming the parameter."""
         if self._grammars.knows(grammar):
             return
         try:
@@ -69,7 +69,7 @@ def _asks_for_form(body: SamplingBody) -> bool:
 
 
 def form_of(body: SamplingBody) -> Form | None:
-    """The form that a request asks for; None = any. Raises ApiError for more than one, and for what cannot be had."""
+    """Returns the form that a request asks for; None = any. Raises ApiError for several forms or an unsupported one."""
     forms = [form for form in _forms(body) if form is not None]
     if len(forms) > 1:
         first, second = forms[0].param, forms[1].param
@@ -125,7 +125,7 @@ def _of_structured_outputs(wish: StructuredOutputs) -> Iterator[Form]:
 
 
 def json_form(schema: SchemaOrText, param: str, spacing: Mapping[str, Any] | None = None) -> Form:
-    """JSON that follows a schema, given as an object or as text. Raises ApiError where the text is no JSON object."""
+    """Returns the form of JSON that follows a schema. Raises ApiError if a schema given as text is no JSON object."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -137,12 +137,12 @@ def json_form(schema: SchemaOrText, param: str, spacing: Mapping[str, Any] | Non
 
 
 def json_rule(schema: Mapping[str, Any], spacing: Mapping[str, Any] | None = None) -> str:
-    """JSON that follows a schema, as the right side of a rule. `spacing`: options of llguidance."""
+    """Returns the right side of a rule for JSON that follows a schema. `spacing`: options of llguidance."""
     return "%json " + json.dumps({**schema, "x-guidance": spacing or {"whitespace_pattern": WHITESPACE}})
 
 
 def text_rule(text: str) -> str:
-    """Exactly this text. A JSON string in ASCII is how Lark spells strings, too."""
+    """Returns a rule that matches exactly this text. Lark spells strings like ASCII JSON."""
     return json.dumps(text)
 
 
@@ -160,12 +160,12 @@ def _regex_form(regex: str, param: str) -> Form:
 
 
 def _grammar_form(grammar: str, param: str) -> Form:
-    """Lark as it is, and GBNF made into Lark."""
+    """Returns the form of a grammar in Lark, or in GBNF, which is translated."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return Form(grammar=any_to_lark(grammar), param=param)
-    except Exception as error:  # bare ones among them, depending on where the text goes wrong
+    except Exception as error:  # includes bare Exception, depending on where the text is wrong
         raise refused(f"is neither Lark nor GBNF: {error}", param) from error
 
 
@@ -178,5 +178,5 @@ _MAKERS: Mapping[str, Callable[[Any, str], Form]] = {
 
 
 def refused(message: str, param: str) -> ApiError:
-    """400 whose message begins with the parameter."""
+    """Returns the error 400 with a message that begins with the parameter."""
     return invalid(f"{param}: {message}", param)

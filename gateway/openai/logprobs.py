@@ -1,5 +1,7 @@
-"""Log-probabilities in OpenAI's two forms: per-token objects for chat, parallel lists for completions; of prompts also
-in vLLM's, an object per token."""
+"""Log-probabilities in OpenAI's two forms and, for prompts, also in vLLM's form.
+
+Chats have an object per token and completions have parallel lists; vLLM's form has an object per token.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import Token
 
-# JSON has no -inf; vLLM and OpenAI send this in its place.
+# JSON has no -inf; vLLM and OpenAI send this number instead.
 _IMPOSSIBLE = -9999.0
 
 
 def chat_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """`choices[].logprobs.content` of chat completions."""
+    """Returns `choices[].logprobs.content` of chat completions."""
     return [
         {
             **_entry(token.token_id, token.logprobs.sampled, tokenizer),
@@ -30,7 +32,7 @@ def chat_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> list[dict[st
 def completion_logprobs(
     tokens: Sequence[Token], tokenizer: Tokenizer, first_offset: int, *, skip_special_tokens: bool
 ) -> tuple[dict[str, Any], int]:
-    """`choices[].logprobs` of completions, and the text offset after these tokens, in characters."""
+    """Returns `choices[].logprobs` of completions, and the text offset after these tokens in characters."""
     offsets, following = [], first_offset
     for token in tokens:
         offsets.append(following)
@@ -47,7 +49,7 @@ def completion_logprobs(
 def echoed_logprobs(
     token_ids: Sequence[int], text: str, found: PromptLogprobs, num_top: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a prompt echoed as `text`. Its first token follows nothing: null."""
+    """Returns `choices[].logprobs` of a prompt echoed as `text`. The first token has no predecessor: null."""
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
     own = found.logprobs.tolist()
     top = zip(found.top_ids[:, :num_top].tolist(), found.top_logprobs[:, :num_top].tolist(), strict=True)
@@ -64,8 +66,8 @@ def echoed_logprobs(
 
 
 def _offsets_in(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Where each token begins. A special one is in the text where somebody wrote it, and not where the tokenizer
-    put it before what was written."""
+    """Returns the offset of each token in the text. A special token has a width only where the text contains it, not
+    where the tokenizer added it."""
     offsets, following = [], 0
     for token_id in token_ids:
         offsets.append(following)
@@ -77,8 +79,8 @@ def _offsets_in(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> li
 def prompt_logprobs(
     token_ids: Sequence[int], found: PromptLogprobs | None, num_top: int, tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs` as vLLM has it: null for the first token, then by token id what is told of the prompt's own
-    and of the likeliest. None where nothing was found."""
+    """Returns vLLM's `prompt_logprobs`: null for the first token, then an object by token id with the prompt's own
+    token and the likeliest ones. None if nothing was found."""
     if found is None:
         return None
     entries: list[dict[str, Any] | None] = [None]
@@ -101,7 +103,7 @@ def _ranked(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> d
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can hold."""
+    """Returns the number, or a finite substitute that JSON can hold."""
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
 
 
@@ -123,7 +125,7 @@ def _top(token: Token, tokenizer: Tokenizer) -> dict[str, float]:
 def _likeliest(
     top: Iterable[tuple[int, float]], token_id: int, logprob: float, tokenizer: Tokenizer
 ) -> dict[str, float]:
-    """As OpenAI has it: the token itself is told of, too, where it is not among the likeliest."""
+    """Returns the likeliest tokens and, like OpenAI, the token itself if it is not among them."""
     told = dict(top)
     told.setdefault(token_id, logprob)
     return {tokenizer.token_name(each): finite(value) for each, value in told.items()}

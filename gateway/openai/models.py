@@ -1,4 +1,4 @@
-"""The served model as clients know it, and the endpoints that need no worker: models, text to tokens and back."""
+"""The served model for clients, and endpoints that need no worker: models, tokenization and detokenization."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gateway.text.tokenizer import Tokenizer, load_vocab_size
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a prompt or messages."""
+    """Body of POST /tokenize: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None  # default: for prompts yes, for messages no
+    add_special_tokens: bool | None = None  # default: True for prompts, False for messages
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -33,14 +33,14 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
 
 
 class ServedModel:
-    """What every endpoint that concerns the model begins with, and the handlers of those that need no worker."""
+    """First steps of every endpoint that concerns the model, and handlers of endpoints that need no worker."""
 
     def __init__(self, gateway: Gateway, tokenizer: Tokenizer, config: GatewayConfig) -> None:
         self.tokenizer = tokenizer
@@ -53,22 +53,22 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Name that replies give where the client named none."""
+        """Name used in replies if the client names none."""
         return self.names[0]
 
     async def read(self, request: Request) -> bytes:
-        """The body, within the limits of size and time."""
+        """Reads the body within the limits of size and time."""
         config = self._config
         body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-        request.state.arrived_at = time.monotonic()  # what a slow upload takes is the client's
+        request.state.arrived_at = time.monotonic()  # time of a slow upload is not the gateway's
         return body
 
     async def body(self, cls: type[B], request: Request) -> B:
-        """The body, checked. Raises ApiError."""
+        """Reads and validates the body. Raises ApiError."""
         return self.parser.parse(cls, await self.read(request))
 
     def require(self, name: str | None) -> None:
-        """Raises ApiError (404) for a model that is not served; None is any."""
+        """Raises ApiError (404) if the model is not served; None stands for any model."""
         names = self.names
         if name is not None and name not in names:
             raise ApiError(
@@ -79,7 +79,7 @@ class ServedModel:
             )
 
     def limits(self) -> Limits:
-        """As the workers have them now."""
+        """Returns the model's limits as the workers report them now."""
         return Limits(
             max_model_len=self._gateway.cluster.facts().max_model_len,
             vocab_size=self.vocab_size,
@@ -88,7 +88,7 @@ class ServedModel:
         )
 
     def card(self, name: str) -> dict[str, Any]:
-        """An entry of /v1/models."""
+        """Returns an entry of /v1/models."""
         view = self._gateway.cluster.view
         return {
             "id": name,

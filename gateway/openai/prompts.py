@@ -1,6 +1,6 @@
-"""From checked bodies to prompts as tokens, within the model's limits.
+"""Prompts as tokens, made from validated bodies within the model's limits.
 
-Whatever the model or its context cannot read is refused here with 400, so that workers can trust what they get.
+A prompt that the model or its context cannot read is refused here with 400, so that workers can trust their input.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from gateway.openai.schema import (
 )
 from gateway.text.tokenizer import Tokenizer
 
-# Shorter texts encode in less time than a thread takes to start.
+# Shorter texts are encoded in less time than a thread takes to start.
 _INLINE_CHARS = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the served model can take."""
+    """Limits of the served model."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    max_prompt_tokens: int | None = None  # what the operator accepts; None = what the model can take
+    max_prompt_tokens: int | None = None  # the operator's limit; None = the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt as tokens, with its text where the client sent text."""
+    """A prompt as tokens, and its text if the client sent text."""
 
     token_ids: tuple[int, ...]
     text: str | None
@@ -45,7 +45,7 @@ class Prompt:
 async def encode(
     tokenizer: Tokenizer, text: str, limits: Limits, param: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
-    """Tokens of a text, in a thread when it is long. Refuses at once what cannot fit in the context."""
+    """Returns the tokens of a text; a long one is encoded in a thread. A text that cannot fit is refused first."""
     if len(text) > limits.max_model_len * tokenizer.longest_token:
         at_least = -(-len(text) // tokenizer.longest_token)
         raise _too_long(f"at least {at_least}", limits, param)
@@ -65,8 +65,8 @@ async def chat_prompt(
     add_special_tokens: bool = False,
     continues: bool = False,
 ) -> Prompt:
-    """A conversation as one prompt. The template writes special tokens itself. `continues`: the prompt ends where the
-    last message's text does."""
+    """Renders a conversation as one prompt. The template writes special tokens itself. `continues`: the prompt ends
+    where the last message's text ends."""
     text = tokenizer.template.render(
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,
@@ -80,8 +80,8 @@ async def chat_prompt(
 
 
 def cut_behind(text: str, message: ChatMessage) -> str:
-    """A rendered conversation up to the end of its last message's text, which the answer continues. Templates may strip
-    a text; the prompt then ends as they have it (as transformers does). Raises ApiError."""
+    """Returns a rendered conversation up to the end of its last message's text, which the answer continues. If the
+    template stripped the text, the prompt ends where the stripped text does (like transformers). Raises ApiError."""
     said = message.for_template()["content"] or ""
     stripped = said.strip()
     if not stripped or stripped not in text:
@@ -95,7 +95,7 @@ def cut_behind(text: str, message: ChatMessage) -> str:
 
 
 def truncated(prompt: Prompt, body: SamplingBody, limits: Limits) -> Prompt:
-    """The last `truncate_prompt_tokens` tokens of a prompt; −1: as many as leave room for the answer that is wanted."""
+    """Returns the last `truncate_prompt_tokens` tokens of a prompt; −1 leaves room for the requested answer."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return prompt
@@ -112,13 +112,13 @@ def truncated(prompt: Prompt, body: SamplingBody, limits: Limits) -> Prompt:
 
 
 def _answer_tokens(body: SamplingBody) -> int:
-    """Tokens that the client asked for; 0 where it did not say."""
+    """Returns the number of tokens that the client requested; 0 if it gave none."""
     chat = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return chat or body.max_tokens or 0
 
 
 async def completion_prompts(tokenizer: Tokenizer, body: CompletionBody, limits: Limits) -> list[Prompt]:
-    """The prompts of a completions request, in order."""
+    """Returns the prompts of a completions request, in order."""
     prompts = split_prompt(body.prompt)
     check_count(body, len(prompts), "prompt")
     made = [
@@ -134,7 +134,7 @@ async def completion_prompts(tokenizer: Tokenizer, body: CompletionBody, limits:
 
 
 def split_prompt(prompt: object) -> list[str] | list[list[int]]:
-    """A string, strings, token ids or lists of token ids → a list of prompts. Raises ApiError."""
+    """Splits a string, strings, token ids or lists of token ids into a list of prompts. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -151,7 +151,7 @@ def split_prompt(prompt: object) -> list[str] | list[list[int]]:
 
 
 def _all(values: list[object], kind: type) -> bool:
-    return all(type(value) is kind for value in values)  # and not isinstance: True is no token id
+    return all(type(value) is kind for value in values)  # not isinstance: True is not a token id
 
 
 def check_count(body: SamplingBody, num_prompts: int, param: str) -> None:
@@ -165,7 +165,7 @@ def check_count(body: SamplingBody, num_prompts: int, param: str) -> None:
 
 
 def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:
-    """Raises ApiError for prompts that the model cannot read or continue."""
+    """Raises ApiError for a prompt that the model cannot read or continue."""
     if not token_ids:
         raise invalid(f"{param}: the prompt is empty", param)
     if len(token_ids) >= limits.max_model_len:
@@ -182,7 +182,7 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:
 
 
 def check_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError for ids that the model does not have."""
+    """Raises ApiError for ids that are not in the model's vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise invalid(f"{param}: token id {token_id} is not in the vocabulary of {vocab_size}", param)

@@ -1,8 +1,8 @@
-"""Replies that wait for the cluster: a stream or a whole body, each with an eye on the client.
+"""HTTP replies that wait for the cluster: a stream or a whole body. Both watch the client's connection.
 
-Lean ASGI: nothing stands between a chunk and the server's `send`, which waits while the client's buffers are full. A
-client that leaves or stops reading ends its request in the cluster. Nothing is sent before the first output, so that
-every failure up to then has its own status.
+Lean ASGI: a chunk goes directly to the server's `send`, which waits while the client's buffers are full. If a client
+leaves or stops reading, its request in the cluster is ended. Nothing is sent before the first output, so that every
+failure up to then has its own status.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterReply(Response, ABC):
-    """A reply whose content comes from an answer under way."""
+    """A reply whose content comes from a running answer."""
 
     def __init__(self, answer: Answer, slow_client_s: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ClusterReply(Response, ABC):
             self._connection.abort()
         finally:
             watcher.cancel()
-            # Nothing happens when all is finished; else nobody is left to read the rest.
+            # Does nothing if all choices are finished; otherwise no client is left to read the rest.
             self._answer.cancel(Cancelled("the client went away"))
 
     async def _watch(self, receive: Receive) -> None:
@@ -61,7 +61,7 @@ class ClusterReply(Response, ABC):
 
     @abstractmethod
     async def _deliver(self, send: Send) -> None:
-        """Sends the whole reply. Raises TimeoutError when the client does not read."""
+        """Sends the whole reply. Raises TimeoutError if the client does not read."""
 
     async def _send_error(self, send: Send, error: MoonserveError) -> None:
         reply = _told(error)
@@ -78,9 +78,9 @@ class ClusterReply(Response, ABC):
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        """Raises TimeoutError when the client takes nothing for too long."""
+        """Sends a part of the body. Raises TimeoutError if the client takes nothing for too long."""
         message = {"type": "http.response.body", "body": body, "more_body": more}
-        if not self._connection.may_wait():  # nearly always; a timeout is 5 % of a chunk's time
+        if not self._connection.may_wait():  # nearly always; a timeout costs 5 % of a chunk's time
             await send(message)
             if self._connection.may_wait():
                 async with asyncio.timeout(self._slow_client_s):
@@ -92,7 +92,7 @@ class ClusterReply(Response, ABC):
 
 
 class WholeReply(ClusterReply):
-    """One JSON body, once everything is there."""
+    """One JSON body, sent once all output is complete."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class WholeReply(ClusterReply):
         slow_client_s: float,
         render: Callable[[list[Piece]], dict[str, Any]],
     ) -> None:
-        """`render` gets one piece per choice."""
+        """`render` receives one piece per choice."""
         super().__init__(answer, slow_client_s)
         self._render = render
 
@@ -120,7 +120,7 @@ class WholeReply(ClusterReply):
 
 
 class StreamReply(ClusterReply):
-    """Server-sent events, one write per wake-up."""
+    """Server-sent events, with one write per wake-up."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class StreamReply(ClusterReply):
         *,
         is_resumed: bool = False,
     ) -> None:
-        """`behind` gives the chunks that come after all output. `is_resumed`: the client has what comes before any."""
+        """`behind` returns the chunks after all output. `is_resumed`: the client already has the first chunks."""
         super().__init__(answer, slow_client_s)
         self._chunks = chunks
         self._behind = behind
@@ -166,13 +166,13 @@ class StreamReply(ClusterReply):
         await self._send(send, text.encode() + self._chunks.ending(), more=False)
 
     def _event(self, piece: Piece) -> str:
-        """Also made of what the client has: chunks depend on those before."""
+        """Returns the piece's event. Known pieces are formatted too, because chunks depend on earlier ones."""
         chunk = self._chunks.piece(piece)
         event_id = self._event_ids.of(piece) if self._event_ids is not None else ""
         return event_id + chunk if chunk and not piece.is_known else ""
 
     def _write_now(self, piece: Piece) -> bool:
-        """Where the client keeps up; waking the reply's task took 30 % of a chunk's time."""
+        """Writes an event directly if the client keeps up; waking the reply's task took 30 % of a chunk's time."""
         if not self._connection.takes_chunks():
             return False
         if text := self._event(piece):
@@ -181,13 +181,13 @@ class StreamReply(ClusterReply):
 
 
 def _told(error: MoonserveError) -> ApiError:
-    """What the client gets to know. The frames that the error came through hold the request, which holds the error."""
+    """Returns the error for the client. Drops the traceback, whose frames hold the request, which holds the error."""
     error.__traceback__ = None
     return reply_for(error)
 
 
 def usage_of(answer: Answer, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """A prompt counts once, however many choices continue it."""
+    """Returns the reply's token counts. A prompt counts once, even if several choices continue it."""
     states = [generation.state for generation in answer.generations]
     per_prompt = len(states) // len(prompts)
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)

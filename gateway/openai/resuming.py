@@ -1,9 +1,9 @@
-"""Streams that go on at another connection, of this gateway or another one: what an event's id says, and what a client
-that comes back with one has already.
+"""Resumable streams: the meaning of an event's id, and the part of the output that a returning client already has.
 
-Rule: nothing is kept anywhere. An answer is a function of its body and its seed, so a client that lost its connection
-sends the body again with the last id that it saw; the answer is computed again, and what the client has is not sent.
-An id is not believed: it must fit the body, and says no more than the client could ask for in the body itself.
+Rule: no state is kept anywhere. An answer is a function of its body and its seed. A client that lost its connection
+sends the body again with the last id that it saw, to this gateway or another one. The answer is computed again, and the
+part that the client has is not sent. An id is not trusted: it must fit the body, and it says no more than the client
+could request in the body itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.openai.schema import SamplingBody
 
 HEADER = "Last-Event-ID"
 
-# What a request's id may be made of (`gateway.http.middleware`), behind the prefix of its kind.
+# Characters of a request's id (`gateway.http.middleware`), after the prefix of its kind.
 _EVENT_ID = re.compile(
     r"(?P<id>[A-Za-z0-9._:/+=@-]{1,192});(?P<created>\d{1,12});(?P<seed>\d{1,20});(?P<digest>[0-9a-f]{16})"
     r";(?P<counts>\d{1,10}(?:,\d{1,10})*)"
@@ -35,12 +35,12 @@ B = TypeVar("B", bound=SamplingBody)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventId:
-    """Where a stream is: `num_tokens` of each choice have been sent, with the text that was certain by then."""
+    """Position in a stream: `num_tokens` of each choice have been sent, with the text that was certain by then."""
 
     response_id: str
     created: int  # Unix seconds
-    seed: int  # of the first choice
-    digest: str  # of what was asked
+    seed: int  # seed of the first choice
+    digest: str  # digest of the request
     num_tokens: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class EventId:
 
 
 def last_event(request: Request, body: SamplingBody) -> EventId | None:
-    """What the client of a stream that broke off saw last. Raises ApiError."""
+    """Returns the last event that the client of an interrupted stream has, or None. Raises ApiError."""
     given = request.headers.get(HEADER, "")
     if not given or not body.stream:
         return None
@@ -62,7 +62,7 @@ def last_event(request: Request, body: SamplingBody) -> EventId | None:
 
 
 def parse(text: str) -> EventId:
-    """Raises ApiError for what is no event id of ours."""
+    """Parses an event id. Raises ApiError if this server cannot have sent it."""
     found = _EVENT_ID.fullmatch(text)
     if found is None:
         raise _refused("it is no id of an event that this server sent")
@@ -76,15 +76,15 @@ def parse(text: str) -> EventId:
 
 
 def seeded(body: B, last: EventId | None) -> B:
-    """The body with the seed that the gateway had drawn for it."""
+    """Returns the body with the seed that the gateway drew for the interrupted stream."""
     if last is None or body.seed is not None:
         return body
     return body.model_copy(update={"seed": last.seed})
 
 
 def without_known(choices: Sequence[Choice], last: EventId | None, fingerprint: str) -> tuple[Choice, ...]:
-    """The choices, of which the client has so many tokens already. Raises ApiError where the id is of another request,
-    or of a model with another `fingerprint`."""
+    """Returns the choices, each with the number of tokens that the client already has. Raises ApiError if the id
+    belongs to another request, or to a model with another `fingerprint`."""
     if last is None:
         return tuple(choices)
     if last.digest != digest_of(choices, fingerprint) or len(last.num_tokens) != len(choices):
@@ -93,7 +93,7 @@ def without_known(choices: Sequence[Choice], last: EventId | None, fingerprint: 
 
 
 def digest_of(choices: Sequence[Choice], fingerprint: str) -> str:
-    """Equal where the tokens must be."""
+    """Returns a digest that is equal if the same tokens must result."""
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=_DIGEST_BYTES)
     for choice in choices:
         sampling = choice.sampling
@@ -105,7 +105,7 @@ def digest_of(choices: Sequence[Choice], fingerprint: str) -> str:
 
 
 class EventIds:
-    """The ids of one stream's events."""
+    """Generates the ids of one stream's events."""
 
     def __init__(self, heading: Heading, choices: Sequence[Choice], fingerprint: str) -> None:
         self._begin = EventId(
@@ -118,7 +118,7 @@ class EventIds:
         self._num_tokens = [0] * len(choices)
 
     def of(self, piece: Piece) -> str:
-        """The line before the event that this piece makes."""
+        """Returns the `id:` line that precedes this piece's event."""
         self._num_tokens[piece.index] += len(piece.tokens)
         return f"id: {replace(self._begin, num_tokens=tuple(self._num_tokens))}\n"
 

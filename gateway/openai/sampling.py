@@ -1,4 +1,4 @@
-"""The choices of one request, with their sampling parameters."""
+"""Choices of one request, with their sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.request import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Numbers in one reply; writing them takes a good part of a second, in which the gateway does nothing else."""
+"""Maximum number of values in one reply. Writing them takes a good part of a second and blocks the gateway."""
 
 
 def choices_for(
@@ -26,8 +26,9 @@ def choices_for(
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[Choice, ...]:
-    """Those of each prompt, numbered through. Choice i of a prompt samples with seed + i. `grammar`:
-    that all of them follow; empty = none. Of a prompt that is scored the first choice has it done. Raises ApiError."""
+    """Returns the choices of all prompts, numbered consecutively. Choice i of a prompt samples with seed + i.
+    `grammar`: grammar of all choices; empty = none. If a prompt is scored, its first choice does it. Raises ApiError.
+    """
     count = body.num_choices
     check_count(body, len(prompts), param)
     seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -55,7 +56,7 @@ def choices_for(
 
 
 def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
-    """`num_told`: choices of each prompt, which all tell of it."""
+    """Raises ApiError for too many values. `num_told`: number of choices of each prompt, each of which reports them."""
     wanted = num_told * sum(
         len(choice.token_ids) * (1 + choice.sampling.num_prompt_logprobs)
         for choice in choices
@@ -70,8 +71,8 @@ def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
 
 
 _PASSED = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-# Below this the division by the temperature overflows in float32; it is greedy by any measure.
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
+# Below this, division by the temperature overflows in float32; sampling is practically greedy.
 _GREEDY_BELOW = 1e-5
 SEED_MASK = 2**64 - 1
 
@@ -84,7 +85,7 @@ def sampling_for(
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Parameters of one choice, whose prompt's tokens are scored where that is wanted. Raises ApiError."""
+    """Returns the parameters of one choice, including prompt scoring if requested. Raises ApiError."""
     max_tokens = _max_tokens(body, num_prompt_tokens, limits)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -142,7 +143,7 @@ def _num_logprobs(body: SamplingBody) -> int | None:
 
 
 def _num_prompt_logprobs(body: SamplingBody) -> int | None:
-    """Enough for all forms in which they are told."""
+    """Returns a number that is enough for all requested forms."""
     echoed = body.echoed_logprobs if isinstance(body, CompletionBody) else None
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs does not go with stream; leave one of the two out", "prompt_logprobs")
@@ -160,7 +161,8 @@ def _logit_bias(body: SamplingBody, limits: Limits) -> dict[int, float]:
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str] | None, limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """Each once, in order. Raises ApiError for a word that the model cannot write."""
+    """Returns the token sequences of the words, without duplicates, in order; each word also with a leading space.
+    Raises ApiError for a word that the model cannot write."""
     found: dict[tuple[int, ...], None] = {}
     for place, word in enumerate(words or ()):
         for text in (word, f" {word.lstrip()}"):

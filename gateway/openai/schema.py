@@ -1,8 +1,8 @@
-"""Bodies of requests: what clients may send, checked field by field before anything is done with it.
+"""Request bodies, validated field by field before any other work.
 
-Frozen pydantic models in strict mode: no number is made from a string, no NaN passes, every number has bounds. A
-failure names the parameter as OpenAI does. Unknown parameters are ignored with one warning each. Knows neither the
-model's limits nor the tokenizer; `gateway.openai.prompts` checks against those.
+Frozen pydantic models in strict mode: strings are not converted to numbers, NaN is refused, every number has bounds. An
+error names the parameter like OpenAI does. Unknown parameters are ignored with one warning each. This module does not
+know the model's limits or the tokenizer; `gateway.openai.prompts` checks against those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.http.errors import ApiError, invalid, unsupported
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
-MAX_LOGPROBS = 20  # OpenAI's own limit for chat
+MAX_LOGPROBS = 20  # OpenAI's own limit for chats
 _MAX_BAD_WORDS = 128
 _MAX_STOPS = 32
 _MAX_WARNED_NAMES = 1_000
@@ -32,7 +32,7 @@ _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 
 class Body(BaseModel):
-    """A body or a part of one, with whatever else was sent as `model_extra`."""
+    """A body or a part of one; additional fields are kept in `model_extra`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -42,7 +42,7 @@ SchemaOrText = dict[str, Any] | str
 
 
 class NamedSchema(Body):
-    """`response_format.json_schema`. Answers follow the schema whether or not it is called strict."""
+    """`response_format.json_schema`. Answers follow the schema even if it is not marked strict."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -58,7 +58,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """`structured_outputs`: one of the first five, and how JSON is spaced."""
+    """`structured_outputs`: one of the first five fields, and options for whitespace in JSON."""
 
     json_: SchemaOrText | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -75,11 +75,11 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
 
 
 class Function(Body):
-    """A function that may be called. `strict`: its calls follow `parameters`, whatever `tool_choice` is."""
+    """A function that may be called. `strict`: its calls follow `parameters` for any `tool_choice`."""
 
     name: _Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; None: it takes none
+    parameters: dict[str, Any] | None = None  # JSON schema; None = the function takes no arguments
     strict: bool | None = None
 
 
@@ -90,7 +90,7 @@ class Tool(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: what was not said is absent."""
+        """Returns the tool in the form that chat templates expect: missing fields are absent."""
         said = {name: value for name, value in self.function.model_dump().items() if value is not None}
         return {"type": self.type, "function": said}
 
@@ -134,7 +134,7 @@ class CallMade(Body):
     function: _Called
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments as an object, where OpenAI has text."""
+        """Returns the call in the form that chat templates expect: arguments as an object, where OpenAI has text."""
         function = {
             "name": self.function.name,
             "arguments": json.loads(self.function.arguments or "{}"),
@@ -150,7 +150,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """Parameters that chat and completions share."""
+    """Parameters that chats and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -195,7 +195,7 @@ class SamplingBody(Body):
 
     @property
     def num_choices(self) -> int:
-        """Number of answers to each prompt that the client gets."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
@@ -208,7 +208,7 @@ class SamplingBody(Body):
 
 
 class ChatMessage(Body):
-    """One turn; what else it carries goes to the chat template."""
+    """One turn of a conversation. Additional fields are passed to the chat template."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[dict[str, Any]] | None = None
@@ -216,8 +216,8 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As templates expect it: text parts joined, arguments of calls as objects. Raises ApiError for parts that are
-        not text."""
+        """Returns the message in the form that templates expect: text parts joined, arguments of calls as objects.
+        Raises ApiError for parts other than text."""
         calls = [call.for_template() for call in self.tool_calls or ()]
         return {**self.model_dump(), "content": self._text(), "tool_calls": calls or None}
 
@@ -231,7 +231,7 @@ class ChatMessage(Body):
 
 
 class ChatBody(SamplingBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: _Count | None = None
@@ -246,7 +246,7 @@ class ChatBody(SamplingBody):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """Raises ApiError where the last message is to be continued and a new one begun."""
+        """True if a new assistant message begins. Raises ApiError if the last message is also to be continued."""
         if not self.continue_final_message:
             return self.add_generation_prompt
         if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
@@ -258,7 +258,7 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Any  # a union of four list shapes, which gateway.openai.prompts tells apart in one pass
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -267,11 +267,11 @@ class CompletionBody(SamplingBody):
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """How many likeliest tokens are told of beside each of the echoed prompt; None = it has none."""
+        """Number of likeliest tokens reported for each token of the echoed prompt; None = none requested."""
         return self.logprobs if self.echo else None
 
 
-# Parameters that exist elsewhere and would change the output, by the values that ask for nothing.
+# Parameters that exist elsewhere and would change the output, with the values that ask for nothing.
 _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none"),
@@ -287,26 +287,26 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
 }
 
-# Of them, those that are refused only where the body has no such field.
+# Parameters of `_NOT_BUILT` that are refused only if the body has no such field.
 _BUILT_FOR_CHAT = frozenset({"tools", "tool_choice"})
 
 B = TypeVar("B", bound=Body)
 
 
 class BodyParser:
-    """Bodies from bytes, and the memory of which unknown parameters have been warned about."""
+    """Parses bodies, and remembers which unknown parameters have been warned about."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def parse(self, cls: type[B], raw: bytes) -> B:
-        """Raises ApiError (400) naming the parameter."""
+        """Parses and validates a body. Raises ApiError (400) naming the parameter."""
         body = validated(cls, raw)
         self._check_extra(body)
         return body
 
     def warn_of_unknown(self, names: Iterable[str]) -> None:
-        """Once of each."""
+        """Logs one warning per unknown parameter."""
         for name in set(names) - self._warned:
             if len(self._warned) < _MAX_WARNED_NAMES:
                 self._warned.add(name)
@@ -324,7 +324,7 @@ class BodyParser:
 
 
 def validated(cls: type[B], raw: bytes) -> B:
-    """A body from JSON. Raises ApiError (400) naming the parameter."""
+    """Returns a body parsed from JSON. Raises ApiError (400) naming the parameter."""
     try:
         return cls.model_validate_json(raw)
     except ValidationError as error:
@@ -342,7 +342,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def _param(location: tuple[int | str, ...]) -> str | None:
-    """`("messages", 0, "content", "str")` → `messages[0].content`; a union's branch names are left out."""
+    """Formats a location, without a union's branches: `("messages", 0, "content", "str")` → `messages[0].content`."""
     name = ""
     for part in location:
         if isinstance(part, int):

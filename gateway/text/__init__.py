@@ -1,1 +1,1 @@
-"""Between text and tokens: a model folder's tokenizer and chat template, and text out of tokens as they come."""
+"""Conversion between text and tokens: a model folder's tokenizer and chat template, and incremental detokenization."""

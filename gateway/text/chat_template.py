@@ -1,7 +1,7 @@
 """Chat templates: untrusted Jinja programs from model folders, run in a sandbox.
 
-The environment offers what `transformers` offers to templates (same options, filters and functions, the `generation`
-tag), so that a conversation becomes the same prompt here and there. Knows nothing about tokens.
+The environment offers templates the same as `transformers` (options, filters, functions, the `generation` tag), so that
+a conversation becomes the same prompt. This module does not know tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from protocol.errors import ConfigError, InvalidRequest
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens it may name."""
+    """A compiled template with the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
-        """`with_tools`: the template of conversations with tools, where it is another. Raises ConfigError."""
+        """`with_tools`: template of conversations with tools, if it is a different one. Raises ConfigError."""
         self.source = with_tools or source
         try:
             self._template = _environment().from_string(source)
@@ -43,16 +43,16 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text. `tools`: functions that the model may call. Raises InvalidRequest when the template
+        """Returns the prompt's text. `tools`: functions that the model may call. Raises InvalidRequest if the template
         refuses the conversation."""
         context = {**self._special_tokens, **(variables or {})}
         context |= {"tools": tools, "documents": None}
-        # As transformers does: templates expect an absent key rather than None.
+        # Like transformers: templates expect an absent key rather than None.
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
             template = self._with_tools if tools else self._template
             text = template.render({**context, "messages": plain, "add_generation_prompt": add_generation_prompt})
-            text.encode()  # of half a surrogate pair, which JSON can spell, no tokenizer makes anything
+            text.encode()  # fails on half a surrogate pair, which JSON can spell and no tokenizer accepts
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # The template is the model author's program and the conversation the client's input.
@@ -76,7 +76,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict(…)` for templates, without a class's attributes within reach."""
+    """`dict(…)` for templates, which cannot reach a class's attributes through it."""
 
     def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
         return dict(*args, **entries)
@@ -86,10 +86,10 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace(…)` for templates; underscore names would reach into the interpreter."""
+    """`namespace(…)` for templates. Refuses underscore names, which would reach into the interpreter."""
 
     def __init__(*args: Any, **entries: Any) -> None:
-        # No named `self`, so that a template may write namespace(self=…); as jinja's own.
+        # No parameter is named `self`, so that a template may write namespace(self=…), as with jinja's own.
         attributes = dict(*args[1:], **entries)
         for name in attributes:
             _check_name(name)
@@ -124,7 +124,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own filter this one does not escape HTML characters."""
+    """Serializes a value to JSON. Unlike jinja's own filter it does not escape HTML characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,7 +1,7 @@
-"""A model folder's tokenizer: text to tokens, conversations to prompts, and what decoding needs.
+"""A model folder's tokenizer: converts text to tokens and creates decoders; holds the chat template.
 
-Reads `tokenizer.json` with the `tokenizers` library; what a folder without one has `transformers` converts to that.
-Encoding releases the interpreter's lock, so long texts may be encoded in a thread. Knows nothing about requests.
+Reads `tokenizer.json` with the `tokenizers` library; `transformers` converts the files of a folder that has none.
+Encoding releases the interpreter's lock, so long texts may be encoded in a thread. This module does not know requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMED_SPECIAL_TOKENS = (
 
 
 class Tokenizer:
-    """Text, tokens and conversations of one model."""
+    """Tokenizer and chat template of one model."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Tokenizer:
         self._inner = inner
         self._template = template
         self.eos_token_ids = eos_token_ids
-        self.size = max(inner.get_vocab().values(), default=-1) + 1  # above the greatest token id
+        self.size = max(inner.get_vocab().values(), default=-1) + 1  # one more than the greatest token id
         added = inner.get_added_tokens_decoder()
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._bytes = _byte_table(inner, self.size) if _is_byte_level(inner) else None
@@ -46,7 +46,7 @@ class Tokenizer:
         ]
 
     def is_special(self, text: str) -> bool:
-        """Whether there is a special token that is spelled so."""
+        """Returns True if a special token is spelled like the text."""
         return text in self._special_texts
 
     @cached_property
@@ -55,19 +55,19 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The chat template's text, the one for tools where there are two."""
+        """Text of the chat template; the one for tools if there are two."""
         return self._template.source if self._template else None
 
     @property
     def template(self) -> ChatTemplate:
-        """By which a conversation becomes the prompt text that the model was trained on. Raises InvalidRequest."""
+        """Template that renders a conversation as the prompt that the model was trained on. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         return self._template
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, a bound on how few tokens a text can become."""
+        """Characters of the longest token: bounds from below how many tokens a text becomes."""
         return max(1, *map(len, self._inner.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -75,34 +75,34 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of a whole sequence."""
+        """Returns the text of a whole sequence."""
         return self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes; for tokenizers that are not byte-level those of its decoded text."""
+        """Returns one token's bytes; with a tokenizer that is not byte-level, the bytes of its decoded text."""
         if self._bytes is not None:
             return self._bytes[token_id] if token_id < len(self._bytes) else b""
         return self.decode([token_id]).encode()
 
     def token_name(self, token_id: int) -> str:
-        """One token as text for people, with replacement characters for parts of characters."""
+        """Returns one token as text for people, with replacement characters for parts of characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_width(self, token_id: int, *, skip_special_tokens: bool = True) -> int:
-        """Characters that this token begins in a text; of one that several tokens spell, the first has it."""
+        """Returns the number of characters that begin in this token; a character of several tokens counts once."""
         if skip_special_tokens and token_id in self._special_ids:
             return 0
         return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
 
     def decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder:
-        """A fresh incremental decoder."""
+        """Returns a new incremental decoder."""
         if self._bytes is not None and self._bytes_without_special is not None:
             return ByteDecoder(self._bytes_without_special if skip_special_tokens else self._bytes)
         return WindowDecoder(lambda ids: self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder. Raises ConfigError that says what is missing."""
+    """Loads the tokenizer of a model folder. Raises ConfigError that says what is missing."""
     if not folder.is_dir():
         raise ConfigError(f"--model {folder}: no such folder")
     config = _read_json(folder / "tokenizer_config.json")
@@ -138,21 +138,21 @@ def _is_byte_level(inner: FastTokenizer) -> bool:
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """`chat_template.jinja` beats `chat_template.json` beats the entry in tokenizer_config.json. The second one is for
-    conversations with tools, where there is one."""
+    """Returns the chat template and, if there is one, the template for conversations with tools. `chat_template.jinja`
+    takes precedence over `chat_template.json`, and that over the entry in tokenizer_config.json."""
     standalone = folder / "chat_template.jinja"
     if standalone.exists():
         return standalone.read_text(encoding="utf-8"), None
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in template}
         return named.get("default"), named.get("tool_use")
     return template if isinstance(template, str) else None, None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; an entry is a string or a dict with `content`."""
+    """Returns the named special tokens; an entry is a string or a dict with `content`."""
     found: dict[str, str] = {}
     for name in _NAMED_SPECIAL_TOKENS:
         token = config.get(name)
@@ -164,7 +164,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(folder: Path) -> frozenset[int]:
-    """generation_config.json's, else config.json's; one id or a list."""
+    """Returns the ids from generation_config.json, else from config.json; each has one id or a list."""
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
         if isinstance(eos, int):
@@ -175,7 +175,7 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def load_vocab_size(folder: Path) -> int | None:
-    """The model's vocabulary, which may be padded beyond the tokenizer's; None when it does not say."""
+    """Returns the model's vocabulary size, which may exceed the tokenizer's; None if not configured."""
     size = _read_json(folder / "config.json").get("vocab_size")
     return size if isinstance(size, int) else None
 
@@ -198,7 +198,7 @@ def _byte_table(inner: FastTokenizer, size: int) -> list[bytes]:
 
 
 def _spell(token: str, alphabet: Mapping[str, int]) -> bytes:
-    """A token with a character outside the alphabet (an added token) stands for itself, as in `tokenizers`."""
+    """Returns a token's bytes. A token with other characters (an added token) is itself, as in `tokenizers`."""
     try:
         return bytes([alphabet[char] for char in token])
     except KeyError:
@@ -206,7 +206,7 @@ def _spell(token: str, alphabet: Mapping[str, int]) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest is moved beyond U+0100."""
+    """Returns GPT-2's printable stand-ins for bytes: printable Latin-1 stays, other bytes are moved beyond U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(moved)}

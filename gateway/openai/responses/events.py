@@ -1,10 +1,9 @@
-"""One response: a chat completion's choices in, the events of the Responses API out, or the response that they end in.
-Pure.
+"""Events of one response, made of a chat completion's choices. Also builds the final response. Pure.
 
     created, in_progress ─► (item added ─► deltas ─► item done)… ─► completed | incomplete | failed
 
-One output item is open at a time: a message while text comes, a function call while its arguments come. Every event has
-the next sequence number. There is no `[DONE]`: the last event says that it is the last.
+One output item is open at a time: a message while text arrives, a function call while its arguments arrive. Events are
+numbered in sequence. There is no `[DONE]`: the type of the last event shows that it is the last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Item = dict[str, Any]
 
 
 class ResponseEvents(Chunks):
-    """`Chunks` of a response, over those of the chat completion behind it."""
+    """`Chunks` of a response, built on the chunks of its chat completion."""
 
     def __init__(
         self,
@@ -31,31 +30,31 @@ class ResponseEvents(Chunks):
         body: ResponsesBody,
         on_ended: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`on_ended` gets the response when it is over and did not fail."""
+        """`on_ended` receives the response after it has ended without failure."""
         self._chunks = chunks
         self._id = heading.id
         self._echoed = _echoed(heading, body)
         self._on_ended = on_ended
         self._sequence_number = 0
-        self._items: list[Item] = []  # done
+        self._items: list[Item] = []  # finished items
         self._open: _OpenMessage | _OpenCall | None = None
-        self._untold: list[Any] = []  # log-probabilities of tokens whose text is to come
+        self._untold: list[Any] = []  # log-probabilities of tokens whose text is still to come
         self._finish_reason = "stop"
-        self._response: dict[str, Any] = {}  # as it has ended
+        self._response: dict[str, Any] = {}  # set at the end
 
     def first(self) -> str:
-        """The response as it begins."""
+        """Returns the events of a response's start."""
         response = {**self._echoed, "status": "in_progress"}
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def piece(self, piece: Piece) -> str:
-        """Events for new output."""
+        """Returns events for new output."""
         return self._choice(self._chunks.choice(piece))
 
     def usage(self, usage: dict[str, Any]) -> str:
-        """The end of the open item, and the response as a whole."""
+        """Returns the end of the open item and the final event with the whole response."""
         text = ""
         if self._open is None and not self._items:
             text += self._begin(_OpenMessage(self._id, 0))
@@ -88,15 +87,15 @@ class ResponseEvents(Chunks):
     def _choice(self, choice: Mapping[str, Any]) -> str:
         delta, events = choice["delta"], ""
         calls = list(delta.get("tool_calls") or ())
-        if calls and self._goes_on(calls[0]):  # text in this delta came behind it
+        if calls and self._goes_on(calls[0]):  # text in this delta follows the call
             events += self._call(calls.pop(0))
         self._untold += (choice.get("logprobs") or {}).get("content") or []
         if delta.get("content"):
             events += self._text(delta["content"], self._untold)
         events += "".join(map(self._call, calls))
-        if delta.get("content") or isinstance(self._open, _OpenCall):  # of calls none are told
+        if delta.get("content") or isinstance(self._open, _OpenCall):  # log-probabilities of calls are not reported
             self._untold = []
-        # Behind these: an item that another one follows was not cut off.
+        # Set after the items of this delta: an item with a successor was not cut off.
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         return events
 
@@ -124,7 +123,7 @@ class ResponseEvents(Chunks):
         return events + self._event("response.function_call_arguments.delta", **opened_call.place, delta=arguments)
 
     def _goes_on(self, call: Mapping[str, Any]) -> bool:
-        """Whether it is the open one."""
+        """Returns True if the call is the open item."""
         return isinstance(self._open, _OpenCall) and self._open.number == call["index"]
 
     def _begin(self, opened: _OpenMessage | _OpenCall) -> str:
@@ -135,7 +134,7 @@ class ResponseEvents(Chunks):
         return events
 
     def _close(self) -> str:
-        """The open item is whole."""
+        """Ends the open item."""
         opened, self._open = self._open, None
         if opened is None:
             return ""
@@ -152,7 +151,7 @@ class ResponseEvents(Chunks):
 
 
 class _OpenMessage:
-    """Text that is under way."""
+    """A message whose text is still arriving."""
 
     def __init__(self, response_id: str, index: int) -> None:
         self.index = index
@@ -187,11 +186,11 @@ class _OpenMessage:
 
 
 class _OpenCall:
-    """A function call whose arguments are under way."""
+    """A function call whose arguments are still arriving."""
 
     def __init__(self, response_id: str, index: int, call: Mapping[str, Any], name: str) -> None:
         self.index = index
-        self.number: int = call["index"]  # among the message's calls
+        self.number: int = call["index"]  # index among the message's calls
         self.arguments = ""
         self._item = {
             "id": f"fc_{response_id}_{index}",
@@ -218,7 +217,7 @@ class _OpenCall:
 
 
 def _is_whole(arguments: str) -> bool:
-    """Whether they were written to their end."""
+    """Returns True if the arguments are complete JSON."""
     try:
         json.loads(arguments)
     except ValueError:
@@ -230,7 +229,7 @@ def _is_whole(arguments: str) -> bool:
 
 
 def _echoed(heading: Heading, body: ResponsesBody) -> dict[str, Any]:
-    """What every state of one response has in common."""
+    """Returns the fields that all states of one response share."""
     given = body.model_extra or {}
     return {
         "id": heading.id,
@@ -265,7 +264,7 @@ def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat completion's under the names of this API."""
+    """Returns a chat completion's usage under the names of this API."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],

@@ -1,4 +1,4 @@
-"""The endpoints of `/v1/responses`."""
+"""Endpoints of `/v1/responses` and the memory of stored responses."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from protocol.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """What a later turn and a look back need."""
+    """A stored response, for retrieval and for later turns that continue it."""
 
     response: dict[str, Any]
-    messages: list[dict[str, Any]]  # of the conversation so far, with this response's output
+    messages: list[dict[str, Any]]  # the conversation so far, including this response's output
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes."""
+        """Approximate size in memory."""
         return len(json.dumps(self.response)) + len(json.dumps(self.messages))
 
 
 class ResponseStore:
-    """Remembered responses, by tenant and id."""
+    """Stored responses, by tenant and id."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` 0: nothing is kept."""
+        """`max_bytes` bounds all tenants together; 0 = nothing is stored."""
         self._max_bytes = max_bytes
         self._num_bytes: dict[str, int] = {}  # by tenant
         self._kept: dict[str, OrderedDict[str, tuple[StoredResponse, int]]] = {}
@@ -59,7 +59,7 @@ class ResponseStore:
         return sum(self._num_bytes.values())
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """Makes room by forgetting; what is larger than the bound is not kept."""
+        """Stores a response and evicts old ones to make room. A response larger than the bound is not stored."""
         size = stored.num_bytes
         if size > self._max_bytes:
             return
@@ -70,7 +70,7 @@ class ResponseStore:
             self._forget_one()
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """None for what is not kept (any more), or somebody else's."""
+        """Returns the response, or None if it is not stored (any more) or belongs to another tenant."""
         kept = self._kept.get(tenant)
         if kept is None or response_id not in kept:
             return None
@@ -78,7 +78,7 @@ class ResponseStore:
         return kept[response_id][0]
 
     def remove(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there."""
+        """Removes a response. Returns False if it was not stored."""
         kept = self._kept.get(tenant)
         found = kept.pop(response_id, None) if kept is not None else None
         if found is None:
@@ -97,7 +97,7 @@ class ResponseStore:
             del self._kept[tenant], self._num_bytes[tenant]
 
     def validate(self) -> None:
-        """Raises AssertionError when the bound or the books are broken."""
+        """Raises AssertionError if the bound or the size accounting is violated."""
         assert self.num_bytes <= self._max_bytes, "more is kept than may be"
         for tenant, kept in self._kept.items():
             assert kept, f"{tenant} has a place and nothing in it"
@@ -106,7 +106,7 @@ class ResponseStore:
 
 
 class Responses:
-    """Over the chat completions of an `Api`."""
+    """Handlers of `/v1/responses`, on top of the chat completions of an `Api`."""
 
     def __init__(self, api: Api, model: ServedModel, store: ResponseStore) -> None:
         self._api = api
@@ -159,7 +159,7 @@ class Responses:
 
 
 def _tenant(request: Request) -> str:
-    """Whose responses they are; where keys do not say, everybody's."""
+    """Returns the tenant that owns the responses; "" if keys name none, and then all clients share them."""
     return visit_of(request).identity.tenant or ""
 
 
@@ -175,7 +175,7 @@ def _unknown(response_id: str, status: int) -> ApiError:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Refusals of the chat completion name the parameters of this API."""
+    """Renames parameters in errors of the chat completion to the names of this API."""
     try:
         yield
     except ApiError as error:

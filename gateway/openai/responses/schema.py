@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, as far as it differs from a chat completion's."""
+"""Body of `POST /v1/responses`, where it differs from the body of a chat completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from gateway.http.errors import invalid, unsupported
 from gateway.openai.schema import MAX_LOGPROBS, Body
 
-# Parameters of either API that mean the same in both and are checked there.
+# Parameters with the same meaning in both APIs, which the chat completion validates.
 SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "user",
@@ -19,7 +19,7 @@ SHARED = (
 
 LOGPROBS = "message.output_text.logprobs"
 
-# What exists elsewhere and would change the reply, by the values that ask for nothing that is not done.
+# Parameters that exist elsewhere and would change the reply, with the values that ask for nothing unsupported.
 _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "background": (None, False),
     "conversation": (None,),
@@ -30,21 +30,21 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
     "moderation": (None,),
 }
-# They concern a service that this server is not.
+# These concern a service that this server is not.
 _HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"})
 # Without reasoning there is nothing to encrypt.
 _INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 
 
 class TextOptions(Body):
-    """`text`: the form of the answer."""
+    """`text`: form of the answer."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponsesBody(Body):
-    """POST /v1/responses. Sampling parameters are `extra` here and checked as a chat completion's."""
+    """Body of POST /v1/responses. Sampling parameters are `extra` here and validated as those of a chat completion."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
@@ -59,7 +59,7 @@ class ResponsesBody(Body):
     tool_choice: str | dict[str, Any] | None = None
 
     def check(self) -> set[str]:
-        """Names of unknown parameters. Raises ApiError (400) for what this server does not do."""
+        """Returns the names of unknown parameters. Raises ApiError (400) for unsupported ones."""
         given = self.model_extra or {}
         for name, harmless in _NOT_BUILT.items():
             if given.get(name) not in harmless:
@@ -73,7 +73,7 @@ class ResponsesBody(Body):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What goes into the chat completion as it is."""
+        """Parameters that the chat completion receives unchanged."""
         given = self.model_extra or {}
         return {name: given[name] for name in SHARED if given.get(name) is not None}
 
@@ -81,7 +81,7 @@ class ResponsesBody(Body):
 Message = dict[str, Any]
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
-# Parameters of a chat completion, as they are called here.
+# Names of chat completion parameters in this API.
 RENAMED: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -91,7 +91,7 @@ RENAMED: Mapping[str, str] = {
 
 
 def chat_of(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, Any]:
-    """The body of the chat completion; `messages`: of this turn and those before it."""
+    """Returns the body of the chat completion. `messages`: of this turn and the earlier ones."""
     chat: dict[str, Any] = {**body.shared, "stream_options": {"include_usage": True}}
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat["messages"] = [*instructions, *messages]
@@ -108,7 +108,7 @@ def chat_of(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, Any]:
 
 
 def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Raises ApiError for items that cannot be said in a chat."""
+    """Converts input items to chat messages. Raises ApiError for items without a chat equivalent."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
@@ -118,7 +118,7 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def output_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """A response's output as the next turn's prompt has it."""
+    """Converts a response's output to messages for the next turn's prompt."""
     return input_messages(list(items))
 
 
@@ -134,7 +134,7 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
             call_id = _string(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         case "reasoning":
-            pass  # what a model thought is not part of later prompts
+            pass  # a model's reasoning is not part of later prompts
         case other:
             raise invalid(f"{where}: items of type {other!r} are not supported", where)
 
@@ -159,7 +159,7 @@ def _text(parts: object, where: str) -> str:
 
 
 def _add_call(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
-    """Calls that follow each other, and the text before them, are one message of the assistant."""
+    """Adds a call. Consecutive calls, and the text before them, form one assistant message."""
     function = {name: _string(item, name, where) for name in ("name", "arguments")}
     call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":

@@ -1,1 +1,1 @@
-"""Tool calls: what clients offer, what a grammar enforces, and what a model's text says of calls, as it comes."""
+"""Tool calls: the tools that clients offer, the grammar that enforces calls, and parsing of calls in streamed text."""

@@ -1,6 +1,6 @@
-"""Reads one call, `{"name": …, "arguments": {…}}` in any order of keys, from text that comes in pieces. Pure.
+"""Incremental reader of one call, `{"name": …, "arguments": {…}}` in any order of keys. Pure.
 
-A call is certain to be one when its name, which must be offered, and the beginning of its arguments have been read.
+A call is certain once its name, which must be offered, and the beginning of its arguments have been read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _WORD = re.compile(r"[-+.0-9A-Za-z]*")  # numbers, true, false, null
 _WORDS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
-_MAX_WORD = 400  # characters of a number: enough for any float, and a bound on what is kept
+_MAX_WORD = 400  # characters of a number: enough for any float, and a bound on memory
 _MAX_DEPTH = 200
-_MAX_HEAD = 4_096  # characters of keys, of the name and of what is neither name nor arguments
+_MAX_HEAD = 4_096  # characters of keys, the name and values other than the arguments
 
 
 class _At(Enum):
-    """What may come next."""
+    """Syntax expected next."""
 
     VALUE = "a value"
     FIRST_ITEM = "a value or ]"
@@ -36,7 +36,7 @@ class _At(Enum):
 
 
 class _Part(Enum):
-    """What is being read of the call's own object."""
+    """Part of the call's own object that is being read."""
 
     KEY = "a key"
     ARGUMENTS = "the arguments"
@@ -44,46 +44,47 @@ class _Part(Enum):
 
 
 class CallReader:
-    """One call. `read` until `is_complete` or `is_broken`."""
+    """Reader of one call. Call `read` until `is_complete` or `is_broken`."""
 
     def __init__(self, names: Collection[str], arguments_keys: Collection[str]) -> None:
-        """`names` of the functions that are offered; `arguments_keys`: under which arguments may be."""
+        """`names`: functions that are offered. `arguments_keys`: keys accepted for the arguments."""
         self._names = names
         self._arguments_keys = arguments_keys
         self.is_complete = False
         self.is_broken = False
         self.name: str | None = None
         self._at = _At.VALUE
-        self._open: list[str] = []  # the brackets around, as they close
-        self._is_key = False  # of STRING and ESCAPE
-        self._num_hex = 0  # digits that a \\u still needs
+        self._open: list[str] = []  # closing brackets of the open objects and arrays
+        self._is_key = False  # in STRING and ESCAPE: the string is a key
+        self._num_hex = 0  # hexadecimal digits that a \\u still needs
         self._word = ""
         self._part: _Part | None = None
-        self._text = ""  # of the part, unless it is the arguments
+        self._text = ""  # text of the part, unless it is the arguments
         self._key = ""
         self._seen: set[str] = set()
-        self._unread = ""  # arguments that have not been taken
+        self._unread = ""  # arguments that `take_arguments` has not returned yet
         self._has_arguments = False
         self._num_head = 0
 
     @property
     def is_certain(self) -> bool:
-        """Name and beginning of the arguments have been read."""
+        """True once the name and the beginning of the arguments have been read."""
         return self.name is not None and self._has_arguments
 
     def take_arguments(self) -> str:
-        """What has been read of them since the last time, once the call is certain."""
+        """Returns the arguments read since the last time; empty until the call is certain."""
         if not self.is_certain:
             return ""
         text, self._unread = self._unread, ""
         return text
 
     def read(self, text: str, start: int) -> int:
-        """Reads from `start`; returns where it stopped: behind the call, at what breaks it, or at the text's end."""
+        """Reads from `start`. Returns the position where it stopped: after the call, at the breaking character, or at
+        the end of the text."""
         at = start
         while at < len(text) and not (self.is_complete or self.is_broken):
             part, begin, end = self._part, at, len(text)
-            if part in (_Part.KEY, _Part.OTHER):  # never beyond the limit, wherever the pieces end
+            if part in (_Part.KEY, _Part.OTHER):  # never beyond the limit, regardless of how the text is split
                 end = min(end, at + _MAX_HEAD + 1 - self._num_head)
             at = self._step(text, at, end)
             self._keep(part or self._part, text[begin:at])
@@ -102,18 +103,18 @@ class CallReader:
     # The call's own object
 
     def _begin_value(self, char: str) -> None:
-        """Of any depth."""
+        """Starts a value at any depth."""
         if not self._open:
             self.is_broken = char != "{"
         elif len(self._open) == 1:
             is_arguments = self._key in self._arguments_keys
             self._part, self._text = _Part.ARGUMENTS if is_arguments else _Part.OTHER, ""
-            # Arguments are an object; a model that writes anything else does not call.
+            # Arguments must be an object; anything else is not a call.
             self.is_broken = is_arguments and char != "{"
             self._has_arguments = self._has_arguments or (is_arguments and char == "{")
 
     def _end_value(self) -> None:
-        """Of any depth."""
+        """Ends a value at any depth."""
         self._at = _At.AFTER
         if len(self._open) == 1:
             self._part = None
@@ -134,7 +135,7 @@ class CallReader:
     # JSON
 
     def _step(self, text: str, at: int, end: int) -> int:
-        """Takes what comes next, up to `end`, and returns where that ends; what breaks the call stays."""
+        """Consumes one token or part of one, up to `end`. Returns the position after it; a breaking character stays."""
         match self._at:
             case _At.STRING:
                 return self._string(text, at, end)
@@ -147,7 +148,7 @@ class CallReader:
                 return behind if behind > at else self._token(text[at], at)
 
     def _token(self, char: str, at: int) -> int:
-        """Takes a character between tokens, or leaves one that a word begins with."""
+        """Consumes a character between tokens, or leaves one that starts a word."""
         opens_value = self._at in (_At.VALUE, _At.FIRST_ITEM)
         is_word = char.isalnum() or char == "-"
         if opens_value and (is_word or char in '"{['):
@@ -220,7 +221,7 @@ class CallReader:
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
-    """Where the longest match from `at` ends, which may be empty."""
+    """Returns the end of the longest match from `at`, which may be empty."""
     found = pattern.match(text, at, end)
     assert found is not None, "nothing matches, too"
     return found.end()

@@ -1,13 +1,12 @@
-"""How families of models write tool calls, read piece by piece from their text, and which way a chat template teaches.
-Pure.
+"""Formats in which models write tool calls: incremental parsers, and detection by chat template. Pure.
 
-**Pieces do not matter**: any way of cutting the text up gives the same content and the same calls. Text that may
-begin a call is held back; white space before a call belongs to nobody.
+**Splitting does not matter**: any way of splitting the text gives the same content and the same calls. Text that may
+begin a call is held back; white space before a call is dropped.
 
-**What is no call is content.** A call breaks where its JSON does, where its name is none that is offered, or where its
-arguments are no object; all of it is content then. An *eager* parser, for streams, hands out a call as soon as it is
-certain to be one, and what it has handed out stands; a patient one waits for the call's end. On calls that do not break
-they agree, and so they do on one that is cut off by the limit of tokens, which both give as far as it goes.
+**Text that is not a call is content.** A call breaks where its JSON does, where its name is not offered, or where its
+arguments are not an object; all of its text is then content. An *eager* parser, for streams, reports a call as soon as
+it is certain, and a reported call is not taken back. A patient parser waits for the call's end. Both agree on calls
+that do not break, and on a call cut off by the token limit, which both report as far as it goes.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from gateway.openai.tools.call_reader import CallReader
 
 @dataclass(slots=True)
 class Called:
-    """What was told of one call."""
+    """New part of one call."""
 
-    name: str | None = None  # of its function, where the call begins here
-    arguments: str = ""  # more of them; they are one JSON object in all, as the model wrote it
+    name: str | None = None  # name of its function, if the call begins here
+    arguments: str = ""  # next part; all parts together are one JSON object, as the model wrote it
 
 
 @dataclass(slots=True)
 class Told:
-    """What has become certain."""
+    """Output that has become certain."""
 
     content: str = ""  # text that belongs to no call
     calls: dict[int, Called] = field(default_factory=dict)  # by their index in the message
@@ -39,34 +38,34 @@ SPACE = " \t\n\r"
 
 
 class ToolParser(ABC):
-    """What formats share: a call under way. One parser reads one message."""
+    """Common part of the formats' parsers: handling of the current call. One parser reads one message."""
 
     arguments_keys: Collection[str] = ("arguments", "parameters")
 
     def __init__(self, names: Collection[str], *, is_eager: bool) -> None:
-        """`names` of the functions that are offered."""
+        """`names`: functions that are offered."""
         self._names = names
         self._is_eager = is_eager
-        self._rest = ""  # text that has not been decided upon
+        self._rest = ""  # text that is not yet decided
         self._call: CallReader | None = None
-        self._raw = ""  # of the call under way, with what led to it
-        self._waiting = ""  # arguments of the call under way that nobody knows of
-        self._is_told = False  # whether somebody knows of the call under way
+        self._raw = ""  # text of the current call, including its lead
+        self._waiting = ""  # arguments of the current call that are not yet reported
+        self._is_told = False  # True if the current call has been reported
         self._out = Told()
-        self.num_calls = 0  # that have been handed out
+        self.num_calls = 0  # number of calls reported and ended
 
     def push(self, text: str) -> None:
         self._rest += text
         self._run(is_final=False)
 
     def finish(self, *, is_cut: bool) -> None:
-        """The end. `is_cut`: by the limit of tokens."""
+        """Ends the message. `is_cut`: it was cut off by the token limit."""
         self._run(is_final=True)
         if (call := self._call) is not None:
             (self._end_call if is_cut and call.is_certain else self._give_up)(call)
 
     def taken(self) -> Told:
-        """What has become certain since the last time."""
+        """Returns the output that has become certain since the last time."""
         out, self._out = self._out, Told()
         return out
 
@@ -78,16 +77,16 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _look(self, *, is_final: bool) -> bool:
-        """Between calls: takes what is decided off `_rest`, says content or begins a call. `is_final`: no more comes.
-        Whether there is something to be done with what is left."""
+        """Between calls: consumes the decided part of `_rest`, emits content or begins a call. `is_final`: no text
+        follows. Returns True if the rest can be processed further."""
 
     @abstractmethod
     def _call_ended(self) -> None:
-        """A call is complete; the format goes on behind it."""
+        """Continues after a complete call."""
 
     @abstractmethod
     def _call_broke(self) -> None:
-        """A call broke; the format goes on with what broke it."""
+        """Continues after a broken call, at the text that broke it."""
 
     # -- content
 
@@ -97,12 +96,12 @@ class ToolParser(ABC):
     # -- a call
 
     def _begin_call(self, lead: str) -> None:
-        """`lead`: text before it that is content should it turn out to be none."""
+        """Begins a call. `lead`: text before it that becomes content if this is not a call."""
         self._call, self._raw = CallReader(self._names, self.arguments_keys), lead
         self._waiting, self._is_told = "", False
 
     def _read_call(self, call: CallReader) -> bool:
-        """Whether it is over, and there may be something behind it."""
+        """Reads the current call. Returns True if it has ended or broken, so that text may follow."""
         end = call.read(self._rest, 0)
         self._raw += self._rest[:end]
         self._rest = self._rest[end:]
@@ -118,7 +117,7 @@ class ToolParser(ABC):
         return call.is_broken or call.is_complete
 
     def _tell(self, call: CallReader) -> None:
-        """What has become certain of a call."""
+        """Reports the new certain part of a call."""
         told = self._out.calls.setdefault(self.num_calls, Called())
         if not self._is_told:
             told.name, self._is_told = call.name, True
@@ -132,7 +131,7 @@ class ToolParser(ABC):
         self.num_calls += 1
 
     def _give_up(self, call: CallReader) -> None:
-        """What was read is content, unless somebody knows it as a call, which then ends here."""
+        """Turns the text read into content, unless the call has been reported; then it ends here."""
         if self._is_told:
             self._end_call(call)
         else:
@@ -141,7 +140,7 @@ class ToolParser(ABC):
 
 
 def held(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """Returns the number of characters at the end of `text` that may begin `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length
@@ -152,9 +151,9 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """Text between calls is content."""
+    """Parser of calls in `<tool_call>` tags. Text between calls is content."""
 
-    _closes = False  # behind a call, whose closing tag has not come
+    _closes = False  # after a call, while its closing tag is awaited
 
     def _look(self, *, is_final: bool) -> bool:
         if self._closes:
@@ -174,7 +173,7 @@ class HermesParser(ToolParser):
         return False
 
     def _skip_closing(self, *, is_final: bool) -> bool:
-        """The tag, with white space before it; a model that forgets it has ended its call all the same."""
+        """Skips the closing tag and white space before it. A missing tag is accepted."""
         text = self._rest.lstrip(SPACE)
         if text.startswith(CLOSING):
             self._closes, self._rest = False, text[len(CLOSING) :]
@@ -194,7 +193,7 @@ _BETWEEN = SPACE + ";"
 
 
 class Llama3JsonParser(ToolParser):
-    """What follows something that is no call is content to the end."""
+    """Parser of calls as bare JSON. Once something is not a call, all text from there on is content."""
 
     _is_plain = False
 
@@ -212,7 +211,7 @@ class Llama3JsonParser(ToolParser):
             self._begin_call(lead + text[: len(text) - len(body)])
             return True
         if is_final and not text and self.num_calls:
-            self._rest = ""  # white space behind the last call
+            self._rest = ""  # white space after the last call
         elif is_final or (body if tagged else not PYTHON_TAG.startswith(text)):
             self._is_plain = True
         return self._is_plain
@@ -226,17 +225,17 @@ class Llama3JsonParser(ToolParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One way of writing calls, as a model does that was trained to it."""
+    """One format of calls that models are trained to write."""
 
     parser: type[ToolParser]
     arguments_key: str
-    between: str  # two calls
-    opening: str = ""  # tag before a call; may be a token of its own
+    between: str  # text between two calls
+    opening: str = ""  # tag before a call; may be a single token
     closing: str = ""
 
     @property
     def padding(self) -> str:
-        """Between tags and call."""
+        """Text between the tags and the call."""
         return "\n" if self.opening else ""
 
 
@@ -251,17 +250,17 @@ FORMATS: Mapping[str, Format] = {
     "llama3_json": Format(parser=Llama3JsonParser, arguments_key="parameters", between="; "),
 }
 
-# Formats that have the tags of Hermes around something else than JSON.
+# Marks of formats that put something other than JSON between the tags of Hermes.
 _OTHERS = ("<function=", "<arg_key>")
 
 
 def format_of(name: str, template: str | None) -> Format | None:
-    """What --tool-call-parser means for a model with this chat template; None = calls are not read."""
+    """Returns the format for --tool-call-parser and the model's chat template; None = calls are not parsed."""
     return detect(template) if name == "auto" else FORMATS.get(name)
 
 
 def detect(template: str | None) -> Format | None:
-    """The format that a chat template's text shows the model; None where it shows none that is known."""
+    """Returns the format that a chat template demonstrates; None if it shows no known format."""
     if template is None or any(mark in template for mark in _OTHERS):
         return None
     if OPENING in template:

@@ -1,4 +1,4 @@
-"""What a request's tools mean for its answer: what it must look like, and how it is read."""
+"""Effect of a request's tools on its answer: the grammar that the answer follows, and the parser that reads it."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from gateway.openai.schema import ChatBody, Function, NamedChoice
 from gateway.openai.tools.formats import Format, ToolParser
 
 _TEXT = r"/(.|\n)*/"
-_TEXT_WITHOUT_CALL = r"/([^{](.|\n)*)?/"  # in a format where a message that begins with { calls
+_TEXT_WITHOUT_CALL = r"/([^{](.|\n)*)?/"  # for formats in which a message that begins with { is a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """What may be called, and how it is written."""
+    """Grammar of calls: functions that may be called, and the format."""
 
     format: Format
-    schemas: Mapping[str, Mapping[str, Any]]  # of arguments, by function
-    is_parallel: bool  # several calls in one message
-    is_special: Callable[[str], bool]  # whether the model has a special token that is spelled so
+    schemas: Mapping[str, Mapping[str, Any]]  # schemas of arguments, by function name
+    is_parallel: bool  # several calls per message are allowed
+    is_special: Callable[[str], bool]  # True if the model has a special token spelled like the argument
 
     def required(self) -> str:
-        """Calls and nothing else."""
+        """Returns a grammar of calls and nothing else."""
         return f"start: {self._calls()}\n{self._rules()}"
 
     def instead_of(self, rule: str) -> str:
-        """Calls, or what the rule says."""
+        """Returns a grammar of either calls or text that follows the rule."""
         return f"start: {rule} | {self._calls()}\n{self._rules()}"
 
     def optional(self) -> str:
-        """Any text; where it calls, it calls correctly."""
+        """Returns a grammar of any text in which calls must be correct."""
         if not self.format.opening:
             return f"start: PLAIN | {self._calls()}\nPLAIN: {_TEXT_WITHOUT_CALL}\n{self._rules()}"
         start = "(lead rest)* TEXT" if self.is_parallel else "TEXT | lead rest"
-        # Lazy: text ends where the tag does, the first time.
+        # Lazy: text ends at the first occurrence of the tag.
         lazy = "" if self.is_special(self.format.opening) else "[lazy]"
         lead = f"lead{lazy}: TEXT {self._tag(self.format.opening)}"
-        # The first line marks what needs llguidance's own dialect.
+        # The first line selects llguidance's own dialect.
         return f"%llguidance {{}}\nstart: {start}\n{lead}\nTEXT: {_TEXT}\n{self._rules()}"
 
     def _calls(self) -> str:
         return f"call ({text_rule(self.format.between)} call)*" if self.is_parallel else "call"
 
     def _rules(self) -> str:
-        """`call`, of which `rest` is what follows the opening tag."""
+        """Returns the rules `call` and `rest`, the part of a call after the opening tag."""
         padding = text_rule(self.format.padding) if self.format.padding else ""
         names = " | ".join(f"f{number}" for number in range(len(self.schemas)))
         rules = [
@@ -72,25 +72,26 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolPlan:
-    """How one request's answers are made and read."""
+    """Grammar and parser of one request's answers."""
 
-    grammar: str  # that they follow; empty = none
+    grammar: str  # grammar of the answers; empty = none
     format: Format
-    names: tuple[str, ...]  # of the functions that may be called
+    names: tuple[str, ...]  # names of functions that may be called
 
     def seen_in(self, choices: tuple[Choice, ...], body: ChatBody) -> tuple[Choice, ...]:
-        """The choices with special tokens in their text, unless the client says otherwise: tags may be such."""
+        """Returns the choices with special tokens kept in their text, because tags may be special tokens. The client
+        can override this."""
         keeps = body.skip_special_tokens is not True
         return tuple(replace(choice, skip_special_tokens=not keeps) for choice in choices)
 
     def parser(self, *, is_eager: bool) -> ToolParser:
-        """For one answer."""
+        """Returns a new parser for one answer."""
         return self.format.parser(self.names, is_eager=is_eager)
 
 
 class ToolPlanner:
-    """For one model. `format`: how it writes calls; None = not known. `allows_auto`: whether models may be left to
-    choose; `is_special`: whether there is a special token of this spelling."""
+    """Makes the tool plans of one model. `format`: None if unknown. `allows_auto`: the model may choose whether to
+    call. `is_special`: True for the spelling of a special token."""
 
     def __init__(
         self,
@@ -106,7 +107,8 @@ class ToolPlanner:
         self._is_special = is_special
 
     async def plan(self, body: ChatBody, form: Form | None) -> ToolPlan | None:
-        """None where nothing may be called. `form`: of the text, should the model not call. Raises ApiError."""
+        """Returns the plan, or None if nothing may be called. `form`: form of the text if the model does not call.
+        Raises ApiError."""
         if not body.tools:
             _require_no_choice(body)
             return None
@@ -166,7 +168,7 @@ class ToolPlanner:
             return grammar.required()
         if form is None:
             return grammar.optional()
-        if not form.is_json or not format.opening:  # JSON or a call, and both begin with {
+        if not form.is_json or not format.opening:  # JSON and a call both begin with {
             raise refused(
                 "does not go with tools that this model may choose to call; set tool_choice to none or required",
                 form.param,
@@ -174,8 +176,8 @@ class ToolPlanner:
         return grammar.instead_of(form.rule)
 
     async def _schema(self, place: int, function: Function, *, is_bound: bool) -> Mapping[str, Any]:
-        """What a function's arguments are held to: those of strict ones to their schema or it is refused, those that
-        must be called to theirs where it can be followed, others to being an object."""
+        """Returns the schema enforced on a function's arguments. A strict function's schema is enforced or refused. The
+        schema of a function that must be called is enforced if possible. Other arguments must only be an object."""
         if not function.strict and not is_bound:
             return _ANY_OBJECT
         schema = function.parameters if function.parameters is not None else _NO_ARGUMENTS
@@ -196,7 +198,7 @@ def _require_no_choice(body: ChatBody) -> None:
 
 
 def _functions(body: ChatBody) -> dict[str, tuple[int, Function]]:
-    """By name, each with its place in `tools`."""
+    """Returns the functions by name, each with its index in `tools`."""
     found: dict[str, tuple[int, Function]] = {}
     for place, tool in enumerate(body.tools or ()):
         if tool.function.name in found:

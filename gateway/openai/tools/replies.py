@@ -1,4 +1,4 @@
-"""Answers that may call, in OpenAI's form: deltas of streams, and whole messages. Pure but for the ids of calls."""
+"""Replies that may contain calls, in OpenAI's form: stream deltas and whole messages. Pure except for ids of calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from protocol.request import FinishReason
 
 
 class ToolChunks(ChatChunks):
-    """Of answers that may call. A stream tells of a call as soon as it is certain; a whole reply of calls that do not
-    break."""
+    """Chunks of an answer that may call. A stream reports a call as soon as it is certain; a whole reply only calls
+    that do not break."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ToolChunks(ChatChunks):
         parser.push(piece.text)
         if reason is not None:
             parser.finish(is_cut=reason is FinishReason.LENGTH)
-        # Calls are why it ended, unless it was cut off.
+        # The finish reason is the calls unless the answer was cut off.
         called = reason is FinishReason.STOP and parser.num_calls
         return _delta_of(parser.taken()), "tool_calls" if called else reason
 
