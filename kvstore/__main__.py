@@ -1,4 +1,4 @@
-"""`python -m kvstore`: one node of the KV store."""
+"""Runs one node of the KV store: `python -m kvstore`."""
 
 import sys
 from functools import partial

@@ -1,8 +1,9 @@
-"""Space within one segment: which bytes are free, and nothing about the others. Who allocates remembers how much.
+"""Allocator of the space in one segment. It knows only the free extents; callers remember the length of their own.
 
-Best fit with coalescing. Free extents are grouped by their exact length and the distinct lengths kept sorted: there
-are at most √(2·capacity/ALIGNMENT) of those, and one or two while all objects are of the same size, so that allocating
-and freeing cost one binary search. Within a length the most recently freed extent is taken first; it is the warmest.
+Best fit with coalescing. Free extents are grouped by their exact length, and the distinct lengths are kept sorted.
+There are at most √(2·capacity/ALIGNMENT) distinct lengths, and one or two while all objects have the same size, so
+that allocating and freeing cost one binary search. The most recently freed extent of a length is used first, since it
+is the warmest in cache.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 ALIGNMENT = 256
-"""Offsets and extents are multiples of this: what tensors in the segment would want, and whole cache lines."""
+"""Offsets and lengths of extents are multiples of this: enough for tensors, and whole cache lines."""
 
 
 def padded(nbytes: int) -> int:
-    """The space that an object of `nbytes` takes; an empty one takes a place too, so that offsets are distinct."""
+    """Returns the space that an object of `nbytes` takes. An empty object takes space too, so that offsets differ."""
     return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
 
 class Allocator:
-    """Extents of a segment of `capacity` bytes (a trailing part below the alignment is never used)."""
+    """Allocates extents of a segment of `capacity` bytes. A trailing part below the alignment is never used."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % ALIGNMENT
@@ -38,11 +39,11 @@ class Allocator:
 
     @property
     def largest_free(self) -> int:
-        """The longest extent that can be had now."""
+        """Length of the longest free extent."""
         return self._lengths[-1] if self._lengths else 0
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new extent for `nbytes`; None when no free extent is long enough."""
+        """Returns the offset of a new extent for `nbytes`; None if no free extent is long enough."""
         wanted = padded(nbytes)
         index = bisect_left(self._lengths, wanted)
         if index == len(self._lengths):
@@ -56,9 +57,9 @@ class Allocator:
         return start
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Returns the extent that `allocate(nbytes)` gave, merged with its free neighbours.
+        """Frees an extent that `allocate(nbytes)` returned, and merges it with its free neighbours.
 
-        Raises KeyError when it is free already, as far as that shows.
+        Raises KeyError if a free extent starts or ends where this one does; other double frees are not detected.
         """
         length = padded(nbytes)
         if offset in self._length_at or offset + length in self._start_before:
@@ -75,8 +76,8 @@ class Allocator:
         self._insert(start, end - start)
 
     def validate(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Raises AssertionError unless free extents and the `taken` (offset, nbytes) tile the segment, and no two free
-        ones touch."""
+        """Raises AssertionError unless the free extents and the `taken` ones (offset, nbytes) tile the segment, and no
+        two free extents touch."""
         allocated = [(start, padded(nbytes)) for start, nbytes in taken]
         extents = sorted([*self._length_at.items(), *allocated])
         position, was_free = 0, False

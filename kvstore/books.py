@@ -1,6 +1,6 @@
-"""How much space a catalog's objects take, and why: counted as it changes, compared with the objects when asked. Pure.
+"""Accounting of the space that a catalog's objects take, updated with each change. Pure.
 
-Its rule: free + held + leased + reserved = capacity. Knows no keys and decides nothing.
+Its rule: free + held + leased + reserved = capacity. It knows no keys and decides nothing.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from kvstore.stored import StoredObject, Usage
 from protocol.errors import InvalidRequest
 
 Extent = tuple[int | None, int]
-"""Offset in memory, None = not there, and length."""
+"""(offset, length) in memory; offset None = not in memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Remains:
-    """Space of one object that was removed while somebody held it, until the last hold ends."""
+    """Space of an object that was removed while it was held. It is freed when the last hold ends."""
 
-    offset: int | None  # None = it was not in memory
+    offset: int | None  # None = was not in memory
     length: int
     holds: int
 
 
 @dataclass(slots=True, eq=False)
 class Books:
-    """Of memory in bytes as the allocator gives them, of the disk as it takes them."""
+    """Counters of bytes and objects. Bytes of memory are padded as by the allocator, bytes of disk as by the disk."""
 
     space: Allocator
-    reserved_bytes: int = 0  # of memory, being written or loaded
-    arriving_bytes: int = 0  # of disk, being written
-    leased_bytes: int = 0  # of memory
+    reserved_bytes: int = 0  # memory being written or loaded
+    arriving_bytes: int = 0  # disk space being written
+    leased_bytes: int = 0  # memory of objects with a hold
     num_leased: int = 0
-    num_on_disk: int = 0  # only there
-    num_places: int = 0  # on disk at all
+    num_on_disk: int = 0  # objects that are only on disk
+    num_places: int = 0  # objects with a disk copy
     disk_live: int = 0
     hidden: dict[int, Remains] = field(default_factory=dict)
-    """By generation, since a key may be hidden more than once."""
+    """Removed objects with holds, by generation: a key may have several."""
 
     def let_go_hidden(self, generation: int) -> None:
-        """One hold less of a removed object; the last one frees its memory."""
+        """Drops one hold of a removed object. The last one frees its memory."""
         remains = self.hidden[generation]
         remains.holds -= 1
         if not remains.holds:
@@ -54,7 +54,7 @@ class Books:
                 self.space.free(remains.offset, remains.length)
 
     def check_size(self, length: int) -> None:
-        """Raises InvalidRequest when an object could never fit."""
+        """Raises InvalidRequest if an object of this length could never fit."""
         if padded(length) > self.space.capacity or length > MAX_OBJECT_BYTES:
             raise InvalidRequest(
                 f"an object of {length} bytes does not fit into this store's segment of {self.space.capacity} bytes",
@@ -63,11 +63,11 @@ class Books:
 
     @property
     def evictable_bytes(self) -> int:
-        """Of memory: free, or taken by what nobody holds."""
+        """Bytes of memory that are free or taken by objects without a hold."""
         return self.space.capacity - self.leased_bytes - self.reserved_bytes
 
     def disk_free(self, disk: DiskSpace | None) -> int:
-        """Live bytes that the disk may still take."""
+        """Returns the live bytes that the disk may still take."""
         return disk.live_limit - self.disk_live - self.arriving_bytes if disk else 0
 
     def usage(self, num_objects: int, disk: DiskSpace | None, tenants: Mapping[str, int]) -> Usage:
@@ -94,7 +94,7 @@ class Books:
         writing: Sequence[Extent],
         loading: Sequence[Extent],
     ) -> None:
-        """Raises AssertionError unless exactly the visible objects and these extents take space, as it is counted."""
+        """Raises AssertionError unless the counters match exactly the visible objects and these extents."""
         here = [(o.offset, o.length) for o in visible]
         remains = self.hidden.values()
         hidden = [(r.offset, r.length) for r in remains if r.offset is not None]

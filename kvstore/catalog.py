@@ -1,12 +1,11 @@
-"""The objects of one node: which are resident, where their copies lie, and how much space they take. Pure.
+"""Catalog of one node's objects: which are resident, where their copies lie, how much space they take. Pure.
 
-An object is reserved while it is being written, visible once committed and immutable from then on, hidden when it was
-removed under a hold, and gone when its space is free again. A visible one has a copy in memory, on disk, or both;
-`kvstore.moves` takes it from one to the other. **A block is never evicted before the blocks that follow it in its
-chain**: those still being written count as followers too, so that a chain does not lose its head while its tail
-arrives. **Readers are told first**: the index changes before space is given to others, so that whoever copied in
-between can notice. Who reserves and who leases is `kvstore.state`'s business; only the number of holds is known here.
-`kvstore.room` decides who makes room for others.
+An object is reserved while it is being written, visible and immutable once committed, hidden if it was removed while
+held, and gone when its space is free again. A visible object has a copy in memory, on disk, or both; `kvstore.moves`
+moves it between them. **A block is never evicted before the blocks that follow it in its chain**: blocks still being
+written count as followers too, so that a chain does not lose its head while its tail arrives. **The index changes
+before space is reused**, so that a reader that copied in between can notice. Reservations and leases belong to
+`kvstore.writing` and `kvstore.reading`; the catalog only counts holds. `kvstore.room` decides what is evicted.
 """
 
 from __future__ import annotations
@@ -69,30 +68,30 @@ class Catalog:
 
     @property
     def latest_generation(self) -> int:
-        """No object has a later one yet."""
+        """The last generation that was assigned."""
         return self._next_generation - 1
 
     def find(self, key: BlockKey) -> StoredObject | None:
-        """The object that readers see under `key`."""
+        """Returns the visible object of `key`, if any."""
         entry = self._index.find(key)
         return None if entry is None else self._stored(key, entry)
 
     def entry(self, key: BlockKey) -> Entry | None:
-        """What readers must know of it: less than `find` gives, for less."""
+        """Returns the index entry of `key`, which readers use; cheaper than `find`."""
         return self._index.find(key)
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
         return [record != NO_RECORD for record in self._index.records_of(keys)]
 
     def records_among(self, packed_keys: bytes) -> RecordArray:
-        """The records of those that are visible, in order; 16-byte keys, back to back."""
+        """Returns the records of the visible keys, in order. Keys are packed, 16 bytes each."""
         records = self._index.records_in(packed_keys)
         there: RecordArray = records[records != NO_RECORD]
         return there
 
     def objects(self) -> Iterator[StoredObject]:
-        """All visible ones. Nothing may change meanwhile, except between two `next` of a slow reader: then objects that
-        come or go may be missed, and one that comes again be given twice."""
+        """Iterates over all visible objects. The catalog may change between two `next` calls: then objects that are
+        added or removed may be missed, and an object that is stored again may be returned twice."""
         for record in range(len(self.rows.holds)):
             key = self.rows.key(record)
             entry = self._index.find(key)
@@ -113,14 +112,14 @@ class Catalog:
         return key in self._reserved
 
     def used(self, objects: Iterable[StoredObject]) -> None:
-        """Counts as a use of each of the visible objects, the last one the most recent."""
+        """Records a use of each of these visible objects; the last one is the most recent."""
         for stored in objects:
             self.room.used(stored.record)
 
     # The life of an object
 
     def reserve(self, wish: Wish) -> StoredObject | None:
-        """A place for an object that is neither visible nor reserved, evicting as needed; None = nothing to evict."""
+        """Reserves space for an object that is neither visible nor reserved, evicting as needed. None = no space."""
         assert wish.key not in self._reserved
         self._follow(wish.parent)  # first, so that making room does not evict the parent
         offset = self.room.for_new(wish.length, wish.tenant)
@@ -136,17 +135,17 @@ class Catalog:
         return stored
 
     def publish(self, stored: StoredObject, checksum: int) -> None:
-        """Reserved → visible, in memory."""
+        """Makes a reserved object visible, in memory."""
         assert stored.offset is not None
         del self._reserved[stored.key]
         self.books.reserved_bytes -= stored.space
-        # Later than what was removed while it was written.
+        # A new generation, so that it is later than anything removed while it was being written.
         stored.generation = self.take_generation()
         stored.checksum = checksum
         self._admit(stored)
 
     def discard(self, stored: StoredObject) -> None:
-        """Reserved → gone."""
+        """Drops a reserved object and frees its space."""
         assert stored.offset is not None
         del self._reserved[stored.key]
         self.books.reserved_bytes -= stored.space
@@ -155,7 +154,10 @@ class Catalog:
         self.space.free(stored.offset, stored.length)
 
     def restore(self, stored: StoredObject) -> bool:
-        """Found on disk → visible there. False = a later object of its key is known, or the disk is full or gone."""
+        """Makes an object that was found on disk visible there.
+
+        Returns False if its key is reserved or has an object at least as recent, or the disk is full or gone.
+        """
         assert stored.place is not None
         self._next_generation = max(self._next_generation, stored.generation + 1)
         if self.disk is None or stored.key in self._reserved:
@@ -176,7 +178,7 @@ class Catalog:
         return True
 
     def remove(self, stored: StoredObject) -> None:
-        """Visible → gone, or hidden while it is held. Its place on disk is released."""
+        """Removes a visible object; it is hidden while it is held. Releases its place on disk."""
         record = stored.record
         self._index.remove(stored.key)
         self.room.leave(record)
@@ -196,7 +198,7 @@ class Catalog:
         self._unfollow(stored.parent, in_memory=stays)
 
     def hold(self, stored: StoredObject) -> None:
-        """One more reason why a visible object may neither leave nor move."""
+        """Adds a hold to a visible object, which may then neither be evicted nor moved."""
         self.rows.holds[stored.record] += 1
         if self.rows.holds[stored.record] == 1:
             self.books.num_leased += 1
@@ -204,7 +206,7 @@ class Catalog:
             self.room.withdraw(stored.record)
 
     def let_go(self, stored: StoredObject) -> None:
-        """One less; the last one of a hidden object frees its space."""
+        """Drops one hold. The last hold of a hidden object frees its space."""
         if self.is_hidden(stored):
             self.books.let_go_hidden(stored.generation)
             return
@@ -215,7 +217,7 @@ class Catalog:
             self.room.reconsider(stored.record)
 
     def set_pin(self, stored: StoredObject, pin: Pin) -> None:
-        """How much a visible object may be evicted from now on."""
+        """Sets the pin of a visible object."""
         self.room.withdraw(stored.record)
         self.rows.set_pin(stored.record, pin)
         self.room.reconsider(stored.record)
@@ -223,11 +225,11 @@ class Catalog:
     # Copies
 
     def is_hidden(self, stored: StoredObject) -> bool:
-        """Whether a held object was removed meanwhile."""
+        """Returns True if this held object was removed meanwhile."""
         return stored.generation in self.books.hidden
 
     def set_place(self, stored: StoredObject, place: Place) -> None:
-        """A visible object has a copy on disk, or has it elsewhere now."""
+        """Sets where the disk copy of a visible object is, whether it is new or was moved."""
         assert self.disk is not None
         if not self.rows.on_disk(stored.record):
             self.books.disk_live += self.disk.space(stored.length)
@@ -235,7 +237,7 @@ class Catalog:
         self.rows.places[stored.record] = place
 
     def drop_place(self, record: Record, length: int) -> None:
-        """Its copy on disk, if any, is no longer wanted."""
+        """Drops the disk copy of a record, if any, and releases its place. `length` is the object's."""
         if self.rows.on_disk(record):
             assert self.disk is not None
             self.books.disk_live -= self.disk.space(length)
@@ -244,7 +246,7 @@ class Catalog:
             self.rows.places[record] = NO_PLACE
 
     def drop_a_copy(self) -> bool:
-        """Takes the disk's copy of some object in memory away; False = none was found."""
+        """Drops the disk copy of some object that is also in memory. Returns False if none was found."""
         record = self.rows.next_spare_copy() if self.books.num_places > self.books.num_on_disk else NO_RECORD
         entry = None if record == NO_RECORD else self._index.find(self.rows.key(record))
         if entry is None:
@@ -254,7 +256,7 @@ class Catalog:
         return True
 
     def enter_memory(self, stored: StoredObject, offset: int) -> None:
-        """A visible object that was only on disk has a copy in memory now."""
+        """Records that a visible object that was only on disk now has a copy in memory, at `offset`."""
         record = stored.record
         self.room.leave(record)
         self.rows.set_in_memory(record, True)
@@ -265,15 +267,15 @@ class Catalog:
         self._entered(stored)
 
     def set_leaving(self, stored: StoredObject, leaving: bool) -> None:
-        """Whether a visible object in memory is on its way out: then the block before it may follow, as demotion goes
-        from the end of a chain to its head and would else wait for each write."""
+        """Marks a visible object in memory as leaving it, or no longer leaving. Its parent may be demoted meanwhile:
+        demotion goes from the end of a chain to its head, and would otherwise wait for each write."""
         if self.rows.is_leaving(stored.record) is not leaving:
             self.rows.set_leaving(stored.record, leaving)
             change = -1 if leaving else 1
             self._followers.count(stored.parent, 0, change, self.room.reconsider)
 
     def leave_memory(self, stored: StoredObject) -> None:
-        """A visible object that nobody holds keeps only its copy on disk."""
+        """Frees the memory copy of a visible object without holds; its disk copy stays."""
         record = stored.record
         assert stored.offset is not None
         assert self.rows.on_disk(record)
@@ -287,17 +289,17 @@ class Catalog:
         self._entered(stored)
 
     def _entered(self, stored: StoredObject) -> None:
-        """Its fastest copy is in another tier."""
+        """Enters an object into the policy of the tier that now has its fastest copy, and announces the tier."""
         self.room.join(stored.record, stored.key, stored.parent)
         self._announce.moved(stored.key, self.room.tier(stored.record))
 
     def use_disk(self, disk: DiskSpace) -> None:
-        """There is a disk behind the memory from now on."""
+        """Adds a disk behind the memory."""
         self.disk = disk
         self._shares.resize(self.space.capacity + disk.live_limit)
 
     def forget_disk(self) -> None:
-        """The disk is gone, and with it all that was only there."""
+        """Removes the disk, and every object that was only there."""
         for stored in list(self.objects()):
             if stored.offset is None:
                 self.remove(stored)
@@ -306,25 +308,23 @@ class Catalog:
         self.disk = None
         self._shares.resize(self.space.capacity)
 
-    # Looking at all of it
-
     def usage(self) -> Usage:
         return self.books.usage(len(self._index), self.disk, self._shares.used_by_tenant())
 
     @property
     def metadata_bytes(self) -> int:
-        """Memory that the index, the rows and the policies take."""
+        """Memory of the index, the rows and the policies, in bytes."""
         return self._index.nbytes + self.rows.nbytes + self._shares.nbytes
 
     # Bookkeeping
 
     def take_generation(self) -> int:
-        """Later than all before."""
+        """Assigns the next generation, which is later than all before."""
         self._next_generation += 1
         return self._next_generation - 1
 
     def _admit(self, stored: StoredObject) -> None:
-        """Makes an object visible where it lies; its parent counts it as a follower already."""
+        """Makes an object visible in the tiers it is in. Its parent already counts it as a follower."""
         rows = self.rows
         tenant = self._shares.number(stored.tenant)
         stored.record = rows.add(stored.key, stored.parent, tenant, stored.pin)
@@ -353,8 +353,8 @@ class Catalog:
         reserved: Iterable[StoredObject],
         loading: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Raises AssertionError unless space, counts and chains agree with the objects, and with exactly these holds
-        (one entry each), reservations and (offset, length) of memory being loaded."""
+        """Raises AssertionError unless space, counts and chains agree with the objects and with exactly these holds
+        (one entry per hold), reservations and extents (offset, length) being loaded."""
         visible = list(self.objects())
         assert len(visible) == len(self._index) == len(self.rows)
         self._index.validate()

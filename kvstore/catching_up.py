@@ -1,9 +1,10 @@
-"""A node of a cluster hears from the others what was removed, and what was stored anew, while it did not listen.
+"""Learns from the other nodes of a cluster which objects were removed or replaced while this node was away.
 
-All the time it asks a few of them what is new, so that what one node was told all know within seconds, also one that
-did not answer when a key was removed. A node that starts, or that the registry had forgotten, asks all of them *before*
-what it had before is seen again. When nobody can answer for the whole of its absence, all of that goes: nothing wrong
-goes before nothing lost. Knows no clients; with a conductor instead of a registry, keys are made from their contents.
+A running node gossips: it requests new removals from a few nodes at a time, so that a removal reaches all within
+seconds, even a node that did not answer when the key was removed. A node that starts, or that the registry had
+forgotten, requests them from all nodes *before* its old objects become visible. If no node knows the removals of its
+whole absence, it drops all old objects: losing data is better than serving wrong data. Does not know clients. With a
+conductor instead of a registry this is not needed, since keys are derived from contents.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from protocol.rpc import Channels
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A node has told all its removals; for how long back it knows all there were."""
+    """A peer's answer after it has sent all its removals."""
 
-    settled: bool  # False: it was away itself, and asks as well
-    covered_s: float
+    settled: bool  # False: it was away itself, and is still catching up
+    covered_s: float  # it knows every removal of this last time
 
 
 def covered_s(answers: Sequence[Answer | None]) -> float:
-    """How far back all removals are known once these nodes were heard."""
+    """Returns for how far back all removals are known after these answers."""
     return max((a.covered_s for a in answers if a is not None and a.settled), default=0.0)
 
 
 def may_stay(absent_s: float, answers: Sequence[Answer | None]) -> bool | None:
-    """One answer for each other node, None where it did not give one; None = ask again.
+    """Decides if old objects may stay, given one answer per other node (None = no answer). Returns None to ask again.
 
-    It may when one of them knows all of the absence, or when nobody was there: no other node, or only such as were
-    away too. It may not when all who are there know less: nothing wrong goes before nothing lost.
+    They may stay if a settled node covers the whole absence, or if there is no other node, or all others were away too.
+    They may not if all nodes answered and the settled ones cover less: losing data is better than serving wrong data.
     """
     settled = any(answer is not None and answer.settled for answer in answers)
     if settled and covered_s(answers) >= absent_s:
@@ -57,19 +58,19 @@ log = logging.getLogger(__name__)
 STORE_ROLE = "store"
 PULL_EVERY_S = 1.0
 FANOUT = 4
-"""Nodes asked each time: what one knows reaches all of n in about log(n) rounds."""
+"""Nodes per round of gossip: a removal reaches all n nodes in about log(n) rounds."""
 CALL_S = 2.0
 RETRY_S = 0.3
 FENCE_S = 2 * TTL_S
-"""As long as nodes that died may still be named by the registry, and again as much."""
+"""Twice as long as the registry may still list a node that died."""
 PRESENCE_EVERY_S = 5.0
 COMPARED_AT_ONCE = 4_096
 COMPARE_S = 3.0
-"""Before a running node is a member again; the rest is compared behind the scenes."""
+"""How long a rejoin waits for the comparison with other nodes; the rest is compared in the background."""
 
 
 class CatchingUp:
-    """What a recovery asks, and what a seat does before it joins again. Belongs to one event loop."""
+    """Decides for recovery and rejoining which old objects may stay, and gossips. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -86,17 +87,17 @@ class CatchingUp:
         self._channels = channels
         remembering.settled = False
         self._cursors: dict[str, tuple[int, int]] = {}
-        """How much of a node's removals is known here: in which of its lives, up to which number."""
+        """By peer: (life, next sequence number) of the removals that are known here."""
         self._peers: list[Member] = []
         self._turn = 0
         self._decided = asyncio.Event()
         self._may_stay = False
-        self._has_begun_empty = False  # since the start: what is still found on disk goes, too
-        self._covered_s = 0.0  # by the best of those who were asked last
+        self._has_begun_empty = False  # since the start: objects still found on disk are dropped, too
+        self._covered_s = 0.0  # the best of the last answers
         self._comparing: asyncio.Task[None] | None = None
 
     async def run(self, seat: Seat) -> None:
-        """Beside the seat, until cancelled."""
+        """Settles, then gossips and notes this node's presence until cancelled. Runs next to the seat."""
         try:
             await seat.joined.wait()
             await self._settle()
@@ -114,24 +115,24 @@ class CatchingUp:
                 self._comparing.cancel()
 
     async def close(self) -> None:
-        """Nothing runs any more."""
+        """Closes channels and registry. Call it once nothing else runs."""
         await self._channels.close()
         await self.registry.close()
 
-    # What this node had before it listened again
+    # Old objects
 
     async def begin(self) -> bool:
-        """Returns once it can be told what of the disk may be used; False = nothing of it."""
+        """Waits until it is decided if the disk's objects may be used. Returns False if none may."""
         await self._decided.wait()
         return self._may_stay
 
     async def outdated(self, found: Sequence[DiskObject]) -> set[BlockKey]:
-        """Those of which another value has been stored elsewhere."""
+        """Returns the keys whose value on another node differs; all keys if the node has begun empty."""
         replaced = await self._replaced(found)
         return {about.key for about in found} if self._has_begun_empty else replaced
 
     async def before_rejoin(self, absent_s: float) -> None:
-        """The registry had forgotten this node. Raises MoonserveError when the registry does not answer."""
+        """Catches up after the registry had forgotten this node. Raises MoonserveError if the registry is silent."""
         had_before = self._state.catalog.latest_generation + 1
         if not await self._fence(absent_s):
             log.error("nobody knows what was removed in the last %.0f s: beginning empty", absent_s)
@@ -140,12 +141,12 @@ class CatchingUp:
             self._remembering.knows_only(self._covered_s)
             return
         if self._comparing is not None:
-            self._comparing.cancel()  # what it has compared may have been stored anew since
+            self._comparing.cancel()  # objects that it has compared may have been replaced since
         self._comparing = asyncio.create_task(self._compare(had_before))
         await asyncio.wait({self._comparing}, timeout=COMPARE_S)
 
     async def _compare(self, had_before: int) -> None:
-        """All that is here and was before; may take long."""
+        """Compares all objects older than `had_before` with other nodes' and drops outdated ones. May take long."""
         for piece in batched(self._state.catalog.objects(), COMPARED_AT_ONCE):
             old = [o.header() for o in piece if o.generation < had_before]
             outdated = await self._replaced(old)
@@ -154,13 +155,13 @@ class CatchingUp:
                 self._remembering.drop([o for o in old if o.key in outdated])
 
     def _leaves_nothing(self) -> bool:
-        """Whether a next life that was hardly away would find nothing of what is gone here."""
+        """Returns True if a restart now would find no object that is gone here."""
         begun_empty = self._has_begun_empty or not self._may_stay
         is_forgotten = self._remembering.knows_its_disk or not begun_empty
         return is_forgotten and self._remembering.is_saved
 
     async def _settle(self) -> None:
-        """After a start: decides whether what is in the folder may be used."""
+        """Decides after a start if the objects in the folder may be used."""
         remembering = self._remembering
         while True:
             try:
@@ -181,7 +182,7 @@ class CatchingUp:
         self._decided.set()
 
     async def _fence(self, absent_s: float) -> bool:
-        """Hears what was removed meanwhile; False = nobody can say all of it. Raises MoonserveError."""
+        """Learns all removals of the absence; False = no node knows all. Raises MoonserveError (silent registry)."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + FENCE_S
         while True:
@@ -199,7 +200,7 @@ class CatchingUp:
         members = await self.registry.members()
         self._peers = [m for m in members if m.role == STORE_ROLE and m.instance_id != self._instance_id]
 
-    # Asking others
+    # Calls to other nodes
 
     async def _gossip(self) -> None:
         try:
@@ -212,7 +213,7 @@ class CatchingUp:
         await asyncio.gather(*map(self._pulled, chosen))
 
     async def _pulled(self, peer: Member) -> Answer | None:
-        """All that it knows and this node does not is known then; None = it did not answer."""
+        """Learns all removals that a peer knows. Returns None if it did not answer."""
         stub = self._stub(peer)
         try:
             while True:
@@ -223,7 +224,7 @@ class CatchingUp:
                 await self._remembering.learn(_heard(reply))
                 if not reply.more:
                     break
-        except (MoonserveError, ValueError) as error:  # whatever one says, the others are heard
+        except (MoonserveError, ValueError) as error:  # a bad answer must not stop the round
             log.debug("%s did not tell its removals: %s", peer.instance_id, error)
             return None
         if reply.settled and self._remembering.settled:
@@ -231,7 +232,7 @@ class CatchingUp:
         return Answer(reply.settled, reply.covered_s)
 
     async def _replaced(self, found: Sequence[DiskObject]) -> set[BlockKey]:
-        """The others' value counts, since it was stored, or seen, while this node was away."""
+        """Returns the keys of which a peer holds another value. The peer's counts: it was stored or seen meanwhile."""
         answers = await asyncio.gather(*(self._differing(peer, found) for peer in self._peers))
         return set[BlockKey]().union(*answers)
 

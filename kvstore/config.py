@@ -16,7 +16,7 @@ from transfer.config import TransferConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(ProcessConfig, TransferConfig):
-    """Everything a store node can be told."""
+    """All options of a store node."""
 
     dram: int = option(512 * 2**20, help="bytes of memory for objects", unit="bytes")
     eviction_policy: str = option(DEFAULT_POLICY, help="which objects go first", choices=POLICY_NAMES)
@@ -42,7 +42,7 @@ class StoreConfig(ProcessConfig, TransferConfig):
     join: str | None = option(
         None,
         help="registry of the cluster: redis://…, redis+sentinel://… or host:port of a directory",
-        masked=True,  # it may hold a password
+        masked=True,  # may contain a password
     )
     transfer_checksums: bool = option(
         False,
@@ -65,7 +65,7 @@ class StoreConfig(ProcessConfig, TransferConfig):
         return Watermarks(evict_above=self.evict_above, evict_share=self.evict_share)
 
     def ssd_folder(self) -> tuple[Path, int] | None:
-        """The disk's folder and capacity. Raises ConfigError."""
+        """Returns the disk's folder and capacity in bytes; None without a disk. Raises ConfigError."""
         if self.ssd is None:
             return None
         folder, colon, size = self.ssd.rpartition(":")
@@ -74,7 +74,7 @@ class StoreConfig(ProcessConfig, TransferConfig):
         return Path(folder), _bytes("--ssd", size)
 
     def quotas(self) -> dict[str, int]:
-        """Bytes by tenant. Raises ConfigError."""
+        """Returns the quotas in bytes by tenant. Raises ConfigError."""
         quotas: dict[str, int] = {}
         for entry in self.tenant_quota:
             tenant, equals, size = entry.rpartition("=")

@@ -1,7 +1,7 @@
-"""A replica made here: objects read from another node straight into this node's memory.
+"""Copies objects from another node straight into this node's memory, to make a replica.
 
-The lease at the source is short and renewed while parts move, so that a source whose target died is free again within
-seconds. A copy has its source's pin. What was removed everywhere is not taken from a node that has not heard of it.
+The lease at the source is short and renewed while parts move, so that the source of a dead target is free again within
+seconds. A copy has its source's pin. Removed objects are not taken from a node that has not heard of the removal.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 PATIENCE = Patience()
 LEASE_S = 4.0
-"""What a target that died may cost its source; a stopped one that wakes later finds its lease ended."""
+"""How long a dead target may hold its source's objects. A suspended target that resumes finds its lease ended."""
 RENEW_EVERY_S = 1.0
 
 
 class Copier:
-    """Of one node."""
+    """Makes the replicas of one node."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Copier:
         self._clock = clock
 
     async def copy(self, request: kvstore_pb2.StoreCopyRequest) -> kvstore_pb2.StoreCopyReply:
-        """The leading run of the keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
+        """Copies the leading run of keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
         source, keys = endpoint_from_wire(request.source), keys_from_wire(request.keys)
         wanted = keys[: await self._num_up_to_date(source, keys)]
         heard = {key: self._removals.last(key) for key in wanted}
@@ -78,16 +78,17 @@ class Copier:
         return reply
 
     async def _num_up_to_date(self, source: Endpoint, keys: Sequence[BlockKey]) -> int:
-        """Of how many leading keys the source has heard the last removal that is known here, so that what it has was
-        stored since; this node hears of those that only the source knew, so that they are not taken for later ones.
+        """Returns the number of leading keys whose last removal known here is known to the source as well.
 
-        It is asked before the lease: then what it gives cannot be older than its answer.
+        What the source holds of these was stored after that removal. This node learns removals that only the source
+        knew, so that they are not taken for later ones. Call it before the lease: then the leased objects cannot be
+        older than the answer.
         """
         request = kvstore_pb2.StoreRemovalsRequest(keys=keys)
         reply = await self._client.ask(source, "Removals", request)
         told = zip(keys, reply.ids, reply.ages_s, strict=True)
         theirs = [Heard(*each) if each[1] else None for each in told]
-        # Looked up now, as `copy` does: what was removed during the call, the source may not have heard of.
+        # Looked up after the call, as in `copy`: the source may not know of a removal during the call.
         ours = [self._removals.last(key) for key in keys]
         await self._remembering.learn(heard for heard in theirs if heard is not None)
         behind = (
@@ -98,7 +99,7 @@ class Copier:
         return next(behind, len(keys))
 
     async def _renewed(self, lease: ReadLease) -> None:
-        """For as long as the source lets it; ends when it does not."""
+        """Renews a lease until the source refuses."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             try:
@@ -115,7 +116,7 @@ class Copier:
         deadline_s: float,
         reply: kvstore_pb2.StoreCopyReply,
     ) -> int:
-        """How many of its objects. `heard`: their last removals before the lease."""
+        """Copies the leased objects. Returns how many became visible. `heard`: their last removals before the lease."""
         wishes = [_wish(stored) for stored in lease.objects]
         reservation = self._state.writers.reserve(new_id("copy"), wishes, None, self._clock())
         outcomes = [slot.outcome for slot in reservation.slots]
@@ -127,7 +128,7 @@ class Copier:
         good: tuple[LeasedObject, ...] = ()
         try:
             num_good = await self._read(lease, granted, reservation, deadline_s)
-            # What was removed while it was copied does not count.
+            # An object that was removed during the copy is dropped.
             good = tuple(o for o in granted[:num_good] if self._removals.last(o.key) == heard[o.key])
         finally:
             self._end(reservation, {stored.key: stored.checksum for stored in good})
@@ -142,7 +143,7 @@ class Copier:
     ) -> int:
         offsets = [reservation.objects[stored.key].offset or 0 for stored in granted]
         spots = Spots.checked(self._segment, offsets, [stored.length for stored in granted])
-        # A lease that ended all the same lets others' bytes in, whose checksums do not match.
+        # If the lease ends all the same, the bytes may be overwritten; their checksums do not match then.
         return await self._client.read_leased(
             replace(lease, objects=granted, expires_at=math.inf),
             spots,
@@ -150,7 +151,7 @@ class Copier:
         )
 
     def _end(self, reservation: Reservation, checksums: dict[BlockKey, int]) -> None:
-        """What was verified while it was read becomes visible, the rest is given up."""
+        """Makes the objects with a checksum visible and drops the rest. They were verified while being read."""
         writers, reservation_id, now = (
             self._state.writers,
             reservation.reservation_id,

@@ -1,7 +1,7 @@
-"""What a node tells whoever follows it: numbered events, kept for as long as somebody may ask for them. Pure.
+"""Log of a node's numbered events, and the event streams of its followers.
 
-A follower that is too far behind, or new, takes an inventory first (`kvstore.event_log`). While nobody follows,
-events are only counted.
+A follower that is new or too far behind gets an inventory first (`follow`). While there are no followers, events are
+only counted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from protocol.pb import kvstore_pb2
 from protocol.timer import set_within
 
 KEPT_EVENTS = 50_000
-"""About a second of a busy node; a follower that is further behind is better served by an inventory."""
+"""About a second of a busy node. For a follower that is further behind, an inventory is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An object came, or left."""
+    """An object was added, or has `left`."""
 
     key: BlockKey
     parent: BlockKey | None = None
@@ -33,17 +33,17 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """One listener's place in the log."""
+    """A follower's position in the log."""
 
     next_seq: int
-    reads: bytearray = field(default_factory=bytearray)  # keys, back to back
+    reads: bytearray = field(default_factory=bytearray)  # packed keys
     wake: Callable[[], None] = lambda: None
 
 
 class EventLog:
-    """The events of one incarnation of a node, numbered from 1 (`Announcements`).
+    """The events of one incarnation of a node, numbered from 1. Implements `Announcements`.
 
-    A conductor is told through `conductor`: it asks who holds a block, not in which tier.
+    Events are also passed to `conductor`, which tracks holders but not tiers.
     """
 
     def __init__(self, conductor: BlockLog | None = None) -> None:
@@ -54,7 +54,7 @@ class EventLog:
         self._followers: list[Follower] = []
 
     def follow(self, next_seq: int) -> Follower:
-        """A new listener that has seen all events before `next_seq`."""
+        """Adds a follower that has seen all events before `next_seq`."""
         follower = Follower(next_seq)
         self._followers.append(follower)
         return follower
@@ -65,17 +65,17 @@ class EventLog:
             self._kept.clear()
 
     def close(self) -> None:
-        """Nothing more will be told."""
+        """Ends all streams."""
         self.closed = True
         for follower in self._followers:
             follower.wake()
 
     def missed(self, follower: Follower) -> bool:
-        """Whether events that it has not seen are no longer known: it needs an inventory."""
+        """Returns True if the log no longer has all events that the follower has not seen: it needs an inventory."""
         return not self.next_seq - len(self._kept) <= follower.next_seq <= self.next_seq
 
     def take(self, follower: Follower, limit: int) -> list[Event]:
-        """The next events of a follower that has missed none; they count as seen."""
+        """Returns the next events of a follower that has missed none, and advances it."""
         assert not self.missed(follower)
         behind = min(self.next_seq - follower.next_seq, limit)
         start = len(self._kept) - (self.next_seq - follower.next_seq)
@@ -83,12 +83,12 @@ class EventLog:
         return [self._kept[start + index] for index in range(behind)]
 
     def take_reads(self, follower: Follower) -> bytes:
-        """Their keys, back to back."""
+        """Returns and clears the packed keys of the reads since the last call."""
         reads, follower.reads = follower.reads, bytearray()
         return bytes(reads)
 
     def read(self, packed_keys: bytes) -> None:
-        """These objects were read: 16-byte keys, back to back."""
+        """Reports reads of these objects to all followers. Keys are packed, 16 bytes each; an excess is dropped."""
         for follower in self._followers:
             follower.reads += packed_keys[: KEPT_EVENTS * KEY_BYTES - len(follower.reads)]
 
@@ -98,7 +98,7 @@ class EventLog:
             self._conductor.added(key, parent)
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
-        """Followers ask who holds an object, not in which tier."""
+        """Ignored: followers track holders, not tiers."""
 
     def removed(self, key: BlockKey) -> None:
         self._note(Event(key, left=True))
@@ -115,16 +115,16 @@ class EventLog:
 
 # About 1.5 MiB on the wire.
 EVENTS_PER_MESSAGE = 40_000
-# Waiting a little after the first change gathers the changes of a moment into one message.
+# A short wait after the first change, so that one message carries several.
 GATHER_S = 0.02
-# A follower learns this often that the node lives, and what was read.
+# A message is sent at least this often: it serves as a heartbeat and carries the reads.
 IDLE_S = 1.0
 
 
 async def follow(
     log: EventLog, state: StoreState, epoch: int, request: kvstore_pb2.StoreSubscribeRequest
 ) -> AsyncIterator[kvstore_pb2.StoreEvents]:
-    """The messages for one caller, until it goes away or the log is closed."""
+    """Yields the messages for one follower until it disconnects or the log is closed."""
     follower = log.follow(request.next_seq if request.epoch == epoch else 0)
     woken = asyncio.Event()
     follower.wake = woken.set
@@ -134,7 +134,7 @@ async def follow(
             if log.missed(follower):
                 async for message in _inventory(log, state, epoch, follower):
                     yield message
-                continue  # it may have taken so long that the log has gone on without it
+                continue  # if it took too long, the follower needs another inventory
             first_seq = follower.next_seq
             events = log.take(follower, EVENTS_PER_MESSAGE)
             message = message_of(epoch, first_seq, events, snapshot=False, more=False)
@@ -150,7 +150,7 @@ async def follow(
 async def _inventory(
     log: EventLog, state: StoreState, epoch: int, follower: Follower
 ) -> AsyncIterator[kvstore_pb2.StoreEvents]:
-    """Everything, in pieces. What changes meanwhile is in the log, whose replay the receiver can bear."""
+    """Yields all objects, in pieces. Changes meanwhile are in the log; the receiver tolerates replays."""
     follower.next_seq = log.next_seq
     first = True
     found: list[Event] = []
@@ -166,7 +166,7 @@ async def _inventory(
 def message_of(
     epoch: int, first_seq: int, events: Sequence[Event], *, snapshot: bool, more: bool
 ) -> kvstore_pb2.StoreEvents:
-    """The last event of each key says what is so; a message lists what is there and what has gone apart."""
+    """Returns a message of these events, reduced to the last one of each key."""
     latest = {event.key: event for event in events}
     present = [event for event in latest.values() if not event.left]
     return kvstore_pb2.StoreEvents(

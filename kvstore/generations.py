@@ -1,6 +1,7 @@
-"""How often a folder's node has started: a count that is on disk before it is used, so that it never repeats.
+"""Generations of a node: the durable count of its starts, and when generations were assigned.
 
-Generations begin with it, and so grow over restarts whatever the clock does.
+The high bits of a generation count the starts of the folder's node. The count is on disk before it is used, so that
+generations never repeat and grow over restarts, whatever the clock does.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from protocol.errors import ConfigError
 
 FILE_NAME = "incarnation"
 OBJECTS_BITS = 40
-"""Generations per start: a trillion objects. What is left of 64 bits counts the starts."""
+"""Low bits of a generation: a trillion objects per start. The other 24 of 64 bits count the starts."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def first_generation(folder: Path | None) -> int:
-    """Above every generation that a node of this folder has given; blocks. Raises ConfigError."""
+    """Counts a new start and returns its first generation, above all earlier ones of this folder. Blocks. Raises
+    ConfigError if the folder cannot be used."""
     return first_of(_next_incarnation(folder) if folder is not None else 1)
 
 
 def first_of(incarnation: int) -> int:
-    """The first generation of a folder's start, counted from 1."""
+    """Returns the first generation of a start. Starts are counted from 1."""
     return incarnation << OBJECTS_BITS
 
 
@@ -55,7 +57,7 @@ def _write(path: Path, incarnation: int) -> None:
 
 
 def _overwrite(path: Path, incarnation: int) -> None:
-    """On a full disk: a few bytes of a block that the file has already, which disks write whole or not at all."""
+    """Overwrites the count in place on a full disk: a few bytes in one existing block, which disks write atomically."""
     with path.open("r+") as file:
         file.write(str(incarnation))
         file.flush()
@@ -69,16 +71,16 @@ _NUM_COARSE = 9_000
 
 
 class Mark(NamedTuple):
-    """All generations below `generation` were given before `at`, all others not before."""
+    """Generations below `generation` were assigned before `at`, all others at `at` or later."""
 
     at: float
     generation: int
 
 
 class Reserving:
-    """When a node gave its generations, as far as it is remembered.
+    """Remembers when a node assigned its generations, within limits.
 
-    A removal heard of late thereby takes what was there when it happened, and not what was stored since.
+    With it, a removal that is reported late removes only the objects that were there when it happened.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class Reserving:
         self._coarse: deque[Mark] = deque(maxlen=_NUM_COARSE)
 
     def note(self, now: float, next_generation: int) -> None:
-        """The next generation is about to be given."""
+        """Notes that `next_generation` is about to be assigned at `now`."""
         if self._fine and now - self._fine[-1].at < FINE_S:
             return
         self._fine.append(Mark(now, next_generation))
@@ -94,7 +96,7 @@ class Reserving:
             self._coarse.append(self._fine[-1])
 
     def before(self, at: float, next_generation: int) -> int:
-        """A bound: what was given before `at` is below it."""
+        """Returns a bound: generations that were assigned before `at` are below it."""
         marks = self._fine if self._fine and self._fine[0].at <= at else self._coarse
         later = next((mark for mark in (*marks, *self._fine) if mark.at >= at), None)
         return next_generation if later is None else later.generation

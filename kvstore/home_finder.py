@@ -1,5 +1,5 @@
-"""Where a worker's home store is, as the conductor knows. Asked again whenever somebody could not reach it, since a
-restarted store has another endpoint. Does not know what is kept there."""
+"""Finds the endpoint of a worker's home store through the conductor. Looks again whenever the store could not be
+reached, since a restarted store has another endpoint. Does not know what is stored there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from protocol.wire import endpoint_from_wire
 
 log = logging.getLogger(__name__)
 
-# Bounds how often the conductor is asked while a store is down.
+# Limits the calls to the conductor while a store is down.
 HOME_RETRY_S = 1.0
 CALL_TIMEOUT_S = 5.0
 
 
 class HomeFinder:
-    """Asks the conductor where the home store is, as often as `look` is called for."""
+    """Looks up the home store at the conductor, at the start and after each `look`. Calls `found` with the endpoint."""
 
     def __init__(self, channels: Channels, conductor: str, home_store: str, found: Callable[[Endpoint], None]) -> None:
         self._conductors = Conductors(channels, conductor)
@@ -34,11 +34,11 @@ class HomeFinder:
         self._wanted.set()
 
     def look(self) -> None:
-        """The endpoint is not known, or was wrong."""
+        """Requests a new lookup, since the endpoint is unknown or wrong."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serves lookups until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -67,7 +67,7 @@ class HomeFinder:
 
 @contextlib.asynccontextmanager
 async def finding_home(finder: HomeFinder | None) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
-    """Looks for the home store, if there is one, while the block lasts; gives the task that does."""
+    """Runs the finder, if there is one, within the `async with` block. Yields its task."""
     if finder is None:
         yield ()
         return

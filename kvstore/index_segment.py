@@ -1,7 +1,7 @@
-"""The node's index in memory that peers map and READ: a segment of the transfer engine, a larger one when it grows.
+"""Allocates the node's index in transfer-engine segments, which peers map and READ. A growing index takes a new one.
 
-A retired segment stays for a while, so that a reader who is in the middle of it learns from its header instead of from
-an error.
+A retired segment is kept for a while, so that a reader in the middle of it learns from its header instead of from an
+error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RETIRED_S = 10.0
 
 
 class IndexSegments:
-    """The segments behind one `KeyIndex`: pass `allocate` and `retire` to it."""
+    """The segments of one `KeyIndex`, which takes `allocate` and `retire`."""
 
     def __init__(self, transfer: TransferEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._transfer = transfer
@@ -29,19 +29,19 @@ class IndexSegments:
 
     @property
     def segment_id(self) -> int:
-        """Of the memory in use."""
+        """Id of the segment in use."""
         assert self._segment is not None
         return self._segment.segment_id
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Zeroed memory for an index; it becomes the one in use."""
+        """Allocates zeroed memory for an index, which becomes the segment in use."""
         if self._segment is not None:
             self._retired.append((self._clock() + RETIRED_S, self._segment))
         self._segment = self._transfer.allocate(nbytes, readable=True, name="index")
         return self._segment.buffer
 
     def retire(self, memory: memoryview) -> None:
-        """`memory` is no longer written to. Gives back what was retired long ago."""
+        """Deregisters segments that were retired RETIRED_S ago. `memory`, now retired, is no longer written to."""
         now = self._clock()
         due = [segment for at, segment in self._retired if at <= now]
         self._retired = [(at, segment) for at, segment in self._retired if at > now]

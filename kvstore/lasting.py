@@ -1,7 +1,7 @@
-"""The calls of a node whose effect outlasts its process: removals, pins, draining.
+"""RPCs of a node whose effect outlasts its process: removals, pins, draining.
 
-A part of `kvstore.service`, which owns what is used here. What is removed everywhere goes through
-`kvstore.remembering`, what only concerns this node's replica is forgotten by its disk and by nobody else.
+A part of `kvstore.service`, which owns the state used here. Removals of all replicas go through `kvstore.remembering`;
+a removal of this node's replica only reaches its own disk.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ FILE_NAME = "draining"
 
 
 class DrainMark:
-    """Whether a node is being drained, over its restarts: an empty file in its folder.
-
-    A node without a folder starts empty, and accepts objects again.
-    """
+    """Persistent mark that a node is draining: an empty file in its folder. Without a folder, a restart clears it."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / FILE_NAME if folder is not None else None
-        self._turn = asyncio.Lock()  # what was asked for last is what stays
+        self._turn = asyncio.Lock()  # the last request wins
 
     def is_set(self) -> bool:
-        """Blocks for a look at the folder."""
+        """Returns True if the mark is set. Blocks on the file system."""
         return self._path is not None and self._path.exists()
 
     async def keep(self, draining: bool) -> None:
-        """On disk when it returns; where the disk refuses, this process goes on and the next one does not know."""
+        """Writes the mark durably. A failure is only logged; a restart then has the old mark."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._write, draining)
@@ -60,13 +57,13 @@ class DrainMark:
 log = logging.getLogger(__name__)
 
 REMOVALS_PER_MESSAGE = 20_000
-"""640 KiB."""
+"""Limit of removals per reply: about 640 KB."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LastingCalls(kvstore_pb2_grpc.KvStoreServicer):
-    """The service sets what is declared here."""
+    """Base class of the service, which sets the attributes declared here."""
 
     mover: Mover
     remembering: Remembering

@@ -1,4 +1,4 @@
-"""A store node's metrics: Mooncake's names for what its master counts, ours for the rest. Read when scraped."""
+"""Prometheus metrics of a store node: Mooncake's names for metrics of its master, ours for the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COUNTERS = (
 
 
 class StoreCollector(Collector):
-    """What a node counts, asked for at each scrape; the functions are called in the scraping thread."""
+    """Collects a node's metrics at each scrape. The functions are called in the scraping thread."""
 
     def __init__(
         self,

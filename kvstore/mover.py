@@ -1,7 +1,7 @@
-"""Carries a node's objects between its segment and its disk.
+"""Moves a node's objects between its segment and its disk.
 
-The only caller of the disk. Decides nothing: `kvstore.moves` says what goes where, this does it, in pieces that keep
-the disk busy without holding more memory back than it writes in a moment.
+The only caller of the disk. It decides nothing: `kvstore.moves` chooses the objects. Writes are split into pieces that
+keep the disk busy without holding back more memory than it writes in a moment.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Enough to keep several threads writing; more would hold back memory that readers want.
+# Enough to keep several threads writing; more would hold back memory that readers need.
 PIECE_BYTES = 8 * 2**20
 MAX_WRITING_BYTES = 64 * 2**20
-# A disk that has no room finds some by compaction, or when objects are evicted, or not at all.
+# A full disk may gain space by compaction or by eviction, so writes are retried only after this time.
 REFUSED_REST_S = 0.2
 
 
 class Mover:
-    """The moves of one node. Belongs to its event loop. `changed` is called when a move has ended."""
+    """Carries out the moves of one node. Belongs to its event loop. `changed` is called when a move has ended."""
 
     def __init__(
         self,
@@ -56,25 +56,25 @@ class Mover:
         self.disk: DiskTier | None = None
         self.recovered = 1.0  # share of the disk whose objects are known
         self.health = Health.GOOD
-        """Of the disk, as far as this node still uses it: one that gets well again is not taken back before the next
-        start, since what is on it has been forgotten here."""
+        """Health of the disk as this node uses it. A disk that recovers is not used before the next start, since its
+        contents have been forgotten here."""
         self._state = state
         self._memory = memory
         self._changed = changed
         self._write_through = write_through
         self._fresh: deque[BlockKey] = deque()  # to be copied to disk
-        self._unwanted: set[BlockKey] = set()  # removed before they were found on disk
+        self._unwanted: set[BlockKey] = set()  # removed before recovery found them
         self._all_found = asyncio.Event()
         self._all_found.set()
         self._writing_bytes = 0
-        self._resting: asyncio.TimerHandle | None = None  # set while the disk is left alone
+        self._resting: asyncio.TimerHandle | None = None  # set while writes pause
         self._loading: dict[int, asyncio.Future[None]] = {}  # by generation
         self._tasks = HeldTasks()
         self._moved = asyncio.Event()  # replaced at each end
         self._disk_lost = asyncio.Event()
 
     def expect(self, disk: DiskTier) -> None:
-        """There is a disk, and `recover` is going to take in what it holds."""
+        """Sets the disk, whose contents `recover` is going to take in."""
         self.disk, self.recovered = disk, 0.0
         self._all_found.clear()
 
@@ -84,9 +84,9 @@ class Mover:
         progress: Callable[[float], None],
         doubts: CatchingUp | None = None,
     ) -> None:
-        """Takes in what the disk holds while the node serves already. Nothing is written to it meanwhile.
+        """Takes in the disk's contents while the node already serves. Nothing is written to the disk meanwhile.
 
-        `doubts`: whether that is still what it was; the node may have been away while it was removed or replaced.
+        `doubts` decides which objects were removed or replaced while the node was away; None = none were.
         """
 
         def tell(share: float) -> None:
@@ -117,7 +117,7 @@ class Mover:
         log.info("%d objects found on disk; %d are here now", num_found, len(self._state.catalog))
 
     def _take_in(self, disk: DiskTier, batch: Sequence[tuple[DiskObject, Place]]) -> list[DiskObject]:
-        """Those that were removed before they were found."""
+        """Restores a batch of objects found on disk. Returns the objects that were removed before they were found."""
         unwanted = [found for found, _ in batch if found.key in self._unwanted]
         # An earlier value of the same key that was found before is forgotten with it, so it may not stay in sight.
         self._state.remove_before({found.key: found.generation + 1 for found in unwanted})
@@ -127,30 +127,30 @@ class Mover:
         return unwanted
 
     def health_changed(self, health: Health, reason: str) -> None:
-        """`kvstore.disk.base.HealthChanged`: a disk that is not good counts as gone, until the next start."""
+        """Stops using a disk that is not good until the next start (`kvstore.disk.base.HealthChanged`)."""
         if health is Health.GOOD:
             log.info("the disk is well again; it is used from the next start on")
             return
         self.health = health
         log.error("the disk is %s: %s; serving from memory only", health, reason)
         self._state.forget_disk()
-        for loaded in self._loading.values():  # nobody waits for a disk that may never answer
+        for loaded in self._loading.values():  # the disk may never answer
             _settle(loaded)
         self._disk_lost.set()
         self._changed()
 
     @property
     def usable(self) -> bool:
-        """Whether objects can be written to disk."""
+        """True if objects can be written to disk."""
         return self.disk is not None and self.health is Health.GOOD and self.recovered == 1
 
     def disk_state(self) -> tuple[Health, DiskUsage, Mapping[str, int]] | None:
-        """For metrics; None = there is no disk."""
+        """Returns the disk's health, usage and counters for metrics; None without a disk."""
         disk = self.disk
         return None if disk is None else (self.health, disk.usage(), dict(disk.counters))
 
     def pump(self) -> None:
-        """Begins the writes that are due: what is coldest when memory runs full, then copies of what is new."""
+        """Starts the writes that are due: demotions of the coldest objects, then copies of new objects."""
         if not self.usable or self._resting is not None:
             return
         while (budget := MAX_WRITING_BYTES - self._writing_bytes) > 0:
@@ -160,12 +160,13 @@ class Mover:
             self._begin(stores)
 
     def wants_copy(self, keys: Iterable[BlockKey]) -> None:
-        """These objects are new here."""
+        """Queues new objects to be copied to disk if write-through is on."""
         if self._write_through and self.disk is not None and self.health is Health.GOOD:
-            self._fresh.extend(keys)  # written once what is on disk is known
+            self._fresh.extend(keys)  # during recovery they wait until it has ended
 
     async def flush(self, timeout_s: float) -> int:
-        """Copies to disk what is only in memory, for at most so long; gives the number of objects still missing."""
+        """Copies objects that are only in memory to disk, for at most `timeout_s`. Returns how many are still missing
+        there; 0 without a disk."""
         if self.disk is None:
             return 0
         if not self.usable:
@@ -181,7 +182,7 @@ class Mover:
         return self._state.num_not_on_disk
 
     def load(self, loads: Iterable[Load]) -> None:
-        """Begins reads."""
+        """Starts these reads, in pieces."""
         piece: list[Load] = []
         for load in loads:
             self._loading[load.object.generation] = asyncio.get_running_loop().create_future()
@@ -193,14 +194,14 @@ class Mover:
             self._tasks.start(self._read(piece))
 
     async def loaded(self, lease: Lease) -> None:
-        """Waits for the reads of this lease's objects, whoever began them."""
+        """Waits for the reads of this lease's objects, whichever call started them."""
         waiting = [self._loading.get(stored.generation) for stored in lease.objects]
         for future in waiting:
             if future is not None:
                 await asyncio.shield(future)
 
     async def make_room(self, nbytes: int, timeout_s: float) -> None:
-        """Waits until so much memory is free, if writes under way will free it, for at most so long."""
+        """Waits until `nbytes` of memory are free or no demotions are in flight, for at most `timeout_s`."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout_s
         self.pump()
@@ -208,10 +209,10 @@ class Mover:
             await set_within(self._moved, left_s)
 
     async def forget(self, generations: Mapping[BlockKey, int]) -> bool:
-        """Nothing that these keys had up to these generations comes back after a restart, if it gives True. Otherwise
-        the disk takes no writes: it is made up for if that gets well before this process ends.
+        """Makes the disk forget these keys up to these generations, so that they do not return after a restart.
 
-        Also of keys that are absent here: what was evicted from the disk lies there until its segment is reclaimed.
+        Returns False if the disk takes no writes; it catches up if it recovers before this process ends. Keys that are
+        absent here count too: an object evicted from the disk stays there until its segment is reclaimed.
         """
         self.refuse(generations)
         await self._all_found.wait()
@@ -220,13 +221,13 @@ class Mover:
         return await self.disk.forget([_forgotten(k, upto) for k, upto in generations.items()])
 
     def refuse(self, keys: Iterable[BlockKey]) -> None:
-        """Recovery takes in nothing that it still finds of these. To be called in the same turn of the loop as the
-        removal: a batch that is taken in between the two would bring the object back."""
+        """Makes a running recovery drop these keys. Call it in the same turn of the loop as the removal: a batch taken
+        in between would bring the object back."""
         if not self._all_found.is_set():
             self._unwanted.update(keys)
 
     async def keep_pins(self, keys: Iterable[BlockKey]) -> None:
-        """The pins that these objects have now outlast a restart, where the objects do."""
+        """Writes the current pins of these objects to disk, for objects with a disk copy."""
         await self._all_found.wait()
         found = [stored for key in keys if (stored := self._state.catalog.find(key)) is not None]
         changes = [
@@ -239,7 +240,7 @@ class Mover:
             await self.disk.repin(changes)
 
     async def close(self) -> None:
-        """Waits for what is under way, but not for a disk that is lost."""
+        """Waits for moves in flight, but not for a lost disk, and closes the disk."""
         if self._resting is not None:
             self._resting.cancel()
         lost = asyncio.create_task(self._disk_lost.wait())
@@ -278,14 +279,14 @@ class Mover:
         self._ended()
 
     async def _keep_late_pins(self, stores: Sequence[Store]) -> None:
-        """Those that were changed while their objects were being written."""
+        """Writes the pins that changed while their objects were being written."""
         written = {store.object.key: store.object.pin for store in stores}
         pins = zip(written, self._state.pins(list(written)), strict=True)
         if late := [key for key, pin in pins if pin is not written[key]]:
             await self.keep_pins(late)
 
     def _rest(self) -> None:
-        """The disk took not all: it is not asked again at once, which would be asking all the time."""
+        """Pauses writes for REFUSED_REST_S after the disk refused some, instead of retrying in a busy loop."""
         if self._resting is None:
             loop = asyncio.get_running_loop()
             self._resting = loop.call_later(REFUSED_REST_S, self._rested)
@@ -293,7 +294,7 @@ class Mover:
     def _rested(self) -> None:
         self._resting = None
         self.pump()
-        self._ended()  # there may be nothing left to write
+        self._ended()  # wakes waiters even if there is nothing left to write
 
     async def _read(self, loads: Sequence[Load]) -> None:
         assert self.disk is not None

@@ -1,8 +1,8 @@
-"""What goes from memory to disk and back: which objects, and what counts once it has happened. Pure.
+"""Decides which objects move between memory and disk, and records the results. Pure.
 
 Demotion runs ahead of need: above the high watermark the coldest objects are written to disk, and leave memory once
-they are there. Promotion happens when an object that is only on disk is wanted. A move holds its object, so
-that nothing else happens to it but its removal, which makes the move's result worthless.
+they are written. Promotion happens when an object that is only on disk is requested. A move holds its object, so that
+the only other thing that can happen to it is removal, which makes the move's result worthless.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from kvstore.stored import StoredObject
 
 @dataclass(slots=True, eq=False)
 class Store:
-    """An object being written to disk. The shell writes it and says `stored`."""
+    """An object being written to disk. The shell writes it and calls `Moves.stored`."""
 
     object: StoredObject
-    demote: bool  # whether it leaves memory afterwards
+    demote: bool  # the object leaves memory afterwards
     disk_bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """An object being read from disk into `offset`. The shell reads it and says `loaded`."""
+    """An object being read from disk into `offset`. The shell reads it and calls `Moves.loaded`."""
 
     object: StoredObject
     offset: int
 
 
 class Moves:
-    """The moves under way of one catalog."""
+    """The moves in flight of one catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -42,18 +42,18 @@ class Moves:
         self._loads: dict[int, Load] = {}
         self._checks: list[StoredObject] = []
         self.leaving_bytes = 0
-        """Memory that will be free once the writes under way that demote have ended."""
+        """Memory that will be free once the demotions in flight have ended."""
         self._draining = False  # above the high watermark, and not yet below the low one
 
     @property
     def num_stores(self) -> int:
-        """Of writes under way, those of empty objects too."""
+        """Number of writes in flight, writes of empty objects included."""
         return len(self._stores)
 
     def demotions(self, limit_bytes: int) -> list[Store]:
-        """The next writes, at most `limit_bytes` and one object; empty when memory is below its watermarks.
+        """Starts the next demotions, up to `limit_bytes`, which the last object may exceed; none below the watermarks.
 
-        What has a copy on disk already leaves at once.
+        An object that already has a disk copy leaves memory at once.
         """
         begun: list[Store] = []
         while limit_bytes > 0 and self._too_full():
@@ -70,7 +70,8 @@ class Moves:
         return begun
 
     def copies(self, limit_bytes: int, objects: Sequence[StoredObject]) -> list[Store]:
-        """Writes of those `objects` that are in memory only and not being written; they stay in memory."""
+        """Starts writes of those `objects` that are only in memory and not moving. They stay in memory. The last one
+        may exceed `limit_bytes`."""
         begun: list[Store] = []
         for stored in objects:
             if limit_bytes <= 0:
@@ -83,7 +84,7 @@ class Moves:
         return begun
 
     def stored(self, store: Store, place: Place | None) -> None:
-        """A write has ended; None = it is not on disk."""
+        """Ends a write. `place` None = the object was not written."""
         stored, catalog = store.object, self._catalog
         del self._stores[stored.generation]
         catalog.books.arriving_bytes -= store.disk_bytes
@@ -100,9 +101,9 @@ class Moves:
             self._leave_if_unneeded(stored)
 
     def used(self, chain: Sequence[StoredObject]) -> None:
-        """Visible objects were asked for, in the order of their chain, whose head is to outlive its tail.
+        """Records a use of visible objects, in the order of their chain, whose head is to outlive its tail.
 
-        One that is being written to leave memory is not cold, and stays.
+        An object that is being demoted is not cold any more, and stays in memory.
         """
         self._catalog.used(reversed(chain))
         for stored in chain if self._stores else ():
@@ -111,9 +112,9 @@ class Moves:
                 self._keep(store)
 
     def touched(self, records: RecordArray) -> None:
-        """As `used`, of the records of visible objects: for many at a time."""
+        """Records a use of many visible objects by record, like `used`."""
         self._catalog.room.used_all(records[::-1])
-        # An object that was removed meanwhile has given its record back.
+        # The record of a removed object may belong to another one by now.
         demoting = [
             store for store in self._stores.values() if store.demote and not self._catalog.is_hidden(store.object)
         ]
@@ -123,14 +124,14 @@ class Moves:
                 self._keep(store)
 
     def _keep(self, store: Store) -> None:
-        """It will not leave memory after all."""
+        """Cancels a demotion: the object is still written, but stays in memory."""
         store.demote = False
         self.leaving_bytes -= store.object.space
         if not self._catalog.is_hidden(store.object):
             self._catalog.set_leaving(store.object, False)
 
     def load(self, stored: StoredObject) -> Load | None:
-        """Begins to read a visible object that is only on disk; None = there is no memory for it."""
+        """Starts to read a visible object that is only on disk, or returns its read in flight. None = no memory."""
         assert stored.offset is None
         known = self._loads.get(stored.generation)
         if known is not None:
@@ -148,7 +149,7 @@ class Moves:
         return stored.generation in self._loads
 
     def loaded(self, load: Load, good: bool) -> None:
-        """A read has ended. What could not be read is lost here: the object is removed."""
+        """Ends a read. An object that could not be read is lost here, and removed."""
         stored, catalog = load.object, self._catalog
         catalog.counters["disk_reads_failed"] += not good
         del self._loads[stored.generation]
@@ -164,7 +165,7 @@ class Moves:
         catalog.let_go(stored)
 
     def check(self, stored: StoredObject) -> None:
-        """A visible object stays where it is until `checked`."""
+        """Holds a visible object where it is until `checked` is called."""
         self._catalog.hold(stored)
         self._checks.append(stored)
 
@@ -173,10 +174,11 @@ class Moves:
         self._catalog.let_go(stored)
 
     def relocated(self, moved: DiskObject, source: Place, to: Place) -> bool:
-        """`kvstore.disk.base.Moved`: False = nobody wants it any more, and the disk forbids it.
+        """Records that compaction moved a disk copy (`kvstore.disk.base.Moved`).
 
-        It may not forbid one that is visible and has only lost its copy at `source` meanwhile: with the new one it
-        would forbid all that are made later, since they have the same generation.
+        Returns False if the object is gone: the disk then writes a tombstone. A visible object that only lost its copy
+        at `source` meanwhile must not return False: a tombstone would also hide its later copies, which have the same
+        generation.
         """
         stored = self._catalog.find(moved.key)
         if stored is None or stored.generation != moved.generation:
@@ -188,19 +190,19 @@ class Moves:
         return True
 
     def under_way(self) -> list[StoredObject]:
-        """The objects that moves hold, one entry each."""
+        """Returns the objects that moves and checks hold, one entry per hold."""
         stored = [store.object for store in self._stores.values()]
         loaded = [load.object for load in self._loads.values()]
         return [*self._checks, *stored, *loaded]
 
     def validate(self) -> None:
-        """Raises AssertionError unless the bytes on their way are counted right."""
+        """Raises AssertionError unless the counters of bytes in flight are right."""
         stores = self._stores.values()
         assert self.leaving_bytes == sum(s.object.space for s in stores if s.demote)
         assert self._catalog.books.arriving_bytes == sum(s.disk_bytes for s in stores)
 
     def extents(self) -> list[tuple[int, int]]:
-        """(offset, length) of memory that is being loaded."""
+        """Returns (offset, length) of memory that is being loaded."""
         return [(load.offset, load.object.length) for load in self._loads.values()]
 
     def _moving(self, stored: StoredObject) -> bool:
@@ -229,7 +231,7 @@ class Moves:
         return True
 
     def _leave_if_unneeded(self, stored: StoredObject) -> None:
-        """It stays when a block that follows it has come to memory meanwhile, or somebody holds it."""
+        """Frees the memory of a written object, unless it has a hold or a follower has come to memory meanwhile."""
         rows, record = self._catalog.rows, stored.record
         self._catalog.counters["demotions"] += 1
         if not rows.holds[record] and not rows.followers_in_memory[record]:

@@ -1,6 +1,4 @@
-"""A store node from start to stop: memory, disk, listeners, membership, metrics. The service itself is
-`kvstore.service`.
-"""
+"""Starts, runs and stops a store node: memory, disk, listeners, membership, metrics. `kvstore.service` has the RPCs."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ _COUNTED = ("MemAvailable:", "SwapFree:")
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup_limit: Path = CGROUP_LIMIT) -> int | None:
-    """Memory that a process here can still have by its kernel and control group; None where they do not say."""
+    """Returns the bytes a process can still allocate by the kernel and the control group's limit; None if unknown."""
     lines = [line.split() for line in _text(meminfo).splitlines()]
     kib = [int(line[1]) for line in lines if line[:1] and line[0] in _COUNTED]
     limit = _text(cgroup_limit).strip()
@@ -72,12 +70,12 @@ log = logging.getLogger(__name__)
 
 _GIB = 2**30
 
-# Calls under way when the process stops answer within milliseconds, a commit of gigabytes within a second.
+# Calls in flight when the process stops return within milliseconds, a commit of gigabytes within a second.
 STOP_GRACE_S = 1.0
 
 
 class StoreNode:
-    """One node over an allocated segment."""
+    """One store node over an allocated segment."""
 
     def __init__(
         self,
@@ -117,7 +115,8 @@ class StoreNode:
         registry.register(StoreCollector(catalog.usage, catalog.counters, disk_state))
 
     async def run(self, lifecycle: Lifecycle) -> None:
-        """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
+        """Serves until the lifecycle stops it. Raises ConfigError if the port is taken, or the error that ended the
+        membership."""
         server = RpcServer(self._config.cluster_token, self._config.tls())
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(self._service, server.grpc)
         server.add_lean("KvStore", self._service)
@@ -159,7 +158,7 @@ class StoreNode:
             await self._service.close()
 
     def _express(self) -> ExpressConnections | None:
-        """Threads that answer from the same memory; they ask this loop for what is not theirs to decide."""
+        """Returns the express connections: threads that serve the same memory and ask this loop for reservations."""
         if not offers_express(self._config):
             return None
         storing = Storing(self._segment, self._service.writes, InLoop(asyncio.get_running_loop()))
@@ -189,7 +188,7 @@ class StoreNode:
 
     @contextlib.asynccontextmanager
     async def _recovering(self, lifecycle: Lifecycle) -> AsyncIterator[None]:
-        """Finds what the disk holds while the node serves: what is found first can be had first."""
+        """Recovers the disk's objects while the node serves; each object is available as soon as it is found."""
         mover = self._service.mover
         if mover.disk is None:
             yield
@@ -204,7 +203,7 @@ class StoreNode:
 
     @contextlib.asynccontextmanager
     async def _member(self, address: str) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
-        """Belongs to the conductor's cluster, or the registry's, or to none; gives what ends when it is refused."""
+        """Joins the conductor's cluster, the registry's, or none. Yields the tasks that end when it is refused."""
         endpoint = dataclasses.replace(self._endpoint, rpc_address=address)
         if self._config.join is not None:
             async with self._seated(endpoint) as tasks:
@@ -255,13 +254,13 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def offers_express(config: StoreConfig) -> bool:
-    """KV goes where its operator wants it: not past TLS, past rails that were named, or over tcp without leave."""
+    """Returns True if express connections are allowed: tcp is enabled, no TLS is configured, no rails are named."""
     secret = config.tls_files() is not None or config.transfer_tls_files() is not None
     return "tcp" in config.transports and not secret and not config.transfer_rails
 
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
-    """Runs a store node until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs a store node until the process is stopped. Raises ConfigError if it cannot start."""
     registry = process_registry()
     ssd = config.ssd_folder()
     generation = await asyncio.to_thread(first_generation, ssd[0] if ssd else None)

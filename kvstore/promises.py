@@ -1,7 +1,8 @@
-"""What a store node promises: space to writers, unchanged bytes to readers. Pure; `kvstore.state` grants and ends them.
+"""Data types of the rights that a store node grants: reservations to writers, leases to readers. Pure.
 
-A reservation is open until it is committed or given up (`Phase`). **Its space is never free while its write window is
-open**: committing and giving up both close the window first, which the shell does and reports.
+`kvstore.writing` and `kvstore.reading` grant and end them. A reservation is open until it is committed or given up
+(`Phase`). **Its space is never free while its write window is open**: a commit and an abort both close the window
+first, which the shell does and reports.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ MAX_TTL_S = 600.0
 
 
 class Outcome(IntEnum):
-    """What became of one wish of a writer. Numbers as in kvstore.proto; the last two are of puts in one question."""
+    """The result of one wish of a writer. Numbers as in kvstore.proto; the last two only occur in express puts."""
 
-    GRANTED = STORED = 1  # space for it, and then the object itself
+    GRANTED = STORED = 1  # space is reserved; for an express put, the object is stored
     PRESENT = 2
-    IN_PROGRESS = 3  # another writer holds it
+    IN_PROGRESS = 3  # another writer is storing it
     FULL = 4  # nothing could be evicted
-    CORRUPT = 5  # it did not match its checksum on arrival, and was dropped
-    LATER = 6  # there will be room soon: ask the long way, which waits
+    CORRUPT = 5  # the bytes did not match the checksum, and were dropped
+    LATER = 6  # there will be space soon: use the RPC, which waits for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The answer to one wish."""
+    """The node's answer to one wish."""
 
     outcome: Outcome
-    offset: int = 0  # GRANTED
+    offset: int = 0  # set if GRANTED
 
 
 class Phase(StrEnum):
-    """Where a live reservation is; ended ones are only remembered by id."""
+    """The phase of a live reservation. Of ended ones only the id is remembered."""
 
     OPEN = "open"  # its window is open
     COMMITTING = "committing"  # window being closed, then bytes verified
@@ -51,7 +52,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A writer's right to space."""
+    """A writer's right to write into reserved space."""
 
     reservation_id: str
     wishes: tuple[Wish, ...]
@@ -60,16 +61,16 @@ class Reservation:
     expires_at: float
     window_id: int | None = None  # set once the shell has opened it; None = nothing to write
     phase: Phase = Phase.OPEN
-    checksums: Mapping[BlockKey, int] = field(default_factory=dict)  # COMMITTING
+    checksums: Mapping[BlockKey, int] = field(default_factory=dict)  # set when COMMITTING
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """(offset, length) of what may be written; empty objects are complete as they are."""
+        """(offset, length) of the memory that may be written; empty objects need none."""
         return [(o.offset, o.length) for o in self.objects.values() if o.length and o.offset is not None]
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether nothing was granted and other writers' ends would change the answer."""
+        """True if nothing was granted and the end of another writer could change the answer."""
         return not self.objects and any(s.outcome is Outcome.IN_PROGRESS for s in self.slots)
 
     def advance(self, before: Phase, after: Phase) -> None:
@@ -80,22 +81,22 @@ class Reservation:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A reader's right to find the bytes unchanged."""
+    """A reader's right to find objects unchanged in their place."""
 
     lease_id: str
     objects: tuple[StoredObject, ...]
     expires_at: float
-    loads: tuple[Load, ...] = ()  # that the shell is to begin; not those already under way
+    loads: tuple[Load, ...] = ()  # for the shell to start; without those already in flight
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Raises InvalidRequest for a time that no right may last."""
+    """Raises InvalidRequest unless 0 < ttl_s <= MAX_TTL_S."""
     if not 0 < ttl_s <= MAX_TTL_S:
         raise InvalidRequest(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s}", param="ttl_s")
 
 
 def check_tenant(tenant: str) -> None:
-    """Raises InvalidRequest for a name that no disk would take: the put is to show it, not the demotion."""
+    """Raises InvalidRequest for a name that the disk format cannot store, so that the put fails, not the demotion."""
     try:
         nbytes = len(tenant.encode())
     except (UnicodeEncodeError, AttributeError) as error:
@@ -110,9 +111,9 @@ REMEMBER_ENDED_S = 60.0  # longer than the deadline of any call that might still
 
 
 class Deadlines:
-    """When rights expire. `expires_at` gives a right's current expiry, None when it has none (any more).
+    """Heap of the expiry times of rights. `expires_at` returns a right's current expiry, None if it has none.
 
-    Entries are never searched for: one that no longer says its right's expiry is skipped when it surfaces.
+    Outdated entries stay in the heap and are skipped when they reach its top.
     """
 
     def __init__(self, expires_at: Callable[[str], float | None]) -> None:
@@ -120,11 +121,11 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def note(self, right_id: str, at: float) -> None:
-        """`right_id` now expires at `at`."""
+        """Notes that `right_id` now expires at `at`."""
         heapq.heappush(self._heap, (at, right_id))
 
     def next(self) -> float | None:
-        """The earliest expiry."""
+        """Returns the earliest expiry; None if there is none."""
         while self._heap:
             at, right_id = self._heap[0]
             if self._expires_at(right_id) == at:
@@ -133,7 +134,7 @@ class Deadlines:
         return None
 
     def due(self, now: float) -> Iterator[str]:
-        """Takes out the rights that are over at `now`; the caller ends each before it asks for the next."""
+        """Removes and yields the rights that have expired at `now`. The caller ends each before it takes the next."""
         while (at := self.next()) is not None and at <= now:
             yield heapq.heappop(self._heap)[1]
 
@@ -142,13 +143,13 @@ class Deadlines:
 
 
 class Ended(Generic[Result]):
-    """Ids of rights that are over, for `REMEMBER_ENDED_S`, and what came of those that came to something."""
+    """Remembers the ids of ended rights for REMEMBER_ENDED_S, with their results if they have one."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[float, Result | None]] = {}  # oldest first
 
     def remember(self, right_id: str, now: float, result: Result | None = None) -> None:
-        """`right_id` ended at `now`; the first word stands."""
+        """Notes that `right_id` ended at `now`. The first result of an id is kept."""
         while self._entries:
             oldest = next(iter(self._entries))
             if self._entries[oldest][0] > now:
@@ -160,6 +161,6 @@ class Ended(Generic[Result]):
         return right_id in self._entries
 
     def result(self, right_id: str) -> Result | None:
-        """What came of it; None also when the id is not known."""
+        """Returns the result of an id; None if it has none or is unknown."""
         _, result = self._entries.get(right_id, (0.0, None))
         return result

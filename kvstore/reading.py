@@ -1,7 +1,7 @@
-"""Rights of readers: leases, under which objects stay where they are. Pure.
+"""Leases of readers: an object under a lease stays where it is. Pure.
 
-A lease on objects that are only on disk brings them to memory first: it holds them at once and is *settled* when the
-reads have ended. Granted idempotently by id, like the rights of writers.
+A lease on objects that are only on disk loads them into memory first: it holds them at once and is *settled* when the
+reads have ended. Leases are idempotent by id, like the reservations of writers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ReadRights:
         self._deadlines = Deadlines(self._expiry)
 
     def lease(self, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float) -> Lease:
-        """A lease on the longest run of leading keys that are visible; with none of them there is nothing to release.
+        """Leases the longest run of leading keys that are visible. An empty lease need not be released.
 
-        Asking again gives the same. Raises StaleLease when the id has ended, InvalidRequest.
+        A repeated call returns the same lease. Raises StaleLease if the id has ended, InvalidRequest for a bad TTL.
         """
         known = self._live.get(lease_id)
         if known is not None and known.expires_at > now:
@@ -51,14 +51,14 @@ class ReadRights:
         return lease
 
     def _again(self, lease: Lease) -> Lease:
-        """The same answer to a call that came twice; its reads have begun."""
+        """Returns a live lease to a repeated call, without loads, since its reads have begun."""
         lease.loads = ()
         if any(self._moves.is_loading(stored) for stored in lease.objects):
             return lease
         return self.settle(lease.lease_id)
 
     def _begin_loads(self, lease: Lease) -> None:
-        """Cuts the lease at the first object for which there is no memory."""
+        """Starts to load the objects that are only on disk. Cuts the lease at the first one without memory for it."""
         loads: list[Load] = []
         for count, stored in enumerate(lease.objects):
             if stored.offset is not None:
@@ -73,9 +73,9 @@ class ReadRights:
         lease.loads = tuple(loads)
 
     def settle(self, lease_id: str) -> Lease:
-        """The reads that this lease waited for have ended: it keeps the leading run of what is in memory now.
+        """Cuts a lease whose reads have ended to the leading run of objects that are in memory now.
 
-        Raises StaleLease when it has ended meanwhile.
+        Raises StaleLease if it has ended meanwhile.
         """
         lease = self._live.get(lease_id)
         if lease is None:
@@ -98,7 +98,7 @@ class ReadRights:
         lease.objects = lease.objects[:count]
 
     def prefetch(self, keys: Sequence[BlockKey]) -> list[Load]:
-        """Begins to bring the leading run of these keys to memory, as far as there is room."""
+        """Starts to load the leading run of these keys into memory, as far as there is room."""
         loads: list[Load] = []
         for stored in self._leading_run(keys):
             if stored.offset is None and not self._moves.is_loading(stored):
@@ -109,11 +109,11 @@ class ReadRights:
         return loads
 
     def bytes_to_load(self, keys: Sequence[BlockKey]) -> int:
-        """Memory that the leading run of these keys needs beyond what it has."""
+        """Returns the bytes of memory needed to load the leading run of these keys."""
         return sum(o.space for o in self._leading_run(keys) if o.offset is None)
 
     def renew(self, lease_id: str, ttl_s: float, now: float) -> None:
-        """Lets a lease last `ttl_s` from now. Raises StaleLease when it has ended, InvalidRequest."""
+        """Extends a lease to `ttl_s` from now. Raises StaleLease if it has ended, InvalidRequest for a bad TTL."""
         check_ttl(ttl_s)
         lease = self._live.get(lease_id)
         if lease is None or lease.expires_at <= now:
@@ -122,7 +122,7 @@ class ReadRights:
         self._deadlines.note(lease_id, lease.expires_at)
 
     def release(self, lease_id: str, now: float) -> None:
-        """Ends a lease; no-op when it has ended."""
+        """Ends a lease; no-op if it has ended."""
         lease = self._live.pop(lease_id, None)
         if lease is not None:
             for stored in lease.objects:
@@ -133,17 +133,17 @@ class ReadRights:
         return self._deadlines.next()
 
     def expire(self, now: float) -> None:
-        """Ends what is over at `now`."""
+        """Ends the leases that have expired at `now`."""
         for lease_id in self._deadlines.due(now):
             self.release(lease_id, now)
             self._counters["leases_expired"] += 1
 
     def held(self) -> list[StoredObject]:
-        """The objects under a lease, one entry for each."""
+        """Returns the leased objects, one entry per lease."""
         return [stored for lease in self._live.values() for stored in lease.objects]
 
     def validate(self) -> None:
-        """Raises AssertionError unless each will end."""
+        """Raises AssertionError unless every live lease has a deadline."""
         assert all(lease_id in self._deadlines for lease_id in self._live)
 
     def _leading_run(self, keys: Sequence[BlockKey]) -> tuple[StoredObject, ...]:

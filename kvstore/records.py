@@ -1,7 +1,7 @@
-"""What a node knows of each visible object beyond what readers see: one row of plain numbers per record. Pure.
+"""Table of a node's visible objects: per record, one row of plain numbers that readers do not need. Pure.
 
-Columns instead of objects: a row takes 55 bytes, and a node holds millions. Rows say nothing about leases' holders or
-about bytes; they are counted elsewhere.
+The table is stored in columns: a row takes 55 bytes, and a node holds millions. It does not know who holds an object,
+nor sizes in bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HAND_STEPS = 4096
 
 
 class Records:
-    """Rows by record. A freed record is given again."""
+    """Rows by record number. A freed record is reused."""
 
     def __init__(self) -> None:
         self._keys = bytearray()
@@ -34,21 +34,21 @@ class Records:
         self._free = array("I")
         self._flags = array("B")
         self.holds = array("I")
-        """Leases and moves under way."""
+        """Number of leases, and of moves in flight."""
         self.followers = array("I")
-        """Blocks that are resident or being written, and name this one as their parent."""
+        """Number of blocks, resident or being written, that name this one as their parent."""
         self.followers_in_memory = array("I")
-        """Of them, those in memory, unless they are leaving it."""
+        """Number of followers in memory, without those that are leaving it."""
         self.places = array("Q")
-        """On disk; NO_PLACE = nowhere."""
+        """Place on disk; NO_PLACE = not there."""
         self.tenants = array("H")
-        self._hand = 0  # of `next_spare_copy`
+        self._hand = 0  # clock hand of `next_spare_copy`
 
     def __len__(self) -> int:
         return len(self.holds) - len(self._free)
 
     def add(self, key: BlockKey, parent: BlockKey | None, tenant: int, pin: Pin) -> Record:
-        """A row with no copy anywhere and no followers."""
+        """Adds a row without copies or followers. Returns its record."""
         record = self._free.pop() if self._free else self._append()
         at = record * KEY_BYTES
         self._keys[at : at + KEY_BYTES] = key
@@ -75,12 +75,12 @@ class Records:
         return bool(self._flags[record] & _IN_MEMORY)
 
     def in_memory_all(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Of each."""
-        flags = np.frombuffer(self._flags, np.uint8)[records]  # the view ends here: columns grow
+        """Returns `in_memory` of each record."""
+        flags = np.frombuffer(self._flags, np.uint8)[records]  # indexing copies: no view may outlive this, columns grow
         return (flags & _IN_MEMORY).astype(np.bool_)
 
     def tenants_all(self, records: RecordArray) -> npt.NDArray[np.uint16]:
-        """The tenants' numbers of each."""
+        """Returns the tenant number of each record."""
         return np.frombuffer(self.tenants, np.uint16)[records]
 
     def set_in_memory(self, record: Record, present: bool) -> None:
@@ -88,7 +88,8 @@ class Records:
         self._flags[record] = flags | _IN_MEMORY if present else flags & ~_IN_MEMORY
 
     def next_spare_copy(self) -> Record:
-        """The next one that is in memory and on disk and that nobody holds; NO_RECORD when none was found soon."""
+        """Returns the next record without holds that is both in memory and on disk. Looks at HAND_STEPS rows at most;
+        NO_RECORD = none found."""
         num_rows = len(self.holds)
         for _ in range(min(num_rows, HAND_STEPS)):
             self._hand = record = (self._hand + 1) % num_rows
@@ -97,7 +98,7 @@ class Records:
         return NO_RECORD
 
     def is_leaving(self, record: Record) -> bool:
-        """Whether it is being written to disk to leave memory then."""
+        """Returns True if the object is being written to disk in order to leave memory."""
         return bool(self._flags[record] & _LEAVING)
 
     def set_leaving(self, record: Record, leaving: bool) -> None:
@@ -105,7 +106,8 @@ class Records:
         self._flags[record] = flags | _LEAVING if leaving else flags & ~_LEAVING
 
     def is_second_hand(self, record: Record) -> bool:
-        """Whether it was copied from another node since this one started, so that it is older than its generation."""
+        """Returns True if the object was copied from another node since this node started, which makes it older than
+        its generation says."""
         return bool(self._flags[record] & _SECOND_HAND)
 
     def set_second_hand(self, record: Record, copied: bool) -> None:
@@ -124,7 +126,7 @@ class Records:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the rows take now."""
+        """Memory in use by the rows."""
         columns = (self._flags, self.holds, self.followers, self.followers_in_memory)
         others = (self.places, self.tenants, self._free)
         return (

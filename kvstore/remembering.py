@@ -1,8 +1,8 @@
-"""Removals of a running node: executed, learned from others, kept in its folder.
+"""Removals of a running node: executes them, learns them from other nodes, saves them in its folder.
 
-Its rule: what was stored before a removal happened is gone here once `remove` or `learn` returns, and after a restart
-once `remove` returns or `is_saved` holds; what was stored since stays. Where the folder takes nothing, memory and the
-other nodes have to do, and a counter says so. Knows no other nodes (`kvstore.catching_up`).
+Its rule: an object that was stored before a removal is gone once `remove` or `learn` returns, and stays gone after a
+restart once `remove` returns or `is_saved` is True. A later object stays. If the folder cannot be written, only memory
+and the other nodes keep removals; failures of the disk tier are counted. Knows no other nodes (`kvstore.catching_up`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REWRITE_ABOVE = 2 * MAX_REMOVALS
-"""Records in the file."""
+"""Records in the file above which it is rewritten."""
 
 
 class Remembering:
-    """`changed` is called when objects have gone. Belongs to one event loop."""
+    """The removals of one node, in memory and on disk. Calls `changed` after removals. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Remembering:
     ) -> None:
         self.removals = removals
         self.settled = True
-        """False while other nodes are still to be asked what was missed."""
+        """False while this node still has to learn missed removals from other nodes."""
         self.absent_s = 0.0
-        """At the start: since the last life was in touch; without end where nobody knows, 0 where there was none."""
+        """Time from the last contact in the previous life to this start; inf = unknown, 0 = no previous life."""
         self._state = state
         self._mover = mover
         self._clock = clock
@@ -56,13 +56,13 @@ class Remembering:
         self._presence = Presence(folder) if folder is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="removals")
         self._num_records = 0
-        self._is_torn = False  # an append failed: nothing may follow it
-        self._covered_s = 0.0  # in the last life, when it was last in touch
+        self._is_torn = False  # an append failed: the file must be rewritten
+        self._covered_s = 0.0  # at the last contact in the previous life
         self._saving = HeldTasks()
         self._unsaved: dict[tuple[BlockKey, int], asyncio.Task[None]] = {}
 
     async def load(self, *, is_first_life: bool) -> None:
-        """What earlier lives knew. Before anything is removed or learned."""
+        """Loads the removals known in earlier lives. Call it before anything is removed or learned."""
         if self._file is None or self._presence is None:
             return
         seen_at, self._covered_s = await self._in_thread(self._presence.read) or (None, 0.0)
@@ -75,12 +75,12 @@ class Remembering:
             log.error("the removals of earlier lives cannot be read: %s", error)
             kept = []
         self.removals.learn(kept, self._clock())
-        self._is_torn = True  # the file may end anywhere
+        self._is_torn = True  # the last record may be incomplete
         await self._keep(())
 
     async def remove(self, keys: Sequence[BlockKey], removal_id: int) -> int:
-        """Of all replicas; gives how many objects were here, also where another node was the first to tell of it. Done
-        already for keys of which it was heard before."""
+        """Executes a removal of all replicas on this node, if it is new, and waits until it is saved. Returns how many
+        objects it removed here, also if it was first learned from another node."""
         fresh = self.removals.execute(keys, removal_id, self._clock())
         removed = self._state.remove(fresh, corrupt=False)
         self.removals.took((about.key for about in removed), removal_id)
@@ -92,8 +92,8 @@ class Remembering:
         return self.removals.num_taken(keys, removal_id)
 
     async def learn(self, heard: Iterable[Heard]) -> int:
-        """What another node tells; gives how many objects were here that should not have been. Does not wait for the
-        disk, whose recovery may wait for what waits here: `is_saved` tells."""
+        """Executes removals learned from another node. Returns how many objects were removed here. Does not wait for
+        the disk, whose recovery may itself wait for the caller; see `is_saved`."""
         fresh = self.removals.learn(heard, self._clock())
         if not fresh:
             return 0
@@ -107,14 +107,14 @@ class Remembering:
         return len(removed)
 
     def _note_taken(self, fresh: Iterable[Removal], removed: Iterable[DiskObject]) -> None:
-        """Of several removals of a key, all have taken what was there."""
+        """Credits removed objects to the removals of their keys; to all of them if a key has several."""
         taken = {about.key for about in removed}
         for removal in fresh:
             if removal.key in taken:
                 self.removals.took((removal.key,), removal.removal_id)
 
     def drop(self, outdated: Sequence[DiskObject]) -> None:
-        """Objects of which another value is stored elsewhere, or of which nobody knows whether they were removed."""
+        """Removes objects that have another value elsewhere, or may have been removed without this node knowing."""
         bounds = {about.key: about.generation + 1 for about in outdated}
         removed = self._state.remove_before(bounds)
         self._state.counters["objects_outdated"] += len(removed)
@@ -122,30 +122,30 @@ class Remembering:
         self._save({key: bound - 1 for key, bound in bounds.items()}, ())
 
     def knows(self, covered_s: float) -> None:
-        """All that nodes know of whom one knows so much was heard, and all that this node knew before still counts."""
+        """Extends coverage: this node learned all that a node with this coverage knows. Earlier knowledge counts."""
         self.removals.inherit(covered_s, self._clock())
 
     def knows_only(self, covered_s: float) -> None:
-        """So much, and no more: what happened before may have been missed."""
+        """Limits coverage to `covered_s`: earlier removals may have been missed."""
         self.removals.restrict(covered_s, self._clock())
 
     def knows_what_it_knew(self) -> None:
-        """Nothing was missed since the last life."""
+        """Restores the previous life's coverage: no removal was missed since then."""
         if self.absent_s < math.inf:
             self.removals.inherit(self._covered_s + self.absent_s, self._clock())
 
     @property
     def is_saved(self) -> bool:
-        """False while something that is gone here might come back after a restart."""
+        """False while a removed object might return after a restart."""
         return not self._saving
 
     @property
     def knows_its_disk(self) -> bool:
-        """All that is on disk has been found, and what may not stay forgotten there, if the disk took that down."""
+        """True if recovery has found all objects on disk and tried to make the disk forget those that may not stay."""
         return self._mover.recovered == 1.0
 
     async def note_presence(self) -> None:
-        """This node is in touch with its cluster now, and has saved what it heard: nobody will tell it again."""
+        """Saves that this node is in touch with its cluster. Learned removals must be saved: none is resent."""
         self.removals.expire(self._clock())
         if self._presence is None:
             return
@@ -157,12 +157,12 @@ class Remembering:
             log.debug("presence cannot be kept: %s", error)
 
     async def close(self) -> None:
-        """Once the disk's recovery has ended."""
+        """Waits for saves in flight. Call it once the disk's recovery has ended."""
         await asyncio.gather(*self._saving)
         await asyncio.to_thread(self._thread.shutdown)
 
     def _bounds(self, removals: Iterable[Removal]) -> dict[BlockKey, int]:
-        """By key: generations below it were there when it was removed."""
+        """Returns a bound per key: generations below it were there when the key was removed."""
         bounds: dict[BlockKey, int] = {}
         for removal in removals:
             bound = self._state.reserved_before(removal.at)
@@ -170,34 +170,34 @@ class Remembering:
         return bounds
 
     def _gone(self, keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
-        """By key: all up to this generation is not here any more. More than what was there when it was removed: a copy
-        that was taken since of such a value has a later one, also if it was evicted and is left on disk only."""
+        """Returns, by key, the last generation that is gone here. It is later than the removal's bound: a copy made
+        since then of a removed value has a later generation, even if it was evicted and is left on disk only."""
         found = {key: self._state.catalog.find(key) for key in keys}
         latest = self._state.catalog.latest_generation
         return {key: stored.generation - 1 if stored else latest for key, stored in found.items()}
 
     async def _forget(self, generations: dict[BlockKey, int]) -> None:
-        """On disk, up to and with these."""
+        """Makes the disk forget these keys up to and including these generations. Counts failures."""
         if generations and not await self._mover.forget(generations):
             self._state.counters["removals_unsaved"] += len(generations)
 
     def _save(self, generations: dict[BlockKey, int], records: Sequence[Heard]) -> None:
-        """Begins to. It goes on when whoever asked for it has left."""
+        """Starts a save, which goes on if its caller is cancelled."""
         self._mover.refuse(generations)
         saving = self._saving.start(self._forget_and_keep(generations, records))
         for key, removal_id, _ in records:
             self._unsaved[key, removal_id] = saving
 
     async def _forget_and_keep(self, generations: dict[BlockKey, int], records: Sequence[Heard]) -> None:
-        """In this order: a life that ended between the two would know of a removal whose object comes back, and take
-        the next attempt at it, or the next node that tells of it, for one that is done."""
+        """Saves a removal: first the disk forgets the objects, then the record is written. In the other order, after a
+        crash in between, the object would return and a repeated removal would be ignored as already executed."""
         await self._forget(generations)
         for key, removal_id, _ in records:
             del self._unsaved[key, removal_id]
         await self._keep(records)
 
     async def _until_saved(self, removals: Iterable[tuple[BlockKey, int]]) -> None:
-        """Also what an earlier attempt at them, or another node, began."""
+        """Waits until these removals are saved, whichever call started the save."""
         waits = {self._unsaved[each] for each in removals if each in self._unsaved}
         await asyncio.gather(*map(asyncio.shield, waits))
 
@@ -218,7 +218,7 @@ class Remembering:
         write = file.rewrite if rewrite else file.append
         try:
             await self._in_thread(lambda: write(records))
-            if rewrite:  # what was appended may have been so behind a torn record
+            if rewrite:  # only a rewrite repairs a torn file
                 self._is_torn = False
             self._num_records += len(records)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""A node's removals over its restarts, and when it was last in touch with its cluster: files in its folder. Blocking.
+"""Files that keep a node's removals, and when it was last in touch with its cluster, over restarts. Blocking.
 
-Removals are records that are appended. Each has a checksum, so that a torn one at the end, or a damaged one, costs
-itself and not the others. The file is not synced: a removal whose record a loss of power took is heard of again from
-other nodes, and what it removed is forgotten by the disk tier's own, durable tombstones.
+Removals are appended records. Each has a checksum, so that a torn or damaged record does not affect the others. The
+file is not synced: a removal that a power loss took is learned again from other nodes, and its objects are forgotten
+by the disk tier's own durable tombstones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """An instant, as far as this machine can tell it again later."""
+    """An instant that can be compared across processes, reboots and clock changes as far as possible."""
 
     boot: str
     boot_s: float  # since boot, suspension included
@@ -38,7 +38,7 @@ class Stamp:
         return cls(boot=boot, boot_s=time.clock_gettime(time.CLOCK_BOOTTIME), wall_s=time.time())
 
     def until(self, later: Stamp) -> float | None:
-        """Seconds; None = they cannot be known."""
+        """Returns the seconds until `later`; None if unknown: another boot, and the wall clock went back."""
         if self.boot and self.boot == later.boot:
             return max(later.boot_s - self.boot_s, 0.0)
         passed_s = later.wall_s - self.wall_s
@@ -46,13 +46,13 @@ class Stamp:
 
 
 class Presence:
-    """The last time that a node was in touch, and for how long before it knew all removals: a file in its folder."""
+    """File with the time of a node's last contact with its cluster, and its coverage of removals then."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PRESENCE_FILE_NAME
 
     def read(self) -> tuple[Stamp, float] | None:
-        """None when there is none that can be read."""
+        """Returns the last contact and coverage in seconds; None if the file is absent or unreadable."""
         try:
             entry = json.loads(self._path.read_text())
             return Stamp(**entry["at"]), float(entry["covered_s"])
@@ -60,7 +60,7 @@ class Presence:
             return None
 
     def write(self, covered_s: float) -> None:
-        """Raises OSError. It need not outlast a loss of power: an older one says a longer absence."""
+        """Replaces the file. Raises OSError. Not synced: an older file only means a longer absence."""
         fresh = self._path.with_suffix(".new")
         fresh.write_text(json.dumps({"at": asdict(Stamp.now()), "covered_s": covered_s}))
         os.replace(fresh, self._path)
@@ -74,13 +74,13 @@ RECORD_BYTES = _RECORD.size + _SUM.size
 
 
 class RemovalFile:
-    """Used by one thread at a time."""
+    """Append-only file of removals. To be used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
 
     def load(self) -> list[Heard]:
-        """With age 0 where nobody knows. Raises OSError."""
+        """Returns all intact removals, with age 0 if it is unknown. Raises OSError."""
         if not self._path.exists():
             return []
         now = Stamp.now()
@@ -89,14 +89,14 @@ class RemovalFile:
         ]
 
     def append(self, removals: Sequence[Heard]) -> None:
-        """Raises OSError."""
+        """Appends removals. Raises OSError."""
         with self._path.open("ab") as file:
             if not file.tell():
                 file.write(_MAGIC)
             file.write(b"".join(_encoded(removals)))
 
     def rewrite(self, removals: Sequence[Heard]) -> None:
-        """These and no others. Raises OSError."""
+        """Replaces the file by one with these removals. Raises OSError."""
         fresh = self._path.with_suffix(".new")
         fresh.write_bytes(_MAGIC + b"".join(_encoded(removals)))
         os.replace(fresh, self._path)

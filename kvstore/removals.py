@@ -1,9 +1,9 @@
-"""What was removed everywhere, remembered for nodes that were away meanwhile. Pure: `now` is an argument.
+"""Log of removals of all replicas, kept for nodes that were away. Pure: `now` is an argument.
 
-A removal of all replicas has an id, the same at every node; each is executed once by a node, whoever tells of it. Ages
-travel between nodes, never instants, since no clock agrees with another host's. Rules: what is older than `kept_s` is
-neither told nor believed; what is forgotten, for its age or for want of room, shortens what `covered_s` promises. Does
-not know what is stored, nor who else there is.
+A removal of all replicas has an id, the same at every node. A node executes it once, whichever node reports it. Nodes
+exchange ages, never instants, since the clocks of hosts differ. Rules: a removal older than `kept_s` is neither
+reported nor accepted; a removal that is forgotten, by age or for lack of space, shortens `covered_s`. Does not know
+what is stored, nor the other nodes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import NamedTuple
 from protocol.keys import BlockKey
 
 MAX_REMOVALS = 100_000
-"""About 40 MB."""
+"""Limit of the log: about 40 MB."""
 KEPT_S = 86_400.0
-"""A node that was away for longer begins empty."""
+"""How long a removal is kept. A node that was away for longer begins empty."""
 _SLACK = 1.25
-"""Entries outlive `kept_s` by so much: what another node still tells is still known here, so it is not done again."""
+"""Entries are kept this factor longer than `kept_s`, so that a removal that a peer still reports is known here."""
 
 
 class Removal(NamedTuple):
-    """`at` is an instant of this node's clock, not earlier than the removal."""
+    """A removal as noted here. `at` is an instant of this node's clock, not earlier than the removal."""
 
     key: BlockKey
     removal_id: int
@@ -32,7 +32,7 @@ class Removal(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """A removal as another node tells of it."""
+    """A removal as nodes report it to each other."""
 
     key: BlockKey
     removal_id: int
@@ -40,7 +40,7 @@ class Heard(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A part of what a node has to tell."""
+    """A part of a node's log of removals."""
 
     heard: list[Heard]
     next_seq: int
@@ -48,7 +48,7 @@ class Page(NamedTuple):
 
 
 class Removals:
-    """Of one life of a node, numbered from 1 in the order in which it learned of them."""
+    """The removals known in one life of a node, numbered from 1 in the order in which it learned them."""
 
     def __init__(self, life: int, now: float, *, kept_s: float = KEPT_S, max_count: int = MAX_REMOVALS) -> None:
         self.life = life
@@ -57,7 +57,7 @@ class Removals:
         self._max_count = max_count
         self._log: deque[Removal] = deque()
         self._known: set[tuple[BlockKey, int]] = set()
-        self._effective: set[tuple[BlockKey, int]] = set()  # of the known: an object was here
+        self._effective: set[tuple[BlockKey, int]] = set()  # known ones that removed an object here
         self._last: dict[BlockKey, Removal] = {}
         self._since = now  # all removals since then were noted
         self._forgotten_at = float("-inf")
@@ -66,36 +66,36 @@ class Removals:
         return len(self._log)
 
     def execute(self, keys: Iterable[BlockKey], removal_id: int, now: float) -> list[BlockKey]:
-        """A removal that reaches this node itself; gives the keys for which it is new."""
+        """Notes a removal requested at this node. Returns the keys for which it is new."""
         return [key for key in dict.fromkeys(keys) if self._note(Removal(key, removal_id, now))]
 
     def learn(self, heard: Iterable[Heard], now: float) -> list[Removal]:
-        """What another node tells; gives what is new."""
+        """Notes removals reported by another node. Returns the new ones."""
         young = (each for each in heard if each.age_s < self._kept_s)
         told = (Removal(key, removal_id, now - age_s) for key, removal_id, age_s in young)
         return [removal for removal in told if self._note(removal)]
 
     def took(self, keys: Iterable[BlockKey], removal_id: int) -> None:
-        """Objects of these keys were here and have gone by this removal."""
+        """Notes that this removal has removed objects of these keys here."""
         took = {(key, removal_id) for key in keys}
         self._effective |= took & self._known
 
     def num_taken(self, keys: Iterable[BlockKey], removal_id: int) -> int:
-        """Of how many of these keys this removal has taken an object, whoever was the first to tell of it."""
+        """Returns for how many of these keys this removal has removed an object here."""
         return sum((key, removal_id) in self._effective for key in set(keys))
 
     def last(self, key: BlockKey) -> int:
-        """The id of its last removal; 0 = none is known."""
+        """Returns the id of the last known removal of `key`; 0 = none."""
         known = self._last.get(key)
         return 0 if known is None else known.removal_id
 
     def age_s(self, key: BlockKey, now: float) -> float:
-        """Of its last removal; 0 where none is known."""
+        """Returns the age of the last known removal of `key`; 0 = none."""
         known = self._last.get(key)
         return 0.0 if known is None else max(now - known.at, 0.0)
 
     def tell(self, next_seq: int, limit: int, now: float) -> Page:
-        """From `next_seq` on, at most `limit`."""
+        """Returns the removals from `next_seq` on, at most `limit`."""
         first = self.next_seq - len(self._log)
         begin = min(max(next_seq, first), self.next_seq)
         end = min(begin + limit, self.next_seq)
@@ -110,20 +110,20 @@ class Removals:
     # How much of the past is known
 
     def covered_s(self, now: float) -> float:
-        """No removal of the last so many seconds is unknown here, as far as somebody has executed it who is, or was
-        since then, in touch with this node."""
+        """Returns the coverage in seconds: every removal of this last time is known here if a node executed it that is,
+        or since then was, in touch with this node."""
         return min(now - max(self._since, self._forgotten_at), self._kept_s)
 
     def inherit(self, covered_s: float, now: float) -> None:
-        """All that another node knows was heard, and it knows so much."""
+        """Extends coverage: this node has learned all removals of a node with this coverage."""
         self._since = min(self._since, now - covered_s)
 
     def restrict(self, covered_s: float, now: float) -> None:
-        """Removals before that may have been missed."""
+        """Limits coverage: removals before the last `covered_s` seconds may have been missed."""
         self._since = max(self._since, now - covered_s)
 
     def expire(self, now: float) -> None:
-        """Forgets what is too old."""
+        """Forgets removals older than `kept_s` with slack."""
         while self._log and self._log[0].at < now - self._kept_s * _SLACK:
             self._forget()
 
@@ -150,6 +150,6 @@ class Removals:
         gone = self._log.popleft()
         self._known.remove((gone.key, gone.removal_id))
         self._effective.discard((gone.key, gone.removal_id))
-        if self._last[gone.key] is gone:  # else a later one is known
+        if self._last[gone.key] is gone:
             del self._last[gone.key]
         self._forgotten_at = max(self._forgotten_at, gone.at)

@@ -1,10 +1,10 @@
-"""Room for what comes: which objects of a catalog may leave memory, disk or a tenant's quota for it, and do. Pure.
+"""Makes room in memory, on disk and within tenants' quotas: decides which objects of a catalog leave, and evicts. Pure.
 
-An object is on offer while nothing speaks against it: nobody holds it, no block that follows it is resident in its
-tier or a slower one, and it is not hard-pinned.
+An object is on offer while it has no holds, is not hard-pinned, and no block that follows it is resident in its tier
+or a faster one (a block that is leaving memory does not count).
 
-Policies say who is next (`kvstore.shares`), here is decided what that means: an object with a copy on disk only leaves
-memory, any other one is evicted, and **no block is evicted before those that follow it in its chain**.
+Policies choose the next victim (`kvstore.shares`); this module decides what happens to it: an object with a disk copy
+only leaves memory, any other is evicted. **No block is evicted before the blocks that follow it in its chain.**
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class Followers:
-    """How many resident blocks name each block as their parent, whether that one is resident or not.
+    """Number of resident blocks that name each block as their parent, even if the parent is absent.
 
-    Counts in the rows of visible blocks; apart from them for parents that are absent or still being written.
+    Counts of visible parents are in their rows; counts of parents that are absent or being written are kept apart.
     """
 
     def __init__(self, rows: Records, index: KeyIndex) -> None:
         self._rows = rows
         self._index = index
-        self._of_absent: dict[BlockKey, tuple[int, int]] = {}  # in all, in memory
+        self._of_absent: dict[BlockKey, tuple[int, int]] = {}  # (total, in memory)
 
     def count(
         self,
@@ -43,7 +43,7 @@ class Followers:
         change_in_memory: int,
         changed: Callable[[Record], None],
     ) -> None:
-        """So many more (or fewer) blocks follow `parent`; `changed` is told its record when it is visible."""
+        """Adds to the counts of `parent`'s followers. Calls `changed` with its record if it is visible."""
         if parent is None:
             return
         record = self._index.record_of(parent)
@@ -56,13 +56,13 @@ class Followers:
         changed(record)
 
     def arrive(self, key: BlockKey, record: Record) -> None:
-        """`key` becomes visible as `record`, whose row is new."""
+        """Moves the counts of `key`, which becomes visible, into the new row of `record`."""
         total, in_memory = self._of_absent.pop(key, (0, 0))
         self._rows.followers[record] = total
         self._rows.followers_in_memory[record] = in_memory
 
     def leave(self, key: BlockKey, record: Record) -> None:
-        """`key` is no longer visible; its row still stands."""
+        """Moves the counts of `key`, which is no longer visible, out of its row, which still exists."""
         total, in_memory = self._rows.followers[record], self._rows.followers_in_memory[record]
         self._set_absent(key, total, in_memory)
 
@@ -73,7 +73,7 @@ class Followers:
             self._of_absent.pop(key, None)
 
     def validate(self, expected: Iterable[tuple[BlockKey, bool]]) -> None:
-        """Raises AssertionError unless exactly these blocks (parent, in memory) are counted."""
+        """Raises AssertionError unless exactly these followers (parent, in memory) are counted."""
         counts: dict[BlockKey, tuple[int, int]] = {}
         for parent, in_memory in expected:
             total, among = counts.get(parent, (0, 0))
@@ -89,12 +89,12 @@ class Followers:
         assert set(self._of_absent) == absent
 
 
-# How many victims that cannot go yet are passed over before there counts as no room.
+# Victims that cannot leave yet are skipped; after this many, there is no room.
 MAX_PASSED_OVER = 64
 
 
 class Room:
-    """Decides for one catalog, which does it, and keeps its tenants' policies up to date."""
+    """Makes room in one catalog and keeps the eviction policies of its tenants up to date."""
 
     def __init__(self, catalog: Catalog, index: KeyIndex, shares: Shares, watermarks: Watermarks) -> None:
         self.watermarks = watermarks
@@ -112,22 +112,22 @@ class Room:
         return self._shares.of(self._rows.tenants[record])
 
     def join(self, record: Record, key: BlockKey, parent: BlockKey | None) -> None:
-        """It is new in the tier of its fastest copy."""
+        """Adds an object to the policy of its tier, and offers it if it may leave."""
         before = NO_RECORD if parent is None else self._index.record_of(parent)
         if before != NO_RECORD and self.tier(before) is not self.tier(record):
-            before = NO_RECORD  # another instance of the policy knows it
+            before = NO_RECORD  # each tier has its own policy instance
         self._offers(record).policy.added(record, key, before)
         self.reconsider(record)
 
     def leave(self, record: Record) -> None:
-        """It leaves the tier that its row still names."""
+        """Removes an object from the policy of the tier that its row still names."""
         self._offers(record).forget(record)
 
     def used(self, record: Record) -> None:
         self._offers(record).policy.used(record)
 
     def used_all(self, records: RecordArray) -> None:
-        """As `used` for each in order, as far as it matters: policies know nothing of each other."""
+        """Records uses of many records. The order is kept within each policy instance only."""
         in_memory = self._rows.in_memory_all(records)
         for share, is_its in self._shares.apart(self._rows.tenants_all(records)):
             for tier, is_there in ((Tier.MEMORY, in_memory), (Tier.DISK, ~in_memory)):
@@ -136,7 +136,7 @@ class Room:
                     share.offers[tier].policy.used_all(used)
 
     def reconsider(self, record: Record) -> None:
-        """Offers it if nothing speaks against that, withdraws it otherwise."""
+        """Offers a record if its object may leave its tier, and withdraws it otherwise."""
         rows, pin = self._rows, self._rows.pin(record)
         in_memory = rows.in_memory(record)
         followers = rows.followers_in_memory[record] if in_memory else rows.followers[record]
@@ -151,27 +151,27 @@ class Room:
     def _offers(self, record: Record) -> Offers:
         return self.share(record).offers[self.tier(record)]
 
-    # What goes
+    # Making room
 
     def for_new(self, length: int, tenant: str) -> int | None:
-        """Memory for a new object of a tenant, within its quota."""
+        """Allocates memory for a new object within its tenant's quota, evicting as needed. None = no room."""
         share = self._shares.own(tenant)
         if share is not None and not self._within(share, padded(length)):
             return None
         return self.for_copy(length)
 
     def for_copy(self, length: int) -> int | None:
-        """Memory for a copy of `length` bytes, evicting as needed."""
+        """Allocates memory for `length` bytes, evicting as needed. None = no room."""
         catalog = self._catalog
         if padded(length) > catalog.books.evictable_bytes:
-            return None  # evicting all of them would not help
+            return None  # evicting everything would not be enough
         while (offset := catalog.space.allocate(length)) is None:
             if not self._vacate_one():
                 return None
         return offset
 
     def trim(self) -> None:
-        """Without a disk: evicts down to the low watermark when use is above the high one."""
+        """Evicts down to the low watermark if use is above the high one. Only for nodes without a disk."""
         space, marks = self._catalog.space, self.watermarks
         if space.used <= marks.evict_above * space.capacity:
             return
@@ -180,10 +180,10 @@ class Room:
             pass
 
     def on_disk(self, nbytes: int, *, for_demotion: bool) -> bool:
-        """Evicts from disk until `nbytes` more are within what it may hold.
+        """Evicts from disk until `nbytes` more fit. Returns False if they do not.
 
-        For a demotion copies of what is in memory go too, since nothing is lost with them; one copy for another would
-        only be work.
+        A demotion may also replace disk copies of objects in memory, since nothing is lost with them. Replacing one
+        such copy by another would be useless.
         """
         while self._catalog.books.disk_free(self._catalog.disk) < nbytes:
             cold = self._object(self._shares.victim(Tier.DISK))
@@ -194,12 +194,12 @@ class Room:
         return True
 
     def coldest_in_memory(self) -> StoredObject | None:
-        """What would leave memory for the disk first. An object that the disk cannot take stays until its memory is
-        needed."""
+        """Returns the next object to demote. Objects that the disk cannot take are skipped: they stay until their
+        memory is needed."""
         return self._first(lambda: self._shares.victim(Tier.MEMORY), self._disk_takes)
 
     def _within(self, share: Share, nbytes: int) -> bool:
-        """Evicts a tenant's own objects until its quota has room; those only on disk are the colder ones."""
+        """Evicts a tenant's own objects until its quota has room, objects that are only on disk first."""
 
         def coldest() -> Record:
             on_disk = share.offers[Tier.DISK].victim()
@@ -212,7 +212,7 @@ class Room:
         return True
 
     def _vacate_one(self) -> bool:
-        """Takes one object out of memory: to disk where it has a copy, otherwise for good."""
+        """Takes one object out of memory. It is evicted if it has no disk copy. Returns False if none can leave."""
         stored = self._first(lambda: self._shares.victim(Tier.MEMORY), self._may_leave_memory)
         if stored is None or stored.place is None:
             return self._evict(stored)
@@ -220,7 +220,7 @@ class Room:
         return True
 
     def _may_leave_memory(self, record: Record) -> bool:
-        """False = the blocks that follow it are on disk, and it is not yet: it can go once it has been written."""
+        """Returns False if the object has followers on disk but no disk copy: it can leave once it is written."""
         return self._rows.on_disk(record) or self._is_leaf(record)
 
     def _disk_takes(self, record: Record) -> bool:
@@ -233,7 +233,7 @@ class Room:
         return not self._rows.followers[record]
 
     def _first(self, victim: Callable[[], Record], suits: Callable[[Record], bool]) -> StoredObject | None:
-        """The first victim that suits. Those passed over for it stay on offer."""
+        """Returns the first victim that suits. Skipped victims stay on offer."""
         passed_over: list[Record] = []
         try:
             while (record := victim()) != NO_RECORD and len(passed_over) <= MAX_PASSED_OVER:

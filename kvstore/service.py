@@ -1,8 +1,8 @@
-"""A store node's process: calls in, state asked, memory opened and closed to writers, checksums verified.
+"""RPC service of a store node: serves calls from the state, opens and closes write windows, verifies checksums.
 
-The only part that awaits and reads the clock. Each call is decided by the state without awaiting; what takes long, such
-as verifying gigabytes, runs in threads, so that the loop stays responsive. It never touches an object's bytes except to
-compare them.
+The shell around the pure state: it awaits and reads the clock. The state decides each call without awaiting. Long work,
+such as verifying gigabytes, runs in threads, so that the event loop stays responsive. The service never touches an
+object's bytes except to compare them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from transfer import Segment, TransferEngine
 
 log = logging.getLogger(__name__)
 
-# Verifying runs at memory speed: more threads than this only take it from each other.
+# Verification is bound by memory bandwidth: more threads would only compete for it.
 NUM_THREADS = 2
-# A writer waits this long for the disk to take what is cold, before cold objects are dropped for it.
+# How long a call waits for demotions to disk to free memory before cold objects are evicted instead.
 ROOM_WAIT_S = 0.5
 DRAINING_RETRY_S = 5.0
 OBJECTS_PER_MESSAGE = 2_000
-# Of keys in a report of use, between turns of the loop: 0.02 ms with LRU, 0.2 ms with a policy that counts in Python.
+# Keys of a `Touch` that are handled between turns of the loop: 0.02 ms with LRU, 0.2 ms with a policy in Python.
 TOUCHED_BYTES = 128 * KEY_BYTES
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -58,10 +58,7 @@ T = TypeVar("T")
 
 
 class StoreService(LastingCalls):
-    """Answers calls about one segment.
-
-    `endpoint` needs no rpc_address.
-    """
+    """Serves the KvStore RPCs of one segment. The `endpoint` passed in needs no rpc_address."""
 
     def __init__(
         self,
@@ -110,7 +107,7 @@ class StoreService(LastingCalls):
         )
 
     def load(self) -> conductor_pb2.Load:
-        """In blocks of the mean size of what is stored now, since a store knows no layout."""
+        """Returns the load in blocks of the mean size of the objects stored now, since a store knows no layout."""
         usage = self._state.catalog.usage()
         in_memory = usage.num_objects - usage.num_on_disk
         mean = (usage.held_bytes + usage.leased_bytes) // in_memory if in_memory else 0
@@ -151,7 +148,7 @@ class StoreService(LastingCalls):
                 return kvstore_pb2.StoreCommitReply(corrupt=corrupt)
             task = self._tasks.start(self._verify(reservation_id, window_id, landed))
             self._commits[reservation_id] = task
-        # The caller may go away; what it committed is committed.
+        # The commit goes on when its caller disconnects.
         return kvstore_pb2.StoreCommitReply(corrupt=await asyncio.shield(task))
 
     async def Abort(self, request: kvstore_pb2.StoreAbortRequest, context: Context) -> kvstore_pb2.StoreAbortReply:
@@ -280,12 +277,12 @@ class StoreService(LastingCalls):
             yield found
 
     def end_streams(self) -> None:
-        """Followers are told that it is over, so that the server need not cut them off."""
+        """Ends the event streams of all followers, so that the server need not cut them off."""
         self._events.close()
 
     async def close(self) -> None:
-        """Waits for what is under way; call it once no more calls come in."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # their callers were told
+        """Waits for running tasks, flushes to disk and frees all resources. Call it once no more calls come in."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # their callers have the errors already
         await self._client.close()
         await self._peers.close()
         missing = await self.mover.flush(self._config.ssd_flush_s)
@@ -317,7 +314,7 @@ class StoreService(LastingCalls):
     def _verified(
         self, reservation_id: str, landed: Sequence[StoredObject], corrupt: tuple[BlockKey, ...]
     ) -> tuple[BlockKey, ...]:
-        """Nobody can write to the objects any more, and their bytes were compared."""
+        """Records the result of a verification behind a closed window. Returns the corrupt keys."""
         self._state.writers.verified(reservation_id, corrupt, self._clock())
         self.mover.wants_copy(item.key for item in landed)
         if corrupt:
@@ -326,7 +323,7 @@ class StoreService(LastingCalls):
         return corrupt
 
     async def _reclaim(self, reservation: Reservation) -> None:
-        """Frees the space of a reservation that was given up, once nobody can write to it."""
+        """Closes the window of a reservation that was given up, then frees its space."""
         window_id = reservation.window_id
         if window_id is not None:
             await self._in_thread(lambda: self._transfer.close_window(window_id))
@@ -334,7 +331,7 @@ class StoreService(LastingCalls):
         self._end_of_writer()
 
     def _admit_writer(self) -> None:
-        """Raises Overloaded."""
+        """Raises Overloaded while the node is draining."""
         if self.draining:
             raise Overloaded("this store node is being drained", retry_after_s=DRAINING_RETRY_S)
 
@@ -344,7 +341,7 @@ class StoreService(LastingCalls):
         self._changed()
 
     def _changed(self) -> None:
-        """Begins the writes that are due, and sets the timer to the state's next deadline."""
+        """Starts the disk writes that are due, and sets the timer to the state's next deadline."""
         self.mover.pump()
         self._timer.set(self._state.next_deadline())
 

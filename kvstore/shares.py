@@ -1,7 +1,8 @@
-"""Whose objects go first: each tenant with a quota has a share of its own, all others have one together. Pure.
+"""Shares of tenants: decides whose objects are evicted first. Pure.
 
-Within a share the eviction policy decides, one instance for the objects in memory and one for those only on disk.
-Between shares it is the one that takes most for its size. Soft-pinned objects go when nothing else is on offer.
+Each tenant with a quota has its own share; all others have one in common. Within a share the eviction policy decides:
+one instance for objects in memory, and one for objects that are only on disk. Between shares, the one that uses most
+relative to its size gives first. Soft-pinned objects are evicted if their share has nothing else on offer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvstore.native.base import NO_RECORD, Record
 from kvstore.stored import Tier
 
 MAX_TENANTS = 2**16 - 1
-"""More names than rows can tell apart count as no tenant."""
+"""Rows store 16-bit tenant numbers; names beyond this count as no tenant."""
 
 
 class Offers:
-    """What may go from one tier."""
+    """The objects of one share that may leave one tier."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -50,18 +51,18 @@ class Offers:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The objects of one tenant with a quota, or of all without one."""
+    """The objects of one tenant with a quota, or of all tenants without one."""
 
-    size: int  # bytes that it may take, or is meant to
+    size: int  # bytes: the quota; for the common share a target
     offers: dict[Tier, Offers]
-    nbytes: int = 0  # of its objects, resident or being written, however many copies they have
+    nbytes: int = 0  # of objects that are resident or being written, each counted once
 
     def over(self) -> float:
         return self.nbytes / max(self.size, 1)
 
 
 class Shares:
-    """Tenants by number, and their shares."""
+    """The tenants of a catalog by number, and their shares."""
 
     def __init__(self, capacity: int, quotas: Mapping[str, int], policies: Callable[[], EvictionPolicy]) -> None:
         self._policies = policies
@@ -71,18 +72,18 @@ class Shares:
         self._own = {name: self._share(quota) for name, quota in quotas.items()}
         self._of_number = [self._common]
         self.resize(capacity)
-        for name in quotas:  # first, so that they have numbers whoever else comes
+        for name in quotas:  # first, so that they have numbers whatever other names follow
             self.number(name)
 
     def _share(self, size: int) -> Share:
         return Share(size, {tier: Offers(self._policies()) for tier in Tier})
 
     def resize(self, capacity: int) -> None:
-        """All shares together are meant to take so many bytes."""
+        """Sets the target size of all shares together, in bytes."""
         self._common.size = max(capacity - sum(share.size for share in self._own.values()), 0)
 
     def number(self, tenant: str) -> int:
-        """The number of a tenant, in rows."""
+        """Returns the number of a tenant; 0 (no tenant) if there are too many."""
         known = self._numbers.get(tenant)
         if known is not None:
             return known
@@ -100,7 +101,7 @@ class Shares:
         return self._of_number[number]
 
     def apart(self, tenants: npt.NDArray[np.uint16]) -> Iterator[tuple[Share, npt.NDArray[np.bool_]]]:
-        """The shares of these numbers, each with where its tenants are among them."""
+        """Yields the shares of these tenant numbers, each with a mask of its elements."""
         if not self._own:
             yield self._common, np.ones(len(tenants), np.bool_)
             return
@@ -111,15 +112,15 @@ class Shares:
             yield self.of(each[0]), np.isin(tenants, each)
 
     def charge(self, tenant: str, nbytes: int) -> None:
-        """So many bytes more (or fewer) are the tenant's."""
+        """Adds bytes (negative to subtract) to a tenant's share."""
         self.of(self.number(tenant)).nbytes += nbytes
 
     def own(self, tenant: str) -> Share | None:
-        """The share of a tenant with a quota."""
+        """Returns the share of a tenant with a quota; None for others."""
         return self._own.get(tenant)
 
     def victim(self, tier: Tier) -> Record:
-        """From the share that takes most for its size, of those that have something on offer."""
+        """Returns the next victim, from the share that uses most relative to its size and has something on offer."""
         if not self._own:
             return self._common.offers[tier].victim()
         shares = sorted((self._common, *self._own.values()), key=Share.over, reverse=True)
@@ -140,5 +141,5 @@ class Shares:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the policies."""
+        """Memory in use by the policies."""
         return sum(o.policy.nbytes for share in self.all() for o in share.offers.values())

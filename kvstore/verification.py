@@ -1,4 +1,4 @@
-"""Every object of a node compared with its checksum, in memory and on disk; what does not match is dropped."""
+"""Verifies objects against their checksums: all of a node, in memory and on disk, and those just written."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from transfer import Segment, TransferEngine
 
 T = TypeVar("T")
 
-# A few milliseconds in a thread at a time, so that others get their turn.
+# Objects of at least 1/64 of this are verified in a thread, smaller ones in the event loop.
 PIECE_BYTES = 32 * 2**20
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """`itertools.batched` of Python 3.12, as lists."""
+    """Yields lists of at most `size` items, as `itertools.batched` of Python 3.12 yields tuples."""
     iterator = iter(items)
     while piece := list(islice(iterator, size)):
         yield piece
 
 
 class Verifier:
-    """One pass over the objects that were there when it began."""
+    """One pass over the objects that are there at its start. Mismatching objects are removed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Verifier:
         self._in_thread = in_thread
 
     async def run(self) -> AsyncIterator[kvstore_pb2.StoreVerifyReply]:
-        """Progress after each piece."""
+        """Verifies all objects. Yields the progress after each piece."""
         keys = [stored.key for stored in self._state.catalog.objects()]
         checked = 0
         for piece in batched(keys, 1_000):
@@ -55,7 +55,7 @@ class Verifier:
             yield kvstore_pb2.StoreVerifyReply(checked=checked, total=len(keys), corrupt=corrupt)
 
     async def _drop(self, rotten: list[StoredObject]) -> None:
-        """But for what has been stored anew meanwhile."""
+        """Removes corrupt objects, except keys that were stored anew meanwhile."""
         corrupt = [stored.key for stored in rotten if self._is_here(stored)]
         if corrupt:
             self._state.remove(corrupt, corrupt=True)
@@ -66,7 +66,7 @@ class Verifier:
         return found is not None and found.generation == stored.generation
 
     async def _rotten(self, key: BlockKey) -> StoredObject | None:
-        """None also when it has left meanwhile."""
+        """Returns the object of `key` if it is corrupt; None if it is intact or gone."""
         stored = self._state.catalog.find(key)
         if stored is None:
             return None
@@ -93,36 +93,33 @@ class Verifier:
         read = DiskRead(object=stored.header(), place=stored.place, memory=scratch)
         [good] = await disk.read([read])
         fresh = self._state.catalog.find(stored.key)
-        moved = fresh is None or fresh.place != stored.place  # compaction took it elsewhere
+        moved = fresh is None or fresh.place != stored.place  # by compaction during the read
         return good or moved
 
 
-# A thread to verify this much would take longer to wake than the checksum does.
+# Up to this size, the checksum takes less time than waking a thread.
 VERIFY_HERE_BYTES = 4 * 2**20
 
 
 class Landings:
-    """What writers have put into one segment, compared with their checksums once nobody can write there any more.
-
-    Thread-safe.
-    """
+    """Verifies what writers have written into one segment, once their windows are closed. Thread-safe."""
 
     def __init__(self, transfer: TransferEngine, segment: Segment) -> None:
         self._transfer = transfer
         self._memory = segment.buffer
 
     def can_be_verified_here(self, window_id: int | None, landed: Sequence[StoredObject]) -> bool:
-        """Whether little was written, and the window is closed now because nobody is writing."""
+        """Closes an idle window if little was written. Returns True if the window is closed."""
         if sum(item.length for item in landed) > VERIFY_HERE_BYTES:
             return False
         return window_id is None or self._transfer.close_window_if_idle(window_id)
 
     def close_and_verify(self, window_id: int | None, landed: Sequence[StoredObject]) -> tuple[BlockKey, ...]:
-        """As `corrupt`, behind a window that is closed first; blocks."""
+        """Closes the window, then verifies. Returns the corrupt keys. Blocks."""
         if window_id is not None:
             self._transfer.close_window(window_id)
         return self.corrupt(landed)
 
     def corrupt(self, landed: Sequence[StoredObject]) -> tuple[BlockKey, ...]:
-        """The keys whose bytes do not match."""
+        """Returns the keys whose bytes do not match their checksum."""
         return tuple(o.key for o in landed if checksum([o.bytes_in(self._memory)]) != o.checksum)

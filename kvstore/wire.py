@@ -1,4 +1,4 @@
-"""Between the node's state and its protobuf messages; refuses what is malformed."""
+"""Converts between the node's state and its protobuf messages. Refuses malformed messages."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _ABSENT = Entry(NO_RECORD, 0, 0, 0, None)
 
 
 def keys_from_wire(keys: Iterable[bytes]) -> list[BlockKey]:
-    """Raises InvalidRequest for a key of another length."""
+    """Returns the keys. Raises InvalidRequest for a key of another length, or all zeros."""
     return [_key(key) for key in keys]
 
 
 def packed_keys_from_wire(packed: bytes) -> bytes:
-    """Keys back to back, as they are. Raises InvalidRequest."""
+    """Returns packed keys unchanged. Raises InvalidRequest unless they are a whole number of keys."""
     if len(packed) % KEY_BYTES:
         raise InvalidRequest(f"{len(packed)} bytes are not a whole number of keys", param="keys")
     return packed
 
 
 def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
-    """Raises InvalidRequest for malformed keys."""
+    """Returns the wishes. Raises InvalidRequest for malformed keys or an unknown pin."""
     return [
         Wish(
             key=_key(wish.key),
@@ -56,7 +56,7 @@ def reservation_to_wire(reservation: Reservation, segment_id: int) -> kvstore_pb
 
 
 def checksums_from_wire(message: kvstore_pb2.StoreCommitRequest) -> dict[BlockKey, int]:
-    """Raises InvalidRequest unless there is one checksum for each key."""
+    """Returns the checksums by key. Raises InvalidRequest unless there is one checksum per key."""
     if len(message.keys) != len(message.checksums):
         raise InvalidRequest(f"{len(message.keys)} keys with {len(message.checksums)} checksums", param="checksums")
     return dict(zip(keys_from_wire(message.keys), message.checksums, strict=True))
@@ -90,7 +90,7 @@ def entries_to_wire(entries: Iterable[Entry | None]) -> kvstore_pb2.StoreFindRep
 
 
 def entries_from_wire(reply: kvstore_pb2.StoreFindReply) -> list[Entry | None]:
-    """Raises ValueError unless there is one of each per key."""
+    """Returns the entries, None for absent objects. Raises ValueError unless all columns have the same length."""
     columns = (reply.generations, reply.checksums, reply.lengths, reply.offsets)
     return [
         Entry(NO_RECORD, generation, checksum, length, None if offset == NOT_IN_MEMORY else offset)
@@ -125,7 +125,7 @@ def pin_to_wire(pin: Pin) -> kvstore_pb2.StorePin.ValueType:
 
 
 def pin_from_wire(pin: kvstore_pb2.StorePin.ValueType) -> Pin:
-    """Raises InvalidRequest for one that this version does not know."""
+    """Returns the pin. Raises InvalidRequest for a kind that this version does not know."""
     if pin not in _PINS_BACK:
         raise InvalidRequest(f"unknown kind of pin {pin}", param="pin")
     return _PINS_BACK[pin]

@@ -1,8 +1,8 @@
-"""Rights of writers: space that is theirs until they commit, give up or are too late. Pure.
+"""Reservations of writers: space that is theirs until they commit, abort or time out. Pure.
 
-An object becomes visible after its bytes were verified behind the closed window, so nobody can change them afterwards.
-Every right is granted idempotently by its id, and an id that has ended is remembered for a while: a call that was
-overtaken by its own cancellation is refused instead of granted to nobody.
+An object becomes visible after its bytes were verified behind the closed window, so that nobody can change them
+afterwards. Reservations are idempotent by id. An ended id is remembered for a while, so that a call that arrives after
+its own cancellation is refused.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class WriteRights:
         self._moves = moves
         self._counters = catalog.counters
         self._live: dict[str, Reservation] = {}
-        self._ended: Ended[tuple[BlockKey, ...]] = Ended()  # the corrupt keys
+        self._ended: Ended[tuple[BlockKey, ...]] = Ended()  # results are the corrupt keys
         self._deadlines = Deadlines(self._expiry)
 
     def reserve(self, reservation_id: str, wishes: Sequence[Wish], ttl_s: float | None, now: float) -> Reservation:
-        """Space for the wishes that nobody fulfils yet. The shell opens its window; asking again gives the same.
+        """Reserves space for the wishes that are neither visible nor being written. A repeated call returns the same.
 
-        `ttl_s` None: the writer is this process, which ends it in any case.
+        The shell opens the write window. `ttl_s` None = no expiry: the writer is this process, which always ends it.
 
-        Raises InvalidRequest (a length that can never fit), StaleLease (the id has ended).
+        Raises InvalidRequest (a length that can never fit, a bad TTL or tenant), StaleLease (the id has ended).
         """
         known = self._live.get(reservation_id)
         if known is not None and known.phase is Phase.OPEN and known.wishes == tuple(wishes):
@@ -70,8 +70,9 @@ class WriteRights:
     def commit(self, reservation_id: str, checksums: Mapping[BlockKey, int], now: float) -> tuple[BlockKey, ...] | None:
         """Starts a commit of the keys in `checksums`; the reservation's other keys are dropped.
 
-        None = the shell now closes the window, verifies `landed` and says `verified`. Otherwise the corrupt keys of
-        the commit that has already happened. Raises StaleLease.
+        Returns None if the shell is now to close the window, verify the `landed` objects and call `verified`; the
+        corrupt keys if the commit has already happened. Raises StaleLease if the reservation has ended or expired, or
+        does not have one of the keys.
         """
         result = self._ended.result(reservation_id)
         if result is not None:
@@ -94,12 +95,13 @@ class WriteRights:
         return None
 
     def landed(self, reservation_id: str) -> tuple[int | None, list[StoredObject]]:
-        """The window that a commit under way has to close, and what it has to verify then."""
+        """Returns the window that a running commit has to close, and the objects to verify then."""
         reservation = self._live[reservation_id]
         return reservation.window_id, [reservation.objects[key] for key in reservation.checksums]
 
     def verified(self, reservation_id: str, corrupt: Collection[BlockKey], now: float) -> None:
-        """The window is closed and the bytes were compared: objects become visible, except the corrupt ones."""
+        """Ends a commit whose window is closed and whose bytes were verified. All but the corrupt objects become
+        visible."""
         reservation = self._live[reservation_id]
         reservation.advance(Phase.COMMITTING, Phase.ENDED)
         self._catalog.reserving.note(now, self._catalog.latest_generation + 1)
@@ -114,7 +116,7 @@ class WriteRights:
         self._ended.remember(reservation_id, now, tuple(corrupt))
 
     def abort(self, reservation_id: str, now: float) -> Reservation | None:
-        """The writer gives up. The shell closes the window of what is returned and says `closed`."""
+        """Aborts an open reservation. The shell closes the window of the returned one and calls `closed`."""
         reservation = self._live.get(reservation_id)
         if reservation is None:
             self._ended.remember(reservation_id, now)
@@ -125,7 +127,7 @@ class WriteRights:
         return reservation
 
     def closed(self, reservation_id: str, now: float) -> None:
-        """The window of a reservation that was given up is closed: its space is free."""
+        """Frees the space of an aborted or expired reservation whose window is closed."""
         reservation = self._live[reservation_id]
         reservation.advance(Phase.CLOSING, Phase.ENDED)
         for stored in reservation.objects.values():
@@ -137,7 +139,7 @@ class WriteRights:
         return self._deadlines.next()
 
     def expire(self, now: float) -> list[Reservation]:
-        """Ends what is over at `now`. The shell closes the windows of what is returned and says `closed` for each."""
+        """Ends reservations that have expired at `now`. The shell closes their windows and calls `closed` for each."""
         given_up: list[Reservation] = []
         for reservation_id in self._deadlines.due(now):
             reservation = self._live[reservation_id]
@@ -147,11 +149,11 @@ class WriteRights:
         return given_up
 
     def reserved(self) -> list[StoredObject]:
-        """The objects that are being written."""
+        """Returns the objects that are being written."""
         return [stored for held in self._live.values() for stored in held.objects.values()]
 
     def validate(self) -> None:
-        """Raises AssertionError unless each that is open will end."""
+        """Raises AssertionError unless every open reservation has a deadline or never expires."""
         for reservation in self._live.values():
             timed = reservation.reservation_id in self._deadlines
             endless = reservation.expires_at == math.inf
@@ -169,14 +171,14 @@ class WriteRights:
         return Reservation(reservation_id, tuple(wishes), slots, objects, expires_at)
 
     def _fulfil(self, wish: Wish, objects: dict[BlockKey, StoredObject], refused: set[BlockKey]) -> Slot:
-        """Decides one wish; adds to `objects` what it grants, to `refused` what has no space."""
+        """Decides one wish. Adds a granted object to `objects`, and a key without space to `refused`."""
         visible = self._catalog.find(wish.key)
         if visible is not None:
             self._moves.used([visible])
             return Slot(outcome=Outcome.PRESENT)
         if self._catalog.is_reserved(wish.key):
             return Slot(outcome=Outcome.IN_PROGRESS)
-        # A block whose parent found no space could never be reached: it would only take another's.
+        # A block whose parent was refused could never be reached, and would only take space from others.
         headless = wish.parent in refused
         stored = None
         if not headless:

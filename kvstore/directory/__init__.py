@@ -1,4 +1,4 @@
-"""Which nodes hold which blocks: the index (`Directory`), and the process that keeps it from the nodes' own events."""
+"""Directory of which nodes hold which blocks: the index (`Directory`) and the process that feeds it node events."""
 
 from kvstore.directory.index import Changes, Directory
 from kvstore.directory.table import Leading

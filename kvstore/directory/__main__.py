@@ -1,4 +1,4 @@
-"""`python -m kvstore.directory`: the index over all store nodes, and the replication of what is hot."""
+"""Runs the directory: `python -m kvstore.directory`. It indexes all store nodes and replicates hot blocks."""
 
 from __future__ import annotations
 

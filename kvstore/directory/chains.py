@@ -1,4 +1,4 @@
-"""The index as chains of blocks: what leads to a block, what hangs on it, what only one node has. Pure, read-only."""
+"""Queries the index as chains of blocks: the ancestors of a block, and its children on a node. Pure, read-only."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from protocol.ids import InstanceId
 from protocol.keys import BlockKey, iter_keys, pack_keys
 
 MAX_CHAIN = 2**16
-"""Blocks; more than any context has. A node that announces a circle must not hold the directory up for ever."""
+"""Blocks; more than any context has. Bounds the walk if a node announces a cycle."""
 
 
 class Chains:
-    """Questions about one directory, which may change between them."""
+    """Chain queries on one directory, which may change between calls."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._table = directory.table
 
     def to(self, key: BlockKey) -> list[BlockKey]:
-        """The blocks that lead to `key`, first to last, as far back as they are known and somebody holds them; `key`
-        is the last one. Empty when nobody holds it."""
+        """Returns the chain that ends with `key`, first block first, as far back as the blocks are known and held.
+
+        Empty if no node holds `key`.
+        """
         slots = self._walk(self._table.find(key))
         return list(iter_keys(self._table.keys_of(np.array(slots[::-1], np.int64))))
 
@@ -35,8 +37,7 @@ class Chains:
         return None if parent == NO_SLOT else self._table.key(parent)
 
     def continued(self, keys: Sequence[BlockKey], instance_id: InstanceId) -> dict[BlockKey, list[BlockKey]]:
-        """The blocks on an instance that follow directly on one of `keys`; keys without any are left out.
-        O(all blocks)."""
+        """Returns the children of each of `keys` that an instance holds, without empty ones. O(all blocks)."""
         slots = self._table.find_all(pack_keys(keys))
         slots = slots[slots != NO_RECORD]
         rows = self._table.in_use()
@@ -55,8 +56,10 @@ class Chains:
         node: InstanceId,
         holders: Mapping[BlockKey, Collection[InstanceId]],
     ) -> list[BlockKey]:
-        """Those of `keys` after which `node` holds nothing but others of them, or what leaves it already by `holders`;
-        children first, so that they can be dropped in this order."""
+        """Returns those of `keys` that can be dropped from `node`, children first, without leaving a child behind.
+
+        Every child of a returned block that `node` holds is also returned, or is leaving the node by `holders`.
+        """
         if not keys:
             return []
         leaving = set(keys)
@@ -75,7 +78,7 @@ class Chains:
         return sorted(leaving, key=lambda key: (-len(self.to(key)), key))
 
     def _walk(self, slot: int) -> list[int]:
-        """From a row towards its chain's first one, until nobody holds the next."""
+        """Returns the rows from `slot` towards the head of its chain, up to the first that is not held."""
         walked: list[int] = []
         while slot not in (NO_RECORD, NO_SLOT) and self._directory.is_held(slot):
             if len(walked) == MAX_CHAIN:

@@ -12,13 +12,13 @@ from protocol.process import ProcessConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryConfig(ProcessConfig):
-    """Everything the directory can be told."""
+    """All options of the directory."""
 
     registry: str | None = option(
         None,
         help="registry of the cluster: redis://… or redis+sentinel://…; without it, this process holds it",
     )
-    # The first plan's defaults for hot blocks (`kvstore.replication.planner`).
+    # Mooncake's defaults for hot blocks (`kvstore.replication.planner.Limits`).
     hot_hits: int = option(8, help="reads within the window that make a block hot")
     hot_window_s: float = option(10.0, help="window over which reads are counted, seconds")
     hot_extra_replicas: int = option(2, help="replicas that hot blocks gain at most; 0 = none")
@@ -44,7 +44,7 @@ class DirectoryConfig(ProcessConfig):
             )
 
     def _is_own(self, registry: str) -> bool:
-        """It would wait for itself for ever, and everybody else with it."""
+        """Returns True if the address is this directory's own: it would wait for itself forever."""
         host, _, port = registry.removeprefix("moonserve://").rpartition(":")
         named = "127.0.0.1" if host == "localhost" else host
         return bool(self.port) and port == str(self.port) and named in (self.host, "localhost")

@@ -1,8 +1,8 @@
-"""Store nodes as the directory hears them: their events into the index, and what they say of themselves.
+"""Follows the store nodes: takes their events into the index, and polls their statistics.
 
-Rules: the node is believed, not the messages: a gap, another incarnation or a message that contradicts itself begins
-anew with an inventory. What was known of a node that does not answer stays for as long as it is a member, which the
-registry says (`Following`).
+Rules: after a gap in the events, another incarnation or a message that contradicts itself, the node's inventory
+replaces what was known. The blocks of a node that does not answer stay in the index for as long as the registry lists
+it as a member (`Following`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
 ASK_EVERY_S = 2.0
 ASK_TIMEOUT_S = 2.0
-# A node says something every second (`kvstore.event_log`).
+# A node sends a message every second (`kvstore.event_log`).
 SILENCE_S = 5.0
 
 
 class Follower:
-    """`read` is told the blocks that were read there; `counters` counts gaps and resyncs."""
+    """Follows one store node. Calls `read` with the packed keys read there; counts gaps and resyncs in `counters`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Follower:
         self._counters = counters
         self._read = read
         self._clock = clock
-        self._is_whole = False  # everything up to the directory's next_seq is known
+        self._is_whole = False  # True: all events up to the directory's next_seq are known
 
     @property
     def rpc_address(self) -> str:
@@ -65,7 +65,7 @@ class Follower:
 
     @property
     def endpoint(self) -> common_pb2.Endpoint | None:
-        """As peers address it; None before it has said that."""
+        """The node's endpoint for its peers; None before its first statistics."""
         if not self.stats.HasField("endpoint"):
             return None
         endpoint = common_pb2.Endpoint()
@@ -75,12 +75,12 @@ class Follower:
 
     @property
     def in_step(self) -> bool:
-        """What is known of it is whole and not old."""
+        """True if the node's blocks are completely known and it was heard within SILENCE_S."""
         return self._is_whole and self.silence_s < SILENCE_S
 
     @property
     def silence_s(self) -> float:
-        """Since its last message."""
+        """Seconds since the node's last message."""
         return self._clock() - self.last_heard
 
     def view(self) -> NodeView:
@@ -94,7 +94,7 @@ class Follower:
         )
 
     async def run(self) -> None:
-        """Follows until cancelled."""
+        """Follows the node until cancelled."""
         async with running(self._ask_for_ever()):
             retry_s = FIRST_RETRY_S
             while True:
@@ -109,7 +109,7 @@ class Follower:
             await self._listen()
         except MoonserveError as error:
             log.info("following %s again: %s", self._id, error)
-        except Exception:  # whatever one node sends, the others must still be followed
+        except Exception:  # a bad message from one node must not affect the others
             log.exception("what %s sent could not be taken", self._id)
             self._is_whole = False
 
@@ -132,11 +132,11 @@ class Follower:
             yield events
 
     def _take(self, events: kvstore_pb2.StoreEvents) -> bool:
-        """False when something was missed before. Raises InvalidRequest."""
+        """Applies a message. Returns False if earlier events were missed. Raises InvalidRequest."""
         is_another = events.epoch != self._directory.epoch(self._id)
         if events.snapshot:
             self._counters["resyncs"] += 1
-            if is_another:  # a clock that was set back may have given it a lower epoch
+            if is_another:  # its epoch may be lower if a clock was set back
                 self._directory.drop(self._id)
         self._is_whole = False
         if is_another and not events.snapshot:
@@ -170,9 +170,9 @@ STORE_ROLE = "store"
 
 
 class Following:
-    """All store nodes that the registry knows, each followed by a task of its own.
+    """Follows all store nodes in the registry, each in its own task.
 
-    `read` is told the blocks that were read anywhere.
+    Calls `read` with the packed keys that were read on any node.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Following:
         self._timer = Timer(self._expire, clock)
 
     async def run(self, registry: Registry) -> None:
-        """Follows who comes and lets go who leaves, until cancelled."""
+        """Follows nodes that join and drops nodes that leave, until cancelled."""
         try:
             async for members in registry.watch():
                 stores = [member for member in members if member.role == STORE_ROLE]
@@ -203,11 +203,11 @@ class Following:
             await self._end(list(self._tasks))
 
     def views(self) -> dict[InstanceId, NodeView]:
-        """The nodes as they are known now."""
+        """Returns the current view of each node."""
         return {name: follower.view() for name, follower in self.followers.items()}
 
     def endpoint(self, instance_id: InstanceId) -> common_pb2.Endpoint | None:
-        """As peers address it; None when it is not known yet, or any more."""
+        """Returns a node's endpoint for its peers; None if it is not known."""
         follower = self.followers.get(instance_id)
         return None if follower is None else follower.endpoint
 

@@ -1,7 +1,7 @@
-"""An index of which instances hold which blocks, fed by the instances' own numbered events.
+"""Index of which instances hold which blocks, fed by the instances' own numbered events. No I/O.
 
-The instances are the truth; this is a hint about them that can be lost and rebuilt from their snapshots at any time.
-It serves stores and workers' device caches alike and does no I/O.
+The instances are authoritative; the index is a hint that can be lost and rebuilt from their snapshots at any time. It
+serves both stores and workers' device caches.
 
 A block's holders are bits (`kvstore.directory.table`), so that a prefix match over all instances is one `&` per block.
 """
@@ -25,14 +25,14 @@ from protocol.keys import KEY_BYTES, BlockKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What one message of an instance says. Keys are 16 bytes each, back to back, no key twice."""
+    """The changes in one message of an instance. Keys are packed, 16 bytes each, without duplicates."""
 
     added: bytes = b""
-    parents: bytes = b""  # of `added`; zeros where the chain starts, or where it is known already
+    parents: bytes = b""  # of `added`; zeros if a chain starts there or the parent is known already
     removed: bytes = b""
 
     def check(self) -> None:
-        """Raises InvalidRequest for lengths that cannot be."""
+        """Raises InvalidRequest if a length is no multiple of a key's, or there is not one parent per added key."""
         whole = not len(self.added) % KEY_BYTES and not len(self.removed) % KEY_BYTES
         if not whole or len(self.parents) != len(self.added):
             raise InvalidRequest("events whose keys and parents do not belong together")
@@ -43,8 +43,8 @@ class _Source:
     """One incarnation of an instance."""
 
     epoch: int
-    bit: int  # its number
-    next_seq: int = 1  # number of the next event it has to send
+    bit: int  # its number in the holders' columns
+    next_seq: int = 1  # number of the next expected event
     num_blocks: int = 0
 
     @property
@@ -57,7 +57,7 @@ class _Source:
 
 
 class Directory:
-    """Which instances hold which blocks."""
+    """Index of which instances hold which blocks."""
 
     def __init__(self) -> None:
         self.table = Table()
@@ -75,7 +75,7 @@ class Directory:
         next_seq: int,
         snapshot: bool,
     ) -> bool:
-        """As `take`; `added` are (key, parent) pairs, of which repeated ones count once."""
+        """Takes in events like `take`, from (key, parent) pairs in `added`, which may repeat keys."""
         parents = dict(added)
         changes = Changes(
             added=b"".join(parents),
@@ -96,9 +96,9 @@ class Directory:
     ) -> bool:
         """Takes in the events [first_seq, next_seq) of one incarnation.
 
-        Repeated and overlapping messages are harmless, those of an older epoch are ignored. False = events were missed
-        and nothing was applied: ask for a snapshot. One that comes in pieces has `snapshot` in the first only and the
-        same numbers in all. Raises InvalidRequest for changes that contradict themselves.
+        Repeated and overlapping messages are harmless; messages of an older epoch are ignored. Returns False if events
+        were missed: nothing was applied, and the caller requests a snapshot. A snapshot in pieces sets `snapshot` in
+        the first piece only and has the same numbers in all. Raises InvalidRequest for malformed changes.
         """
         changes.check()
         known = self._sources.get(instance_id)
@@ -118,7 +118,7 @@ class Directory:
         return True
 
     def drop(self, instance_id: InstanceId) -> None:
-        """Forgets an instance; no-op when it is unknown. One pass over a column: O(all blocks), 1 ns each."""
+        """Forgets an instance; no-op if it is unknown. One pass over a column: O(all blocks), 1 ns each."""
         source = self._sources.pop(instance_id, None)
         if source is None:
             return
@@ -127,47 +127,47 @@ class Directory:
             self._clear(source, self.table.with_holder(source.word, source.mask))
 
     def next_seq(self, instance_id: InstanceId) -> int:
-        """The number of the next event that it has to send; 0 when it is unknown."""
+        """Returns the number of the next expected event of an instance; 0 if it is unknown."""
         source = self._sources.get(instance_id)
         return 0 if source is None else source.next_seq
 
     def epoch(self, instance_id: InstanceId) -> int:
-        """0 when it is unknown."""
+        """Returns the epoch of an instance; 0 if it is unknown."""
         source = self._sources.get(instance_id)
         return 0 if source is None else source.epoch
 
     def bit(self, instance_id: InstanceId) -> int:
-        """The number of a known instance in `leading`; a snapshot or a new epoch changes it."""
+        """Returns the bit of a known instance in `leading`; a snapshot or a new epoch may change it."""
         return self._sources[instance_id].bit
 
     def leading(self, packed_keys: bytes) -> Leading:
-        """Who holds the leading blocks of a chain, as arrays over all bits; bits of nobody have no runs."""
+        """Returns the holders of a chain's leading blocks, as arrays over all bits. Unused bits have runs of 0."""
         slots = self.table.find_leading(packed_keys)
         held, runs = self._kernel.leading(self.table.holders, slots)
         return Leading(slots, held, runs)
 
     def children(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """How many blocks are known to follow on each of these rows'."""
+        """Returns the number of known children of the block in each of these rows."""
         return self.table.children[slots].astype(np.int64)
 
     def match(self, packed_keys: bytes) -> dict[InstanceId, int]:
-        """How many leading blocks of a chain each instance holds that has the first."""
+        """Returns the number of leading blocks of a chain that each instance holds, without instances with none."""
         runs = self.leading(packed_keys).runs.tolist()
         return {name: runs[bit] for bit, name in self._instance_of.items() if runs[bit]}
 
     def holders(self, key: BlockKey) -> list[InstanceId]:
-        """The instances that hold one block."""
+        """Returns the instances that hold a block."""
         slot = self.table.find(key)
         if slot == NO_RECORD:
             return []
         return [self._instance_of[bit] for bit in bits_of(self._held(slot))]
 
     def is_held(self, slot: int) -> bool:
-        """Whether any instance holds the block of this row."""
+        """Returns True if any instance holds the block in this row."""
         return self._held(slot) != 0
 
     def held_by(self, instance_id: InstanceId, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Which of these rows of the table an instance holds."""
+        """Returns a mask of the rows whose blocks an instance holds."""
         source = self._sources.get(instance_id)
         if source is None:
             return np.zeros(len(slots), np.bool_)
@@ -175,12 +175,12 @@ class Directory:
         return held
 
     def num_blocks(self, instance_id: InstanceId) -> int:
-        """How many blocks an instance is known to hold; 0 when it is unknown."""
+        """Returns how many blocks an instance is known to hold; 0 if it is unknown."""
         source = self._sources.get(instance_id)
         return 0 if source is None else source.num_blocks
 
     def __len__(self) -> int:
-        """Blocks that somebody holds, and parents of such."""
+        """Number of blocks that are held, or are parents of held blocks."""
         return len(self.table)
 
     def validate(self) -> None:
@@ -196,7 +196,7 @@ class Directory:
             assert _count(self.table.holders[source.word], rows, source.mask) == source.num_blocks
 
     def _renew(self, instance_id: InstanceId, epoch: int) -> _Source:
-        """A fresh, empty incarnation in place of what was known."""
+        """Replaces an instance by a new incarnation without blocks."""
         self.drop(instance_id)
         source = _Source(epoch=epoch, bit=self._free_bit())
         self._sources[instance_id] = source
@@ -204,7 +204,7 @@ class Directory:
         return source
 
     def _free_bit(self) -> int:
-        """The lowest."""
+        """Returns the lowest free bit."""
         bit = next(n for n in itertools.count() if n not in self._instance_of)
         if bit == len(self.table.holders) * WORD_BITS:
             self.table.widen()
@@ -229,13 +229,13 @@ class Directory:
         self._clear(source, slots[(holders[slots] & source.mask) != 0])
 
     def _clear(self, source: _Source, slots: Slots) -> None:
-        """It does not hold these rows' blocks any more."""
+        """Removes an instance as the holder of these rows."""
         source.num_blocks -= len(slots)
         self.table.holders[source.word][slots] &= ~source.mask
         self.table.let_go(slots[~self.table.is_held(slots)])
 
     def _held(self, slot: int) -> int:
-        """The holders of a row's block, as bits."""
+        """Returns the holders of a row's block as bits."""
         words = enumerate(self.table.holders)
         return sum(int(column[slot]) << WORD_BITS * n for n, column in words)
 

@@ -1,4 +1,4 @@
-"""The directory's process from start to stop: registry, followers, replication, listeners, metrics."""
+"""Starts, runs and stops the directory process: registry, followers, replication, listeners, metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COUNTERS = (
 
 
 class DirectoryCollector(Collector):
-    """The directory's metrics, read when scraped. `counters` are those of its parts, apart by name."""
+    """Collects the directory's metrics at each scrape. `counters` of the parts have distinct names."""
 
     def __init__(self, following: Following, counters: Sequence[Mapping[str, int]]) -> None:
         self._following = following
@@ -70,7 +70,7 @@ STOP_GRACE_S = 0.5
 
 
 class DirectoryProcess:
-    """One directory; it owns nothing that would be missed."""
+    """One directory process. It owns no state that cannot be rebuilt."""
 
     def __init__(self, config: DirectoryConfig, metrics: CollectorRegistry) -> None:
         self._config = config
@@ -94,7 +94,8 @@ class DirectoryProcess:
         metrics.register(DirectoryCollector(self._following, [part.counters for part in parts]))
 
     async def run(self, lifecycle: Lifecycle) -> None:
-        """Serves until told to stop. Raises ConfigError when the port is taken, or what ended the membership."""
+        """Serves until the lifecycle stops it. Raises ConfigError if the port is taken, or the error that ended the
+        membership."""
         directory_pb2_grpc.add_DirectoryServicer_to_server(self._service, self._server.grpc)
         self._server.add_lean("Directory", self._service)
         registry = self._registry()
@@ -113,7 +114,7 @@ class DirectoryProcess:
             await registry.close()
 
     def _registry(self) -> Registry:
-        """The cluster's, or one that this process holds and serves."""
+        """Connects to the configured registry, or creates one that this process serves."""
         if self._config.registry is not None:
             return connect(
                 self._config.registry,
@@ -138,7 +139,7 @@ class DirectoryProcess:
 
 
 async def serve(config: DirectoryConfig, lifecycle: Lifecycle) -> None:
-    """Runs a directory until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs a directory until the process is stopped. Raises ConfigError if it cannot start."""
     metrics = process_registry()
     with exposed(metrics, config.host, config.metrics_port):
         await DirectoryProcess(config, metrics).run(lifecycle)

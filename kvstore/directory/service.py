@@ -1,4 +1,4 @@
-"""The directory's calls: questions to the index, and wishes about replicas."""
+"""RPC service of the directory: queries of the index, and requests to change replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):
-    """Questions are answered without awaiting."""
+    """Serves the directory's RPCs. Queries are answered without awaiting."""
 
     def __init__(self, following: Following, replicator: Replicator) -> None:
         self.counters: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         self.counters["lookups"] += 1
         held = [self._directory.holders(key) for key in _keys(request.keys)]
         endpoints = {node: self._following.endpoint(node) for nodes in held for node in nodes}
-        # Those that nobody could reach yet are left out.
+        # Nodes whose endpoint is not known yet are left out.
         reply = directory_pb2.LocateReply(nodes=[e for e in endpoints.values() if e is not None])
         numbers = {endpoint.instance_id: n for n, endpoint in enumerate(reply.nodes)}
         for nodes in held:
@@ -41,7 +41,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
     async def GetNodes(self, request: directory_pb2.GetNodesRequest, context: Context) -> directory_pb2.GetNodesReply:
         nodes = [
             directory_pb2.StoreNodeView(
-                # From the registry, for a node that has not answered yet.
+                # A node that has not answered yet has its endpoint from the registry.
                 endpoint=each.endpoint or endpoint_to_wire(each.member.endpoint),
                 in_step=each.view().in_step,
                 last_heard_s=each.silence_s,

@@ -1,11 +1,10 @@
-"""One row per block, in columns: its key, who holds it, its parent, how many rows name it so.
+"""Table with one row per block, in columns: key, holders, parent, number of children.
 
-A row's number is its *slot*, found by key through a `SlotIndex`. Rules: a slot that is not in use is not in that index;
-a slot is freed as soon as nobody holds its block and no row names it as parent, so a parent's number never dangles. A
-row that is only there because a child names it is held by nobody and has no parent itself. Does not know instances:
-who holds a block is bits, 64 to a column.
+A row's number is its *slot*; a `SlotIndex` finds it by key. Rules: a free slot is not in the index. A slot is freed as
+soon as its block has neither holders nor children, so the slot of a parent never dangles. A row that only exists
+because a child names it has no holder and no parent. Does not know instances: holders are bits, 64 per column.
 
-Columns are as long as they may become before they move, but what was never used of them costs no memory.
+Columns have spare capacity; the part that was never used costs no memory.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Slots: TypeAlias = npt.NDArray[np.int64]
 Bits: TypeAlias = npt.NDArray[np.uint64]
 
 NO_SLOT = 2**32 - 1
-_FREE = 2**32 - 2  # in the parents' column: the slot is not in use
+_FREE = 2**32 - 2  # in the parents' column: the slot is free
 _FIRST_CAPACITY = 64
 _KEY = np.dtype((np.void, KEY_BYTES))
 
 
 class Table:
-    """The rows of all blocks that somebody holds, or that are parents of such."""
+    """The rows of all blocks that are held or are parents of held blocks."""
 
     def __init__(self) -> None:
         self._index = SlotIndex()
@@ -47,36 +46,36 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Memory in use, by all columns and the index."""
+        """Memory in use by all columns and the index."""
         columns = [self.keys, self.parents, self.children, *self.holders]
         per_row = sum(column.itemsize for column in columns)
         return self._index.nbytes + self._end * per_row + len(self._free) * self._free.itemsize
 
     def find(self, key: BlockKey) -> int:
-        """NO_RECORD when it has no row."""
+        """Returns the slot of `key`; NO_RECORD if it has no row."""
         return int(self._index.find_all(self.keys, key)[0])
 
     def find_all(self, packed_keys: bytes) -> Slots:
-        """NO_RECORD where there is no row."""
+        """Returns the slot of each key, NO_RECORD for keys without a row."""
         return self._index.find_all(self.keys, packed_keys)
 
     def find_leading(self, packed_keys: bytes) -> Slots:
-        """Up to the first key without a row."""
+        """Returns the slots of the leading keys, up to the first key without a row."""
         return self._index.find_leading(self.keys, packed_keys)
 
     def key(self, slot: int) -> BlockKey:
         return BlockKey(self.keys[slot].tobytes())
 
     def keys_of(self, slots: Slots) -> bytes:
-        """Back to back."""
+        """Returns the packed keys of these rows."""
         return self.keys[slots].tobytes()
 
     def in_use(self) -> Slots:
-        """All rows, in no order that means anything."""
+        """Returns the slots of all rows in use."""
         return np.flatnonzero(self.parents[: self._end] != _FREE)
 
     def enter(self, packed_keys: bytes) -> Slots:
-        """The row of each key, made where there was none."""
+        """Returns the slot of each key, adding rows for new keys."""
         slots = self.find_all(packed_keys)
         absent = np.flatnonzero(slots == NO_RECORD)
         if absent.size:
@@ -86,7 +85,7 @@ class Table:
         return slots
 
     def link(self, slots: Slots, packed_parents: bytes) -> None:
-        """Says whose children the rows are; zeros say nothing. A parent once known stays: a key commits to it."""
+        """Sets the parents of rows; zeros are ignored. A known parent is never changed: a key commits to it."""
         named = np.frombuffer(packed_parents, np.uint64).reshape(-1, 2).any(axis=1)
         new = np.flatnonzero(named & (self.parents[slots] == NO_SLOT))
         if not new.size:
@@ -97,7 +96,7 @@ class Table:
         np.add.at(self.children, parents, 1)
 
     def let_go(self, slots: Slots) -> None:
-        """Nobody holds these rows (each named once) any more: frees them, and parents that only they kept."""
+        """Frees rows without holders (each named once) and parents that only they kept. Rows with children stay."""
         parents = self.parents[slots]
         parents = parents[parents != NO_SLOT]
         self.parents[slots] = NO_SLOT
@@ -113,20 +112,20 @@ class Table:
         return held
 
     def clear(self, slots: Slots) -> None:
-        """Takes all holders away."""
+        """Removes all holders of these rows."""
         for column in self.holders:
             column[slots] = 0
 
     def with_holder(self, word: int, mask: np.uint64) -> Slots:
-        """The rows that one holder has."""
+        """Returns the slots of the rows that one holder has."""
         return np.flatnonzero(self.holders[word][: self._end] & mask)
 
     def widen(self) -> None:
-        """Room for 64 more holders."""
+        """Adds a column for 64 more holders."""
         self.holders.append(np.zeros(len(self.keys), np.uint64))
 
     def validate(self) -> None:
-        """Raises AssertionError when the columns contradict each other."""
+        """Raises AssertionError if the columns contradict each other."""
         rows = self.in_use()
         assert len(rows) == len(self) == self._end - len(self._free), "a slot was lost"
         assert np.array_equal(self.find_all(self.keys_of(rows)), rows), "a row is misfiled"
@@ -172,7 +171,7 @@ class Table:
 
 
 def _longer(column: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
-    """A copy with room behind it that takes no memory before it is written."""
+    """Returns a copy of length `capacity`; the new part takes no memory before it is written."""
     longer = np.empty(capacity, column.dtype)
     longer[: len(column)] = column
     return longer
@@ -184,26 +183,26 @@ _ONE = np.uint64(1)
 
 
 class Leading(NamedTuple):
-    """The leading blocks of a chain that the index has rows for, and who holds them."""
+    """The leading blocks of a chain that have rows, and their holders."""
 
     slots: Slots  # [blocks]
-    held: Bits  # [words, blocks]: the live holders of each
-    runs: npt.NDArray[np.int64]  # [bits]: leading blocks that each holder has without a gap
+    held: Bits  # [words, blocks]: the holders of each block, as bits
+    runs: npt.NDArray[np.int64]  # [bits]: number of leading blocks that each holder has without a gap
 
     def hold(self, bits: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of some holders have the block that is given for each."""
+        """Returns, for each pair of `bits` and `blocks`, if the holder has the block."""
         return _among(self.held[bits >> _WORD_SHIFT, blocks], bits)
 
     def holders(self, bits: npt.NDArray[np.int64], block: int) -> npt.NDArray[np.bool_]:
-        """Which of some holders have one block."""
+        """Returns a mask of the holders that have one block."""
         return _among(self.held[:, block].take(bits >> _WORD_SHIFT), bits)
 
     def has(self, bit: int, block: int) -> bool:
-        """Whether one holder has one block."""
+        """Returns True if one holder has one block."""
         return bool(int(self.held[bit >> _WORD_SHIFT, block]) >> (bit & _BIT_MASK) & 1)
 
     def end_of_run(self, bit: int, first: int) -> int:
-        """Up to where a holder has all blocks from `first` on."""
+        """Returns the end of the run of blocks that a holder has without a gap from `first` on."""
         leading = int(self.runs[bit])
         if leading > first:
             return leading
@@ -213,13 +212,13 @@ class Leading(NamedTuple):
 
 
 def _among(words: Bits, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Of each word, whether its bit is set."""
+    """Returns, for each word, if its bit is set."""
     held: npt.NDArray[np.bool_] = words >> (bits & _BIT_MASK).view(np.uint64) & _ONE != 0
     return held
 
 
 def bits_of(mask: int) -> Iterator[int]:
-    """The numbers of the set bits of `mask`, lowest first."""
+    """Yields the numbers of the set bits of `mask`, lowest first."""
     while mask:
         bit = mask & -mask
         yield bit.bit_length() - 1

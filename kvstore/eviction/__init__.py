@@ -1,4 +1,4 @@
-"""Which object goes first when space is needed: policies by name. Pure."""
+"""Eviction policies by name: which object is evicted first when space is needed. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ POLICY_NAMES = tuple(_POLICIES)
 
 
 def make(name: str) -> EvictionPolicy:
-    """Raises ConfigError for an unknown name."""
+    """Returns a new policy. Raises ConfigError for an unknown name."""
     if name not in _POLICIES:
         raise ConfigError(f"eviction policy {name!r} is not one of {', '.join(POLICY_NAMES)}")
     return _POLICIES[name]()

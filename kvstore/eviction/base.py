@@ -1,9 +1,9 @@
-"""What the catalog asks of an eviction policy.
+"""Base class of eviction policies.
 
-The catalog offers a block once it may be evicted (nobody reads it, and no block that follows it in its chain is
-resident) and withdraws it when that ceases to be so. A policy therefore only orders what is offered, whatever the
-reason. It knows blocks by their record (`kvstore.native.base`), which another block may get once it was forgotten.
-It knows neither sizes nor leases.
+The catalog offers a block while it may be evicted (it has no hold, and no block that follows it is in its tier or a
+faster one; see `kvstore.room`) and withdraws it otherwise. A policy therefore only orders the blocks on offer. It knows
+blocks by their record (`kvstore.native.base`), which is reused once the block was forgotten. It knows neither sizes nor
+leases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from protocol.keys import BlockKey
 
 
 class Column:
-    """Small numbers by record, without an object for each; of one type code of `array`, 0 where none was set."""
+    """Growing array of numbers by record, of one type code of `array`. Numbers that were never set are 0."""
 
     def __init__(self, typecode: str) -> None:
         self._values = array(typecode)
@@ -30,7 +30,7 @@ class Column:
             raise IndexError(record)
         missing = record + 1 - len(self._values)
         if missing > 0:
-            # `array` itself keeps room for a sixteenth more, so this costs O(1) in the long run.
+            # `array` overallocates by a sixteenth, so this is amortized O(1).
             self._values.frombytes(bytes(missing * self._values.itemsize))
         self._values[record] = value
 
@@ -40,46 +40,46 @@ class Column:
 
 
 class EvictionPolicy(ABC):
-    """The order of eviction among the records on offer: the smallest rank goes first. A policy gives a record its rank,
-    by `_place`, when it is stored or used. Every call costs O(log n) amortized, n = resident blocks.
+    """Orders the records on offer for eviction: the smallest rank is evicted first. A policy sets the rank of a record,
+    with `_place`, when it is stored or used. Every call costs O(log n) amortized, n = resident blocks.
     """
 
     def __init__(self) -> None:
-        self._clock = 0  # counts uses; part of most ranks, since it makes them differ
-        self._ranks = RankHeap()  # of every resident record; in the heap are those on offer
+        self._clock = 0  # counts uses; part of most ranks, to make them unique
+        self._ranks = RankHeap()  # ranks of all resident records; the heap has those on offer
 
     @abstractmethod
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
-        """The block is new here, which is its first use. `parent` precedes it; NO_RECORD = it is not resident."""
+        """Adds a new block, which counts as its first use. `parent` NO_RECORD = no resident parent."""
 
     @abstractmethod
     def used(self, record: Record) -> None:
-        """The block, which was added, was read or asked for again."""
+        """Records that a block was read or requested again."""
 
     def used_all(self, records: RecordArray) -> None:
-        """As `used` for each in order; one may come twice."""
+        """Records uses of many blocks, in order; a record may occur twice."""
         for record in records.tolist():
             self.used(record)
 
     def offer(self, record: Record) -> None:
-        """It may be evicted from now on; no-op when it is on offer."""
+        """Allows a record to be evicted; no-op if it is on offer."""
         self._ranks.offer(record)
 
     def withdraw(self, record: Record) -> None:
-        """It may not be evicted for now; no-op when it is not on offer."""
+        """Forbids a record to be evicted; no-op if it is not on offer."""
         self._ranks.discard(record)
 
     def forget(self, record: Record) -> None:
-        """It left; no-op when it was not there."""
+        """Removes a record that has left; no-op if it was not there."""
         self._ranks.discard(record)
 
     def victim(self) -> Record:
-        """What to evict first; it stays on offer until forgotten or withdrawn. NO_RECORD = nothing is on offer."""
+        """Returns the record to evict first, which stays on offer until forgotten or withdrawn. NO_RECORD = none."""
         return self._ranks.first()
 
     @property
     def nbytes(self) -> int:
-        """Memory that the policy takes now, to a few percent."""
+        """Memory in use by the policy, to a few percent."""
         return self._ranks.nbytes
 
     def _tick(self) -> int:

@@ -1,4 +1,4 @@
-"""The policies that rank by the time and the number of uses."""
+"""Eviction policies that rank by the time and the number of uses: LRU, FIFO, LFU, length-aware."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from protocol.keys import BlockKey
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """What was used longest ago goes first.
+    """Evicts the least recently used block first.
 
-    Right when the chance of another use falls with the time since the last one.
+    Suits loads where the chance of another use falls with the time since the last one.
     """
 
     name = "lru"
@@ -27,7 +27,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class FirstInFirstOut(EvictionPolicy):
-    """What was stored longest ago goes first. A policy that looks at uses has to beat it."""
+    """Evicts the oldest block first. A baseline: a policy that counts uses has to beat it."""
 
     name = "fifo"
 
@@ -35,26 +35,26 @@ class FirstInFirstOut(EvictionPolicy):
         self._place(record, 0, self._tick())
 
     def used(self, record: Record) -> None:
-        """Changes nothing."""
+        """Ignored: uses do not change the order."""
 
     def used_all(self, records: RecordArray) -> None:
-        """Changes nothing."""
+        """Ignored: uses do not change the order."""
 
 
 MAX_USES = 2**32 - 1
-"""What a column holds."""
+"""The largest number in a column."""
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
-    """What was used least goes first, with counts that age (LFU-DA); among equals, what was used longest ago."""
+    """Evicts the least used block first, with aging counts (LFU-DA). Among equals, the least recently used first."""
 
     name = "lfu"
 
     def __init__(self) -> None:
         super().__init__()
         self._num_uses = Column("I")  # of resident records
-        self._age = 0.0  # worth of the last victim
-        self._named = NO_RECORD  # the victim, until it is gone
+        self._age = 0.0  # rank of the last victim
+        self._named = NO_RECORD  # the last victim, until it is forgotten
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
         self.used(record)
@@ -69,7 +69,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
     def forget(self, record: Record) -> None:
         if record == self._named:
-            # A parent may have become worthless long before its followers left: ages never fall.
+            # The maximum, since ages never fall: a parent may be evicted long after its rank became low.
             self._age = max(self._age, self._ranks.rank_of(record)[0])
             self._named = NO_RECORD
         self._num_uses[record] = 0
@@ -80,18 +80,18 @@ class LeastFrequentlyUsed(EvictionPolicy):
         return super().nbytes + self._num_uses.nbytes
 
     def _tie(self, record: Record) -> int:
-        """Which of two blocks of one worth goes first: the one with the lower number."""
+        """Returns the secondary rank: among blocks of equal primary rank, the lowest is evicted first."""
         return self._tick()
 
 
 MAX_DEPTH = 2**20 - 1
-"""Deeper ones count as this deep."""
+"""Deeper blocks count as this deep."""
 TICKS = 2**44
-"""The rest of a rank's 64 bits: five years at 100,000 uses a second."""
+"""Range of the clock in the lower bits of a 64-bit rank: five years at 100,000 uses a second."""
 
 
 class LengthAware(LeastFrequentlyUsed):
-    """Like LFU, but among equals the block that is deeper in its chain goes first.
+    """Evicts like LFU, but among equals the block that is deeper in its chain first.
 
     Source: Mooncake, FAST'25, table of cache policies.
     """
@@ -100,10 +100,10 @@ class LengthAware(LeastFrequentlyUsed):
 
     def __init__(self) -> None:
         super().__init__()
-        self._depths = Column("I")  # of residents; 1 = the head of its chain, 0 = not resident
+        self._depths = Column("I")  # 1 = head of its chain, 0 = not resident
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
-        # A parent that is not here yet or not any more leaves the depth unknown; 1 keeps the block longest.
+        # If the parent is absent, the depth is unknown; 1 keeps the block longest.
         self._depths[record] = min(self._depths[parent] + 1, MAX_DEPTH)
         super().added(record, key, parent)
 

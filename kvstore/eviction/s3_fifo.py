@@ -1,13 +1,14 @@
 """S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023).
 
-New blocks wait in a small queue, a tenth of the store. At its end a block that was read at least twice meanwhile moves
-to the main queue, any other is evicted and remembered as a ghost; a block that comes back while a ghost goes straight
-to the main queue. At the end of the main queue a block that was read goes round again, with its count one lower.
+New blocks enter a small queue, a tenth of the store. At its end, a block that was read at least twice meanwhile moves
+to the main queue; any other is evicted and remembered as a ghost. A block that is stored again while it is a ghost goes
+straight to the main queue. At the end of the main queue, a block that was read goes round again, with its count one
+lower.
 
-Here only blocks on offer can go. A block keeps its place in its queue while it is withdrawn, and a queue's end is its
-oldest block *on offer*; so a chain's head waits where it stands until its followers have left, and is judged by what it
-was read meanwhile. The shares are of all resident blocks, whether on offer or not. If the queue whose turn it is has
-nothing on offer, the other one gives.
+Here only blocks on offer can be evicted. A block keeps its place in its queue while it is withdrawn, and a queue's end
+is its oldest block *on offer*. So the head of a chain keeps its place until its followers have left, and its reads
+meanwhile count. Shares are of all resident blocks, on offer or not. If the queue whose turn it is has nothing on offer,
+the victim comes from the other one.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from kvstore.native.metadata import RankHeap
 from protocol.keys import BlockKey
 
 SMALL_SHARE = 0.1
-"""Of the resident blocks (section 4.1 of the paper)."""
+"""Share of the resident blocks in the small queue (section 4.1 of the paper)."""
 MAX_READS = 3
-"""Two bits per block, as in the paper."""
+"""Limit of the counts: two bits per block, as in the paper."""
 READS_TO_STAY = 2
 """`freq > 1` in the paper's algorithm 1."""
 _SMALL, _MAIN = 1, 2
-"""What `_queues` holds."""
+"""Values of `_queues`."""
 
 
 class S3Fifo(EvictionPolicy):
-    """Two queues and the ghosts of what the small one evicted."""
+    """S3-FIFO: two queues, and the ghosts of blocks evicted from the small one."""
 
     name = "s3-fifo"
 
     def __init__(self) -> None:
-        super().__init__()  # its clock counts places
-        self._small, self._main = self._ranks, RankHeap()  # in the heaps are those on offer
-        self._queues = Column("B")  # of each record; 0 = not resident
-        self._num_reads = Column("B")  # since it was added, less one for each main round
-        # Of keys, by Python's own hash, whose secret clients do not know; two that share one only cost a hit.
+        super().__init__()  # the clock counts entries into queues
+        self._small, self._main = self._ranks, RankHeap()  # the heaps have the records on offer
+        self._queues = Column("B")  # 0 = not resident
+        self._num_reads = Column("B")  # since added or moved to main, less one per round in main
+        # Python's hash of the keys, with a secret seed, so that clients cannot forge collisions, which only cost a hit.
         self._digests = Column("q")
         self._num_small = self._num_residents = 0
-        self._ghosts: OrderedDict[int, None] = OrderedDict()  # digests, oldest first; no more than residents
-        self._named = NO_RECORD  # the victim, until it is gone
+        self._ghosts: OrderedDict[int, None] = OrderedDict()  # digests, oldest first; at most as many as residents
+        self._named = NO_RECORD  # the last victim, until a record is forgotten
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
         digest = hash(key)
@@ -94,14 +95,14 @@ class S3Fifo(EvictionPolicy):
         return sum(part.nbytes for part in parts) + ghosts
 
     def _candidate(self) -> Record:
-        """The end of the queue whose turn it is."""
+        """Returns the record at the end of the queue whose turn it is."""
         small, main = self._small.first(), self._main.first()
         if self._num_small >= SMALL_SHARE * self._num_residents:
             return small if small != NO_RECORD else main
         return main if main != NO_RECORD else small
 
     def _spare(self, record: Record) -> bool:
-        """Sends a record on offer to the back of the main queue if it deserves to stay."""
+        """Moves a record to the back of the main queue if it was read often enough. Returns False if it was not."""
         is_small, num_reads = self._is_small(record), self._num_reads[record]
         if num_reads < (READS_TO_STAY if is_small else 1):
             return False

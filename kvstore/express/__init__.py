@@ -1,6 +1,6 @@
-"""Small batches in one round trip: values travel with the question or with the answer, over connections of their own.
+"""Express connections: get or put a small batch in one round trip, with the values in the request or the response.
 
 Find + READ and Reserve + WRITE + Commit take two and three round trips, and each wakes a sleeping core twice. For
-batches of a few MiB that is most of what they cost. A connection begins as a lean one, whose handshake it has passed,
-and is then handed to a thread that knows only these two questions.
+batches of a few MiB this is most of their cost. A connection starts as a lean RPC connection, passes its handshake, and
+is then handed to a thread that serves only get and put.
 """

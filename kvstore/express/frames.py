@@ -1,14 +1,14 @@
-"""What travels on an express connection (little-endian). Pure; knows no sockets and no state.
+"""Wire format of express connections (little-endian). Pure; knows no sockets and no state.
 
 question  kind u8 · pin u8 · tenant's bytes u16 · count u32 · deadline in ms u32 · 0 u32 · bytes u64
-  GET       count keys of 16 · count rooms u64 (the most that is wanted of each); bytes = of all values at most
+  GET       count keys of 16 · count rooms u64 (maximum bytes of each value); `bytes` = maximum of all values
   PUT       count wishes (key 16 · parent 16 · length u64) · tenant · the values, `bytes` in all · count checksums u64
 answer    status u8 · 0 · count u32 · bytes u64
   GET       count rows (offset u64 · length u32 · standing u32 · checksum u64 · generation u64) · the values SENT
   PUT       count outcomes u8 (`kvstore.promises.Outcome`)
   FAILURE   `bytes` of a common.Failure
 
-One question is under way at a time. Whatever breaks a rule ends the connection.
+One question is in flight at a time. A violation of the format ends the connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from protocol.keys import KEY_BYTES
 Words = npt.NDArray[np.uint64]
 
 METHOD = "/moonserve.KvStore!express"
-"""As which a lean server offers to make a connection one of these. No servicer can have a method of that name."""
+"""Name under which a lean server offers the switch to an express connection. No RPC method can have this name."""
 
 QUESTION = struct.Struct("<BBHIIIQ")
 ANSWER = struct.Struct("<BxxxIQ")
@@ -38,7 +38,7 @@ WISH = np.dtype([("key", f"V{KEY_BYTES}"), ("parent", f"V{KEY_BYTES}"), ("length
 
 MAX_KEYS = 65_536
 MAX_BYTES = 16 * 2**20
-"""Of values in one question or answer. Clients ask for far less; this bounds what one may make a node do."""
+"""Bytes of values in one question or answer. Clients use far less; this limits the work a client can cause."""
 NOT_LIMITED = 2**64 - 1
 _LENGTH_BITS = 32
 
@@ -51,11 +51,11 @@ class Kind(IntEnum):
 class Status(IntEnum):
     OK = 0
     FAILURE = 1
-    """The question was read to its end and refused; the connection goes on."""
+    """The question was read to its end and refused. The connection stays usable."""
 
 
 class MalformedQuestion(PeerLost):
-    """What arrived is none of this protocol; whoever sent it is no peer any more."""
+    """The received bytes violate the protocol. The connection ends."""
 
 
 def question(kind: Kind, count: int, deadline_ms: int, nbytes: int, *, pin: int = 0, tenant: bytes = b"") -> bytes:
@@ -63,21 +63,21 @@ def question(kind: Kind, count: int, deadline_ms: int, nbytes: int, *, pin: int 
 
 
 def answer_room(count: int) -> bytearray:
-    """Where an answer to a GET of `count` keys is made or received: header and rows."""
+    """Returns a buffer for the header and rows of an answer to a GET of `count` keys."""
     return bytearray(ANSWER.size + count * ROW_BYTES)
 
 
 def rows_in(answer: bytearray, count: int) -> Words:
-    """Shape (count, 4), over the answer's own memory."""
+    """Returns the rows of an answer as a view of its memory, shape (count, 4)."""
     rows: Words = np.frombuffer(answer, np.uint64, count * 4, ANSWER.size).reshape(count, 4)
     return rows
 
 
 def standing_and_length(extent: int) -> tuple[int, int]:
-    """Of a row's second word."""
+    """Splits the second word of a row."""
     return extent >> _LENGTH_BITS, extent & (1 << _LENGTH_BITS) - 1
 
 
 def wishes(keys: Sequence[bytes], parents: Sequence[bytes], lengths: Sequence[int]) -> bytes:
-    """Parents of 16 bytes each, zeros for none."""
-    return b"".join(map(_WISH.pack, keys, parents, lengths))  # half the price of three columns
+    """Returns the packed wishes of a PUT. A parent has 16 bytes, zeros for none."""
+    return b"".join(map(_WISH.pack, keys, parents, lengths))  # half the time of filling three columns

@@ -1,8 +1,8 @@
-"""One express connection, as both of its ends see it: bytes out, bytes in until a deadline, checksums as they arrive.
+"""Byte transport of an express connection, for both ends: sends, receives with a deadline, hashes bytes on arrival.
 
-Its rule: memory goes to and comes from the kernel without a copy between, and nothing of it moves any more once a call
-has returned or raised and the link was closed. What has come is hashed, still in the cache, while the rest is on its
-way. Knows no questions, and not what the checksums should be.
+Its rule: bytes move between the caller's memory and the kernel without a copy, and none moves any more once a call has
+returned or raised and the link was closed. Received bytes are hashed, still in the cache, while the rest is in flight.
+Knows neither the messages nor the expected checksums.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from transfer.native import End, Flow, IoVectors, address_of, data_plane, vector
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Each ends where something has to arrive before the next one."""
+"""A generator that yields whenever it needs more received bytes, and returns its result."""
 _BRIEF_NS = 100_000
 _LOOK_UP_S = 0.1
-"""So often a wait lets Python see to signals."""
+"""Longest wait in compiled code, so that Python can handle signals."""
 SPIN_NS = 100_000
-"""As long as a peer at work needs for its answer; to be woken takes as long (LOG.md, Transfer engine)."""
+"""About the time in which a busy peer answers; a wake-up takes as long (LOG.md, Transfer engine)."""
 DISCARD_BYTES = 256 * 1024
 LOCAL_BUFFER_BYTES = 4 << 20
-"""A whole batch fits, so that its sender need not be woken in the midst of it."""
+"""Holds a whole batch, so that its sender need not be woken in the middle of it."""
 LOCAL_CONGESTION = b"reno"
-"""Every kernel has it, and it does not pace: bbr sets two timers per batch, each an exit of a virtual
-machine, for a network that is none (LOG.md)."""
+"""Available in every kernel, and without pacing: on a local connection, bbr's pacing only costs two timers per batch,
+each an exit of a virtual machine (LOG.md)."""
 PIECE_BYTES = 128 * 1024
-"""Bytes that are hashed at a time: fewer system calls than value by value, and still in the cache (LOG.md)."""
+"""Bytes hashed at a time: fewer system calls than value by value, and still in the cache (LOG.md)."""
 
 
 class Link:
@@ -53,48 +53,48 @@ class Link:
         self._flow = Flow()
         self._events = select.poll()
         self._events.register(sock, select.POLLIN)
-        self._said = b""  # kept alive while it is on its way
+        self._said = b""  # kept alive while it is being sent
         self.spin_ns = SPIN_NS
 
     @property
     def received(self) -> int:
-        """Bytes, ever."""
+        """Total bytes received on this connection."""
         return self._flow.into.moved
 
     def fileno(self) -> int:
-        """For compiled code that serves it; valid until it is closed."""
+        """Returns the file descriptor for compiled code, valid until the link is closed."""
         return self._fd
 
     def send(self, pieces: IoVectors) -> None:
-        """They begin to move with the next `pump`. The caller keeps the array and the memory until they are sent."""
+        """Queues memory to be sent by the next `pump`. The caller keeps array and memory alive until it is sent."""
         self._flow.send(pieces)
 
     def say(self, message: bytes) -> None:
-        """Sends a short message at once; what is left of it, hardly ever anything, moves with the next `pump`.
+        """Sends a short message at once. A rest, which is rare, is sent by the next `pump`.
 
-        Nothing else may be on its way out. A broken link shows in the next `pump`.
+        Nothing else may be queued to be sent. A broken link shows in the next `pump`.
         """
         try:
-            sent = self._sock.send(message)  # a third of what a pump costs that moves a single piece
+            sent = self._sock.send(message)  # costs a third of a `pump` of one piece
         except OSError:
             sent = 0
-        self._flow.state.active_at_ns = time.monotonic_ns()  # the answer is worth spinning for
+        self._flow.state.active_at_ns = time.monotonic_ns()  # so that `pump` spins for the answer
         if sent < len(message):
             self._said = message[sent:]
             self.send(vectors((address_of(self._said), len(self._said))))
 
     def receive(self, pieces: IoVectors, at_least: int | None = None) -> None:
-        """What comes next goes there; `pump` waits for so many bytes of it, all if none are named."""
+        """Sets the memory for the next received bytes. `pump` waits for `at_least` of them, by default for all."""
         self._flow.receive(pieces, at_least)
 
     def wait_for(self, received: int) -> None:
-        """`pump` is to wait until so many bytes have come, ever."""
+        """Makes `pump` wait until the connection has received this many bytes in total."""
         self._flow.state.wanted = received
 
     def pump(self, give_up_at: float) -> None:
-        """Sends, until what is to be waited for has come; without input to wait for, until all is sent.
+        """Sends and receives until the awaited bytes have arrived; if none are awaited, until all is sent.
 
-        Raises DeadlineExceeded, PeerLost; then the link is of no use any more.
+        Raises DeadlineExceeded, PeerLost; the link is unusable then.
         """
         while True:
             left_s = give_up_at - time.monotonic()
@@ -108,7 +108,7 @@ class Link:
                 raise PeerLost("the connection broke")
 
     def pump_briefly(self) -> bool:
-        """As `pump`, for a fraction of a millisecond at most; False = there is more to wait for."""
+        """Pumps for a fraction of a millisecond at most. Returns False if it is not done. Raises PeerLost."""
         spin_ns = min(self.spin_ns, _BRIEF_NS)
         end = self._plane.pump(self._fd, self._flow, timeout_ns=_BRIEF_NS, spin_ns=spin_ns)
         if end is End.IN_DONE or end is End.OUT_DONE:
@@ -118,7 +118,7 @@ class Link:
         return False
 
     async def ready(self, give_up_at: float) -> None:
-        """Waits in an event loop until there is something to pump. Raises DeadlineExceeded."""
+        """Waits in an event loop until the socket is ready. Raises DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         ready = loop.create_future()
         late = loop.call_later(max(0.0, give_up_at - time.monotonic()), _end, ready, False)
@@ -134,18 +134,18 @@ class Link:
             loop.remove_writer(self._fd)
 
     def push(self) -> None:
-        """Sends what can be sent without waiting; a broken link shows in the next `pump`."""
+        """Sends as much as possible without waiting. A broken link shows in the next `pump`."""
         self._plane.pump(self._fd, self._flow, timeout_ns=0, spin_ns=0)
 
     def is_quiet(self) -> bool:
-        """Nothing has arrived, not even its end."""
+        """Returns True if no bytes and no end of the connection have arrived."""
         return not self._events.poll(0)
 
     def shut(self) -> None:
-        """Whoever waits for it is told that it has ended."""
+        """Shuts the connection down, which ends all waits on it. Thread-safe."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it has ended already
+        except OSError:  # the connection has ended already
             return
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Link:
 
 
 def finish(steps: Steps[T], link: Link, give_up_at: float) -> T:
-    """What the steps come to; between two of them, what was asked for arrives. Raises as `Link.pump`."""
+    """Runs steps to their end, pumping between them. Returns their result. Raises as `Link.pump`."""
     while True:
         try:
             next(steps)
@@ -164,7 +164,7 @@ def finish(steps: Steps[T], link: Link, give_up_at: float) -> T:
 
 
 async def finish_in_loop(steps: Steps[T], link: Link, give_up_at: float) -> T:
-    """As `finish`, for an event loop, which it does not hold up for longer than a peer at work needs."""
+    """Runs steps like `finish`, in an event loop, which it blocks for a fraction of a millisecond at a time."""
     while True:
         try:
             next(steps)
@@ -181,7 +181,7 @@ def _end(future: asyncio.Future[bool], result: bool) -> None:
 
 
 def received(link: Link, nbytes: int, give_up_at: float) -> bytearray:
-    """The next so many bytes. Raises as `Link.pump`."""
+    """Receives and returns the next `nbytes`. Raises as `Link.pump`."""
     data = bytearray(nbytes)
     if nbytes:
         link.receive(vectors((address_of(data), nbytes)))
@@ -190,7 +190,7 @@ def received(link: Link, nbytes: int, give_up_at: float) -> bytearray:
 
 
 def discard(link: Link, nbytes: int, give_up_at: float) -> None:
-    """Receives so many bytes for nobody. Raises as `Link.pump`."""
+    """Receives and drops the next `nbytes`. Raises as `Link.pump`."""
     nowhere = bytearray(min(nbytes, DISCARD_BYTES))
     while nbytes:
         some = min(nbytes, len(nowhere))
@@ -200,13 +200,13 @@ def discard(link: Link, nbytes: int, give_up_at: float) -> None:
 
 
 def send(link: Link, data: bytes, give_up_at: float) -> None:
-    """All of it. Raises as `Link.pump`."""
+    """Sends all of `data`. Raises as `Link.pump`."""
     link.send(vectors((address_of(data), len(data))))
     link.pump(give_up_at)
 
 
 def millis(left_s: float) -> int:
-    """Rounded up: the node must not give up before its caller."""
+    """Returns milliseconds, rounded up: the node must not give up before its caller."""
     return math.ceil(left_s * 1000)
 
 
@@ -215,22 +215,22 @@ def _tune(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
-        with contextlib.suppress(OSError):  # a Unix socket; or not allowed, then it goes as the system wants
+        with contextlib.suppress(OSError):  # a Unix socket, or not permitted
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION)
 
 
 def checksums_on_arrival(
     link: Link, values: Sequence[memoryview | None], lengths: Sequence[int], give_up_at: float
 ) -> list[int]:
-    """Checksums of values that `link` was told to receive next, one behind the other; all have arrived when it returns.
+    """Returns the checksums of the values that `link` receives next, one after another, once all have arrived.
 
-    A value without memory is not hashed: 0. Raises as `Link.pump`.
+    A value without memory has checksum 0. Raises as `Link.pump`.
     """
     return finish(hashing(link, values, lengths), link, give_up_at)
 
 
 def hashing(link: Link, values: Sequence[memoryview | None], lengths: Sequence[int]) -> Steps[list[int]]:
-    """Steps that come to the checksums of arriving values (`checksums_on_arrival`)."""
+    """Generates the steps of `checksums_on_arrival`."""
     found: list[int] = []
     arrived = end = link.received
     all_end = end + sum(lengths)

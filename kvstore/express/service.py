@@ -1,10 +1,10 @@
-"""A node's express connections: taken over from the lean server, a thread each, ended with the node.
+"""Serves a node's express connections: takes them over from the lean server, runs a thread for each, ends them.
 
-A thread answers a question at a time, from and into the node's memory. Gets read the published index as any other
-process does, so they ask nobody, not even the interpreter (`kvstore.native.answering`);
-puts are `kvstore.express.storing`. Rules: there are only so many connections, and a client that finds no place goes
-the long way; a peer that is slow costs its own thread, for a bounded time. What a get sends may be replaced meanwhile:
-the reader's checksum tells.
+A thread answers one question at a time, from and into the node's memory. Gets read the published index as other
+processes do, without the event loop and without the GIL (`kvstore.native.answering`); puts are in
+`kvstore.express.storing`. Rules: the number of connections is limited, and a client that gets none uses RPCs and the
+transfer engine; a slow peer only blocks its own thread, for a bounded time. An object may be replaced while a get sends
+it: the reader's checksum detects this.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from transfer import Segment
 log = logging.getLogger(__name__)
 
 MOST_S = 30.0
-"""For one question, however long its asker would wait: a thread and, while writing, memory depend on it."""
+"""Limit for one question, whatever its deadline: it occupies a thread and, during a put, reserved memory."""
 IDLE_S = 300.0
 MAX_CONNECTIONS = 256
-"""Threads, most of them asleep: one per call that a client makes at once."""
+"""Limit of threads, most of them asleep. A client uses one connection per concurrent call."""
 _RETRY_S = 10.0
 
 
 class ExpressService:
-    """Answers questions of any number of connections: `serve` is called for each, in a thread of its own."""
+    """Answers the questions of all connections. `serve` is called for each connection in its own thread."""
 
     def __init__(self, index: KeyIndex, segment: Segment, storing: Storing) -> None:
         self._index = index
@@ -47,7 +47,7 @@ class ExpressService:
         self._reader = MappedReader(index.memory, segment.buffer)
 
     def serve(self, link: Link) -> None:
-        """Answers until the connection ends: raises PeerLost, or DeadlineExceeded for a peer that was slow or idle."""
+        """Answers until the connection ends. Raises PeerLost, or DeadlineExceeded for a slow or idle peer."""
         desk = self._desk(link)
         while True:
             head = self._gets_answered(desk)
@@ -71,20 +71,20 @@ class ExpressService:
         return desk
 
     def _gets_answered(self, desk: Desk) -> bytes:
-        """The head of the next question that is no get, or one of too many keys."""
+        """Answers gets. Returns the head of the next question that is not a get, or a get that is too large."""
         while (end := desk.answer()) is not End.OTHER:
             if end is End.LATE:
                 raise DeadlineExceeded("the peer was slow or idle")
             if end is End.HANGUP:
                 raise PeerLost("the connection broke")
-            with contextlib.suppress(Retired):  # it grows again: then the desk will say so
+            with contextlib.suppress(Retired):  # the index grew again: the next `answer` reports it
                 self._reader = MappedReader(self._index.memory, self._memory)
             desk.use(self._reader)
         return desk.take_head()
 
 
 class ExpressConnections:
-    """All express connections of a node. Thread-safe. `serve` raises PeerLost or DeadlineExceeded when one ends."""
+    """All express connections of a node. Thread-safe. `serve` raises PeerLost or DeadlineExceeded at the end of one."""
 
     def __init__(self, serve: Callable[[Link], None], *, max_connections: int = MAX_CONNECTIONS) -> None:
         self._serve = serve
@@ -94,15 +94,15 @@ class ExpressConnections:
         self._closed = False
 
     def admit(self) -> None:
-        """Raises Overloaded when there is no place."""
+        """Raises Overloaded if the limit of connections is reached."""
         if self._closed or len(self._threads) >= self._max_connections:
             raise Overloaded("no place for an express connection", retry_after_s=_RETRY_S)
 
     def take(self, sock: socket.socket) -> None:
-        """Serves a connection whose peer has proved itself, from now on."""
+        """Takes over an authenticated connection and starts its thread."""
         try:
             link = Link(sock)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the peer has closed it meanwhile
             sock.close()
             return
         thread = threading.Thread(target=self._run, args=(link,), name="express", daemon=True)
@@ -112,14 +112,15 @@ class ExpressConnections:
                 return
             try:
                 thread.start()
-            except RuntimeError as error:  # the system lets this process have no more
+            except RuntimeError as error:  # the system's limit of threads
                 log.warning("no thread for an express connection: %s", error)
                 link.close()
                 return
             self._threads[link] = thread
 
     def close(self) -> None:
-        """Ends all connections, and waits; what was asked completely may still be answered. The loop must run."""
+        """Ends all connections and waits for their threads, which may still answer complete questions. Meanwhile the
+        event loop must run."""
         with self._lock:
             self._closed = True
             threads = dict(self._threads)
@@ -132,7 +133,7 @@ class ExpressConnections:
         try:
             with contextlib.suppress(PeerLost, DeadlineExceeded):
                 self._serve(link)
-        except Exception:  # a bug ends one connection; its client goes the long way
+        except Exception:  # a bug only ends this connection; its client falls back to RPCs
             log.exception("an express connection ended")
         finally:
             with self._lock:

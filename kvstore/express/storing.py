@@ -1,8 +1,8 @@
-"""Puts that come over an express connection: space, bytes, checksums, and then they are visible; in one question.
+"""Serves puts on express connections: reserves space, receives the bytes, verifies them, makes the objects visible.
 
-The event loop is asked for space (`LocalWrites`) and to make visible what has arrived; the bytes come straight to their
-place between the two, in the connection's thread. Its rule: a value is visible only when all of it has arrived and
-matches its writer's checksum, and whatever breaks in the midst of a question leaves nothing behind.
+Space is reserved and objects are made visible in the event loop (`LocalWrites`). In between, the connection's thread
+receives the bytes straight into their place. Its rule: a value becomes visible only if all of it has arrived and
+matches its writer's checksum; a failure in the middle of a question leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from transfer.native import address_of, vectors
 
 
 class LocalWrites:
-    """Rights to write for this very process, which ends each of them: they need neither a window nor an expiry.
+    """Reservations for writers in this process. It always ends them, so they need neither a window nor an expiry.
 
-    Belongs to the node's event loop, like the state. `changed` is called when something was reserved, `ended` when a
-    writer has ended; `admit` raises why not now.
+    Belongs to the node's event loop, like the state. `changed` is called after a reservation, `ended` at the end of a
+    writer. `admit` raises if no writer is admitted now.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class LocalWrites:
         self._ended = ended
 
     def begin(self, wishes: Sequence[Wish]) -> Reservation | None:
-        """Space for what nobody stores yet; None: there will be some soon, which takes waiting.
+        """Reserves space for the wishes. Returns None if demotions in flight will free memory: the caller must wait.
 
         Raises Overloaded, InvalidRequest.
         """
         self._admit()
-        # Asked first: it is 0 nearly always, and the rest takes a while.
+        # Checked first: it is nearly always 0, and `short_of` takes longer.
         leaving = self._state.moves.leaving_bytes
         if leaving and self._state.short_of(self._state.bytes_to_write(wishes)):
             return None
@@ -74,7 +74,7 @@ class LocalWrites:
         checksums: Mapping[BlockKey, int],
         corrupt: Collection[BlockKey],
     ) -> None:
-        """Makes visible what was granted and is not `corrupt`. The bytes there were compared by their receiver."""
+        """Makes the granted objects visible, except the `corrupt` ones. Their receiver has verified the bytes."""
         now, writers = self._clock(), self._state.writers
         writers.commit(reservation.reservation_id, checksums, now)
         writers.verified(reservation.reservation_id, corrupt, now)
@@ -82,7 +82,7 @@ class LocalWrites:
         self._ended()
 
     def give_up(self, reservation: Reservation) -> None:
-        """Gives the space back; nothing of it is stored."""
+        """Frees the space. Nothing is stored."""
         if reservation.objects:
             now, writers = self._clock(), self._state.writers
             writers.abort(reservation.reservation_id, now)
@@ -91,7 +91,7 @@ class LocalWrites:
 
 
 class Storing:
-    """Answers puts of any number of connections, each in its thread."""
+    """Answers puts of all connections, each in its own thread."""
 
     def __init__(self, segment: Segment, writes: LocalWrites, in_loop: InLoop) -> None:
         self._segment = segment
@@ -107,7 +107,8 @@ class Storing:
         tenant_bytes: int,
         give_up_at: float,
     ) -> None:
-        """Answers one question whose head has come. Raises PeerLost, DeadlineExceeded: nothing of it is stored then."""
+        """Answers one put whose head was received. Raises PeerLost, DeadlineExceeded; a put that has not arrived in
+        full is not stored."""
         body = received(link, count * frames.WISH_BYTES + tenant_bytes, give_up_at)
         rows = np.frombuffer(body, WISH, count)
         if int(rows["length"].sum()) != nbytes or max(rows["length"], default=0) > nbytes:
@@ -127,10 +128,10 @@ class Storing:
         send(link, ANSWER.pack(Status.OK, count, count) + bytes(outcomes), give_up_at)
 
     def _store(self, link: Link, reservation: Reservation, give_up_at: float) -> list[Outcome]:
-        """What became of each value."""
+        """Receives and stores the values. Returns the outcome of each."""
         try:
             arrived, announced = self._arrive(link, reservation, give_up_at)
-        except BaseException:  # whatever broke, what is reserved must be given back
+        except BaseException:  # the reservation must be freed in any case
             self._in_loop.run(lambda: self._writes.give_up(reservation))
             raise
         outcomes = [slot.outcome for slot in reservation.slots]
@@ -146,7 +147,8 @@ class Storing:
         return outcomes
 
     def _arrive(self, link: Link, reservation: Reservation, give_up_at: float) -> tuple[list[int], list[int]]:
-        """The checksums of what has come, and those that the writer says. What was not granted is passed over."""
+        """Receives the values. Returns the checksums of the received bytes and those announced by the writer. Values
+        that were not granted are discarded."""
         lengths = [wish.length for wish in reservation.wishes]
         values = self._places(reservation, lengths)
         passed = [n for value, n in zip(values, lengths, strict=True) if value is None]
@@ -166,7 +168,7 @@ class Storing:
         return arrived, told
 
     def _places(self, reservation: Reservation, lengths: Sequence[int]) -> list[memoryview | None]:
-        """Memory of each value that was granted."""
+        """Returns the memory of each value; None if it was not granted."""
         memory = self._segment.buffer
         return [
             memory[slot.offset : slot.offset + length] if slot.outcome is Outcome.GRANTED else None
@@ -175,7 +177,7 @@ class Storing:
 
 
 def _wishes(rows: npt.NDArray[np.void], pin: int, tenant: bytes) -> list[Wish]:
-    """Raises InvalidRequest."""
+    """Returns the wishes. Raises InvalidRequest for a malformed tenant, pin or key."""
     try:
         name = tenant.decode()
     except UnicodeDecodeError as error:

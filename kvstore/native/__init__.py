@@ -1,1 +1,1 @@
-"""Memory for the metadata of millions of blocks: C over memory that Python owns."""
+"""Metadata of millions of blocks in compact memory: Python owns the memory, C works on it."""

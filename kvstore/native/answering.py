@@ -1,7 +1,7 @@
-"""Gets of one express connection, answered by compiled code in the thread that calls, without the interpreter's lock.
+"""Answers the gets of one express connection in compiled code, in the calling thread, without the GIL.
 
-Owns the memory of a question and its answer. Its rule: no address goes to C that is not kept alive here. Knows neither
-puts nor what is done about an index that has moved.
+Owns the memory of a question and its answer. Its rule: memory whose address is passed to C is kept alive here. Knows
+neither puts nor how a new reader for a moved index is made.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from transfer.native import address_of
 
 SOURCE = Path(__file__).with_name("answering.c")
 MOST_KEYS = 4096
-"""Of a get that is answered here: 230 KiB of memory for each connection. Clients ask for fewer."""
+"""Limit of keys per get: 288 KiB of memory per connection. Clients send fewer."""
 _HEAD_BYTES = 24
 _KEY_BYTES, _ROW_BYTES, _ANSWER_BYTES = 24, 32, 16
 _pointer, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 
 
 class End(IntEnum):
-    """Why `Desk.answer` came back."""
+    """Why `Desk.answer` returned."""
 
     OTHER = 1
-    """Something was asked that is not for here: `Desk.take_head`."""
+    """A question arrived that is not answered here: call `Desk.take_head`."""
     LATE = 2
     HANGUP = 3
     RETIRED = 4
-    """The index has moved: `Desk.use` another one, and answer on."""
+    """The index has moved: call `Desk.use` with a new reader, then `answer` again."""
 
 
 class _State(ctypes.Structure):
-    """`Desk` of answering.c."""
+    """State shared with C (`Desk` of answering.c)."""
 
     _fields_ = (
         ("locate", _pointer),
@@ -59,14 +59,14 @@ class _State(ctypes.Structure):
 
 @functools.cache
 def library() -> Function:
-    """`answer_gets`. Raises CompilerError."""
+    """Returns the compiled `answer_gets`. Raises CompilerError."""
     function: Function = load_library(SOURCE, C_FLAGS, shared_cache()).answer_gets
     function.argtypes, function.restype = (ctypes.c_int32, _pointer), ctypes.c_int32  # type: ignore[attr-defined]
     return function
 
 
 class Desk:
-    """Belongs to one thread."""
+    """Answers gets on one socket. Belongs to one thread."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Desk:
         idle_s: float,
         spin_ns: int,
     ) -> None:
-        """`most_bytes` of values in one answer, `most_s` for it, `idle_s` until the next question."""
+        """Limits: `most_bytes` of values per answer, `most_s` per answer, `idle_s` until the next question."""
         self._answer_gets = library()
         self._fd = fd
         self._question = np.zeros(_HEAD_BYTES + MOST_KEYS * _KEY_BYTES, np.uint8)
@@ -97,16 +97,16 @@ class Desk:
         self._at = ctypes.addressof(self._state)
 
     def use(self, reader: MappedReader) -> None:
-        """What is answered from this index from now on."""
-        self._reader = reader  # kept alive
+        """Sets the index from which gets are answered."""
+        self._reader = reader  # keeps its memory alive
         self._state.locate, self._state.mapping = reader.locate_at, reader.mapping_at
 
     def answer(self) -> End:
-        """Answers gets until there is a reason to stop."""
+        """Answers gets until there is a reason to stop, which is returned."""
         assert self._reader is not None
         return End(self._answer_gets(self._fd, self._at))
 
     def take_head(self) -> bytes:
-        """Of the question that was not for here; what follows it has not been received."""
+        """Returns the head of the question that ended `answer` with OTHER. Its body has not been received."""
         self._state.filled = 0
         return self._question[:_HEAD_BYTES].tobytes()

@@ -1,8 +1,8 @@
-"""The memory of a key index: what stands where, and what a reader is told of a key.
+"""Memory layout of a key index, and the result types of its readers. Pure.
 
-A header of 64 bytes, `num_slots` home slots and a tail of more slots, so that a run of occupied ones never wraps
-around. An entry lies in the first free slot from its key's home on; a search ends at an empty slot. Pure: knows neither
-who changes the memory nor how it is shared. `metadata.c` repeats it.
+A header of 64 bytes, then `num_slots` home slots, then a tail of more slots, so that a run of occupied slots never
+wraps around. An entry is in the first free slot from its key's home slot on; a search ends at an empty slot. Knows
+neither who changes the memory nor how it is shared. Must match `metadata.c`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from kvstore.native.base import MAX_OBJECT_BYTES, MAX_RECORDS, OFFSET_UNIT, Entr
 from protocol.errors import Incompatible
 from protocol.keys import KEY_BYTES
 
-# Native alignment and byte order: each field is then read and written as a whole, also from Python.
+# Native alignment and byte order, so that each field is read and written as a whole, also from Python.
 HEADER = struct.Struct("@8sIIQQQQQQ")
-"""Magic, format, retired, version, num_slots, seed, count, num_tail, 0."""
+"""Fields: magic, format, retired, version, num_slots, seed, count, num_tail, 0."""
 RETIRED_AT, VERSION_AT = 12, 16
 SLOT = struct.Struct("@16sQQIIII")
-"""Key, checksum, generation, record, offset in units, length, tag. An empty slot's generation is 0."""
+"""Fields: key, checksum, generation, record, offset in units, length, tag. An empty slot has generation 0."""
 
 MAGIC = b"MoonKIdx"
 FORMAT = 1
 MIN_SLOTS = 64
 NUM_TAIL = 64
-"""Displacements beyond it have odds of about 1e-19 at the highest load; then the index grows early."""
+"""Slots of the tail. A larger displacement has odds of about 1e-19 at the highest load; then the index grows early."""
 MAX_LOAD = 0.70
-"""On average 2 slots are looked at for a key that is there and 6 for one that is not (Knuth, vol. 3, 6.4)."""
+"""At this load a search probes 2 slots on average for a present key and 6 for an absent one (Knuth, vol. 3, 6.4)."""
 NOWHERE = 2**32 - 1
-"""An offset: not in memory."""
+"""Offset of an object that is not in memory."""
 
 _WORD = 2**64 - 1
 
 Fields = tuple[bytes, int, int, int, int, int, int]
-"""What `SLOT` holds."""
+"""The fields of `SLOT`."""
 
 
 class Retired(Exception):
-    """The index has moved to other memory; its owner tells where."""
+    """The index has moved to other memory. Ask its owner where it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How an index is laid out; what a reader must know before it looks for a key."""
+    """Size and seed of an index. A reader needs them to find a key."""
 
     num_slots: int
     num_tail: int
@@ -56,9 +56,9 @@ class Geometry:
 
     @classmethod
     def parse(cls, header: bytes | memoryview, nbytes: int) -> Geometry:
-        """From the first 64 bytes of memory of `nbytes`.
+        """Parses the header, the first 64 bytes of memory of `nbytes`.
 
-        Raises Incompatible unless this is an index that fits into it, Retired when it is one no more.
+        Raises Incompatible unless this is an index that fits into the memory, Retired if the index has left it.
         """
         if len(header) < HEADER.size:
             raise Incompatible(f"{len(header)} bytes are too few for the header of a key index")
@@ -74,7 +74,7 @@ class Geometry:
 
     @classmethod
     def starting(cls) -> Geometry:
-        """The smallest, with a seed that clients, who choose keys, do not know."""
+        """Returns the smallest geometry, with a secret seed, since clients choose the keys."""
         return cls(MIN_SLOTS, NUM_TAIL, secrets.randbits(64))
 
     def grown(self) -> Geometry:
@@ -93,7 +93,8 @@ class Geometry:
 
 
 def more_slots(num_slots: int) -> int:
-    """Small tables double; for large ones what is not used would cost more than growing more often."""
+    """Returns the next size. Small tables double; large ones grow by a quarter, since unused slots would cost more
+    than frequent growth."""
     return num_slots * 2 if num_slots < 4096 else num_slots + num_slots // 4
 
 
@@ -104,7 +105,7 @@ def entry_of(fields: Fields) -> Entry:
 
 
 def place_of(offset: int | None) -> int:
-    """Raises ValueError for an offset that no slot can hold."""
+    """Returns an offset in units. Raises ValueError for an offset that no slot can hold."""
     if offset is None:
         return NOWHERE
     place, rest = divmod(offset, OFFSET_UNIT)
@@ -114,13 +115,13 @@ def place_of(offset: int | None) -> int:
 
 
 def check_key(key: bytes) -> None:
-    """Raises ValueError unless `key` has a key's length: compiled code reads that much."""
+    """Raises ValueError unless `key` has KEY_BYTES, which compiled code reads."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
 
 
 def check_keys(packed_keys: bytes) -> int:
-    """How many there are. Raises ValueError when the last one is cut off."""
+    """Returns the number of packed keys. Raises ValueError if the last one is cut off."""
     count, rest = divmod(len(packed_keys), KEY_BYTES)
     if rest:
         raise ValueError(f"{len(packed_keys)} bytes are not a whole number of keys")
@@ -128,7 +129,7 @@ def check_keys(packed_keys: bytes) -> int:
 
 
 def check_entry(entry: Entry) -> None:
-    """Raises ValueError when a number does not fit into its field."""
+    """Raises ValueError if a number does not fit into its field."""
     if not (
         0 < entry.generation <= _WORD
         and 0 <= entry.checksum <= _WORD
@@ -142,7 +143,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Presence(IntEnum):
-    """Bytes that `MappedReader.exists` gives."""
+    """Results of `MappedReader.exists`, one byte each."""
 
     ABSENT = 0
     PRESENT = 1
@@ -150,26 +151,26 @@ class Presence(IntEnum):
 
 
 class NotCopied(IntEnum):
-    """Lengths below zero that `MappedReader.copy` gives."""
+    """Negative lengths in the result of `MappedReader.copy`."""
 
     ABSENT = -1
     ON_DISK = -2
     TOO_SMALL = -3
-    """Checksum and generation are given."""
+    """The object does not fit. Checksum and generation are given."""
     CHANGED = -4
-    """It was moved or removed meanwhile; worth another try."""
+    """The object was moved or removed meanwhile. Try again."""
     UNKNOWN = -5
     """Ask the owner."""
 
 
 class Standing(IntEnum):
-    """What `MappedReader.locate` says of an object, above the 32 bits of its length."""
+    """Result of `MappedReader.locate` for an object, in the bits above the 32 bits of its length."""
 
     MISSING = 0
     SENT = 1
-    """Its bytes are among the pieces."""
+    """The object's bytes are among the pieces."""
     IN_MEMORY = 2
-    """They are not: no room."""
+    """The object is in memory but exceeds its room or the budget."""
     ON_DISK = 3
     UNKNOWN = 4
     """Ask the owner."""
@@ -177,14 +178,14 @@ class Standing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """One element per key; checksum and generation are 0 where nothing was found."""
+    """Result of `MappedReader.copy`, one element per key. Checksum and generation are 0 for absent keys."""
 
     rows: npt.NDArray[np.int64]
-    """Shape (3, keys): one piece of memory costs a third of three."""
+    """Shape (3, keys). One array costs a third of three."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Or `NotCopied`."""
+        """Lengths of the copied objects; negative ones are `NotCopied`."""
         lengths: npt.NDArray[np.int64] = self.rows[0]
         return lengths
 

@@ -1,6 +1,6 @@
-"""The index of a node's objects and the heaps of its eviction policies: Python owns the memory, C changes it.
+"""Index of a node's objects, and heaps of its eviction policies: Python owns the memory, C changes it.
 
-Its rule: no address goes to C that Python has not checked the bounds of and keeps alive. Knows nothing of readers.
+Its rule: Python checks the bounds of all memory whose address is passed to C, and keeps it alive. Knows no readers.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from transfer.native import address_of
 
 
 def table_over(memory: memoryview, geometry: Geometry) -> Table:
-    """What C knows of an index; `memory` is the caller's to keep."""
+    """Returns the C structure of an index. The caller keeps `memory` alive."""
     at = address_of(memory)
     return Table(at, at + HEADER.size, geometry.num_slots, geometry.num_all, geometry.seed)
 
 
 class KeyIndex:
-    """Visible objects by key, in memory from `allocate` that other processes map or READ while its owner changes it.
+    """Hash table of visible objects by key. Other processes map or READ its memory while the owner changes it.
 
-    The owner is one thread. Readers see each entry as it was before or after a change, never between, and find an entry
-    that is there throughout their search (mapped readers; a one-sided READ may miss, and then asks).
+    The owner is one thread. Readers see each entry as it was before or after a change, never in between. Mapped readers
+    find every entry that is present throughout their search; a one-sided READ may miss it, and then asks the owner.
     """
 
     def __init__(self, allocate: Allocate = anonymous, retire: Retire = dropped) -> None:
-        """`retire` gets what it has outgrown. Raises CompilerError."""
+        """Takes memory from `allocate` and passes outgrown memory to `retire`. Raises CompilerError."""
         self._library = metadata_library()
         self._allocate, self._retire = allocate, retire
         self._found = ctypes.create_string_buffer(SLOT.size)
@@ -61,7 +61,7 @@ class KeyIndex:
 
     @property
     def memory(self) -> memoryview:
-        """What peers map or READ; another one after the index has grown."""
+        """Memory that peers map or READ. It changes when the index grows."""
         return self._memory
 
     @property
@@ -70,14 +70,14 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes now."""
+        """Memory in use."""
         return len(self._memory)
 
     def __len__(self) -> int:
         return int(HEADER.unpack_from(self._memory)[6])
 
     def insert(self, key: BlockKey, entry: Entry) -> None:
-        """`key` is not present. May move to larger memory."""
+        """Inserts `key`, which must be absent. May move the index to larger memory."""
         check_key(key)
         check_entry(entry)
         fields = entry.checksum, entry.generation, entry.record, place_of(entry.offset)
@@ -92,13 +92,13 @@ class KeyIndex:
         return entry_of(SLOT.unpack(self._found))
 
     def record_of(self, key: BlockKey) -> Record:
-        """NO_RECORD when `key` is absent."""
+        """Returns the record of `key`; NO_RECORD if it is absent."""
         check_key(key)
         self._library.index_records(self._at, key, 1, self._one)
         return self._one[0]
 
     def records_of(self, keys: Sequence[BlockKey]) -> list[Record]:
-        """Of each key, NO_RECORD where it is absent. One pass, for prefixes of many blocks."""
+        """Returns the record of each key, NO_RECORD for absent ones. One call of C for many keys."""
         packed = pack_keys(keys)
         if len(packed) != len(keys) * KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
@@ -107,20 +107,21 @@ class KeyIndex:
         return records[:]
 
     def records_in(self, packed_keys: bytes) -> RecordArray:
-        """As `records_of`, of 16-byte keys back to back, and without the interpreter's lock: others run meanwhile."""
+        """Returns the record of each packed key, like `records_of`, but without the GIL."""
         count = check_keys(packed_keys)
         records = np.empty(count, np.int64)
         self._library.index_records_unlocked(self._at, packed_keys, count, address_of(records))
         return records
 
     def relocate(self, key: BlockKey, offset: int | None) -> None:
-        """`key`, which is present, lies elsewhere from now on. Readers who copied from the old place before notice."""
+        """Changes the offset of `key`, which must be present. Readers that are copying from the old place notice it."""
         check_key(key)
         found = self._library.index_relocate(self._at, key, place_of(offset))
         assert found, "the key is not there"
 
     def remove(self, key: BlockKey) -> None:
-        """`key` is present. On return no reader that starts finds it, and one that was copying notices."""
+        """Removes `key`, which must be present. Readers that start later do not find it; readers that are copying it
+        notice."""
         check_key(key)
         found = self._library.index_remove(self._at, key)
         assert found, "the key is not there"
@@ -148,7 +149,7 @@ class KeyIndex:
         self._retire(old)
 
     def _move(self, memory: memoryview, geometry: Geometry) -> bool:
-        """False when entries would run over its end."""
+        """Moves all entries to larger memory. Returns False if entries would run over its end."""
         table = table_over(memory, geometry)
         if not self._library.index_move(ctypes.addressof(table), self._at):
             self._retire(memory)
@@ -162,19 +163,19 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class RankHeap:
-    """Records by rank: columns indexed by record, and the records on offer in the order of a heap. O(log n) each.
+    """Binary heap of records by rank. The ranks are in columns indexed by record. Changes cost O(log n).
 
     A rank is (primary, secondary); the smallest is first. A record keeps its rank while it is not in the heap.
     Primaries take no memory while all of them are 0.
     """
 
     def __init__(self) -> None:
-        """Raises CompilerError."""
+        """Creates an empty heap. Raises CompilerError."""
         self._library = heap_library()
         self._records = np.zeros(0, np.uint32)
         self._positions = np.zeros(0, np.uint32)
         self._secondaries = np.zeros(0, np.uint64)
-        self._primaries: npt.NDArray[np.float64] | None = None  # made when one is not 0
+        self._primaries: npt.NDArray[np.float64] | None = None  # allocated for the first that is not 0
         self._heap = HeapState()
         self._at = ctypes.addressof(self._heap)
 
@@ -187,14 +188,14 @@ class RankHeap:
         return int(self._heap.count)
 
     def rank(self, record: Record, primary: float, secondary: int) -> None:
-        """Its rank from now on, whether it is in the heap or not."""
+        """Sets the rank of a record, whether it is in the heap or not."""
         check_record(record)
         while not self._library.heap_rank(self._at, record, primary, secondary):
             self._widen(record, primary)
 
     def rank_all(self, records: RecordArray, secondary: int) -> None:
-        """As `rank` with primary 0 for each in order, with `secondary` and the numbers behind it; a record may come
-        twice. Without the interpreter's lock."""
+        """Sets the ranks of many records, in order: primary 0, secondaries counted up from `secondary`. A record may
+        occur twice. Runs without the GIL."""
         if not len(records):
             return
         check_record(int(records.min()))
@@ -205,12 +206,12 @@ class RankHeap:
         self._library.heap_rank_all(self._at, address_of(records), len(records), secondary)
 
     def rank_of(self, record: Record) -> tuple[float, int]:
-        """The last one given; `record` had one."""
+        """Returns the rank of a record that was ranked before."""
         primary = 0.0 if self._primaries is None else float(self._primaries[record])
         return primary, int(self._secondaries[record])
 
     def offer(self, record: Record) -> None:
-        """Adds `record` with the rank that it had last; no-op when it is there."""
+        """Adds a ranked record to the heap; no-op if it is there."""
         check_record(record)
         while not (done := self._library.heap_offer(self._at, record)):
             self._records = longer(self._records, len(self._records) + 1)
@@ -218,12 +219,12 @@ class RankHeap:
         assert done > 0, "the record has no rank"
 
     def discard(self, record: Record) -> None:
-        """No-op when absent."""
+        """Removes a record from the heap; no-op if it is absent."""
         check_record(record)
         self._library.heap_discard(self._at, record)
 
     def first(self) -> Record:
-        """NO_RECORD when empty."""
+        """Returns the record with the smallest rank; NO_RECORD if the heap is empty."""
         return int(self._records[0]) if self._heap.count else NO_RECORD
 
     def _widen(self, record: Record, primary: float) -> None:
@@ -243,13 +244,13 @@ class RankHeap:
 
 
 def check_record(record: Record) -> None:
-    """Raises ValueError for a number that no record has: C would take it modulo 2**32."""
+    """Raises ValueError for a number out of range, which C would take modulo 2**32."""
     if not 0 <= record < MAX_RECORDS:
         raise ValueError(f"{record} is not a record")
 
 
 def longer(column: npt.NDArray[Number], at_least: int) -> npt.NDArray[Number]:
-    """A copy with zeros behind it; a quarter longer, so that growing costs O(1) per record in the long run."""
+    """Returns a longer copy, padded with zeros. It grows by at least a quarter, so that growth is amortized O(1)."""
     grown = np.zeros(max(at_least, len(column) + len(column) // 4, _MIN_ROOM), column.dtype)
     grown[: len(column)] = column
     return grown

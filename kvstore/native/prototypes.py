@@ -1,4 +1,4 @@
-"""The compiled functions and the structures they share with Python. Knows nothing about what they do."""
+"""Prototypes of the compiled functions, and the structures they share with Python. Does not know what they do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _int32, _uint32 = ctypes.c_int32, ctypes.c_uint32
 
 
 class Table(ctypes.Structure):
-    """An index whose bounds were checked. `Table` of metadata.c."""
+    """An index whose bounds were checked (`Table` of metadata.c)."""
 
     _fields_ = (
         ("header", _pointer),
@@ -29,13 +29,13 @@ class Table(ctypes.Structure):
 
 
 class Mapping(ctypes.Structure):
-    """An index and the data it tells of. `Mapping` of metadata.c."""
+    """An index and the memory of its objects (`Mapping` of metadata.c)."""
 
     _fields_ = (("index", Table), ("data", _pointer), ("data_bytes", _uint64))
 
 
 class HeapState(ctypes.Structure):
-    """`Heap` of rank_heap.c."""
+    """A heap and its columns (`Heap` of rank_heap.c)."""
 
     _fields_ = (
         ("records", _pointer),
@@ -61,7 +61,7 @@ def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: 
 
 
 def _load(source: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """The library for calls that are long, without the GIL, and for calls that are over sooner than it changes hands.
+    """Loads a library twice: for long calls, which release the GIL, and for calls too short to be worth that.
 
     Raises CompilerError.
     """
@@ -70,7 +70,7 @@ def _load(source: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 class MetadataLibrary:
-    """metadata.c."""
+    """The functions of metadata.c."""
 
     def __init__(self) -> None:
         long, short = _load(METADATA_SOURCE)
@@ -98,7 +98,7 @@ class MetadataLibrary:
 
 
 class HeapLibrary:
-    """rank_heap.c."""
+    """The functions of rank_heap.c."""
 
     def __init__(self) -> None:
         long, short = _load(HEAP_SOURCE)
@@ -110,14 +110,14 @@ class HeapLibrary:
 
 @functools.cache
 def metadata_library() -> MetadataLibrary:
-    """The one of this process: code, like an imported module, so it is loaded once and has no state.
+    """Returns the library of this process. It is code without state, so it is loaded once, like a module.
 
-    The first call on a machine takes as long as the compiler does; a node makes it when it starts.
+    The first call on a machine runs the compiler; a node makes it when it starts.
     """
     return MetadataLibrary()
 
 
 @functools.cache
 def heap_library() -> HeapLibrary:
-    """As `metadata_library`."""
+    """Returns the library of this process, like `metadata_library`."""
     return HeapLibrary()

@@ -1,9 +1,9 @@
-"""Reading another process's key index in mapped memory.
+"""Reads another process's key index in mapped memory.
 
-Owns what a reader may believe. Its rule: an entry counts when its tag fits, its absence when nothing changed meanwhile,
-copied bytes when their object lay there before and after, and nothing once the memory is retired; what cannot be
-told in bounded time is "unknown", and the owner is asked. Bounds are checked here, whatever the memory says. Knows
-neither who maps it nor checksums of data.
+Owns the rules of validity. An entry is valid if its tag fits; its absence, if nothing changed meanwhile; copied bytes,
+if their object was there before and after the copy; nothing is valid once the memory is retired. A result that cannot
+be determined in bounded time is "unknown", and the caller asks the owner. Bounds are checked here, whatever the memory
+says. Knows neither who maps it nor checksums of data.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from transfer.native import address_of
 _ALIGNMENT = 8
 _FOUND, _RETIRED = 1, 3
 ROW_WORDS = 4
-"""Of `MappedReader.locate`."""
+"""Words per row of `MappedReader.locate`."""
 
 
 class Unknown(Exception):
-    """The index kept changing, or its owner stopped in the midst of a change. Ask the owner."""
+    """The index kept changing, or its owner stopped in the middle of a change. Ask the owner."""
 
 
 class MappedReader:
-    """An index and its owner's data, both mapped here, read-only or not: one call of C per batch, long ones without the
-    GIL. May be used by several threads, and keeps the memory alive that it reads.
+    """Reads an index and its owner's data, both mapped here, read-only or not. One call of C per batch; calls that may
+    be long release the GIL. Thread-safe. Keeps the memory alive that it reads.
 
-    Every call raises Retired when the index has moved; then a reader over its new memory is to be made.
+    Every call raises Retired if the index has moved; then create a reader over its new memory.
     """
 
     def __init__(self, index_memory: memoryview, data_memory: memoryview) -> None:
-        """Raises Retired for an index that has moved, Incompatible for memory that is none."""
+        """Raises Retired if the index has moved, Incompatible if the memory is not an index."""
         geometry = Geometry.parse(index_memory[: HEADER.size], len(index_memory))
         if address_of(index_memory) % _ALIGNMENT:
             raise ValueError(f"the index must be mapped at a multiple of {_ALIGNMENT} bytes")
@@ -57,15 +57,15 @@ class MappedReader:
         data = address_of(data_memory) if len(data_memory) else 0
         self._mapping = Mapping(table_over(index_memory, geometry), data, len(data_memory))
         self.mapping_at = ctypes.addressof(self._mapping)
-        """The address of what C knows of this memory; good for as long as this lives."""
+        """Address of the C structure of both memories, valid while this object lives."""
 
     @property
     def locate_at(self) -> int:
-        """The address of `reader_locate`, for other compiled code that looks here."""
+        """Address of `reader_locate`, for other compiled code."""
         return ctypes.cast(self._library.reader_locate, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
     def find(self, key: BlockKey) -> Entry | None:
-        """Raises Unknown."""
+        """Returns the entry of `key`; None if it is absent. Raises Unknown."""
         check_key(key)
         found = ctypes.create_string_buffer(SLOT.size)
         status = self._library.reader_find(self.mapping_at, key, found)
@@ -76,7 +76,7 @@ class MappedReader:
         return entry_of(SLOT.unpack(found)) if status == _FOUND else None
 
     def exists(self, packed_keys: bytes) -> bytes:
-        """A `Presence` per key."""
+        """Returns a `Presence` byte per key."""
         count = check_keys(packed_keys)
         statuses = ctypes.create_string_buffer(count)
         if not self._library.reader_exists(self.mapping_at, packed_keys, count, statuses):
@@ -84,10 +84,10 @@ class MappedReader:
         return statuses.raw
 
     def copy(self, packed_keys: bytes, addresses: Addresses, capacities: Addresses) -> Copied:
-        """Copies each object that is in memory to its address, if there is room for it.
+        """Copies each object that is in memory to its address, if its capacity is sufficient.
 
-        Shape (keys,), or (keys, pieces): then an object fills its pieces one after the other. What lies there
-        afterwards counts only where a length is given. Addresses are taken as they are.
+        Shape of both arrays: (keys,), or (keys, pieces) to fill the pieces of an object one after another. The copied
+        bytes are only valid where a length is returned. Addresses are not checked.
         """
         count = check_keys(packed_keys)
         for array in (addresses, capacities):
@@ -104,12 +104,12 @@ class MappedReader:
         return into
 
     def locate(self, packed_keys: bytes, rooms: Addresses, budget: int, rows: Addresses, pieces: Addresses) -> int:
-        """Where objects lie, and the memory of those that fit: how many `pieces` that are.
+        """Locates objects, and lists the memory of those that fit. Returns the number of `pieces`.
 
-        `rooms`: how many bytes of each are wanted at most; all that are given have at most `budget`. Fills `rows`,
-        shape (keys, 4): offset, length with `Standing`, checksum, generation; and `pieces`, shape (keys, 2): address
-        and length, in order, without the empty ones. Nothing keeps the objects there: what is read of the pieces
-        counts when it matches the checksum.
+        `rooms` limits the bytes of each object, `budget` the bytes of all pieces. Fills `rows`, shape (keys, 4):
+        offset, length with `Standing`, checksum, generation; and `pieces`, shape (keys, 2): address and length, in
+        order, without empty ones. The objects are not held: bytes read from the pieces are only valid if they match
+        the checksum.
         """
         count = check_keys(packed_keys)
         if rooms.shape != (count,) or rows.shape != (count, ROW_WORDS) or pieces.shape != (count, 2):

@@ -1,7 +1,7 @@
-"""Finding rows by key where the keys stand in a column anyway: an index of row numbers; and reading who holds them.
+"""Hash index of row numbers over a column of keys, and a kernel that reads the holders of rows.
 
-The column is the caller's and is handed to every call; its first rows are 16-byte keys. The rule of `metadata` holds:
-no address goes to C that Python has not checked the bounds of and keeps alive.
+The caller owns the column of 16-byte keys and passes it to every call. Its rule, as in `metadata`: Python checks the
+bounds of all memory whose address is passed to C, and keeps it alive.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _GROWTH = 1.5
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 Column: TypeAlias = npt.NDArray[Any]
-"""Of keys; contiguous, 16 bytes each."""
+"""Contiguous column of keys, 16 bytes each."""
 
 
 def _loaded(source: Path) -> ctypes.PyDLL:
-    """Calls are short or rare, so they keep the GIL. Raises CompilerError."""
+    """Loads a library whose calls are short or rare, so they keep the GIL. Raises CompilerError."""
     loaded = load_library(source, C_FLAGS, shared_cache())
     return ctypes.PyDLL(loaded._name, handle=loaded._handle)
 
@@ -51,7 +51,7 @@ def _slots() -> ctypes.PyDLL:
 
 
 class _State(ctypes.Structure):
-    """`Index` of slot_index.c."""
+    """An index of row numbers (`Index` of slot_index.c)."""
 
     _fields_ = (
         ("places", ctypes.c_void_p),
@@ -64,12 +64,12 @@ class _State(ctypes.Structure):
 
 
 class SlotIndex:
-    """Key → row. Raises CompilerError."""
+    """Maps keys to rows of a column. Raises CompilerError when created."""
 
     def __init__(self) -> None:
         self._library = _slots()
         self._seed = secrets.randbits(64)
-        self._column: Column = np.empty(0, np.uint8)  # the last one given, whose address is known
+        self._column: Column = np.empty(0, np.uint8)  # the last column passed, whose address is cached
         self._keys_at = 0
         self._settle(*self._make(_FIRST_PLACES))
 
@@ -81,15 +81,15 @@ class SlotIndex:
         return self._places.nbytes
 
     def find_all(self, column: Column, packed_keys: bytes) -> Rows:
-        """Of each key, NO_RECORD where it is absent."""
+        """Returns the row of each key, NO_RECORD for absent ones."""
         return self._find(column, packed_keys, leading=False)
 
     def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
-        """Up to and without the first absent key."""
+        """Returns the rows of the leading keys, up to and excluding the first absent one."""
         return self._find(column, packed_keys, leading=True)
 
     def insert(self, column: Column, rows: Rows) -> None:
-        """Rows that were written to the column; none of their keys is present or named twice."""
+        """Inserts rows that were written to the column. Their keys must be absent and distinct."""
         _check_rows(column, rows)
         wanted = len(self) + len(rows)
         if wanted > self._state.num_places * _MOST_LOADED:
@@ -100,7 +100,7 @@ class SlotIndex:
         self._library.slots_insert(self._at, self._address(column), address_of(rows), len(rows))
 
     def remove(self, column: Column, rows: Rows) -> None:
-        """Rows that are present, and still stand in the column."""
+        """Removes rows, which must be present, and whose keys are still in the column."""
         _check_rows(column, rows)
         self._library.slots_remove(self._at, self._address(column), address_of(rows), len(rows))
 
@@ -125,7 +125,7 @@ class SlotIndex:
 
 
 def _num_keys(packed_keys: bytes) -> int:
-    """Raises ValueError when it is not a whole number of keys."""
+    """Returns the number of packed keys. Raises ValueError if it is not a whole number."""
     count, rest = divmod(len(packed_keys), KEY_BYTES)
     if rest:
         raise ValueError(f"{len(packed_keys)} bytes are not a whole number of keys")
@@ -133,7 +133,7 @@ def _num_keys(packed_keys: bytes) -> int:
 
 
 def _check_rows(column: Column, rows: Rows) -> None:
-    """Raises ValueError for rows that the column does not have."""
+    """Raises ValueError unless these are contiguous 64-bit numbers of rows in the column."""
     if not (rows.dtype == np.int64 and rows.flags.c_contiguous):
         raise ValueError("rows must be contiguous 64-bit numbers")
     if rows.size and not 0 <= rows.min() <= rows.max() < min(len(column), MAX_ROWS):
@@ -156,17 +156,17 @@ def _holders_leading() -> Any:
 
 
 class HolderKernel:
-    """Reads who holds some rows of a table, and how far each holder's run goes. Raises CompilerError."""
+    """Reads the holders of rows of a table, and the length of each holder's run. Raises CompilerError."""
 
     def __init__(self) -> None:
         self._leading = _holders_leading()
-        self._columns: tuple[Words, ...] = ()  # the last ones given, whose addresses are known
+        self._columns: tuple[Words, ...] = ()  # the last columns passed, whose addresses are cached
         self._places = np.zeros(0, np.uint64)
 
     def leading(self, columns: Sequence[Words], rows: Rows) -> tuple[Words, Rows]:
-        """The holders of each row [words, rows], and of each holder in how many leading rows it is [words · 64].
+        """Returns the holders of each row [words, rows], and the number of leading rows of each holder [words · 64].
 
-        `rows`: as an index of this table gave them, so that every column has them.
+        `rows` must come from an index of this table, so that every column has them.
         """
         num_words, num_rows = len(columns), len(rows)
         held = np.empty((num_words, num_rows), np.uint64)

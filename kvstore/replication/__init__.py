@@ -1,2 +1,2 @@
-"""How many replicas blocks have: what is read often gains some, what cools down loses them, what a node that goes away
-alone holds gets another home. Decisions (`heat`, `planner`) are pure; `shell` has them carried out by the nodes."""
+"""Decides how many replicas blocks have: hot blocks gain replicas and lose them when they cool down; callers can set a
+number. Decisions (`heat`, `planner`) are pure; `shell` has the nodes carry them out."""

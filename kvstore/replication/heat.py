@@ -1,7 +1,7 @@
-"""How often blocks were read lately, over a sliding window. Pure: `now` is an argument.
+"""Counts how often blocks were read, over a sliding window. Pure: `now` is an argument.
 
-Hits are counted in slices of the window, so a hit counts for at least nine tenths of it. Memory is bounded: when too
-many blocks are counted, the coldest are forgotten. Does not know who holds a block, nor what heat leads to.
+Hits are counted in slices of the window, so that a hit counts for at least nine tenths of it. Memory is bounded: if too
+many blocks are counted, the coldest are forgotten. Does not know who holds a block, nor how heat is used.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from protocol.keys import BlockKey, iter_keys
 
 NUM_SLICES = 10
 MAX_KEYS = 200_000
-"""Blocks that are counted at once; about 40 MB."""
+"""Limit of the blocks that are counted; about 40 MB."""
 
 
 class Heat:
-    """Hits per block; *hot* are blocks with at least `threshold` of them within `window_s`."""
+    """Hits per block. A block is *hot* if it has at least `threshold` hits within `window_s`."""
 
     def __init__(self, *, threshold: int = 8, window_s: float = 10.0, max_keys: int = MAX_KEYS) -> None:
         self._threshold = threshold
         self._slice_s = window_s / NUM_SLICES
         self._max_keys = max_keys
-        self._slices: deque[tuple[int, Counter[BlockKey]]] = deque()  # by number, oldest first
+        self._slices: deque[tuple[int, Counter[BlockKey]]] = deque()  # (number, hits), oldest first
         self._totals: Counter[BlockKey] = Counter()
         self._hot: set[BlockKey] = set()
-        self._last_hit_at: dict[BlockKey, float] = {}  # of those that are watched
+        self._last_hit_at: dict[BlockKey, float] = {}  # watched blocks only
 
     def __len__(self) -> int:
-        """Blocks that are counted."""
+        """Number of blocks that are counted."""
         return len(self._totals)
 
     def record(self, packed_keys: bytes, now: float) -> None:
-        """These blocks were read, each as often as it is named."""
+        """Counts reads of blocks, one per occurrence of a key."""
         self._advance(now)
         hits = Counter(iter_keys(packed_keys))
         self._slices[-1][1].update(hits)
@@ -46,28 +46,28 @@ class Heat:
             self._forget_coldest()
 
     def hot(self, now: float) -> list[BlockKey]:
-        """Hottest first."""
+        """Returns the hot blocks, hottest first."""
         self._advance(now)
         return sorted(self._hot, key=lambda key: (-self._totals[key], key))
 
     def hits(self, key: BlockKey, now: float) -> int:
-        """Within the window."""
+        """Returns the hits of a block within the window."""
         self._advance(now)
         return self._totals[key]
 
     def watch(self, key: BlockKey, now: float) -> None:
-        """From now on its last hit is remembered, however long ago; the watch itself counts as one."""
+        """Starts to remember the last hit of a block beyond the window. The watch itself counts as a hit."""
         self._last_hit_at[key] = now
 
     def unwatch(self, key: BlockKey) -> None:
         self._last_hit_at.pop(key, None)
 
     def last_hit_at(self, key: BlockKey) -> float:
-        """Of a watched block."""
+        """Returns the time of the last hit of a watched block."""
         return self._last_hit_at[key]
 
     def validate(self) -> None:
-        """Raises AssertionError when the slices do not add up."""
+        """Raises AssertionError if the slices do not add up."""
         totals: Counter[BlockKey] = Counter()
         for _, hits in self._slices:
             totals.update(hits)
@@ -75,7 +75,7 @@ class Heat:
         assert self._hot == {key for key, n in totals.items() if n >= self._threshold}
 
     def _advance(self, now: float) -> None:
-        """Opens the slice of `now` and takes back those that are over."""
+        """Opens the slice of `now` and subtracts those that have left the window."""
         number = int(now // self._slice_s)
         if not self._slices or number > self._slices[-1][0]:
             self._slices.append((number, Counter()))
@@ -93,7 +93,7 @@ class Heat:
                 self._hot.discard(key)
 
     def _forget_coldest(self) -> None:
-        """Down to half of what may be counted, so that it is rarely done."""
+        """Keeps the hottest half of the limit, so that this runs rarely."""
         kept = dict(self._totals.most_common(self._max_keys // 2))
         self._totals = Counter(kept)
         self._hot &= kept.keys()

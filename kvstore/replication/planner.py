@@ -1,10 +1,10 @@
-"""Which replicas to make and which to remove. Pure: `now` is an argument.
+"""Plans which replicas to make and which to remove. Pure: `now` is an argument.
 
-Rules: a block that is read often gains one replica at a time, on the least-used node of another host, and then rests;
-its whole chain comes with it, parents first, since a block is of no use without what leads to it; heat never makes
-more than `extra_replicas` of any block. Only what heat made is dropped for being cold, children first, never the last
-replica and never a block that another one on the same node follows; a replica with a pin never goes while one without
-is left. Knows the nodes by their `NodeView`s; what becomes of a plan it is told by `settled`.
+Rules: a hot block gains one replica at a time, on the least used node of another host if there is one, and then rests.
+Its whole chain is copied with it, parents first, since a block is useless without its ancestors. Heat never makes more
+than `extra_replicas` of a block. Only replicas made for heat are dropped for being cold: children first, never the last
+replica, never a block that another block on the node follows. A pinned replica is not dropped while an unpinned one is
+left. Knows the nodes by their `NodeView`s; `settled` reports the results of a plan.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from protocol.ids import InstanceId
 from protocol.keys import BlockKey
 
 KEYS_PER_STEP = 64
-"""One call to a node: short enough to be repeated elsewhere, long enough to fill the transfer engine."""
+"""Blocks per call to a node: few enough to repeat on another node, enough to fill the transfer engine."""
 CHAINS_PER_PLAN = 32
-"""Hot chains of one moment that are copied; the others are as hot a second later."""
+"""Limit of hot chains copied per plan; the others are still hot in the next plan, a second later."""
 UNDER_WAY_S = 120.0
-"""A copy that was not settled by then is not expected any more."""
+"""Time after which an unsettled copy is no longer expected."""
 ANNOUNCED_S = 5.0
-"""A copy that succeeded is announced by its node within milliseconds, or after the next inventory."""
+"""How long a copy that succeeded is expected. Its node announces it within milliseconds, or in its next inventory."""
 SHUN_S = 10.0
-"""A node that failed to take a copy is given none for so long."""
+"""How long a node that failed to take a copy gets none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Mooncake's defaults for hot blocks are 8 hits in 10 s, 2 extra replicas, 60 s of rest."""
+    """Limits of replication for heat. Mooncake's defaults are 8 hits in 10 s, 2 extra replicas, 60 s of rest."""
 
     extra_replicas: int = 2
     cool_s: float = 60.0
 
 
 class Planner:
-    """Plans over one directory; its nodes' heat is in `heat`."""
+    """Plans the replicas of one directory's blocks by their `heat`."""
 
     def __init__(self, directory: Directory, heat: Heat, limits: Limits) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class Planner:
         self._ledger = _Ledger()
 
     def holders(self, keys: Iterable[BlockKey]) -> dict[InstanceId, list[BlockKey]]:
-        """By node, which of these it holds: whom to ask for pins before `plan` or `plan_change`."""
+        """Returns, by node, which of these keys it holds. Ask these nodes for pins before `plan` or `plan_change`."""
         held: dict[InstanceId, list[BlockKey]] = {}
         for key in keys:
             for node in self._directory.holders(key):
@@ -58,12 +58,12 @@ class Planner:
         return held
 
     def cold(self, now: float) -> list[BlockKey]:
-        """What `plan` may drop for being cold."""
+        """Returns the blocks that `plan` may drop for being cold."""
         cold = [key for key, _, since in self._ledger.made() if self._is_cold(key, since, now)]
         return list(dict.fromkeys(cold))
 
     def plan(self, nodes: Nodes, now: float, pins: Pins = NO_PINS) -> Plan:
-        """What heat and its absence ask for now."""
+        """Returns the copies of hot blocks and the drops of cold replicas that are due."""
         self._ledger.expire(now)
         drops = self._cold(nodes, now, pins)
         copies: list[Copy] = []
@@ -79,8 +79,8 @@ class Planner:
         now: float,
         pins: Pins = NO_PINS,
     ) -> Plan:
-        """Gives each of `keys`, and what leads to it, at least `num_replicas` (1 or more) as far as there are nodes;
-        takes away from `keys` what is above."""
+        """Returns a plan that gives each of `keys` and its ancestors at least `num_replicas` (1 or more), as far as
+        there are nodes, and drops replicas of `keys` above that number."""
         held = [key for key in keys if self._directory.holders(key)]
         copies: list[Copy] = []
         for leaf in self._leaves(held):
@@ -89,7 +89,7 @@ class Planner:
         return Plan(copies=tuple(copies), drops=drops, missing=len(keys) - len(held))
 
     def settled(self, copy: Copy, *, succeeded: bool, now: float) -> None:
-        """What became of a copy; one that failed is planned again elsewhere."""
+        """Reports the result of a copy. A failed one is planned again on another node."""
         if succeeded:
             self._ledger.arrived(copy.keys, copy.target, now)
             return
@@ -98,10 +98,10 @@ class Planner:
             self._forget(key, copy.target)
 
     def announced(self, keys: Iterable[BlockKey], node: InstanceId) -> None:
-        """What a copy brought there is in the index, and is expected no more."""
+        """Reports that these blocks of a copy are in the index, so that they are not expected any more."""
         self._ledger.announced(keys, node)
 
-    # ---- more
+    # Copies
 
     def _hot_chains(self, now: float) -> list[list[BlockKey]]:
         limit = 1 + self._limits.extra_replicas
@@ -114,12 +114,12 @@ class Planner:
         return [chain for leaf in leaves if (chain := self._chains.to(leaf))]
 
     def _leaves(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those that lead to no other of them."""
+        """Returns those of `keys` that are not the parent of another."""
         inner = {self._chains.parent(key) for key in keys}
         return [key for key in dict.fromkeys(keys) if key not in inner]
 
     def _heat_up(self, chain: Sequence[BlockKey], nodes: Nodes, now: float) -> list[Copy]:
-        """One more replica of the chain's last block, and what of its chain is not there yet."""
+        """Plans one more replica of the chain's last block, with the ancestors that the target lacks."""
         replicas = [self._replicas(key, now) for key in chain]
         limit = 1 + self._limits.extra_replicas
         fitting = (
@@ -147,7 +147,7 @@ class Planner:
             if not short:
                 break
             enough = [those for those in replicas if len(those) >= num_replicas]
-            # It lacks some of what has too few replicas, and as little as possible besides.
+            # The target must lack a block with too few replicas, and as few as possible of the other blocks.
             useful = [n for n in self._by_use(nodes, short[-1], now) if _lacking(n, short)]
             if not useful:
                 break
@@ -156,14 +156,17 @@ class Planner:
         return copies
 
     def _by_use(self, nodes: Nodes, holders: Collection[InstanceId], now: float) -> list[NodeView]:
-        """Those that take replicas, the least used first; before them those on another host than the holders'."""
+        """Returns the nodes that take replicas: nodes on other hosts than the holders' first, then the least used."""
         hosts = {nodes[holder].host for holder in holders if holder in nodes}
         shunned = self._ledger.is_shunned
         taking = [n for n in nodes.values() if n.takes_replicas and not shunned(n.instance_id, now)]
         return sorted(taking, key=lambda n: (n.host in hosts, n.used_share, n.instance_id))
 
     def _copy(self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes, now: float) -> list[Copy]:
-        """As much of `keys`, from the first on, as nodes in step have: at most one, expected from now on."""
+        """Plans a copy of the leading run of `keys` that nodes in step have, and expects it from now on.
+
+        Returns at most one copy.
+        """
         steps: list[Step] = []
         done = 0
         while done < len(keys):
@@ -179,7 +182,7 @@ class Planner:
         return [copy]
 
     def _step(self, keys: Sequence[BlockKey], target: NodeView, nodes: Nodes) -> Step | None:
-        """From the node that has the longest run of leading `keys`."""
+        """Returns the step from the node that has the longest run of leading `keys`."""
         runs = {
             node: run
             for node, run in self._directory.match(b"".join(keys)).items()
@@ -192,10 +195,10 @@ class Planner:
         return Step(keys=tuple(keys[: runs[source]]), source=source)
 
     def _replicas(self, key: BlockKey, now: float) -> set[InstanceId]:
-        """With those on their way."""
+        """Returns the nodes that hold a block, or are expected to."""
         return {*self._directory.holders(key), *self._ledger.expected(key, now)}
 
-    # ---- fewer
+    # Drops
 
     def _cold(self, nodes: Nodes, now: float, pins: Pins) -> tuple[Drop, ...]:
         surplus: dict[InstanceId, list[BlockKey]] = {}
@@ -218,14 +221,14 @@ class Planner:
             self._heat.unwatch(key)
 
     def _lower(self, keys: Sequence[BlockKey], num_replicas: int, nodes: Nodes, pins: Pins) -> tuple[Drop, ...]:
-        """From the fullest nodes first."""
+        """Plans the drops of replicas above `num_replicas`, from the fullest nodes first."""
         by_use = sorted(nodes.values(), key=lambda n: (-n.used_share, n.instance_id))
         surplus = {node.instance_id: list(keys) for node in by_use}
         return self._drop(surplus, num_replicas, nodes, pins)
 
     def _drop(self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: Nodes, pins: Pins) -> tuple[Drop, ...]:
-        """Of these replicas, in this order, those that leave each block at least `kept` on nodes that stay: those
-        without a pin, then others where no such is left."""
+        """Plans drops among these replicas, in this order, that leave each block at least `kept` replicas on nodes in
+        step that are not draining: unpinned replicas first, then pinned ones of blocks without an unpinned one."""
         staying = {node for node, view in nodes.items() if view.takes_replicas}
         holders: dict[BlockKey, set[InstanceId]] = {
             key: set(self._directory.holders(key)) for keys in surplus.values() for key in keys
@@ -254,15 +257,15 @@ def _lacking(node: NodeView, replicas: Sequence[Collection[InstanceId]]) -> int:
 
 
 def _without(chain: Sequence[BlockKey], replicas: Sequence[Collection[InstanceId]], target: NodeView) -> list[BlockKey]:
-    """What the target has not."""
+    """Returns the blocks of a chain that the target lacks."""
     return [key for key, those in zip(chain, replicas, strict=True) if target.instance_id not in those]
 
 
 class _Ledger:
-    """What the planner remembers: copies that are expected, blocks that rest, replicas made for heat.
+    """The planner's memory: expected copies, resting blocks, shunned nodes, replicas made for heat.
 
-    All of it may be lost with the process: what was made for heat is then like any other replica, and eviction takes it
-    when it is cold. Instants are monotonic; entries that are over are dropped by `expire`.
+    It may be lost with the process: replicas made for heat are then like others, and eviction removes them when they
+    are cold. Instants are monotonic; `expire` drops entries that are over.
     """
 
     def __init__(self) -> None:
@@ -280,19 +283,19 @@ class _Ledger:
             self._expected.setdefault(key, {})[node] = now + ANNOUNCED_S
 
     def announced(self, keys: Iterable[BlockKey], node: InstanceId) -> None:
-        """The index knows of them: from now on it says who holds them."""
+        """Drops the expectation of these blocks, which the index knows now."""
         for key in keys:
             self._expected.get(key, {}).pop(node, None)
 
     def failed(self, keys: Iterable[BlockKey], node: InstanceId, now: float) -> None:
-        """They may be tried again at once, but not with this node."""
+        """Allows these blocks to be copied again at once, but not to this node."""
         for key in keys:
             self._expected.get(key, {}).pop(node, None)
             self._resting.pop(key, None)
         self._shunned[node] = now + SHUN_S
 
     def expected(self, key: BlockKey, now: float) -> set[InstanceId]:
-        """The nodes that should hold it soon."""
+        """Returns the nodes that are expected to hold a block soon."""
         return {node for node, until in self._expected.get(key, {}).items() if until > now}
 
     def rest(self, keys: Iterable[BlockKey], until: float) -> None:
@@ -310,11 +313,11 @@ class _Ledger:
             self._made.setdefault(key, {})[node] = now
 
     def made(self) -> list[tuple[BlockKey, InstanceId, float]]:
-        """The blocks that nodes hold for their heat, and since when."""
+        """Returns (block, node, since) for all replicas made for heat."""
         return [(key, node, at) for key, nodes in self._made.items() for node, at in nodes.items()]
 
     def forget_made(self, key: BlockKey, node: InstanceId) -> bool:
-        """Whether no other node holds it for its heat either; no-op when this one does not."""
+        """Forgets a replica made for heat, if it is one. Returns True if the block has no other."""
         nodes = self._made.get(key, {})
         nodes.pop(node, None)
         if not nodes:

@@ -1,4 +1,4 @@
-"""What the planner works with and what it decides. Pure data."""
+"""Data types of the planner's inputs and plans. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NodeView:
     free_bytes: int
     capacity_bytes: int
     draining: bool = False
-    in_step: bool = True  # what it holds is known
+    in_step: bool = True  # its blocks are completely known
 
     @property
     def used_share(self) -> float:
@@ -35,7 +35,7 @@ Nodes: TypeAlias = Mapping[InstanceId, NodeView]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Blocks of one chain, in order, that one node has."""
+    """Blocks of one chain, in order, to be copied from one node."""
 
     keys: tuple[BlockKey, ...]
     source: InstanceId
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A run of a chain for one node. The steps are taken in order, so that parents come before children."""
+    """Blocks of a chain to be copied to one node. Steps run in order, so that parents come before children."""
 
     steps: tuple[Step, ...]
     target: InstanceId
@@ -59,18 +59,19 @@ class Drop:
 
     keys: tuple[BlockKey, ...]
     node: InstanceId
-    keep_pinned: bool = False  # what has got a pin since the node was asked stays
+    keep_pinned: bool = False  # keep replicas that were pinned since the node was asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """What nodes said of the replicas they hold. Of those that did not answer nothing is known."""
+    """The pinned replicas of each node. `unknown` are nodes that did not answer."""
 
     pinned: Mapping[InstanceId, frozenset[BlockKey]] = field(default_factory=dict)
     unknown: frozenset[InstanceId] = frozenset()
 
     def may_go(self, key: BlockKey, node: InstanceId, holders: Iterable[InstanceId], *, unpinned: bool) -> bool:
-        """`unpinned`: whether only replicas without a pin may. One with a pin may when all others have one."""
+        """Returns True if a replica may be dropped: an unpinned one, or, unless `unpinned`, one of a block whose
+        replicas are all pinned."""
         if node in self.unknown:
             return False
         if not self._is_pinned(key, node):
@@ -88,4 +89,4 @@ NO_PINS = Pins()
 class Plan:
     copies: tuple[Copy, ...] = ()
     drops: tuple[Drop, ...] = ()
-    missing: int = 0  # blocks that were asked for and that nobody holds
+    missing: int = 0  # requested blocks without a holder

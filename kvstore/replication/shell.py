@@ -1,7 +1,7 @@
-"""Carries plans out: nodes are asked to copy from each other, or to remove; what became of it goes back to the planner.
+"""Carries out replication plans: has nodes copy from each other or remove replicas, and reports to the planner.
 
-Rules: so many copies at once and no more; every call has a deadline; a failure is counted, and the planner tries
-elsewhere. A node that dies on either side leaves nothing behind: the one that copies gives up its own reservation.
+Rules: the number of concurrent copies is limited; every call has a deadline; a failure is counted, and the planner
+tries another node. If either node of a copy dies, nothing is left behind: the target gives up its own reservation.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 
 PLAN_EVERY_S = 1.0
 COPY_DEADLINE_S = 30.0
-"""For `planner.KEYS_PER_STEP` objects; as long as an abandoned reservation lives."""
+"""Deadline for `planner.KEYS_PER_STEP` objects; the same as the lifetime of an abandoned reservation."""
 CALL_MARGIN_S = 2.0
 REMOVE_TIMEOUT_S = 5.0
 KEYS_PER_QUESTION = 20_000
 ASK_TIMEOUT_S = 1.0
 HEARD_S = 5.0
-"""Events take some 20 ms; from a node that is slower than this they are not waited for."""
+"""How long the index's knowledge of a change is awaited. Events usually take about 20 ms."""
 _HEAR_AGAIN_S = 0.02
 
 
 class Replicator:
-    """`views` gives the nodes, `endpoint` where one is."""
+    """Carries out the plans of one planner. `views` returns the nodes, `endpoint` the address of one."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Replicator:
         self._slots = asyncio.Semaphore(copies_at_once)
 
     async def run(self) -> None:
-        """Follows heat until cancelled."""
+        """Plans and carries out replication for heat every PLAN_EVERY_S until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 pins = await self._pins(self._planner.cold(self._clock()))
@@ -68,9 +68,10 @@ class Replicator:
                 await asyncio.sleep(PLAN_EVERY_S)
 
     async def change(self, keys: Sequence[BlockKey], num_replicas: int) -> directory_pb2.ChangeReplicaReply:
-        """Carries a wish out, as far as it can be; the index knows of it when it returns.
+        """Sets the number of replicas of `keys`, as far as possible.
 
-        Events are a moment behind: what was just stored is waited for, and so is what was just done.
+        The index lags behind the nodes, so this waits, for a short while, until it knows blocks that were just stored,
+        and in the end the changes made here.
         """
         await self._heard_of(keys)
         pins = await self._pins(keys)
@@ -87,7 +88,7 @@ class Replicator:
         )
 
     async def _told(self, plan: Plan, copied: Sequence[int], dropped: Sequence[int]) -> None:
-        """The index knows what was done in full; the rest is not waited for."""
+        """Waits until the index knows the copies and drops that were done in full; others are not awaited."""
         made = [
             (copy.target, copy.keys) for copy, num in zip(plan.copies, copied, strict=True) if num == len(copy.keys)
         ]
@@ -102,7 +103,7 @@ class Replicator:
             self._planner.announced(keys, node)
 
     async def _heard_of(self, keys: Sequence[BlockKey]) -> None:
-        """What the index does not know, the nodes are asked for: it may have been stored a moment ago."""
+        """Asks the nodes for keys that the index does not know, which may just have been stored, and waits for them."""
         known = self._held(keys)
         unknown = [key for key in keys if key not in known]
         if unknown:
@@ -125,7 +126,7 @@ class Replicator:
         keys: Sequence[BlockKey],
         ask: Callable[[Sequence[BlockKey]], Awaitable[Sequence[int]]],
     ) -> frozenset[BlockKey] | None:
-        """Those of which the node says something. None = it did not answer."""
+        """Asks a node about keys, in pieces. Returns the keys with a non-zero answer; None if it did not answer."""
         found: set[BlockKey] = set()
         try:
             for begin in range(0, len(keys), KEYS_PER_QUESTION):
@@ -138,22 +139,22 @@ class Replicator:
         return frozenset(found)
 
     async def _heard(self, of_it: Callable[[], bool]) -> None:
-        """Until the nodes' events say so, or for a short while."""
+        """Waits until the nodes' events make the condition true, for at most HEARD_S."""
         give_up_at = self._clock() + HEARD_S
-        # The index tells nobody that it has changed: it does so too often.
+        # Polls, since the index changes too often to notify waiters.
         while not of_it() and self._clock() < give_up_at:  # noqa: ASYNC110
             await asyncio.sleep(_HEAR_AGAIN_S)
 
     def _held(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Those that the index knows."""
+        """Returns those of `keys` that the index knows."""
         return set(chain.from_iterable(self._planner.holders(keys).values()))
 
     def _num_held(self, node: InstanceId, keys: Sequence[BlockKey]) -> int:
-        """By this node, as the index has it."""
+        """Returns how many of `keys` a node holds according to the index."""
         return len(self._planner.holders(keys).get(node, ()))
 
     async def _pins(self, keys: Sequence[BlockKey]) -> Pins:
-        """As the nodes that hold them say."""
+        """Asks the holders of these keys for their pins."""
         held = self._planner.holders(keys)
         answers = await asyncio.gather(*(self._pinned(node, held[node]) for node in held))
         pinned = dict(zip(held, answers, strict=True))
@@ -172,7 +173,7 @@ class Replicator:
         return await self._of_keys(node, keys, ask)
 
     async def _copy(self, copy: Copy) -> tuple[int, int]:
-        """How many blocks are on the target now for it, and how many were there already."""
+        """Carries out a copy. Returns how many blocks were copied, and how many were on the target already."""
         created, present, succeeded = 0, 0, False
         try:
             async with self._slots:
@@ -200,7 +201,7 @@ class Replicator:
         request = kvstore_pb2.StoreRemoveRequest(keys=drop.keys, keep_pinned=drop.keep_pinned)
         try:
             reply = await self._channels.call(self._stub(drop.node).Remove, request, timeout_s=REMOVE_TIMEOUT_S)
-        except MoonserveError as error:  # eviction takes them when they are cold
+        except MoonserveError as error:  # eviction removes the replicas once they are cold
             self.counters["drops_failed"] += 1
             log.warning("replicas on %s were not removed: %s", drop.node, error)
             return 0
@@ -220,7 +221,7 @@ class Replicator:
 
 
 def _require_whole(step: Step, reply: kvstore_pb2.StoreCopyReply) -> None:
-    """Raises MoonserveError when a step was not done in full."""
+    """Raises MoonserveError if a step was not done in full."""
     if reply.copied + reply.present < len(step.keys):
         raise MoonserveError(
             f"{len(step.keys)} blocks of {step.source}: {reply.copied} copied, "
