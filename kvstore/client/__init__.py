@@ -1,10 +1,11 @@
-"""The client of the store: a key-value store over all nodes of a cluster, for threads and for asyncio.
+"""Client of the KV store: reads and writes values over all nodes of a cluster, from threads or from asyncio.
 
     with connect("node://127.0.0.1:7001", cluster_token="…") as store:
         store.put(b"key", b"value")
         assert store.get(b"key") == b"value"
 
-Missing, empty, unreachable and full are four different answers: None, `b""`, PeerLost and Overloaded.
+A missing value, an empty value, an unreachable node and a full store have four different results: None, `b""`, PeerLost
+and Overloaded.
 """
 
 from kvstore.client.aio import AsyncKvStore, connect_async

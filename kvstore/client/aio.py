@@ -1,7 +1,7 @@
-"""The store for asyncio: the methods of `KvStore`, carried by a few threads, the quickest ones in the event loop.
+"""The asyncio client of the KV store: the methods of `KvStore`, run in a few threads.
 
-Its rule: a call that is cancelled is waited for, since it uses the caller's memory and is bounded; whatever can be read
-in microseconds without waiting for anybody does not change threads.
+A cancelled call is awaited to its end, since it uses the caller's memory and is bounded in time. Reads that take
+microseconds and need no waiting run in the event loop.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NUM_THREADS = 8
-"""Calls at once; they mostly wait for nodes."""
+"""Concurrent calls; they mostly wait for nodes."""
 _INLINE_BYTES = 256 * 1024
-"""Copied and verified within 50 µs, which is what changing threads costs."""
+"""Largest value read in the event loop: copied and verified within 50 µs, the cost of changing threads."""
 
 
 def _threaded(
     method: Callable[Concatenate[KvStore, P], T],
 ) -> Callable[Concatenate[AsyncKvStore, P], Coroutine[Any, Any, T]]:
-    """The method, called in one of the store's threads."""
+    """Returns an async method that calls the given method in one of the store's threads."""
 
     @wraps(method)
     async def call(self: AsyncKvStore, /, *args: P.args, **options: P.kwargs) -> T:
@@ -47,7 +47,10 @@ def _threaded(
 def _leasing(
     method: Callable[Concatenate[KvStore, P], StoreLease],
 ) -> Callable[Concatenate[AsyncKvStore, P], AbstractAsyncContextManager[StoreLease]]:
-    """`async with store.lease(keys) as lease: lease.views[0]`; taken when the block begins, given back when it ends."""
+    """Returns an async context manager of a lease: `async with store.lease(keys) as lease: lease.views[0]`.
+
+    The lease is taken when the block begins and released when it ends.
+    """
 
     @asynccontextmanager
     async def lease(self: AsyncKvStore, /, *args: P.args, **options: P.kwargs) -> AsyncIterator[StoreLease]:
@@ -55,7 +58,7 @@ def _leasing(
         try:
             await self._call(lambda: taken.append(method(self._store, *args, **options)))
             yield taken[0]
-        except BaseException:  # cancelled too
+        except BaseException:  # also on cancellation
             for each in taken:
                 await self._call(each.close)
             raise
@@ -65,12 +68,12 @@ def _leasing(
 
 
 async def connect_async(url: str, **options: Any) -> AsyncKvStore:
-    """As `connect`."""
+    """Connects to a store, as `connect`, without blocking the event loop."""
     return AsyncKvStore(await asyncio.to_thread(partial(connect, url, **options)))
 
 
 class AsyncKvStore:
-    """See `KvStore` for what each method does. Belongs to one event loop."""
+    """Asyncio client of a KV store. Belongs to one event loop. `KvStore` documents each method."""
 
     def __init__(self, store: KvStore) -> None:
         self._store = store

@@ -1,7 +1,7 @@
-"""Reading objects of one node by the quickest way that can be had: mapped, one-sided, or with the node's help.
+"""Reads objects of one node by the fastest available way: mapped memory, one-sided reads, or the node's help.
 
-Its rule: the node is asked only about what could not be read without it. Gives a `Fate` for every object that is not
-read; raises PeerLost or DeadlineExceeded when the node does not answer. Knows no other nodes.
+The node is asked only for objects that cannot be read without it. Returns a `Fate` for every object that is not read;
+raises PeerLost or DeadlineExceeded if the node does not answer. Knows no other nodes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from protocol.pb import kvstore_pb2
 T = TypeVar("T")
 Keys = Sequence[BlockKey]
 ReadInto = Callable[[slice, Spots], Sequence[int | Fate]]
-"""Reads a part of a batch into spots of its own."""
+"""Reads a slice of a batch into the given spots."""
 
 
 class AtNode:
-    """Thread-safe; for any node that is given."""
+    """Thread-safe reads at the node given with each call."""
 
     def __init__(self, means: Means, touches: Touches, counters: Counters) -> None:
         self._means = means
@@ -47,7 +47,7 @@ class AtNode:
         )
 
     def into(self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool) -> list[int | Fate]:
-        """Lengths of what lies in the spots now. Raises InvalidRequest for an object that does not fit."""
+        """Reads objects into their spots and returns the lengths. Raises InvalidRequest if an object does not fit."""
         return self._read(
             node,
             keys,
@@ -58,7 +58,7 @@ class AtNode:
         )
 
     def scatter(self, node: StoreNode, keys: Keys, spots: Spots, deadline: Deadline) -> list[int | Fate]:
-        """Checksums of the objects that fill their spots of several pieces now. Nothing is done for those to ASK for.
+        """Reads objects into spots of several pieces and returns their checksums. Objects with Fate.ASK are not read.
 
         Raises InvalidRequest for an object of another length.
         """
@@ -72,11 +72,12 @@ class AtNode:
         return fates
 
     def exist(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[bool | Fate]:
-        """True or ABSENT."""
+        """Returns True or ABSENT for each key."""
         fates: list[bool | Fate] = _by(
             node, lambda near: near.exist(keys), lambda far: far.exist(keys, deadline), deadline
         )
-        if node.is_near:  # nobody else notices that it has died
+        # an empty report: only reports notice the death of a mapped node
+        if node.is_near:
             self.used(node, b"")
         if places := _to_ask(fates):
             request = kvstore_pb2.StoreExistsRequest(keys=pick(keys, places))
@@ -85,7 +86,7 @@ class AtNode:
         return [fate if fate is True else Fate.ABSENT for fate in fates]
 
     def entries(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[Entry | LeasedObject | Fate]:
-        """What the node says of them, without reading them."""
+        """Returns the entries of the objects without reading them."""
         fates: list[Entry | LeasedObject | Fate] = [
             *_by(
                 node,
@@ -101,7 +102,7 @@ class AtNode:
         return [Fate.ABSENT if fate is Fate.ASK else fate for fate in fates]
 
     def used(self, node: StoreNode, packed_keys: bytes) -> None:
-        """They were read there without the node's help."""
+        """Reports that these keys were read without the node's help."""
         self._touches.note(node, packed_keys)
 
     def _read(
@@ -124,7 +125,7 @@ class AtNode:
         return fates
 
     def _far_values(self, far: Far, keys: Keys, deadline: Deadline) -> list[bytes | Fate]:
-        """What came along with the answer, and what is then read."""
+        """Returns the values sent with the node's answer, and READs the others."""
         if len(keys) > GET_KEYS:
             first = self._far_values(far, keys[:GET_KEYS], deadline)
             return first + self._far_values(far, keys[GET_KEYS:], deadline)
@@ -171,7 +172,7 @@ class AtNode:
         return fates
 
     def _through_scratch(self, lengths: Sequence[int], read: ReadInto) -> list[bytes | Fate]:
-        """Values for which the caller has no memory."""
+        """Reads values for which the caller has no memory, through scratch memory."""
         values: list[bytes | Fate] = []
         for part in portions(lengths):
             some = lengths[part]
@@ -185,8 +186,8 @@ class AtNode:
 
 
 def used(keys: Keys, fates: Sequence[object]) -> bytes:
-    """The keys of what was read, back to back."""
-    if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
+    """Returns the keys that were read, back to back."""
+    if Fate not in set(map(type, fates)):  # faster than a Python loop
         return pack_keys(keys)
     return pack_keys([k for k, fate in zip(keys, fates, strict=True) if not isinstance(fate, Fate)])
 
@@ -201,7 +202,7 @@ def _by(
     far: Callable[[Far], list[T | Fate]],
     deadline: Deadline,
 ) -> list[T | Fate]:
-    """In memory that is mapped, or by asking."""
+    """Reads through mapped memory if there is any, else remotely."""
 
     def read(way: Attachment) -> list[T | Fate]:
         if way.near is not None:

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own: for what goes on behind the calls of a store's client.
+"""The background event loop of a store's client, in its own thread.
 
-Membership, reports of use, renewals and calls over gRPC live there. Its rule: whoever asks from another thread waits
-for a bounded time. Knows nothing of stores.
+It runs membership, reports of use, renewals and calls over gRPC. A caller from another thread waits for a bounded time.
+Knows nothing of stores.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class Backstage:
-    """Runs from the beginning; `close` it once nobody asks any more.
+    """A running background loop; `close` it after the last call to `ask`.
 
-    Over a `loop` that runs already it has no thread; `end` it in that loop.
+    Given a `loop` that is already running, it has no thread; `end` it in that loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -32,7 +32,7 @@ class Backstage:
             self._thread.start()
 
     def ask(self, body: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `body` returns or raises. Raises DeadlineExceeded; `body` is then cancelled."""
+        """Runs `body` and returns or raises its outcome. On timeout, cancels it and raises DeadlineExceeded."""
         future = self.begin(body)
         try:
             return future.result(timeout_s)
@@ -43,7 +43,7 @@ class Backstage:
             raise PeerLost("the client of the store is closed") from error
 
     def begin(self, body: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Runs `body` until it ends or `close`."""
+        """Starts `body`, which runs until it ends or the loop is closed."""
         try:
             future = asyncio.run_coroutine_threadsafe(body, self._loop)
         except RuntimeError as error:  # the loop is closed
@@ -54,19 +54,19 @@ class Backstage:
         return future
 
     def wake(self, event: asyncio.Event) -> None:
-        """Sets it for those who wait for it here; no-op once closed."""
+        """Sets an event of this loop from any thread. No-op once closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(event.set)
 
     def close(self) -> None:
-        """Ends what still runs, and the thread. Idempotent."""
+        """Cancels running tasks and stops the thread. Idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     async def end(self) -> None:
-        """Ends what still runs."""
+        """Cancels running tasks and waits for them."""
         held = [asyncio.wrap_future(future) for future in self._held]
         for each in held:
             each.cancel()
@@ -89,17 +89,17 @@ class Backstage:
 
 
 async def to_the_end(call: asyncio.Future[T]) -> T:
-    """What `call` gives. When cancelled it is waited for all the same, and the cancellation then goes on."""
+    """Returns the result of `call`. If cancelled, waits for `call` to end first and then raises the cancellation."""
     cancelled: asyncio.CancelledError | None = None
     while not call.done():
         try:
             await asyncio.shield(call)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # told below
+        except Exception:  # raised below
             break
     if cancelled is None:
         return call.result()
     if not call.cancelled():
-        call.exception()  # looked at, so that nobody is told that it was not
+        call.exception()  # retrieved, to avoid asyncio's log about an exception nobody retrieved
     raise cancelled

@@ -1,9 +1,8 @@
-"""Blocks of store nodes, for workers: read into and put from pieces of their own memory, in an event loop.
+"""Reads and writes blocks at store nodes for workers, directly in the pieces of the worker's own memory (asyncio).
 
-A node is named by its endpoint; nobody searches. Its rules: every operation is bounded by its deadline; bytes that do
-not match their writer's checksum never count as read; an operation that fails or is cancelled leaves no lease and no
-reservation behind, and ends only when no transfer touches the caller's memory any more. It does not know what the
-bytes mean.
+The caller names a node by its endpoint; no key is searched for. Every operation is bounded by its deadline. Bytes that
+do not match their writer's checksum never count as read. An operation that fails or is cancelled leaves no lease and no
+reservation behind, and ends only when no transfer touches the caller's memory. Does not know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ T = TypeVar("T")
 
 
 class BlockStores:
-    """Reads from and writes to any store node. Belongs to one event loop; `close` it before the transfer engine.
+    """Client for any number of store nodes. Belongs to one event loop; `close` it before the transfer engine.
 
-    A call goes to the node's lean server, whose address is known once the node is attached.
+    Calls go to a node's lean server, whose address is known once the node is attached.
     """
 
     def __init__(self, channels: Channels, transfer: TransferEngine, *, attaches: bool = True) -> None:
-        """Without `attaches` nothing of a node is mapped here, and every call goes to its published address."""
+        """If `attaches` is False, no memory of a node is mapped and every call goes to its published address."""
         self._channels = channels
         self._transfer = transfer
         self._attaches = attaches
@@ -60,26 +59,26 @@ class BlockStores:
         self._undoing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Waits for what is being given back, and lets go of every node."""
+        """Waits until pending leases and reservations are given back, then detaches every node."""
         await asyncio.gather(*self._undoing)
         if self._made is not None:
             await self._made.close()
 
     async def locate(self, rpc_address: str, *, timeout_s: float = 2.0) -> Endpoint:
-        """The endpoint of the node that listens at `host:port`, for use without a conductor."""
+        """Returns the endpoint of the node that listens at `host:port`, for use without a conductor."""
         request = kvstore_pb2.StoreStatsRequest()
         stub = self._stub(rpc_address)
         reply = await self._channels.call(stub.Stats, request, timeout_s=timeout_s)
         return dataclasses.replace(endpoint_from_wire(reply.endpoint), rpc_address=rpc_address)
 
     async def ask(self, store: Endpoint, method: str, request: Any, *, timeout_s: float = 2.0) -> Any:
-        """The node's reply to a short call, as "Exists". Raises what the node raises, PeerLost, DeadlineExceeded."""
+        """Calls a method of the node, such as "Exists". Raises the node's own error, PeerLost, DeadlineExceeded."""
         return await self._call(store, attrgetter(method), request, timeout_s)
 
     # Reading
 
     async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
-        """Reads the longest run of leading keys that the node holds, each into its spot; gives their checksums.
+        """Reads the longest run of leading keys that the node holds, each into its spot, and returns their checksums.
 
         An object that does not match its checksum ends the run and is removed at the node. Raises PeerLost,
         DeadlineExceeded, StaleLease, InvalidRequest (objects of another length).
@@ -88,7 +87,7 @@ class BlockStores:
         checksums: list[int] = []
         if self._attaches:
             fates = await self._direct.read(store, keys, spots, deadline_s)
-            if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
+            if Fate not in set(map(type, fates)):  # faster than a Python loop
                 return cast("list[int]", fates)
             checksums = _leading(fates)
             if corrupt := [k for k, fate in zip(keys, fates, strict=True) if fate is Fate.CORRUPT]:
@@ -102,7 +101,7 @@ class BlockStores:
     async def _read_leased(
         self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, give_up_at: float
     ) -> list[int]:
-        # Granting the lease may mean reading everything from a disk.
+        # To grant the lease, the node may have to read everything from disk.
         left_s = left(give_up_at)
         lease = await self.lease(store, keys, ttl_s=right_s(left_s), timeout_s=left_s)
         if not lease.objects:
@@ -122,22 +121,22 @@ class BlockStores:
         ttl_s: float = 10.0,
         timeout_s: float = 2.0,
     ) -> ReadLease:
-        """Leases the longest run of leading keys that the node holds; with none of them there is nothing to release.
+        """Leases the longest run of leading keys that the node holds. If it holds none, there is nothing to release.
 
-        For those who want the objects to stay for longer, or their bytes in an order of their own.
+        Use it to keep objects for longer, or to read their bytes in a different order.
         """
         lease_id = new_id("lease")
         try:
             steps = leased(store, lease_id, keys, ttl_s, now())
             return await self._run(store, steps, now() + timeout_s)
-        except BaseException:  # cancellation too: the node may have granted what nobody will use
+        except BaseException:  # also on cancellation: the node may have granted a lease that nobody will use
             self._undo(store, release(lease_id))
             raise
 
     async def read_leased(self, lease: ReadLease, spots: Spots, *, deadline_s: float) -> int:
-        """Reads all leased objects, each into its spot; gives how many leading ones match their checksum.
+        """Reads all leased objects, each into its spot. Returns how many leading objects match their checksum.
 
-        Raises as `read`.
+        Raises the same errors as `read`.
         """
         require_lengths(lease, spots)
         rows = spots.rows([each.offset for each in lease.objects])
@@ -146,10 +145,10 @@ class BlockStores:
         return await self.verify(lease, spots)
 
     async def transfer(self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float) -> None:
-        """Reads bytes of leased objects; nothing counts before `verify` says so.
+        """Reads bytes of leased objects. They count only after `verify`.
 
-        When it returns or raises, no byte of it moves any more. Raises PeerLost, StaleLease (it expired before all was
-        read), DeadlineExceeded.
+        When it returns or raises, no byte of it moves any more. Raises PeerLost, StaleLease (the lease expired before
+        everything was read), DeadlineExceeded.
         """
         left_s = lease.expires_at - now()
         if left_s <= 0:
@@ -157,26 +156,27 @@ class BlockStores:
         await _settled(self._transfer.submit([transfer], deadline_s=min(deadline_s, left_s)))
 
     async def verify(self, lease: ReadLease, spots: Spots) -> int:
-        """How many leading objects, all of whose bytes have been read into their spots, match their checksum.
+        """Returns how many leading objects match their checksum, once all their bytes were read into their spots.
 
-        Those that do not are removed at the node. Raises StaleLease.
+        Objects that do not match are removed at the node. Raises StaleLease.
         """
         objects = lease.objects[: len(spots.offsets)]
         bad = await _mismatches(spots, [each.checksum for each in objects])
         if not bad:
             return len(objects)
-        await self.renew(lease)  # else they were not rotten, but no longer the leased ones
+        # if the lease has ended, the mismatch does not mean corruption: the objects may have been replaced
+        await self.renew(lease)
         await self._remove_corrupt(lease.store, [objects[index].key for index in bad])
         return bad[0]
 
     async def renew(self, lease: ReadLease, *, ttl_s: float = 10.0) -> ReadLease:
-        """The lease with a new expiry. Raises StaleLease when it has ended."""
+        """Returns the lease with a new expiry. Raises StaleLease if it has ended."""
         expires_at = now() + ttl_s
         await self._call(lease.store, *renew(lease.lease_id, ttl_s), UNDO_TIMEOUT_S)
         return dataclasses.replace(lease, expires_at=expires_at)
 
     def release_soon(self, lease: ReadLease) -> asyncio.Task[None]:
-        """Gives a lease back; the node's answer may be waited for. No-op when it has ended or the node is gone."""
+        """Gives a lease back in a task that may be awaited. No-op if the lease has ended or the node is gone."""
         return self._undo(lease.store, release(lease.lease_id))
 
     # Writing
@@ -189,10 +189,10 @@ class BlockStores:
         *,
         deadline_s: float | None = None,
     ) -> PutResult:
-        """Stores objects, each of which fills its spot; what counts as stored is visible when this returns.
+        """Stores objects, each of which fills its spot. Objects counted as stored are visible when this returns.
 
-        Without a deadline it takes as long as its bytes may (`transfer.config`). When it returns or raises, no
-        transfer reads from their memory any more. Raises PeerLost, InvalidRequest (an object that could never fit),
+        Without a deadline, the limit grows with the number of bytes (`transfer.config`). When it returns or raises, no
+        transfer reads from the caller's memory. Raises PeerLost, InvalidRequest (an object that could never fit),
         StaleLease, DeadlineExceeded.
         """
         if deadline_s is None:
@@ -221,7 +221,7 @@ class BlockStores:
         steps = stored(store.transfer_address, name, objects, spots, Terms(), left(give_up_at))
         try:
             return await self._run(store, steps, give_up_at)
-        except BaseException:  # cancellation too: others wait for the space and for the keys
+        except BaseException:  # also on cancellation: other writers wait for the space and for the keys
             self._undo(store, abort(name))
             raise
 
@@ -238,7 +238,7 @@ class BlockStores:
         request: Any,
         timeout_s: float,
     ) -> Any:
-        """The reply, from an attached node's lean server. Raises what the node raises, PeerLost, DeadlineExceeded."""
+        """Calls the lean server of an attached node. Raises the node's own error, PeerLost, DeadlineExceeded."""
         give_up_at = now() + timeout_s
         address = store.rpc_address
         if self._attaches:
@@ -258,11 +258,11 @@ class BlockStores:
         try:
             request = kvstore_pb2.StoreRemoveRequest(keys=keys, corrupt=True)
             await self.ask(store, "Remove", request)
-        except MoonserveError as error:  # the caller knows not to use them, which matters more
+        except MoonserveError as error:  # not fatal: the caller does not use them either way
             log.warning("corrupt objects could not be removed: %s", error)
 
     async def _run(self, store: Endpoint, steps: Steps[T], give_up_at: float) -> T:
-        """What the steps come to. Raises as calls and transfers do."""
+        """Runs the steps and returns their result. Raises as calls and transfers do."""
         answer: Any = None
         while True:
             try:
@@ -277,14 +277,14 @@ class BlockStores:
                 answer = None
 
     def _undo(self, store: Endpoint, call: Call) -> asyncio.Task[None]:
-        """Gives something back in a task of its own, which the end of the caller does not end."""
+        """Gives a right back in its own task, which continues after the caller ends."""
         task = asyncio.create_task(self._best_effort(store, call))
         self._undoing.add(task)
         task.add_done_callback(self._undoing.discard)
         return task
 
     async def _best_effort(self, store: Endpoint, call: Call) -> None:
-        """What is not given back in time, the node takes back by itself."""
+        """Gives a right back if possible. Otherwise it expires at the node."""
         try:
             await self._call(store, *call, UNDO_TIMEOUT_S)
         except MoonserveError as error:
@@ -296,7 +296,7 @@ def now() -> float:
 
 
 def left(give_up_at: float) -> float:
-    """Seconds until then. Raises DeadlineExceeded when there are none."""
+    """Returns the seconds left until `give_up_at`. Raises DeadlineExceeded if none are left."""
     left_s = give_up_at - now()
     if left_s <= 0:
         raise DeadlineExceeded("the deadline passed before the operation was complete")
@@ -313,7 +313,7 @@ def _leading(fates: Sequence[int | Fate]) -> list[int]:
 
 
 async def _settled(batch: Batch) -> None:
-    """Waits until no byte of the batch moves any more (its deadline bounds it), also when cancelled; then raises."""
+    """Waits until no byte of the batch moves, even if cancelled, then raises. The batch's deadline bounds the wait."""
     cancelled: asyncio.CancelledError | None = None
     while not batch.done:
         try:
@@ -328,7 +328,7 @@ async def _settled(batch: Batch) -> None:
 
 
 async def _mismatches(spots: Spots, checksums: Sequence[int]) -> list[int]:
-    """The indexes of the objects that do not match."""
+    """Returns the indexes of the objects that do not match their checksum."""
 
     def compare() -> list[int]:
         return [index for index, expected in enumerate(checksums) if spots.checksum(index) != expected]

@@ -1,7 +1,7 @@
-"""Which store nodes there are, and whom to ask for a key in which order.
+"""Membership of the store nodes, and the order in which to ask them for a key.
 
-Its rule: what others read of it is one immutable `View`, replaced as a whole when the membership changes; a registry
-that cannot be reached changes nothing. Does not know whether a key is anywhere.
+Readers see one immutable `View`, replaced as a whole when the membership changes. An unreachable registry changes
+nothing. Does not know where a key is stored.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _DEFAULT_CAPACITY = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """The nodes at one time."""
+    """Immutable snapshot of the membership."""
 
     nodes: tuple[StoreNode, ...] = ()
     directory: str = ""
-    """host:port of its gRPC service; empty = there is none."""
+    """host:port of the directory's gRPC service; empty = there is no directory."""
     placement: Placement = field(default_factory=lambda: Placement({}))
 
     @classmethod
@@ -43,7 +43,7 @@ class View:
         return cls(tuple(by_id[node_id] for node_id in placement.ids), directory, placement)
 
     def ranked(self, heads: Sequence[BlockKey]) -> list[list[StoreNode]]:
-        """Of each, all nodes, home first. Raises NoWorker when there is none."""
+        """Returns all nodes for each chain head, home first. Raises NoWorker if there is no node."""
         if not self.nodes:
             raise NoWorker("the cluster has no store node")
         ranks = self.placement.ranked(heads)
@@ -54,25 +54,25 @@ class View:
 
 
 class Cluster:
-    """Follows a registry backstage, or knows a single node."""
+    """Membership that follows a registry in the backstage loop, or consists of a single node."""
 
     def __init__(self, means: Means) -> None:
         self.view = View()
         self.known = threading.Event()
-        """The first answer has come."""
+        """Set once the first answer has arrived."""
         self._means = means
         self._host = host_identity()
         self._members = KnownMembers()
         self._nodes: dict[tuple[str, str, str], StoreNode] = {}
-        """By `_incarnation`: another one is another node."""
+        """Nodes by `_incarnation`: another incarnation is another node."""
 
     def know(self, address: str) -> None:
-        """One node, without a registry."""
+        """Uses a single node, without a registry."""
         self.view = View.of([StoreNode(address, address, self._means)])
         self.known.set()
 
     async def follow(self, registry: Registry) -> None:
-        """For ever; backstage."""
+        """Follows the registry until cancelled. Runs in the backstage loop."""
         timer = Timer(lambda: self._expire(timer), time.monotonic)
         try:
             async for members in registry.watch():
@@ -117,18 +117,18 @@ class Cluster:
 
 
 def capacity_of(member: Member) -> float:
-    """From what the node says of itself; all alike when it says nothing."""
+    """Returns the capacity that a node has published, or a common default."""
     text = member.facts.get("dram", "")
     return float(text) if text.isdecimal() and int(text) else _DEFAULT_CAPACITY
 
 
 def nearest(nodes: Iterable[StoreNode]) -> Iterator[StoreNode]:
-    """Those on this host first, then those that this client keeps least busy; the resting ones last."""
+    """Sorts nodes: this host's first, then those with the fewest calls of this client in flight; resting nodes last."""
     yield from sorted(nodes, key=lambda node: (node.resting, not node.is_near, node.in_flight))
 
 
 def _incarnation(member: Member) -> tuple[str, str, str]:
-    """A process that joins again, since the registry had forgotten it, has a later epoch and is the same one: calls to
-    it that are under way go on."""
+    """Returns the identity of a node's process. A process that rejoins because the registry has forgotten it has a
+    later epoch but the same identity, so its calls in flight go on."""
     life = member.facts.get(LIFE_FACT, str(member.endpoint.epoch))
     return member.instance_id, life, member.endpoint.rpc_address

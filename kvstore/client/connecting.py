@@ -1,4 +1,4 @@
-"""From a URL to a store: the only place of the client that reads the environment."""
+"""Builds a store client from a URL. The only module of the client that reads the environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transfer import TransferEngine, TransferOptions
 TOKEN_VARIABLE = "MOONSERVE_CLUSTER_TOKEN"
 NODE_SCHEME = "node"
 _NUM_THREADS = 16
-"""Nodes asked at once, over all callers; a further one waits for a thread."""
+"""Concurrent calls to nodes, over all callers; a further call waits for a thread."""
 
 
 def connect(
@@ -33,12 +33,12 @@ def connect(
     tls: TlsFiles | None = None,
     timeout_s: float | None = None,
 ) -> KvStore:
-    """The store of a cluster, by its registry, or of one node.
+    """Connects to the store of a cluster, found through its registry, or to a single node.
 
-    `url`: `redis://…`, `redis+sentinel://…` or `host:port` of the directory process for a cluster;
-    `node://host:port` for a single store node. The token comes from MOONSERVE_CLUSTER_TOKEN when not given.
-    `tls`: of a cluster with `--tls-certificate`; KV has it, too, unless `options` are given. Raises ConfigError,
-    Unauthenticated, and PeerLost when the registry does not answer within `timeout_s`, by itself as for every call.
+    `url`: `redis://…`, `redis+sentinel://…` or `host:port` of the directory process for a cluster; `node://host:port`
+    for a single node. The default token is MOONSERVE_CLUSTER_TOKEN. `tls` is for clusters with `--tls-certificate`; it
+    covers KV too, unless `options` are given. Without `timeout_s` the limit is that of any call. Raises ConfigError,
+    Unauthenticated, and PeerLost if the registry does not answer in time.
     """
     token = cluster_token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
@@ -52,16 +52,16 @@ def connect(
         else:
             _follow(cluster, means, url, Deadline(timeout_s).left_s())
         return KvStore(cluster, means)
-    except BaseException:  # interrupted too: nobody else could close them
+    except BaseException:  # also on interruption: nothing else could close them
         cluster.close()
         means.close()
         raise
 
 
 def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
-    """Transfers leave by the address that leads to the registry.
+    """Returns the default transfer options: transfers use the local address that leads to the registry.
 
-    Slices need no checksums of their own: objects are verified by whoever reads or commits them.
+    Slices have no checksums of their own, because the reader or the committing node verifies each object.
     """
     return TransferOptions(host=_way_to(_split(url)[0]), checksums=False, tls=tls)
 
@@ -92,7 +92,7 @@ def _address_of(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, int | None]:
-    """Host and port of the first address in a URL, whatever its scheme."""
+    """Returns host and port of the first address in a URL, whatever its scheme."""
     try:
         parts = urlsplit(url if "://" in url else f"//{url}")
         first = parts.netloc.rpartition("@")[2].partition(",")[0]
@@ -103,7 +103,7 @@ def _split(url: str) -> tuple[str, int | None]:
 
 
 def _way_to(host: str) -> str:
-    """The address of this host from which `host` is reached; nothing is sent. Loopback when nobody knows."""
+    """Returns this host's address on the route to `host`, without sending anything. Loopback if it is unknown."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,4 +1,4 @@
-"""How long one call may still take. Bounded for every call; longer by itself only as its bytes turn out to be many."""
+"""Time limits of client calls. Every call is bounded; the default limit grows with the bytes to move."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from protocol.errors import DeadlineExceeded, InvalidRequest
 from transfer.config import Patience
 
 PATIENCE = Patience()
-# A right lasts a little longer than the deadline of its user, so that the node never ends it first.
+# A right outlasts its user's deadline a little, so that the node never ends it first.
 TTL_MARGIN_S = 5.0
 ROUNDED_S = 4.0
 FAIR_S = 0.25
-"""A node on a busy machine answers within it; one that does not is not believed to be alive."""
+"""Seconds within which a live node answers, even on a busy machine. A slower node is believed to be dead."""
 
 
 class Deadline:
-    """From now on. Without `timeout_s` it is what `PATIENCE` allows for the bytes that are known so far."""
+    """Deadline that starts now. Without `timeout_s`, `PATIENCE` sets it from the bytes known so far."""
 
     __slots__ = ("_ends_at", "_limit_s", "_nbytes", "_of", "_own")
 
     def __init__(self, timeout_s: float | None, nbytes: int = 0) -> None:
-        """Raises InvalidRequest for a time that is none."""
+        """Raises InvalidRequest unless `timeout_s` is above 0."""
         if timeout_s is not None and not timeout_s > 0:
             raise InvalidRequest(f"timeout_s must be above 0, not {timeout_s}", param="timeout_s")
         self._own = timeout_s is None
@@ -33,7 +33,7 @@ class Deadline:
         self._ends_at = time.monotonic() + self._limit_s
 
     def allow(self, nbytes: int) -> None:
-        """So many bytes are to be moved, it turns out; no-op when the caller has set the time."""
+        """Extends the deadline once the number of bytes to move is known; no-op if the caller has set `timeout_s`."""
         if self._own and nbytes > self._nbytes:
             self._ends_at += (nbytes - self._nbytes) / PATIENCE.slowest_bytes_s
             self._nbytes = nbytes
@@ -41,32 +41,32 @@ class Deadline:
                 self._of.allow(nbytes)
 
     def left_s(self) -> float:
-        """Above 0. Raises DeadlineExceeded."""
+        """Returns the seconds left, above 0. Raises DeadlineExceeded."""
         left_s = self._ends_at - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the deadline passed before the operation was complete")
         return left_s
 
     def call_s(self) -> float:
-        """`left_s` for a call: long ones rounded up, since another time limit costs a socket two system calls."""
+        """Returns `left_s` for a call, rounded up if long, since a new socket timeout costs two system calls."""
         left_s = self.left_s()
         return left_s if left_s < ROUNDED_S else float(math.ceil(left_s))
 
     def half(self) -> Deadline:
-        """Of what is left, for an attempt that leaves time for others. What it allows, this one allows."""
+        """Returns a deadline of half the time left, to leave time for other attempts. Extending it extends both."""
         attempt = Deadline(self.left_s() / 2)
         attempt._own, attempt._nbytes, attempt._of = self._own, self._nbytes, self
         return attempt
 
     def fair(self) -> bool:
-        """Whether what has failed did so by itself, and not because the caller gave it hardly any time."""
+        """True if a failed attempt failed by itself, not because the caller gave it hardly any time."""
         return self._limit_s >= FAIR_S or time.monotonic() < self._ends_at
 
     def ttl_s(self) -> float:
-        """How long a right must last that the rest of this call needs."""
+        """Returns the seconds that a right must last for the rest of this call."""
         return right_s(self.left_s())
 
 
 def right_s(needed_s: float) -> float:
-    """How long a right must last that is needed for `needed_s`."""
+    """Returns the seconds that a right must last if it is needed for `needed_s`."""
     return min(needed_s + TTL_MARGIN_S, MAX_TTL_S)

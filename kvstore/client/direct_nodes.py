@@ -1,7 +1,7 @@
-"""Quick reads and puts at store nodes, for an event loop: in memory that is mapped here, or in one round trip.
+"""Fast reads and puts at store nodes for an event loop: in mapped memory, or in one round trip.
 
-The caller is told what cannot be done so, and then takes a lease or a reservation (`kvstore.client.blocks`). A node is
-attached when it is first used, and anew when another incarnation has taken its place.
+Operations that cannot be done this way are returned to the caller, which then takes a lease or a reservation
+(`kvstore.client.blocks`). A node is attached on first use, and again when another incarnation has replaced it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from transfer import TransferEngine
 T = TypeVar("T")
 
 INLINE_BYTES = 2 * 2**20
-"""This much is copied and verified in a few tenths of a millisecond; more goes to a thread."""
+"""Largest batch handled in the event loop: a few tenths of a millisecond to copy and verify. More goes to a thread."""
 _NUM_THREADS = 8
-"""Calls that wait for a node at once; a further one waits for a thread."""
+"""Concurrent calls that wait for a node; a further call waits for a thread."""
 
 
 class DirectNodes:
-    """Nodes by id. Belongs to the event loop that runs when it is made."""
+    """Store nodes by id. Belongs to the event loop that runs when it is created."""
 
     def __init__(self, channels: Channels, engine: TransferEngine) -> None:
         backstage = Backstage(asyncio.get_running_loop())
@@ -47,7 +47,7 @@ class DirectNodes:
         self._touches = Touches(self._means.backstage, counters)
         self._at_node = AtNode(self._means, self._touches, counters)
         self._nodes: dict[str, tuple[Endpoint, StoreNode]] = {}
-        """By id; another incarnation is another node."""
+        """Endpoints and nodes by id; another incarnation is another node."""
 
     async def close(self) -> None:
         await self._touches.last(LAST_REPORTS_S)
@@ -60,13 +60,13 @@ class DirectNodes:
     async def read(
         self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, deadline_s: float
     ) -> list[int | Fate]:
-        """As `AtNode.scatter`."""
+        """Reads objects into spots of several pieces, as `AtNode.scatter`."""
         node = self._node(store)
         way = node.attachment if spots.nbytes <= INLINE_BYTES else None
         if way is not None and way.near is not None:
             try:
                 fates = way.near.scatter(keys, spots)
-            except Retired:  # to look at the newer one takes calls
+            except Retired:  # attaching to the newer index takes calls
                 pass
             else:
                 self._at_node.used(node, used(keys, fates))
@@ -99,14 +99,14 @@ class DirectNodes:
     async def put(
         self, store: Endpoint, objects: Sequence[PutObject], spots: Spots, deadline_s: float
     ) -> list[Outcome]:
-        """LATER for what has to go the long way."""
+        """Stores objects in one round trip. LATER for those that need a reservation."""
         node, deadline = self._node(store), Deadline(deadline_s)
         if node.near is not None or spots.nbytes > PUT_BYTES or not self._means.express:
-            return [Outcome.LATER] * len(objects)  # known without a thread
+            return [Outcome.LATER] * len(objects)  # decided without a thread
         return await self._ask(node, deadline, lambda: node.put_at_once(objects, spots, Terms(), deadline))
 
     async def lean_address(self, store: Endpoint, timeout_s: float) -> str:
-        """Attaches the node when it is not. Raises PeerLost, DeadlineExceeded."""
+        """Returns the lean server's address, attaching the node if needed. Raises PeerLost, DeadlineExceeded."""
         node = self._node(store)
         if node.attachment is not None:
             return node.attachment.lean_address
@@ -115,13 +115,13 @@ class DirectNodes:
         return attached.lean_address
 
     async def lost(self, store: Endpoint, error: MoonserveError) -> None:
-        """The node did not answer: nothing of it is used before it does again."""
+        """Marks the node as not answering; it is not used until it answers again."""
         node = self._node(store)
         if not node.resting:
             await to_the_end(self._in_thread(lambda: node.lost(error)))
 
     async def _ask(self, node: StoreNode, deadline: Deadline, call: Callable[[], T]) -> T:
-        """What `call` gives, in a thread, which uses the caller's memory and so is waited for."""
+        """Runs `call` in a thread. It uses the caller's memory, so it is awaited even if cancelled."""
 
         def ask() -> T:
             try:

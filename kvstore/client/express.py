@@ -1,8 +1,8 @@
-"""Small batches in one round trip with a node (`kvstore.express`): the client's end.
+"""Client side of express: reads and writes small batches at one node in one round trip (`kvstore.express`).
 
-Its rule: only bytes that match the checksum count, as for every read of memory that is not mapped here; what did not
-come along is told apart by a `Fate` or an entry, and left to the ways that always work. A connection on which anything
-went wrong is closed. Knows one node.
+Only bytes that match the checksum count, as for every read of memory that is not mapped. Objects that the answer does
+not carry are returned as a `Fate` or an entry and left to the general paths. A connection on which anything went wrong
+is closed. Knows one node.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from transfer.native import IoVectors, address_of, data_plane, vectors
 from transfer.scatter import LOCAL, Rows
 
 GET_KEYS = 4096
-"""As many as a node answers at once."""
+"""Most keys in one get: the node's own limit."""
 GET_BYTES = 4 * 2**20
 PUT_BYTES = 4 * 2**20
-"""More than that in a call goes by the transfer engine, which cuts it and spreads it over streams."""
+"""Largest put in bytes. Larger ones use the transfer engine, which slices them and spreads them over streams."""
 _MAX_FAILURE_BYTES = min(MAX_MESSAGE_BYTES, 1 << 20)
 
 _SENT = Standing.SENT << 32
 _MISSING, _UNKNOWN = int(Standing.MISSING), int(Standing.UNKNOWN)
 Found = int | Entry | Fate
-"""The length of what lies in its spot now; where an object lies that did not come along; or neither."""
+"""Result for one key: the length now in its spot, an entry for an object that was not sent, or neither (a `Fate`)."""
 
 
 class NotOffered(Exception):
-    """The node speaks no express, or has no place for another connection."""
+    """Raised if the node does not offer express or has no room for another connection."""
 
 
 class Express:
-    """Thread-safe: a connection for each call at once. `close` it; calls under way close theirs."""
+    """Thread-safe pool of connections, one per concurrent call. `close` it; calls in flight then close their own."""
 
     def __init__(self, dial: Callable[[float], socket.socket]) -> None:
-        """`dial` connects within seconds. Raises what a call may raise; Incompatible, Overloaded: not offered."""
+        """`dial` connects within the given seconds. Raises as a call; Incompatible, Overloaded mean "not offered"."""
         self._dial = dial
         self._idle: deque[Link] = deque()
         self._lock = threading.Lock()
@@ -65,24 +65,22 @@ class Express:
         self._closed = False
 
     def close(self) -> None:
-        """Idempotent."""
         with self._lock:
             self._closed = True
             while self._idle:
                 self._idle.pop().close()
 
     def get(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[Found]:
-        """Reads what has room into its spot, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
+        """Reads values that fit their spots, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
         left_s = deadline.left_s()
         with self._link(deadline) as link:
             steps = _getting(link, keys, spots, left_s)
             return finish(steps, link, time.monotonic() + left_s)
 
     def scatter(self, keys: Sequence[BlockKey], spots: Spots, local: Segment, deadline: Deadline) -> list[int | Fate]:
-        """Checksum of each value that fills its spot of several pieces now, of up to `GET_BYTES` in all.
+        """Reads values into spots of several pieces, up to `GET_BYTES` in all, and returns their checksums.
 
-        They have room in `local`. Raises as `get`, InvalidRequest for a value of another
-        length.
+        `local` must have room for all of them. Raises as `get`, and InvalidRequest for a value of another length.
         """
         left_s = deadline.left_s()
         with self._link(deadline) as link:
@@ -92,9 +90,9 @@ class Express:
     async def scatter_in_loop(
         self, keys: Sequence[BlockKey], spots: Spots, local: Segment, deadline: Deadline
     ) -> list[int | Fate] | None:
-        """As `scatter`, in an event loop; None when there is no connection yet, which takes waiting.
+        """Does the same as `scatter` in an event loop. Returns None if there is no idle connection: dialling blocks.
 
-        When it is cancelled nothing arrives any more.
+        After cancellation no more bytes arrive.
         """
         link = self._idle_link()
         if link is None:
@@ -105,7 +103,7 @@ class Express:
             return await finish_in_loop(steps, link, time.monotonic() + left_s)
 
     def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
-        """A get with no room for anything: only what the node says. ASK where it cannot tell. Raises as `get`."""
+        """Tells which keys exist, by a get without room for values; ASK if the node cannot tell. Raises as `get`."""
         left_s, rooms = deadline.left_s(), np.zeros(len(keys), np.uint64)
         with self._link(deadline) as link:
             steps = _told(_ask(link, keys, rooms, left_s, 0), link)
@@ -113,7 +111,7 @@ class Express:
         return [Fate.ASK if standing == _UNKNOWN else standing != _MISSING for standing in standings]
 
     def get_packed(self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline) -> tuple[list[Found], Spots]:
-        """As `get`, whatever their lengths are, back to back into `local`, which has room for `GET_BYTES`."""
+        """Reads values of unknown length and packs them back to back into `local`, which has room for `GET_BYTES`."""
         rooms = np.full(len(keys), frames.NOT_LIMITED, np.uint64)
         left_s = deadline.left_s()
         give_up_at = time.monotonic() + left_s
@@ -124,9 +122,9 @@ class Express:
             return told.found(arrived), spots
 
     def put(self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline) -> list[Outcome]:
-        """Stores the value that fills each spot. Its checksum is asked for while the bytes travel.
+        """Stores the value that fills each spot. Checksums are computed while the bytes travel.
 
-        Raises what the node raises; NotOffered, PeerLost, DeadlineExceeded. Nothing is under way when it has raised.
+        Raises the node's own error, NotOffered, PeerLost, DeadlineExceeded. Nothing is in flight after it has raised.
         """
         count, left_s = len(objects), deadline.left_s()
         lengths: list[int] = spots.lengths.tolist()
@@ -137,7 +135,7 @@ class Express:
         message = b"".join((head, rows, tenant))
         give_up_at = time.monotonic() + left_s
         with self._link(deadline) as link:
-            link.say(message)  # the node looks for space while the values follow
+            link.say(message)  # the node reserves space while the values follow
             link.send(spots.vectors())
             link.push()
             checksums = np.array([each.checksum for each in objects], CHECKSUM)
@@ -148,13 +146,13 @@ class Express:
         return outcomes
 
     def _link(self, deadline: Deadline) -> _Using:
-        """A connection, for as long as it is used; closed when anything was raised meanwhile."""
+        """Returns a context manager that lends a connection, and closes it if the block raises."""
         return _Using(self._take(deadline), self._begin, self._end)
 
     def _begin(self, link: Link) -> None:
         with self._lock:
             self._num_used += 1
-            # Several threads that spin would only take time from each other.
+            # Several spinning threads would only take time from each other.
             link.spin_ns = SPIN_NS if self._num_used == 1 else 0
 
     def _end(self, link: Link, good: bool) -> None:
@@ -166,7 +164,7 @@ class Express:
                 link.close()
 
     def _take(self, deadline: Deadline) -> Link:
-        """The connection used last, since its memory is the warmest, or a new one."""
+        """Returns the most recently used connection, whose memory is the warmest in the cache, or a new one."""
         idle = self._idle_link()
         if idle is not None:
             return idle
@@ -189,7 +187,7 @@ class Express:
 
 
 class _Using:
-    """A generator in its place would be one of the dearest lines of a small call."""
+    """Context manager of one connection. A class, because a generator is noticeably slower in small calls."""
 
     __slots__ = ("_begin", "_end", "_link")
 
@@ -206,7 +204,7 @@ class _Using:
 
 def _getting(link: Link, keys: Sequence[BlockKey], spots: Spots, left_s: float) -> Steps[list[Found]]:
     count = _ask(link, keys, spots.rooms, left_s)
-    expected = _Landing.full(spots)  # while the node looks them up
+    expected = _Landing.full(spots)  # prepared while the node looks the keys up
     told = yield from _told(count, link)
     if told.is_all_of(spots.rooms):
         return told.all_found((yield from expected.land(link)), expected.lengths)
@@ -216,13 +214,13 @@ def _getting(link: Link, keys: Sequence[BlockKey], spots: Spots, left_s: float) 
 def _scattering(
     link: Link, keys: Sequence[BlockKey], spots: Spots, local: Segment, left_s: float
 ) -> Steps[list[int | Fate]]:
-    """Values come in one piece, are hashed as they arrive and then go to their pieces.
+    """Receives each value in one piece, hashes it as it arrives, then copies it to the pieces of its spot.
 
-    To receive and to hash many small pieces takes longer than that copy.
+    This copy is faster than receiving and hashing many small pieces.
     """
     lengths: list[int] = spots.lengths.tolist()
     count = _ask(link, keys, spots.lengths, left_s)
-    packed = _packed(local, spots.rows, lengths)  # while the node looks them up
+    packed = _packed(local, spots.rows, lengths)  # prepared while the node looks the keys up
     told = yield from _told(count, link)
     all_there = told.is_all_of(spots.lengths)
     if not all_there:
@@ -239,7 +237,7 @@ def _scattering(
 def _packed(
     local: Segment, rows: Callable[[Sequence[int]], Rows], lengths: Sequence[int]
 ) -> tuple[Rows, list[memoryview]]:
-    """Of values back to back in `local`: the ways from there to their pieces, and the values."""
+    """Returns the copies from values back to back in `local` to their pieces, and the values."""
     ends = list(itertools.accumulate(lengths))
     begins = [0, *ends[:-1]]
     values = [local.buffer[begin:end] for begin, end in zip(begins, ends, strict=True)]
@@ -247,14 +245,14 @@ def _packed(
 
 
 def _ask(link: Link, keys: Sequence[BlockKey], rooms: Words, left_s: float, nbytes: int = GET_BYTES) -> int:
-    """Has the node work on a get; gives of how many keys."""
+    """Sends a get to the node and returns the number of keys."""
     head = frames.question(Kind.GET, len(keys), millis(left_s), nbytes)
     link.say(b"".join((head, *keys, rooms.tobytes())))
     return len(keys)
 
 
 def _told(count: int, link: Link) -> Steps[_Told]:
-    """The node's rows. Raises PeerLost for a failure: gets have none but those of the node itself."""
+    """Receives the node's rows. Raises PeerLost for a failure: a get fails only if the node itself does."""
     answer = frames.answer_room(count)
     end = link.received + len(answer)
     link.receive(vectors((address_of(answer), len(answer))), ANSWER.size)
@@ -267,14 +265,14 @@ def _told(count: int, link: Link) -> Steps[_Told]:
 
 
 class _Told:
-    """What the node's rows say: offset, length and standing, checksum, generation of each."""
+    """Rows of a node's answer: per key offset, length and standing, checksum, generation."""
 
     def __init__(self, rows: Words) -> None:
         self._rows = rows
         self._extents = rows[:, 1]
 
     def is_all_of(self, rooms: Words) -> bool:
-        """Everything comes along, and fills its room: nearly always so."""
+        """True if every value is sent and fills its room, which is the usual case."""
         return bool((self._extents == rooms + _SENT).all())
 
     @property
@@ -283,18 +281,18 @@ class _Told:
 
     @property
     def lengths(self) -> list[int]:
-        """Of what comes along; 0 for the others."""
+        """Length of each value that is sent; 0 for the others."""
         return [extent - _SENT if extent >> 32 == Standing.SENT else 0 for extent in self._extents.tolist()]
 
     def require(self, lengths: Sequence[int]) -> None:
-        """Raises InvalidRequest when one that is there has another length."""
+        """Raises InvalidRequest if an existing object has another length."""
         for extent, expected in zip(self._extents.tolist(), lengths, strict=True):
             standing, length = frames.standing_and_length(extent)
             if standing not in (_MISSING, _UNKNOWN) and length != expected:
                 raise wrong_length(expected)
 
     def scattered(self, arrived: Sequence[int]) -> list[int | Fate]:
-        """The checksums of those that match, by those of what has come, of which some may stand for nothing."""
+        """Returns each intact value's checksum, else a `Fate`. Checksums of values that were not sent are ignored."""
         found = zip(self.found(arrived), arrived, strict=True)
         return [
             each if isinstance(each, Fate) else Fate.ASK if isinstance(each, Entry) else checksum
@@ -303,16 +301,16 @@ class _Told:
 
     @property
     def checksums(self) -> list[int]:
-        """As their writers made them; 0 for what is not there."""
+        """The writers' checksums; 0 for absent objects."""
         checksums: list[int] = self._rows[:, 2].tolist()
         return checksums
 
     def all_found(self, arrived: Sequence[int], lengths: Sequence[int]) -> list[Found]:
-        """As `found`, when all of them were to come along."""
+        """Returns the same as `found`, if all values were to be sent."""
         return list(lengths) if arrived == self.checksums else self.found(arrived)
 
     def found(self, arrived: Sequence[int]) -> list[Found]:
-        """By the checksums of what has come, of which some may stand for nothing."""
+        """Returns each key's result, given the checksums of the received bytes. Those of unsent values are ignored."""
         rows: list[list[int]] = self._rows.tolist()
         return [_found(row, checksum) for row, checksum in zip(rows, arrived, strict=True)]
 
@@ -328,10 +326,10 @@ def _found(row: Sequence[int], arrived: int) -> Found:
 
 
 class _Landing:
-    """Where the bytes of an answer go."""
+    """Memory that receives the values of an answer."""
 
     def __init__(self, spots: Spots, lengths: Sequence[int]) -> None:
-        """Raises PeerLost for more than there is room for."""
+        """Raises PeerLost if the node announces more bytes than a spot has room for."""
         self.lengths = lengths
         self._pieces: IoVectors = np.empty((len(lengths), 2), np.uint64)
         self._pieces[:, 0], self._pieces[:, 1] = spots.addresses, lengths
@@ -342,11 +340,11 @@ class _Landing:
 
     @classmethod
     def full(cls, spots: Spots) -> _Landing:
-        """Each spot is to be filled."""
+        """Expects a value that fills each spot."""
         return cls(spots, spots.rooms.tolist())
 
     def land(self, link: Link) -> Steps[list[int]]:
-        """The checksums of what has come then."""
+        """Receives the values and returns the checksums of the received bytes."""
         link.receive(self._pieces, 0)
         return (yield from hashing(link, self._values, self.lengths))
 

@@ -1,9 +1,9 @@
-"""Reads of a node whose memory cannot be mapped: the node says where objects lie, their bytes are READ.
+"""Reads from a node whose memory cannot be mapped: the node says where objects lie, and READs fetch their bytes.
 
-Small ones come along with the answer where the node offers that (`express`). Its rule: only bytes that match the
-checksum count, since nothing keeps an object in its place between the two; what does not match is left to a lease,
-under which a mismatch means something. A call for the places costs a fifth of a READ of the index over TCP. PeerLost
-and DeadlineExceeded pass through.
+Small objects come with the answer if the node offers express. Only bytes that match the checksum count, since nothing
+keeps an object in place between the answer and the READ. An object that does not match is left to a lease, under which
+a mismatch means corruption. The call for the places costs a fifth of a READ of the index over TCP. PeerLost and
+DeadlineExceeded pass through.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Find = Callable[[Sequence[BlockKey], Deadline], Sequence[Entry | None]]
 
 
 class Far:
-    """May be used by several threads."""
+    """Thread-safe remote reader of one node."""
 
     def __init__(
         self,
@@ -44,18 +44,18 @@ class Far:
         self._express = express
 
     def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | Fate]:
-        """ASK where it cannot be told by the quick way."""
+        """Tells which keys exist; ASK if express cannot tell."""
         found = None
         if len(keys) <= GET_KEYS:
             found = self._express_get(lambda express: express.exist(keys, deadline))
         return [Fate.ASK] * len(keys) if found is None else found
 
     def look(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Entry | Fate]:
-        """What the node says of each now."""
+        """Returns the node's entry for each key."""
         return [entry or Fate.ABSENT for entry in self._find(keys, deadline)]
 
     def fetch(self, keys: Sequence[BlockKey], spots: Spots, deadline: Deadline) -> list[int | Fate]:
-        """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""
+        """Reads each object into its spot, by express if offered. Raises InvalidRequest if an object does not fit."""
         if len(keys) > GET_KEYS:
             rest = spots.at(range(GET_KEYS, len(keys)))
             return [
@@ -65,7 +65,7 @@ class Far:
         found = self._express_get(lambda express: express.get(keys, spots, deadline))
         if found is None:
             found = list(self.look(keys, deadline))
-        if Entry not in set(map(type, found)):  # quicker than to look at each in Python
+        if Entry not in set(map(type, found)):  # faster than a Python loop
             return cast("list[int | Fate]", found)
         fates = [Fate.ASK if isinstance(each, Entry) else each for each in found]
         places = [place for place, each in enumerate(found) if isinstance(each, Entry)]
@@ -77,7 +77,7 @@ class Far:
         return fates
 
     def scatter(self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline) -> list[int | Fate]:
-        """Checksum of each object that fills its spot of several pieces now; ASK for all that is not quick.
+        """Reads objects into spots of several pieces and returns their checksums; ASK for all that express cannot read.
 
         Raises InvalidRequest for an object of another length.
         """
@@ -90,7 +90,7 @@ class Far:
     async def scatter_in_loop(
         self, keys: Sequence[BlockKey], spots: Spots, scratch: Scratch, deadline: Deadline
     ) -> list[int | Fate] | None:
-        """As `scatter`, in an event loop; None when that takes a thread."""
+        """Does the same as `scatter` in an event loop. Returns None if that needs a thread."""
         if self._express is None or spots.nbytes > GET_BYTES or len(keys) > GET_KEYS:
             return None
         with scratch.borrow(spots.nbytes or 1) as local:
@@ -99,12 +99,12 @@ class Far:
     def look_or_read(
         self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
     ) -> tuple[Sequence[Found], Spots]:
-        """Reads what comes along into `local`, which has room for `GET_BYTES`; says of the others where they lie."""
+        """Reads the values sent with the answer into `local`, which has room for `GET_BYTES`; locates the others."""
         got = self._express_get(lambda express: express.get_packed(keys, local, deadline))
         return got or (self.look(keys, deadline), Spots.packed(local, [0] * len(keys)))
 
     def _express_get(self, get: Callable[[Express], T]) -> T | None:
-        """None where it is not offered."""
+        """Runs `get`. Returns None if express is not offered."""
         if self._express is not None:
             try:
                 return get(self._express)
@@ -113,7 +113,7 @@ class Far:
         return None
 
     def into(self, entries: Sequence[Entry], spots: Spots, deadline: Deadline) -> list[int | Fate]:
-        """Reads each object into its spot. Raises InvalidRequest for one that does not fit."""
+        """READs each object into its spot. Raises InvalidRequest for an object that does not fit."""
         runs = [
             (entry.offset, int(spots.offsets[place]), _fitting(entry, spots, place))
             for place, entry in enumerate(entries)
@@ -140,11 +140,11 @@ def read(
     runs: Sequence[Run],
     deadline: Deadline,
 ) -> None:
-    """One READ, in the caller's thread where that is quicker. On return or error no byte of it moves any more."""
+    """READs the runs as one batch, in the caller's thread if faster. When it ends, no byte of it moves any more."""
     runs = [run for run in runs if run[2]]
     if not runs:
         return
-    if len(runs) == 1:  # the engine has a shorter way for a single one
+    if len(runs) == 1:  # the engine has a fast path for a single transfer
         [(offset, at, nbytes)] = runs
         single = Transfer(Op.READ, local, at, remote, offset, nbytes)
         engine.run([single], deadline_s=deadline.left_s())

@@ -1,7 +1,7 @@
-"""What the client's methods take as a key: plain bytes, or a block of a chain. Pure.
+"""Keys of the client's methods: plain bytes, or a block of a chain. Pure.
 
-Its rule: one value says everything about a key that storing and finding need, so that no method has a second
-parameter for chains. Knows neither nodes nor values.
+One value holds everything needed to store and find a key, so that methods need no second parameter for chains. Knows
+neither nodes nor values.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from protocol.keys import KEY_BYTES, BlockKey
 MAX_PLAIN_KEY_BYTES = 64 * 1024
 SHORT_KEY_BYTES = 128
 KEPT_KEYS = 16_384
-"""Short keys whose digests are remembered: a few MiB. Hashing is most of what finding a key on this host costs."""
+"""Cached digests of short keys: a few MiB. Hashing is most of the cost of finding a key on this host."""
 _EMPTY = hashlib.blake2b(digest_size=KEY_BYTES, person=b"moonserve-plain")
 
 
 class Block(NamedTuple):
-    """A block of a chain. Make them with `chain`."""
+    """A block of a chain. Create blocks with `chain`."""
 
     key: BlockKey
     head: BlockKey
-    """The first key of its chain, which decides where the chain is at home."""
+    """First key of the chain, which decides the chain's home node."""
     parent: BlockKey | None = None
     """None = the chain starts here."""
 
 
 Key = bytes | Block
-"""Bytes are a plain key of at most 64 KiB, stored under its digest; also when they happen to be a `BlockKey`."""
+"""Bytes are a plain key of at most 64 KiB, stored under its digest, even if they happen to be a `BlockKey`."""
 
 
 def chain(keys: Sequence[BlockKey]) -> list[Block]:
-    """The blocks of a whole chain, first key first, each after its parent."""
+    """Returns the blocks of a whole chain, first key first, each after its parent."""
     parents: Iterable[BlockKey | None] = [None, *keys]
     return [Block(key, keys[0], parent) for key, parent in zip(keys, parents, strict=False)]
 
 
 def plain_key(key: bytes) -> BlockKey:
-    """The block key under which a plain key of up to 64 KiB is stored: its BLAKE2b digest, apart from all chains."""
+    """Returns the block key that stores a plain key of up to 64 KiB: its BLAKE2b digest, separate from all chains."""
     if len(key) > MAX_PLAIN_KEY_BYTES:
         raise InvalidRequest(f"a key has at most {MAX_PLAIN_KEY_BYTES} bytes, not {len(key)}", param="key")
-    digest = _EMPTY.copy()  # half the price of a new one
+    digest = _EMPTY.copy()  # half the cost of a new one
     digest.update(key)
     return BlockKey(digest.digest())
 
 
 def block_of(key: Key) -> Block:
-    """Raises InvalidRequest for what is no key."""
+    """Returns the block of a key. Raises InvalidRequest for an invalid key."""
     if type(key) is Block:
         return key
-    # Exact types first: this is a good part of what a small get costs.
+    # Exact types first: these checks are much of the cost of a small get.
     if type(key) is not bytes and not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidRequest(f"a key is bytes or a Block, not {type(key).__name__}", param="key")
     stored = _stored(key)
@@ -67,8 +67,8 @@ def _stored(key: bytes) -> BlockKey:
 
 
 _known: dict[bytes, BlockKey] = {}
-"""Under which short keys are stored. A plain dictionary: a list of what was used last would be more memory to touch per
-key than all the rest, and a batch of large values leaves nothing of it in the caches."""
+"""Digests of short keys. A plain dictionary: an LRU list would touch more memory per key than all the rest, and a batch
+of large values leaves nothing of it in the CPU caches."""
 
 
 def _remembered(key: bytes) -> BlockKey:
@@ -79,13 +79,13 @@ def _remembered(key: bytes) -> BlockKey:
 
 
 def blocks_of(keys: Sequence[Key]) -> list[Block]:
-    """Raises InvalidRequest for one key instead of several, and as `block_of`."""
+    """Returns the blocks of several keys. Raises InvalidRequest for a single key, and as `block_of`."""
     _require_several(keys)
     return [block_of(key) for key in keys]
 
 
 class Keys:
-    """The keys of one call, as they are stored; as blocks when somebody must know where they are at home."""
+    """Keys of one call as they are stored, and as blocks where their home nodes are needed."""
 
     __slots__ = ("_given", "stored")
 
@@ -94,9 +94,10 @@ class Keys:
         _require_several(given)
         self._given = given
         try:
-            # Whatever equals a known key has its digest. A call for 32 large values is half a microsecond per key.
+            # An object equal to a known key has the same digest. This costs half a microsecond per key for 32 large
+            # values.
             self.stored = list(map(_known.__getitem__, given))  # type: ignore[arg-type]
-        except (KeyError, TypeError, ValueError):  # one is new, a Block, or nothing that has a hash
+        except (KeyError, TypeError, ValueError):  # a key is new, a Block, or not hashable
             self.stored = [block_of(key).key for key in given]
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class Keys:
         return [block_of(key) for key in self._given]
 
     def at(self, places: Iterable[int]) -> Keys:
-        """Some of them."""
+        """Returns the keys at the given places."""
         return Keys([self._given[place] for place in places])
 
 

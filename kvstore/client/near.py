@@ -1,9 +1,9 @@
-"""Reads of a node on this host: its index and its objects are mapped here, so nobody needs to be asked.
+"""Reads from a node on this host, whose index and objects are mapped, without asking the node.
 
-Its rule: what is given was committed and is whole. A copy counts when its entry is the same before and after it (the
-entry's tag turns whenever its object moves), and matches its checksum unless the caller does without. Every method of
-`Near` raises Retired when the index has moved. Does not notice that the node has died: what it committed stays right,
-and the reports of use tell.
+Only committed and whole objects are returned. A copy counts if its entry is the same before and after it (the entry's
+tag changes whenever the object moves) and it matches its checksum, unless the caller skips verification. Every method
+of `Near` raises Retired if the index has moved. Does not notice the node's death: committed objects stay valid, and the
+reports of use notice it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.keys import BlockKey, iter_keys, pack_keys
 from transfer.native import address_of
 
 _TRIES = 8
-"""An entry that changes this often while it is copied is left to its node."""
+"""Attempts to copy an object whose entry keeps changing, before leaving it to the node."""
 _WORD = 2**64 - 1
 _SENT = Standing.SENT << 32
 _FATES = {
@@ -39,10 +39,10 @@ _fresh_bytes.restype = ctypes.py_object
 
 
 class Near:
-    """The mapped index and objects of one node. May be used by several threads."""
+    """Mapped index and objects of one node. Thread-safe."""
 
     def __init__(self, index: memoryview, data: memoryview) -> None:
-        """Both mapped, for as long as this lives. Raises Retired, Incompatible."""
+        """Both stay mapped for the lifetime of this object. Raises Retired, Incompatible."""
         self._data = data
         self._reader = MappedReader(index, data)
 
@@ -53,7 +53,7 @@ class Near:
             return Fate.ASK
 
     def exist(self, keys: Sequence[BlockKey]) -> list[bool | Fate]:
-        """ASK where it cannot be told."""
+        """Tells which keys exist; ASK if the index cannot tell."""
         statuses = self._reader.exists(pack_keys(keys))
         return [Fate.ASK if status == Presence.UNKNOWN else status == Presence.PRESENT for status in statuses]
 
@@ -61,7 +61,7 @@ class Near:
         return [self.value(key, verify=verify) for key in keys]
 
     def value(self, key: BlockKey, *, verify: bool) -> bytes | Fate:
-        """The bytes of one object, copied once."""
+        """Returns the bytes of one object, copied once."""
         for _ in range(_TRIES):
             entry = self.find(key)
             if isinstance(entry, Fate):
@@ -74,8 +74,9 @@ class Near:
         return Fate.ASK
 
     def _copied(self, key: BlockKey, length: int, *, verify: bool) -> bytes | Fate | None:
-        """None: it is another object by now."""
-        # Python's C API lets its maker fill new bytes before anybody else has them; all other ways copy twice.
+        """Returns None if the object was replaced meanwhile."""
+        # Python's C API allows filling a new bytes object before anything else refers to it. Every other way copies
+        # twice.
         value: bytes = _fresh_bytes(None, length)
         address = np.array([address_of(value)], np.uint64)
         copied = self._reader.copy(key, address, np.array([length], np.uint64))
@@ -89,9 +90,9 @@ class Near:
         return value
 
     def into(self, packed_keys: bytes, spots: Spots, *, verify: bool) -> list[int | Fate]:
-        """Length of each object that lies in its spot now; keys of 16 bytes, back to back.
+        """Reads objects into their spots and returns the lengths. Keys have 16 bytes, back to back.
 
-        Raises InvalidRequest for one that does not fit.
+        Raises InvalidRequest for an object that does not fit.
         """
         copied = self._reader.copy(packed_keys, spots.addresses, spots.rooms)
         lengths: list[int] = copied.lengths.tolist()
@@ -116,10 +117,10 @@ class Near:
         return Fate.CORRUPT
 
     def scatter(self, keys: Sequence[BlockKey], spots: Spots) -> list[int | Fate]:
-        """Checksum of each object that fills its spot of several pieces now.
+        """Reads objects into spots of several pieces and returns their checksums.
 
-        To hash many small pieces takes several times as long as the whole object, so that is hashed where it lies in
-        the node's memory, before it is copied. A mismatch counts when the copy does not match either. Raises
+        Hashing many small pieces takes several times as long as hashing the whole object, so the object is hashed in
+        the node's memory before it is copied. A mismatch counts only if the copy does not match either. Raises
         InvalidRequest for an object of another length.
         """
         packed = pack_keys(keys)
@@ -143,7 +144,7 @@ class Near:
         return fates
 
     def _digests(self, packed_keys: bytes, count: int) -> list[int | None]:
-        """Of each object's bytes where it lies; None where it is not in memory."""
+        """Hashes each object in place; None if it is not in memory."""
         rows = np.zeros((count, ROW_WORDS), np.uint64)
         pieces = np.empty((count, 2), np.uint64)
         rooms = np.full(count, _WORD, np.uint64)
@@ -155,5 +156,5 @@ class Near:
         ]
 
     def view(self, offset: int, length: int) -> memoryview:
-        """In place, to be used under a lease."""
+        """Returns a view of the node's memory, valid under a lease."""
         return self._data[offset : offset + length]

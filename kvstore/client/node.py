@@ -1,8 +1,8 @@
-"""A store node as its clients know it: how to call it, how to read it, and whether it is worth asking now.
+"""A store node as its clients see it: how to call it, how to read its objects, and whether it currently answers.
 
-Its rule: everything that belongs to one incarnation of the node is one `Attachment`, made on first use, replaced when
-the index moves and dropped when the node is lost, so that nothing of a dead process is mixed with its successor.
-A node that did not answer rests until it does; meanwhile nobody waits for it. Knows no keys and no values.
+Everything that belongs to one incarnation of the node is one `Attachment`: made on first use, replaced when the index
+moves and dropped when the node is lost, so that state of a dead process never mixes with its successor's. A node that
+did not answer is not used until a probe succeeds; no caller waits for it. Knows no keys and no values.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ Stub = kvstore_pb2_grpc.KvStoreStub
 Describe = kvstore_pb2.StoreDescribeReply
 
 REST_S = 2.0
-"""Between two probes of a node that did not answer."""
+"""Seconds between two probes of a node that did not answer."""
 _PROBE_S = 0.5
 _CLOSE_S = 2.0
 _ATTEMPTS = 3
-"""An index that moves more often than this during one call is left alone."""
+"""Attempts per call to read an index that keeps moving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What the nodes of one client share."""
+    """Resources that all nodes of one client share."""
 
     engine: TransferEngine
     scratch: Scratch
     backstage: Backstage
     channels: Channels
-    """Backstage only."""
+    """Used in the backstage loop only."""
     maps: bool
-    """The engine can map memory of this host."""
+    """True if the engine can map memory of this host."""
     express: bool
-    """KV may go over connections beside the engine's: nobody asked for TLS, rails or rdma."""
+    """True if KV may use connections of its own, outside the engine: no TLS, rails or rdma are configured."""
     threads: concurrent.futures.ThreadPoolExecutor
-    """For calls to several nodes at once."""
+    """Runs calls to several nodes concurrently."""
 
     @classmethod
     def over(cls, engine: TransferEngine, backstage: Backstage, channels: Channels, num_threads: int) -> Means:
@@ -94,9 +94,9 @@ class Means:
         )
 
     def together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """What all of them give: the first in this thread, the others beside it.
+        """Runs the calls concurrently, the first in this thread, and returns their results in order.
 
-        None of them runs any more when it returns or raises what the first that failed has raised.
+        When it returns or raises, no call is running. Raises the error of the first call that failed.
         """
         others = [self.threads.submit(call) for call in calls[1:]]
         try:
@@ -106,9 +106,9 @@ class Means:
         return [*first, *(other.result() for other in others)]
 
     def close(self) -> None:
-        """Nobody uses them any more. Idempotent."""
+        """Closes all shared resources; no call may be in flight. Idempotent."""
         self.threads.shutdown()
-        with contextlib.suppress(PeerLost, DeadlineExceeded):  # closed already
+        with contextlib.suppress(PeerLost, DeadlineExceeded):  # already closed
             self.backstage.ask(self.channels.close(), _CLOSE_S)
         self.backstage.close()
         self.scratch.close()
@@ -117,7 +117,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Attachment:
-    """To one incarnation of a node, and to one of its indexes."""
+    """Connection to one incarnation of a node and to one version of its index."""
 
     endpoint: Endpoint
     lean_address: str
@@ -127,53 +127,53 @@ class Attachment:
     near: Near | None
     far: Far | None
     express: Express | None
-    """None where memory is mapped."""
+    """None if the node's memory is mapped."""
 
 
 class StoreNode:
-    """Thread-safe. `address` is where the node serves gRPC."""
+    """Thread-safe handle of one store node. `address` is its gRPC address."""
 
     def __init__(self, node_id: str, address: str, means: Means, *, capacity: float = 1.0, here: bool = False) -> None:
-        """`here`: it runs on this host."""
+        """`here`: the node runs on this host."""
         self.node_id = node_id
         self.address = address
         self.capacity = capacity
-        """In bytes, as far as it is known; only its ratio to the others' counts."""
+        """Bytes, if known. Only the ratio to the other nodes' capacities matters."""
         self.in_flight = 0
-        """Calls and reads of this client: replicas on the nodes with fewer of them are preferred."""
+        """This client's calls and reads in flight. Replicas on nodes with fewer of them are preferred."""
         self.resting = False
         self._here = here and means.maps
         self._means = means
         self._lock = threading.Lock()
         self._attaching = threading.Lock()
-        """Held while talking to the node, so never together with the other."""
+        """Held during calls to the node, so never taken together with `_lock`."""
         self._channels: set[SyncChannel | Express] = set()
         self._attached: Attachment | None = None
         self._forgotten = False
 
     @property
     def is_near(self) -> bool:
-        """Its memory is mapped here; as long as that has not been tried, whether it is worth trying."""
+        """True if the node's memory is mapped; before the first attachment, True if mapping is worth trying."""
         attached = self._attached
         return self._here if attached is None else attached.near is not None
 
     @property
     def near(self) -> Near | None:
-        """Its memory, if it is mapped here already."""
+        """Mapped memory of the node, or None if it is not mapped yet."""
         attached = self._attached
         return None if attached is None else attached.near
 
     @property
     def attachment(self) -> Attachment | None:
-        """None as long as nobody has attached it."""
+        """Current attachment, or None if the node is not attached."""
         return self._attached
 
     def attached(self, deadline: Deadline) -> Attachment:
-        """Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""
+        """Returns the attachment, made if needed. Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""
         return self._attached or self._changed(None, self._attach, deadline)
 
     def call(self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline) -> T:
-        """A call in the caller's thread. Raises what the node raises, PeerLost, DeadlineExceeded."""
+        """Calls the node in the caller's thread. Raises the node's own error, PeerLost, DeadlineExceeded."""
         attached = self.attached(deadline)
         self._load(1)
         try:
@@ -182,7 +182,7 @@ class StoreNode:
             self._load(-1)
 
     def run(self, steps: Steps[T], deadline: Deadline) -> T:
-        """What the steps come to, taken in the caller's thread. Raises as `call`, and as transfers do."""
+        """Runs the steps in the caller's thread and returns their result. Raises as `call` and as transfers do."""
         answer: Any = None
         while True:
             try:
@@ -197,7 +197,7 @@ class StoreNode:
                 answer = None
 
     def put_at_once(self, objects: Sequence[ToPut], spots: Spots, terms: Terms, deadline: Deadline) -> list[Outcome]:
-        """Stores in one round trip; all are LATER where node or size do not allow that. Raises as `call`."""
+        """Stores objects in one round trip; all are LATER if node or size do not allow it. Raises as `call`."""
         later = [Outcome.LATER] * len(objects)
 
         def put(way: Attachment) -> list[Outcome]:
@@ -211,7 +211,7 @@ class StoreNode:
         return self.reading(put, deadline)
 
     def reading(self, work: Callable[[Attachment], T], deadline: Deadline) -> T:
-        """What `work` gives, over a newer index when the one it looked at has moved. Raises as `attached`."""
+        """Returns the result of `work`, repeated with a newer index if its index has moved. Raises as `attached`."""
         for _ in range(_ATTEMPTS):
             attached = self.attached(deadline)
             self._load(1)
@@ -224,7 +224,7 @@ class StoreNode:
         raise self._lost_error("its index moves all the time")
 
     def lost(self, error: MoonserveError) -> None:
-        """It did not answer: it rests, and is asked now and then behind the scenes."""
+        """Marks the node as not answering. It is detached and probed in the background until it answers."""
         with self._lock:
             if self.resting or self._forgotten:
                 return
@@ -234,13 +234,13 @@ class StoreNode:
         self._means.backstage.begin(self._revive())
 
     def forget(self) -> None:
-        """It has left, or another incarnation has come, or nobody uses this client any more."""
+        """Detaches the node for good: it left, another incarnation replaced it, or the client closes."""
         with self._lock:
             self._forgotten = True
         self._detach()
 
     async def ask(self, method: Callable[[Any], Any], request: Any, timeout_s: float) -> Any:
-        """As `call`, for use backstage. It attaches nothing: raises PeerLost when nobody has."""
+        """Calls the node from the backstage loop. Attaches nothing: raises PeerLost if the node is not attached."""
         attached = self._attached
         if attached is None:
             raise self._lost_error("is not attached")
@@ -248,7 +248,7 @@ class StoreNode:
         return await self._means.channels.call(method(stub), request, timeout_s=timeout_s)
 
     async def undo(self, call: Call) -> None:
-        """Backstage. What does not succeed, the right's own end does."""
+        """Gives a right back from the backstage loop. If that fails, the right expires at the node."""
         with contextlib.suppress(MoonserveError):
             await self.ask(*call, UNDO_TIMEOUT_S)
 
@@ -277,7 +277,7 @@ class StoreNode:
             Attachment(
                 endpoint=endpoint,
                 lean_address=lean_address,
-                stub=Stub(cast(grpc.Channel, channel)),  # it has what stubs need of one
+                stub=Stub(cast(grpc.Channel, channel)),  # SyncChannel implements what stubs use
                 channel=channel,
                 data=RemoteSegment(endpoint.transfer_address, described.segment_id),
                 near=None,
@@ -289,7 +289,7 @@ class StoreNode:
         )
 
     def _open(self, attachment: Attachment, index_id: int, deadline: Deadline) -> Attachment:
-        """With readers of the index, mapped where that can be."""
+        """Adds the readers of the index: mapped if possible, otherwise remote."""
         means, address = self._means, attachment.endpoint.transfer_address
         segments = means.engine.open(address, deadline_s=deadline.left_s())
         sizes = {each.segment_id: each.info.nbytes for each in segments if each.info is not None}
@@ -302,21 +302,21 @@ class StoreNode:
                 means.engine.map(index, 0, sizes[index_id], deadline_s=deadline.left_s()),
                 means.engine.map(data, 0, sizes[data.segment_id], deadline_s=deadline.left_s()),
             )
-        except (InvalidRequest, Incompatible):  # it cannot be mapped or read here
+        except (InvalidRequest, Incompatible):  # not mappable or not readable from this process
             find = partial(_find, attachment.stub)
             far = Far(means.engine, find, data, attachment.express)
             return replace(attachment, near=None, far=far)
         return replace(attachment, near=near, far=None, express=None)
 
     def _express(self, lean_address: str) -> Express | None:
-        """Over TCP also within a host: what may not be mapped is not to be had another way."""
+        """Returns an express client, over TCP even on one host: memory that is not mapped is not read another way."""
         if not self._means.express:
             return None
         channel = SyncChannel(lean_address, self._means.channels.cluster_token, self._means.channels.tls)
         return Express(lambda left_s: channel.hand_over(METHOD, timeout_s=left_s))
 
     def _attach_again(self, seen: Attachment, deadline: Deadline) -> Attachment:
-        """To the index that is in use now."""
+        """Attaches to the index that is in use now."""
         request = kvstore_pb2.StoreDescribeRequest()
         described: Describe = seen.stub.Describe(request, timeout=deadline.left_s())
         return self._open(seen, described.index_segment_id, deadline)
@@ -327,7 +327,7 @@ class StoreNode:
         attach: Callable[[Deadline], Attachment],
         deadline: Deadline,
     ) -> Attachment:
-        """What `attach` gives, or what another thread has attached instead of `seen`."""
+        """Returns the result of `attach`, or the attachment that another thread has made instead of `seen`."""
         if not self._attaching.acquire(timeout=deadline.left_s()):
             raise DeadlineExceeded(f"store node {self.node_id} could not be reached in time")
         try:
@@ -346,18 +346,18 @@ class StoreNode:
             self._attaching.release()
 
     def _settled(self, attach: Callable[[Deadline], Attachment], deadline: Deadline) -> Attachment:
-        """What `attach` gives; the index may have moved between being told of and being looked at."""
+        """Returns the result of `attach`, repeated if the index moves between its description and its first use."""
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Retired):
                 return attach(deadline)
         raise self._lost_error("its index moves all the time")
 
     def _detach(self) -> None:
-        """What is mapped stays so for those who are reading it."""
+        """Drops the attachment and its connections. Mapped memory stays mapped for readers that still use it."""
         with self._lock:
             attached, self._attached = self._attached, None
             channels = list(self._channels)
-        # Again those of earlier attachments: a call that was under way has left its connection behind.
+        # Close the channels of earlier attachments again: a call in flight may have left its connection open.
         for channel in channels:
             channel.close()
         if attached is not None:
@@ -366,7 +366,7 @@ class StoreNode:
                 self._means.backstage.begin(self._means.channels.forget(attached.lean_address))
 
     async def _revive(self) -> None:
-        """Asks now and then, and ends the rest with the first answer."""
+        """Probes the node periodically until it answers, then marks it as usable again."""
         while not self._forgotten:
             await asyncio.sleep(REST_S)
             try:

@@ -1,7 +1,7 @@
-"""Reads with the node's help: under a lease that keeps the object where it is, and brings it to memory first.
+"""Reads with the node's help, under a lease that loads the objects into memory and keeps them in place.
 
-The slow way, for what is only on disk or keeps moving. Its rule: bytes that were read when the lease may have ended do
-not count.
+This is the slow way, for objects that are only on disk or keep moving. Bytes do not count if the lease may have ended
+while they were read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class NodeLease:
-    """A lease at one node, and the way to renew it and to give it back."""
+    """A lease at one node, with the means to renew and release it."""
 
     node: StoreNode
     held: ReadLease
@@ -38,18 +38,18 @@ class NodeLease:
         return self.held.objects
 
     def require_valid(self) -> None:
-        """What was read until now counts. Raises StaleLease."""
+        """Raises StaleLease if the lease may have ended; otherwise everything read so far counts."""
         if time.monotonic() >= self.held.expires_at:
             raise StaleLease("the read lease has expired", lease_id=self.held.lease_id)
 
     def renew(self, ttl_s: float, deadline: Deadline) -> None:
-        """Raises StaleLease when it has ended."""
+        """Renews the lease. Raises StaleLease if it has ended."""
         expires_at = time.monotonic() + ttl_s
         self.node.call(*renew(self.held.lease_id, ttl_s), deadline)
         self.held = replace(self.held, expires_at=expires_at)
 
     async def renew_backstage(self, ttl_s: float) -> None:
-        """As `renew`. A lease that has ended counts for nothing from then on."""
+        """Renews the lease from the backstage loop. A lease that has ended becomes invalid."""
         expires_at = time.monotonic() + ttl_s
         try:
             await self.node.ask(*renew(self.held.lease_id, ttl_s), UNDO_TIMEOUT_S)
@@ -58,7 +58,7 @@ class NodeLease:
         self.held = replace(self.held, expires_at=expires_at)
 
     def close(self) -> None:
-        """Waits for the node, so that what is removed or put next finds the space. No error when it is gone."""
+        """Releases the lease and waits for the node, so that its space can be reused. No error if the node is gone."""
         if not self.entries:
             return
         try:
@@ -68,9 +68,9 @@ class NodeLease:
 
 
 def take_lease(node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, ttl_s: float | None = None) -> NodeLease:
-    """On the longest run of leading keys that the node holds. Raises PeerLost, DeadlineExceeded.
+    """Leases the longest run of leading keys that the node holds. Raises PeerLost, DeadlineExceeded.
 
-    Without `ttl_s` it lasts as long as reading what it covers may take.
+    Without `ttl_s`, the lease lasts as long as reading its objects may take.
     """
     first_s = deadline.ttl_s() if ttl_s is None else ttl_s
     store = node.attached(deadline).endpoint
@@ -84,9 +84,9 @@ def take_lease(node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, tt
 
 
 def each_run(node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline) -> Iterator[tuple[int, NodeLease]]:
-    """Leases on all of the keys that are there: each with the place of its first key, until the next.
+    """Yields leases on all keys that exist, each with the place of its first key. A lease is valid until the next one.
 
-    A lease stops at the first key that is absent; the next one begins behind it.
+    A lease stops at the first absent key; the next one begins after it.
     """
     first = 0
     while first < len(keys):
@@ -104,7 +104,7 @@ def read_into(
     verify: bool,
     deadline: Deadline,
 ) -> list[int | Fate]:
-    """Reads each leased object of a part into its spot. Raises StaleLease, InvalidRequest for one that does not fit."""
+    """Reads the leased objects of a slice into their spots. Raises StaleLease, InvalidRequest if one does not fit."""
     runs, entries = [], lease.entries[part]
     for place, entry in enumerate(entries):
         if entry.length > spots.rooms[place]:

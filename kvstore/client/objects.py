@@ -1,4 +1,4 @@
-"""Objects at store nodes as a client names them: those under a read lease, those to put, and what became of each."""
+"""Data types for objects at store nodes: objects under a read lease, objects to put, and the result for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transfer import RemoteSegment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedObject:
-    """One object as it lies in the node's segment."""
+    """A leased object and its location in the node's segment."""
 
     key: BlockKey
     offset: int
@@ -30,18 +30,18 @@ class LeasedObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLease:
-    """The right to read the leading objects of a list of keys until it expires or is released."""
+    """Right to read the leading objects of a list of keys, until it expires or is released."""
 
     lease_id: str
     store: Endpoint
     segment: RemoteSegment
-    objects: tuple[LeasedObject, ...]  # of the leading keys that are present
-    expires_at: float  # event loop's clock; not later than the node thinks
+    objects: tuple[LeasedObject, ...]  # one per leading key that is present
+    expires_at: float  # on the caller's monotonic clock; not later than the node's own expiry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutObject:
-    """An object to store, and its checksum as made by its writer."""
+    """An object to store and its writer's checksum."""
 
     key: BlockKey
     parent: BlockKey | None  # None = its chain starts here
@@ -49,7 +49,7 @@ class PutObject:
 
 
 class Item:
-    """An object to store, as its writer gave it; nobody changes it meanwhile."""
+    """An object to store, with its value. The value must not change while it is stored."""
 
     __slots__ = ("_checksum", "_value", "block")
 
@@ -72,7 +72,7 @@ class Item:
 
     @property
     def checksum(self) -> int:
-        """Made when it is first asked for, best while the bytes are on their way."""
+        """Checksum of the value, computed on first use, ideally while the bytes are being sent."""
         if self._checksum is None:
             self._checksum = checksum([self._value])
         return self._checksum
@@ -83,12 +83,12 @@ ToPut = PutObject | Item
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutResult:
-    """What became of each object of a put."""
+    """Number of objects of a put by outcome."""
 
     stored: int
-    present: int  # it was there already, or another writer is storing it
-    refused: int  # no space that could be had
-    corrupt: tuple[BlockKey, ...]  # arrived with another checksum and were dropped
+    present: int  # already stored, or another writer is storing it
+    refused: int  # no space could be freed
+    corrupt: tuple[BlockKey, ...]  # keys of the objects that did not match their checksum on arrival and were dropped
 
 
 def require_lengths(lease: ReadLease, spots: Spots) -> None:
@@ -99,14 +99,14 @@ def require_lengths(lease: ReadLease, spots: Spots) -> None:
 
 
 class Fate(Enum):
-    """Why one object was not read at one node. No error: the caller goes on elsewhere, or asks."""
+    """Reason why an object was not read at one node. Not an error: the caller tries another node or asks this one."""
 
     ABSENT = auto()
-    """The node has it not."""
+    """The node does not have the object."""
     ASK = auto()
-    """Only the node itself can tell, or bring it to memory."""
+    """Only the node itself can tell, or can bring the object into memory."""
     CORRUPT = auto()
-    """Its bytes do not match its checksum, and it has not changed meanwhile."""
+    """The object's bytes do not match its checksum, and it has not changed meanwhile."""
 
 
 def too_small(length: int, capacity: int) -> InvalidRequest:

@@ -1,7 +1,8 @@
-"""Which nodes a key belongs to: weighted rendezvous hashing. Pure.
+"""Home nodes of keys, by weighted rendezvous hashing. Pure.
 
-Every client that knows the same nodes ranks them alike for a key, without asking anybody. A node that joins takes over
-only what is then its own, one that leaves only gives away what was. Does not know who is alive, full or near.
+All clients that know the same nodes rank them identically for a key, without communication. A node that joins takes
+over only the keys that become its own, and one that leaves gives away only its own. Does not know which nodes are
+alive, full or near.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996; weights as in Schindelhauer and
 Schomaker, "Weighted Distributed Hash Tables", SPAA 2005 (logarithmic method).
@@ -23,7 +24,7 @@ _FRACTION = 2.0**-53
 
 
 class Placement:
-    """The ranks of a fixed set of nodes, given by id and weight (bytes of capacity, say; above 0)."""
+    """Ranks a fixed set of nodes, given by id and weight (for example bytes of capacity; above 0)."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.ids = tuple(sorted(weights))
@@ -31,14 +32,14 @@ class Placement:
         self._weights = np.array([weights[node] for node in self.ids], np.float64)
 
     def ranked(self, keys: Sequence[BlockKey]) -> list[list[int]]:
-        """Of each key, the places in `ids` of all nodes, home first."""
+        """Returns for each key the places in `ids` of all nodes, home first."""
         if len(self.ids) < 2:
             return [list(range(len(self.ids)))] * len(keys)
         ranks: list[list[int]] = self._scores(keys).argsort(axis=1, kind="stable").tolist()
         return ranks
 
     def _scores(self, keys: Sequence[BlockKey]) -> npt.NDArray[np.float64]:
-        """Shape (keys, nodes); the smallest is home. Exponentially distributed, so weights act as rates."""
+        """Returns scores of shape (keys, nodes); smallest is home. Exponentially distributed: weights act as rates."""
         words = np.frombuffer(pack_keys(keys), np.dtype("<u8")).reshape(-1, 2, 1)
         mixed = _mix(_mix(words[:, 0] ^ self._seeds) ^ words[:, 1])
         uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * _FRACTION

@@ -1,7 +1,7 @@
-"""Calls that concern the whole cluster: of every node, and questions to the directory.
+"""Calls to the whole cluster: to every node, and to the directory.
 
-Its rule: every node is asked, and one that does not answer is an error only after the others have been. The directory,
-asked over gRPC in the backstage, is the slow way to find a key, and is told how many replicas a key is to have.
+Every node is called; a node that does not answer becomes an error only after all the others were called. The directory
+is called over gRPC in the backstage loop. It is the slow way to find a key, and sets the number of replicas of a key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStats:
-    """What one node holds, or the sum over several; sizes in bytes."""
+    """Statistics of one node, or their sum over several; sizes in bytes."""
 
     capacity_bytes: int = 0
     free_bytes: int = 0
@@ -53,10 +53,10 @@ class PoolStats:
 
     nodes: Mapping[str, NodeStats]
     counters: Mapping[str, Mapping[str, int]]
-    """Of each node, since its start."""
+    """Counters of each node since its start."""
     unreachable: tuple[str, ...]
     client: Mapping[str, int]
-    """What this client has counted."""
+    """This client's own event counts."""
 
     @property
     def total(self) -> NodeStats:
@@ -70,9 +70,9 @@ class NodeView:
     node_id: str
     address: str
     near: bool
-    """Its memory is mapped here."""
+    """True if the node's memory is mapped here, or is worth trying to map."""
     resting: bool
-    """It did not answer, and is not asked until it does."""
+    """True if the node did not answer and is not called until it does."""
 
 
 def ask_all(
@@ -81,7 +81,7 @@ def ask_all(
     request: Any,
     deadline: Deadline,
 ) -> tuple[dict[str, T], dict[str, MoonserveError]]:
-    """What each node answers, one after the other, and why those do not that do not."""
+    """Calls each node, one after the other. Returns the replies and the errors, both by node id."""
     replies: dict[str, T] = {}
     errors: dict[str, MoonserveError] = {}
     for left, node in zip(range(len(nodes), 0, -1), nodes, strict=True):
@@ -101,7 +101,7 @@ def answers_of_all(
     request: Any,
     deadline: Deadline,
 ) -> Iterable[T]:
-    """As `ask_all`. Raises the first error, once all have been asked."""
+    """Calls each node, as `ask_all`. Raises the first error after all nodes were called."""
     replies, errors = ask_all(nodes, method, request, deadline)
     for error in errors.values():
         raise error
@@ -109,12 +109,12 @@ def answers_of_all(
 
 
 def new_removal_id() -> int:
-    """An id for a removal of all replicas: the same at every node, and never used again."""
+    """Returns an id for a removal of all replicas: the same at every node, and never used again."""
     return secrets.randbits(63) + 1
 
 
 def locate(means: Means, view: View, keys: Sequence[BlockKey], deadline: Deadline) -> list[list[StoreNode]]:
-    """The nodes that hold each key, as far as the directory has heard. Raises NoWorker without one, PeerLost."""
+    """Returns the nodes that hold each key, as far as the directory knows. Raises NoWorker without one, PeerLost."""
     request = directory_pb2.LocateRequest(keys=pack_keys(keys))
     reply = _ask(means, view, lambda stub: stub.Locate, request, deadline)
     nodes = [view.by_id(endpoint.instance_id) for endpoint in reply.nodes]
@@ -124,7 +124,7 @@ def locate(means: Means, view: View, keys: Sequence[BlockKey], deadline: Deadlin
 def change_replica(
     means: Means, view: View, keys: Sequence[BlockKey], num_replicas: int, deadline: Deadline
 ) -> directory_pb2.ChangeReplicaReply:
-    """Gives the keys so many replicas. Raises NoWorker without a directory, PeerLost, InvalidRequest."""
+    """Sets the number of replicas of the keys. Raises NoWorker without a directory, PeerLost, InvalidRequest."""
     request = directory_pb2.ChangeReplicaRequest(keys=pack_keys(keys), num_replicas=num_replicas)
     reply = _ask(means, view, lambda stub: stub.ChangeReplica, request, deadline)
     assert isinstance(reply, directory_pb2.ChangeReplicaReply)

@@ -1,8 +1,8 @@
-"""Storing objects: at the first node of their rank that takes them, in one round trip or by a reservation.
+"""Stores objects at the first ranked node that has room, in one round trip or by a reservation.
 
-Its rule: what was not committed is given back; an equal value that is there already, or that another writer stores
-meanwhile, counts as stored, another value is refused. Another value is noticed where this one would be stored, not at
-nodes that hold it for other reasons.
+Uncommitted reservations are given back. An equal value that is already stored, or that another writer is storing,
+counts as stored; a different value is refused. A different value is noticed only at the node that would store this one,
+not at other nodes that hold replicas.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from protocol.errors import (
 from protocol.ids import new_id
 
 _MAX_NODES = 4
-"""A cluster where so many nodes in a row have no room is full."""
+"""Number of nodes tried. The cluster counts as full if none of them has room."""
 _WAIT_SHARE = 0.9
-"""Of the time left for other writers of the same keys; the rest is for saying so."""
+"""Share of the remaining time spent waiting for other writers of the same keys; the rest is for reporting a failure."""
 _FULL_RETRY_S = 1.0
 
 
 class Unfinished(DeadlineExceeded):
-    """By another writer of the key, while the node answered all the time."""
+    """Raised if another writer of the key did not finish in time although the node kept answering."""
 
 
 class Puts:
-    """Thread-safe."""
+    """Thread-safe puts over all nodes of a cluster."""
 
     def __init__(self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints) -> None:
         self._cluster = cluster
@@ -52,10 +52,10 @@ class Puts:
         self._hints = hints
 
     def put(self, items: Sequence[Item], spots: Spots, terms: Terms, deadline: Deadline) -> None:
-        """Each fills its spot. All are stored when it returns; when it raises, some may be.
+        """Stores items, each of which fills its spot. All are stored when it returns; when it raises, some may be.
 
-        Raises InvalidRequest (another value is there, or it can never fit), Overloaded (no room at the nodes of its
-        rank), IntegrityError (arrived damaged), PeerLost, DeadlineExceeded, NoWorker.
+        Raises InvalidRequest (another value is stored, or the value can never fit), Overloaded (no room at the ranked
+        nodes), IntegrityError (a value arrived damaged), PeerLost, DeadlineExceeded, NoWorker.
         """
         ranked = self._cluster.view.ranked([item.block.head for item in items])
         waiting = {place: nodes[:_MAX_NODES] for place, nodes in enumerate(ranked)}
@@ -85,7 +85,7 @@ class Puts:
         terms: Terms,
         deadline: Deadline,
     ) -> Sequence[MoonserveError | None]:
-        """Of each, why it is not stored at this node now."""
+        """Tries one node. Returns for each item None if it is stored, else the reason why not."""
         try:
             puts = self._put_at(node, items, spots, terms, deadline)
         except (Overloaded, PeerLost, DeadlineExceeded, StaleLease) as error:
@@ -104,13 +104,14 @@ class Puts:
         terms: Terms,
         deadline: Deadline,
     ) -> list[Outcome]:
-        """What became of each: PRESENT, FULL or STORED."""
+        """Returns the outcome of each item: PRESENT, FULL or STORED."""
         puts = node.put_at_once(items, spots, terms, deadline)
         _require_undamaged(puts)
         self._write(node, items, spots, terms, deadline, puts, Outcome.LATER)
         while Outcome.IN_PROGRESS in puts:
             if not self._write(node, items, spots, terms, deadline, puts, Outcome.IN_PROGRESS):
-                break  # else the node did not wait for the rest
+                # The node answers as soon as it grants one. If it granted none, it waited its full time.
+                break
         self._require_same(node, items, puts, deadline)
         return puts
 
@@ -124,7 +125,7 @@ class Puts:
         puts: list[Outcome],
         which: Outcome,
     ) -> bool:
-        """Tries those again, the long way; whether one was stored. An error leaves no reservation behind."""
+        """Stores items with outcome `which` by a reservation; True if one was stored. An error leaves none behind."""
         places = [place for place, put in enumerate(puts) if put is which]
         if not places:
             return False
@@ -136,7 +137,7 @@ class Puts:
         try:
             steps = stored(address, name, some, there, terms, left_s, wait_s=wait_s)
             written = node.run(steps, deadline)
-        except BaseException:  # others wait for the space and for the keys
+        except BaseException:  # other writers wait for the space and for the keys
             with contextlib.suppress(PeerLost):  # this client is closed
                 self._means.backstage.begin(node.undo(abort(name)))
             raise
@@ -148,7 +149,7 @@ class Puts:
     def _require_same(
         self, node: StoreNode, items: Sequence[Item], puts: Sequence[Outcome], deadline: Deadline
     ) -> None:
-        """Raises InvalidRequest when another value is stored under one of the keys, Unfinished."""
+        """Raises InvalidRequest if a key holds another value, Unfinished if another writer did not finish in time."""
         if Outcome.IN_PROGRESS in puts:
             raise Unfinished("another writer of this key did not finish in time")
         present = [item for item, put in zip(items, puts, strict=True) if put is Outcome.PRESENT]
@@ -156,7 +157,7 @@ class Puts:
             return
         entries = self._at_node.entries(node, [item.key for item in present], deadline)
         for item, entry in zip(present, entries, strict=True):
-            if isinstance(entry, Fate):  # removed since: then it had been there
+            if isinstance(entry, Fate):  # removed since, so it was present
                 continue
             if (entry.length, entry.checksum) != (item.length, item.checksum):
                 raise InvalidRequest("another value is stored under this key; remove it first", key=item.key.hex())
@@ -175,7 +176,7 @@ def _why_full(tenant: str) -> str:
 def _grouped(
     waiting: Mapping[int, list[StoreNode]], errors: Mapping[int, MoonserveError]
 ) -> Mapping[StoreNode, list[int]]:
-    """Places by the node that is to be tried next, which leaves `waiting`. Raises why there is none left."""
+    """Groups places by the node to try next, which leaves `waiting`. Raises the last error if no node is left."""
     groups: dict[StoreNode, list[int]] = {}
     for place, nodes in waiting.items():
         if not nodes:

@@ -1,8 +1,8 @@
-"""Finding objects: at the likely nodes, at those the directory names, or anywhere.
+"""Finds and reads objects: at the likely nodes first, then at nodes the directory names, or at any node.
 
-Its rule: a replica that does not match its checksum is reported, counted and passed over; a node that does not answer
-costs a part of the caller's time, never all of it while there is another. What nobody has is None; what somebody who is
-out of reach may have is an error.
+A replica that does not match its checksum is reported, counted and skipped. A node that does not answer costs a part of
+the caller's time, never all of it while another node is left. A key that no node has gives None; a key that an
+unreachable node may have raises an error.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 At = Callable[[StoreNode, Sequence[int], Deadline], Sequence[T | Fate]]
-"""Asks one node for the keys at these places of the batch."""
+"""Reads from one node the keys at the given places of the batch."""
 _REPORT_S = 1.0
 
 
 class Reads:
-    """Thread-safe."""
+    """Thread-safe reads over all nodes of a cluster."""
 
     def __init__(self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints, counters: Counters) -> None:
         self._cluster = cluster
@@ -49,7 +49,7 @@ class Reads:
         self._at_node = at_node
 
     def values(self, keys: Keys, deadline: Deadline, *, verify: bool) -> list[bytes | None]:
-        """Raises PeerLost when a node that may have a missing one is out of reach, NoWorker, DeadlineExceeded."""
+        """Returns the values. Raises PeerLost if a lost node may have a missing one; NoWorker, DeadlineExceeded."""
 
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[bytes | Fate]:
             return self._at_node.values(node, pick(keys.stored, places), within, verify=verify)
@@ -57,11 +57,11 @@ class Reads:
         return self.search(keys, at, deadline)
 
     def into(self, keys: Keys, spots: Spots, deadline: Deadline, *, verify: bool) -> list[int | None]:
-        """Lengths of what lies in the spots now. Raises as `values`, InvalidRequest for one that does not fit."""
+        """Reads values into spots and returns the lengths. Raises as `values`, InvalidRequest if one does not fit."""
         there = self._into_at_once(keys, spots, verify=verify)
         if there is None:
             return self._search_into(keys, spots, deadline, verify=verify)
-        if Fate not in set(map(type, there)):  # quicker than to look at each in Python
+        if Fate not in set(map(type, there)):  # faster than a Python loop
             return cast("list[int | None]", there)
         rest = [place for place, length in enumerate(there) if isinstance(length, Fate)]
         found = self._search_into(keys.at(rest), spots.at(rest), deadline, verify=verify)
@@ -78,9 +78,9 @@ class Reads:
         return self.search(keys, at, deadline)
 
     def _into_at_once(self, keys: Keys, spots: Spots, *, verify: bool) -> list[int | Fate] | None:
-        """What the only node has, where its memory is mapped already: no search, no waiting. None elsewhere.
+        """Reads from the only node, if its memory is already mapped: no search, no waiting. Otherwise returns None.
 
-        What is to be done for each key in Python is half of what a batch costs beyond copying it.
+        The per-key Python work is half of a batch's cost beyond the copy.
         """
         nodes = self._cluster.view.nodes
         near = nodes[0].near if len(nodes) == 1 else None
@@ -98,7 +98,7 @@ class Reads:
         return there
 
     def exist(self, keys: Keys, deadline: Deadline) -> list[bool]:
-        """Raises as `values`."""
+        """Tells which keys exist. Raises as `values`."""
         found = self.search(
             keys,
             lambda node, places, within: self._at_node.exist(node, pick(keys.stored, places), within),
@@ -107,7 +107,7 @@ class Reads:
         return [present is True for present in found]
 
     def value_at_once(self, block: Block, *, verify: bool, max_bytes: float = math.inf) -> bytes | Fate | None:
-        """What can be told without waiting for anybody and without copying much; else ASK."""
+        """Returns the value, or None if absent, without waiting and without copying much; else ASK."""
 
         def at(near: Near) -> bytes | Fate:
             if max_bytes is not math.inf:
@@ -123,14 +123,14 @@ class Reads:
         return fate
 
     def exists_at_once(self, block: Block) -> bool | Fate:
-        """As `value_at_once`."""
+        """Tells if the key exists without waiting; else ASK."""
         node, fate = self._at_once(block, lambda near: near.exist([block.key])[0])
         if node is not None:
             self._at_node.used(node, b"")
         return bool(fate) if isinstance(fate, bool) else fate
 
     def _at_once(self, block: Block, at: Callable[[Near], T | Fate]) -> tuple[StoreNode | None, T | Fate]:
-        """Only the home is looked at, and its word that it has it not counts only when there is no other node."""
+        """Looks only at the home node. Its ABSENT counts only if there is no other node."""
         view = self._cluster.view
         if not view.nodes:
             return None, Fate.ASK
@@ -146,7 +146,7 @@ class Reads:
         return (ranked[0], fate) if len(ranked) == 1 or not missing else (None, Fate.ASK)
 
     def search(self, keys: Keys, at: At[T], deadline: Deadline) -> list[T | None]:
-        """What `at` gives for each at the first node where that is no `Fate`. Raises as `values`."""
+        """Returns for each key the result of `at` from the first node where it is not a `Fate`. Raises as `values`."""
         view = self._cluster.view
         if len(view.nodes) == 1:
             return self._ask_only(view.nodes[0], keys, at, deadline)
@@ -161,14 +161,14 @@ class Reads:
         return results
 
     def _ask_only(self, node: StoreNode, keys: Keys, at: At[T], deadline: Deadline) -> list[T | None]:
-        """Where there is nothing to search."""
+        """Reads from a cluster of one node, without a search."""
         try:
             fates = at(node, range(len(keys)), deadline)
         except (PeerLost, DeadlineExceeded) as error:
             if deadline.fair():
                 node.lost(error)
             raise
-        if Fate not in set(map(type, fates)):  # quicker than to look at each in Python
+        if Fate not in set(map(type, fates)):  # faster than a Python loop
             return cast("list[T | None]", fates)
         for key, fate in zip(keys.stored, fates, strict=True):
             if fate is Fate.CORRUPT:
@@ -229,11 +229,11 @@ class Reads:
                 search.locate(place, nodes)
 
     def _report_corrupt(self, node: StoreNode, key: BlockKey) -> None:
-        """Has it removed there, and counted."""
+        """Counts a corrupt replica and asks its node to remove it."""
         self._counters.count(Event.CORRUPT)
         log.error("a replica at %s is corrupt: %s", node.node_id, key.hex())
         request = kvstore_pb2.StoreRemoveRequest(keys=[key], corrupt=True)
         try:
             node.call(lambda stub: stub.Remove, request, Deadline(_REPORT_S))
-        except MoonserveError as error:  # nobody who verifies uses it
+        except MoonserveError as error:  # not fatal: readers that verify do not use it
             log.warning("the corrupt replica could not be removed: %s", error)

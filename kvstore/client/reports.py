@@ -1,7 +1,7 @@
-"""What a client reports: to nodes, what it read there without their help; to its user, how often rare events occurred.
+"""Reports of a client: to nodes, which objects it read without their help; to its user, how often rare events occurred.
 
-Reports of use tell nodes what is in use and what is hot. A report that is not answered is also how the death of a node
-is noticed whose memory is mapped here. Their rule: readers never wait for them, and what is too much is dropped.
+Reports of use show a node which objects are in use and which are hot. An unanswered report also reveals the death of a
+node whose memory is mapped. Readers never wait for reports, and excess reports are dropped.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from protocol.keys import KEY_BYTES
 from protocol.pb import kvstore_pb2
 
 GATHER_S = 0.1
-"""Waking the sender costs a reader up to a turn of the interpreter (milliseconds), so it is done this rarely however
+"""Seconds between reports. Waking the sender costs a reader up to a turn of the interpreter (milliseconds), however
 many keys there are."""
 _MAX_BYTES = 8192 * KEY_BYTES
-"""Of keys per node and message; a reader that is faster is not slowed down by the reports."""
+"""Bytes of keys per node and message. Faster readers are not slowed down; the excess is not reported."""
 LAST_REPORTS_S = 1.0
-"""For reports of what was read, when a client closes: a node that does not answer holds up nobody who ends."""
+"""Limit for the last reports when a client closes, so that an unresponsive node does not delay it for long."""
 
 
 class Event(StrEnum):
-    """What a client counts. Reads that go well are not among it: the nodes count them."""
+    """Events that a client counts. Successful reads are not among them: the nodes count those."""
 
     CORRUPT = "corrupt_replicas"
-    """Found and reported to their node; another replica was tried."""
+    """Corrupt replicas found and reported to their node; another replica was tried."""
     FAILOVER = "failovers"
-    """A node did not answer and another one was asked."""
+    """Nodes that did not answer, so that another one was asked."""
     LEASED_READ = "leased_reads"
-    """Objects that could not be read without their node's help: on disk, or moving."""
+    """Objects read with their node's help: on disk, or moving."""
     UNREPORTED = "unreported_reads"
-    """Objects whose use was not reported, since there was too much of it."""
+    """Objects whose use was not reported, because there were too many or the report failed."""
 
 
 class Counters:
-    """Counts of events since the client was made. Thread-safe."""
+    """Thread-safe event counts since the client was created."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class Counters:
 
 
 class Touches:
-    """Reports of use that are gathered and sent backstage. Thread-safe."""
+    """Gathers reports of use and sends them in the backstage loop. Thread-safe."""
 
     def __init__(self, backstage: Backstage, counters: Counters) -> None:
         self._counters = counters
@@ -73,7 +73,7 @@ class Touches:
         self._sending = backstage.begin(self._send_all())
 
     def note(self, node: StoreNode, packed_keys: bytes) -> None:
-        """These keys, back to back, were read at `node`, or only looked for when there are none."""
+        """Records keys, back to back, that were read at `node`; no keys if they were only looked up."""
         with self._lock:
             first = not self._pending
             pending = self._pending.setdefault(node, bytearray())
@@ -85,11 +85,11 @@ class Touches:
             self._counters.count(Event.UNREPORTED, (len(packed_keys) - room) // KEY_BYTES)
 
     def flush(self, timeout_s: float) -> None:
-        """Sends what there is and waits for the answers, also to what was sent before."""
+        """Sends pending reports and waits for the answers, including those to earlier reports."""
         self._backstage.ask(self._send_pending(), timeout_s)
 
     async def last(self, timeout_s: float) -> None:
-        """As `flush`, for a caller in the backstage's own loop. What is not answered in time is not waited for."""
+        """Does the same as `flush` in the backstage's own loop. Stops waiting after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._send_pending()
@@ -112,12 +112,12 @@ class Touches:
             await asyncio.wait(map(asyncio.wrap_future, tuple(self._under_way)))
 
     async def _send(self, node: StoreNode, packed_keys: bytearray) -> None:
-        if node.attachment is None:  # lost meanwhile, and told so
+        if node.attachment is None:  # lost meanwhile, and already marked as lost
             return
         request = kvstore_pb2.StoreTouchRequest(keys=bytes(packed_keys))
         try:
             await node.ask(lambda stub: stub.Touch, request, PATIENCE.base_s)
         except (PeerLost, DeadlineExceeded) as error:
             node.lost(error)
-        except MoonserveError:  # then they do not count as used
+        except MoonserveError:  # these objects do not count as used
             self._counters.count(Event.UNREPORTED, len(packed_keys) // KEY_BYTES)

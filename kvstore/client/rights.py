@@ -1,7 +1,7 @@
-"""Rights to read and to write at a store node, as the calls and transfers that they consist of. Pure.
+"""Rights to read and write at a store node, expressed as the calls and transfers they consist of. Pure.
 
-Each function is a sequence of steps that somebody else takes: `StoreNode.run` in the caller's thread, `BlockStores` in
-an event loop. Its rule: nothing of a put is visible before its commit; a right that was not given back ends by itself.
+Each function yields steps for a caller to run: `StoreNode.run` in the caller's thread, `BlockStores` in an event loop.
+Nothing of a put is visible before its commit. A right that is not given back expires.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from transfer import Op, RemoteSegment, ScatterTransfer
 T = TypeVar("T")
 
 UNDO_TIMEOUT_S = 2.0
-"""To give a right back is worth so much waiting; afterwards its own end does it."""
+"""Seconds spent on giving a right back; afterwards it expires by itself."""
 
 
 class Call(NamedTuple):
-    """A unary call of the store's service. Its step comes to the reply."""
+    """A unary call of the store's service. Its step returns the reply."""
 
     method: Callable[[Any], Callable[..., Any]]
-    """Of a stub."""
+    """Selects the method of a stub."""
     request: Any
 
 
@@ -41,14 +41,14 @@ Steps = Generator[Call | ScatterTransfer, Any, T]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On which objects are stored."""
+    """Conditions under which objects are stored."""
 
     pin: Pin = Pin.NONE
     tenant: str = ""
 
 
 def leased(store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float) -> Steps[ReadLease]:
-    """A lease on the longest run of leading keys that the node holds."""
+    """Leases the longest run of leading keys that the node holds."""
     request = kvstore_pb2.StoreLeaseRequest(lease_id=lease_id, keys=keys, ttl_s=ttl_s)
     reply = yield Call(attrgetter("Lease"), request)
     return ReadLease(
@@ -72,7 +72,7 @@ def leased(store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s: floa
 
 
 def renew(lease_id: str, ttl_s: float) -> Call:
-    """Raises StaleLease when it has ended."""
+    """Returns the call that renews a lease. It raises StaleLease if the lease has ended."""
     request = kvstore_pb2.StoreRenewRequest(lease_id=lease_id, ttl_s=ttl_s)
     return Call(attrgetter("Renew"), request)
 
@@ -91,9 +91,9 @@ def stored(
     *,
     wait_s: float = 0.0,
 ) -> Steps[list[Outcome]]:
-    """What became of each object, all of which fill their spots. Where it does not come to that: `abort`.
+    """Stores objects that fill their spots and returns their outcomes. If it does not finish, the caller must `abort`.
 
-    `address`: of the node's transfer engine. `wait_s`: for other writers of the same keys.
+    `address`: the node's transfer engine. `wait_s`: time to wait for other writers of the same keys.
     """
     request = kvstore_pb2.StoreReserveRequest(reservation_id=reservation_id, ttl_s=right_s(left_s), wait_s=wait_s)
     pin = pin_to_wire(terms.pin)

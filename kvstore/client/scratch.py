@@ -1,4 +1,4 @@
-"""Registered memory to borrow, for values that have no place of their own and for any number of threads.
+"""Pool of registered memory for values that have no place of their own. Thread-safe.
 
 Segments are kept between calls, because fresh pages cost more than the copy (0.9 against 12 GB/s). Knows no keys.
 """
@@ -16,7 +16,7 @@ _KEPT_BYTES = 64 * 2**20
 
 
 class Scratch:
-    """Segments to borrow. Each is used by one borrower at a time."""
+    """Segments to borrow, each by one borrower at a time."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -25,7 +25,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def borrow(self, nbytes: int) -> Iterator[Segment]:
-        """At least `nbytes` of memory; no transfer may use it any more at the end."""
+        """Lends at least `nbytes` of memory. No transfer may use it after the block."""
         segment = self._take(nbytes)
         if segment is None:
             segment = self._engine.allocate(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))

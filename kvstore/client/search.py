@@ -1,8 +1,8 @@
-"""Where to look for keys, node by node, until each is found or known to be missing. Pure.
+"""Order in which nodes are searched for keys, until each key is found or known to be missing. Pure.
 
-Its rule: a key is missing only when nobody who could have it was out of reach. First the nodes on this host, where
-looking costs a microsecond, then where the key was found before, its home and the next rank; then whoever the
-directory names or, without one, everybody.
+A key counts as missing only if no node that could have it was unreachable. The order: nodes on this host, where a
+lookup costs a microsecond; the node where the key was found before, its home and the next rank; then the nodes that the
+directory names or, without a directory, all nodes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from protocol.keys import BlockKey
 
 _MAX_NEAR = 3
 _RANKS = 2
-"""Home, and where a put goes when home is full, draining or away."""
+"""The home node, and the node that takes puts when home is full, draining or away."""
 Groups = Mapping[StoreNode, Sequence[int]]
-"""Places of keys by the node that is to be asked for them."""
+"""Places of keys by the node to ask for them."""
 
 
 class Hints:
-    """Keys that were found away from home, and where; all are forgotten when there are too many. Thread-safe."""
+    """Nodes of keys that were found away from home. All are forgotten when there are too many. Thread-safe."""
 
     def __init__(self, limit: int = 65_536) -> None:
         self._limit = limit
@@ -43,10 +43,10 @@ class Hints:
 
 
 class Search:
-    """For a batch of keys. Ask with `groups`, then say of each place `found`, `absent` or `lost`."""
+    """Search for a batch of keys. Call `groups`, then `found` or `lost` for each place; otherwise it is absent."""
 
     def __init__(self, blocks: Sequence[Block], view: View, hints: Hints) -> None:
-        """Raises NoWorker when there is no node."""
+        """Raises NoWorker if there is no node."""
         self._blocks = blocks
         self._hints = hints
         self._ranked = view.ranked([block.head for block in blocks])
@@ -57,7 +57,7 @@ class Search:
         self._errors: dict[int, MoonserveError] = {}
 
     def groups(self) -> Groups:
-        """Whom to ask next for which keys; empty when everybody named so far has been asked."""
+        """Returns the nodes to ask next, with their keys; empty once all candidates were asked."""
         groups: dict[StoreNode, list[int]] = {}
         for place, candidates in self._waiting.items():
             if candidates:
@@ -68,7 +68,7 @@ class Search:
 
     @property
     def others_left(self) -> bool:
-        """There may be another way for those that fail now, so they must leave time for it."""
+        """True if other nodes are left for keys that fail now, so the current attempt must leave time for them."""
         return any(len(self._asked[place]) < len(self._ranked[place]) for place in self._waiting)
 
     def found(self, place: int, node: StoreNode) -> None:
@@ -77,16 +77,16 @@ class Search:
             self._hints.note(self._blocks[place].key, node.node_id)
 
     def lost(self, place: int, error: MoonserveError) -> None:
-        """A node that could have it is out of reach."""
+        """Notes that a node that may have the key is unreachable."""
         self._errors[place] = error
 
     @property
     def unasked(self) -> list[int]:
-        """Places of keys that were not found, of which not every node has been asked."""
+        """Places of keys that were not found and for which some nodes were not asked."""
         return [place for place in self._waiting if len(self._asked[place]) < len(self._ranked[place])]
 
     def locate(self, place: int, holders: Iterable[StoreNode]) -> None:
-        """The directory names those, and knows of no others: nobody else is missed."""
+        """Sets the directory's holders as the only nodes left to ask. Without holders, drops an earlier error."""
         asked = self._asked[place]
         holders = list(holders)
         self._waiting[place] = [node for node in nearest(holders) if node not in asked]
@@ -94,13 +94,13 @@ class Search:
             self._errors.pop(place, None)
 
     def ask_everybody(self) -> None:
-        """Nobody knows who has them."""
+        """Makes all nodes not asked yet candidates."""
         for place in self.unasked:
             rest = [node for node in self._ranked[place] if node not in self._asked[place]]
             self._waiting[place] = rest
 
     def raise_lost(self) -> None:
-        """Raises why a key that was not found may nevertheless be somewhere."""
+        """Raises the error of a node that may have a key which was not found."""
         for place in self._waiting:
             if place in self._errors:
                 raise self._errors[place]

@@ -1,4 +1,4 @@
-"""Where values lie or are to lie in registered memory: one spot per key, in one piece or in several. Pure."""
+"""Places of values in registered memory: one spot per key, in one piece or in several. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from transfer.native import IoVectors
 from transfer.scatter import LENGTH, LOCAL, REMOTE, Rows
 
 PORTION_BYTES = 32 * 2**20
-"""What batches of values borrow at a time; more would not be kept."""
+"""Scratch memory that a batch borrows at a time; larger segments would not be kept."""
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spots:
-    """Each has an offset in the segment, and room for so many bytes. They do not overlap.
+    """Non-overlapping spots in a segment, each with an offset and a number of bytes.
 
     Shape (keys,), or (keys, pieces) where a value fills several pieces of memory, one after the other.
     """
@@ -36,11 +36,11 @@ class Spots:
     offsets: Words
     rooms: Words
     lengths: Words
-    """Bytes of each value that fills its spot."""
+    """Bytes of a value that fills each spot."""
 
     @classmethod
     def scattered(cls, segment: Segment, offsets: npt.ArrayLike, piece_bytes: int) -> Spots:
-        """Pieces of one size at `offsets`, shape (keys, pieces), within the segment."""
+        """Returns spots made of equal pieces at `offsets` in the segment, of shape (keys, pieces)."""
         places = np.asarray(offsets, np.uint64)
         count, pieces = places.shape
         rooms = np.full((count, pieces), piece_bytes, np.uint64)
@@ -48,7 +48,7 @@ class Spots:
 
     @classmethod
     def checked(cls, segment: Segment, offsets: Sequence[int], rooms: Sequence[int] | None = None) -> Spots:
-        """Without `rooms`, each spot ends where the next one begins, the last one with the segment.
+        """Returns validated spots. Without `rooms`, each ends where the next one begins, the last one with the segment.
 
         Raises InvalidRequest for spots that are not within the segment.
         """
@@ -61,17 +61,17 @@ class Spots:
         try:
             words = _words(rooms)
             return cls(segment, _words(offsets), words, words)
-        except OverflowError as error:  # below 0
+        except OverflowError as error:  # a negative number
             raise _outside(segment, offsets, rooms) from error
 
     @classmethod
     def packed(cls, segment: Segment, lengths: Sequence[int]) -> Spots:
-        """Back to back from the beginning; there is room."""
+        """Returns spots back to back from the segment's beginning, which must have room for them."""
         rooms = np.array(lengths, np.uint64)
         return cls(segment, np.cumsum(rooms, dtype=np.uint64) - rooms, rooms, rooms)
 
     def at(self, places: Sequence[int]) -> Spots:
-        """Some of them, in order."""
+        """Returns the spots at the given places, in order."""
         if len(places) == len(self.offsets):
             return self
         some = list(places)
@@ -86,8 +86,8 @@ class Spots:
         return int(self.lengths.sum())
 
     def rows(self, remote_offsets: Sequence[int]) -> Rows:
-        """Transfers of whole values, each of which lies in one piece at its remote offset."""
-        if self.rooms.ndim == 1:  # the quicker way for few of them
+        """Returns the rows that transfer whole values, each contiguous at its remote offset."""
+        if self.rooms.ndim == 1:  # faster for few spots
             runs = zip(remote_offsets, self.offsets.tolist(), self.rooms.tolist(), strict=True)
             return scatter.rows(*runs)
         rooms = self.rooms.reshape(len(self.rooms), -1)
@@ -99,12 +99,12 @@ class Spots:
         return rows.reshape(-1, 3)
 
     def vectors(self) -> IoVectors:
-        """The memory of all spots, without the empty pieces."""
+        """Returns the memory of all spots, without empty pieces."""
         pieces = np.stack((self.addresses.ravel(), self.rooms.ravel()), axis=1)
         return pieces if pieces[:, 1].all() else pieces[pieces[:, 1] > 0]
 
     def checksum(self, place: int) -> int:
-        """Of the value that fills the spot."""
+        """Returns the checksum of the value that fills the spot."""
         buffer = self.segment.buffer
         pieces = zip(
             np.atleast_1d(self.offsets[place]).tolist(),
@@ -114,13 +114,13 @@ class Spots:
         return checksum(buffer[offset : offset + nbytes] for offset, nbytes in pieces)
 
     def memory(self, place: int, length: int) -> memoryview:
-        """The first bytes of a spot in one piece."""
+        """Returns the first bytes of a spot that has one piece."""
         offset = int(self.offsets[place])
         return self.segment.buffer[offset : offset + length]
 
 
 def spots_of(segment: Segment, layout: KvLayout, num_blocks: int, blocks: Sequence[BlockId]) -> Spots:
-    """Blocks of a worker's pool: all pieces of each, in the order of a stored object."""
+    """Returns the spots of blocks in a worker's pool: all pieces of each, in the order of a stored object."""
     nbytes = layout.piece_bytes
     first = np.array(blocks, np.uint64).reshape(-1, 1) * np.uint64(nbytes)
     return Spots.scattered(segment, first + _pieces_of(layout, num_blocks), nbytes)
@@ -128,18 +128,18 @@ def spots_of(segment: Segment, layout: KvLayout, num_blocks: int, blocks: Sequen
 
 @functools.lru_cache(maxsize=64)
 def _pieces_of(layout: KvLayout, num_blocks: int) -> Words:
-    """Offsets of block 0's pieces."""
+    """Returns the offsets of block 0's pieces."""
     pieces = np.arange(layout.pieces_per_block, dtype=np.uint64)
     return pieces * np.uint64(num_blocks * layout.piece_bytes)
 
 
 def _words(numbers: Sequence[int]) -> Words:
-    """Half the price of `np.array`. Raises OverflowError for one below 0."""
+    """Returns an array at half the cost of `np.array`. Raises OverflowError for a negative number."""
     return np.frombuffer(array("Q", numbers), np.uint64)
 
 
 def _outside(segment: Segment, offsets: Sequence[int], rooms: Sequence[int]) -> InvalidRequest:
-    """The first that is not within the segment; there is one."""
+    """Returns the error for the first spot outside the segment; there must be one."""
     offset, room = next(
         (offset, room)
         for offset, room in zip(offsets, rooms, strict=True)
@@ -149,7 +149,7 @@ def _outside(segment: Segment, offsets: Sequence[int], rooms: Sequence[int]) -> 
 
 
 def portions(lengths: Sequence[int], limit: int = PORTION_BYTES) -> Iterator[slice]:
-    """Parts of a batch of at most `limit` bytes each, or of one object that has more."""
+    """Yields slices of a batch, of at most `limit` bytes each or of one larger object."""
     first = nbytes = 0
     for place, length in enumerate(lengths):
         if place > first and nbytes + length > limit:
@@ -161,7 +161,7 @@ def portions(lengths: Sequence[int], limit: int = PORTION_BYTES) -> Iterator[sli
 
 
 def rooms_between(offsets: Sequence[int], nbytes: int) -> list[int]:
-    """Up to the next offset behind each one, or the end."""
+    """Returns the bytes from each offset to the next one, or to the end."""
     ends = sorted({*offsets, nbytes})
     following = dict(itertools.pairwise(ends))
     return [following.get(offset, -1) - offset for offset in offsets]

@@ -1,7 +1,7 @@
-"""The store as a program uses it: keys and values, from any number of threads.
+"""The synchronous client of the KV store: stores and reads values by key, from any number of threads.
 
-Its rule: every call is bounded in time, raises errors of the one tree, and when it has returned or raised no transfer
-touches the caller's memory any more. What it stands on decides where; here is only what is asked.
+Every call is bounded in time and raises only errors derived from `MoonserveError`. Once a call has returned or raised,
+no transfer touches the caller's memory. This module holds the public API only; the modules below it choose the nodes.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from transfer.segments import Registrable
 Value = bytes | bytearray | memoryview
 
 LEASE_TTL_S = 10.0
-"""Of the node, when none is named (`--lease-ttl-s`)."""
+"""The node's own default (`--lease-ttl-s`), used when the caller gives no TTL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """What `change_replica` did."""
+    """Result of `KvStore.change_replica`."""
 
     created: int
     dropped: int
     missing: int
-    """Nobody holds them."""
+    """Keys that no node holds."""
     failed: int = 0
-    """Replicas that were to be created and were not: no room there, or a node was lost. Asking again tries another."""
+    """Replicas that could not be created: the node had no room or was lost. Calling again tries another node."""
 
 
 class KvStore:
-    """Make one with `connect`; `close` it or use it as a context manager. Thread-safe.
+    """Thread-safe client of a KV store. Create it with `connect`; `close` it or use it as a context manager.
 
-    Keys are bytes, or blocks of a chain (`chain`). Values are immutable: storing an equal one again succeeds, another
-    one is refused until the first has been removed. `timeout_s` bounds a call; without it, it may take as long as its
-    bytes may (`transfer.config`). `verify=False` leaves out comparing with the writer's checksum.
+    Keys are bytes, or blocks of a chain (`chain`). Values are immutable: storing an equal value again succeeds, a
+    different value is refused until the first one is removed. `timeout_s` bounds a call; without it, the limit grows
+    with the number of bytes (`transfer.config`). `verify=False` skips the comparison with the writer's checksum.
 
-    Every method raises PeerLost when the nodes that may have a key, or are to have it, cannot be reached; NoWorker when
-    there are none; DeadlineExceeded; InvalidRequest for arguments that cannot be.
+    Every method raises PeerLost if the nodes that may hold a key, or are to store it, cannot be reached; NoWorker if
+    the cluster has no node; DeadlineExceeded; InvalidRequest for invalid arguments.
     """
 
     def __init__(self, cluster: Cluster, means: Means) -> None:
@@ -84,20 +84,20 @@ class KvStore:
     # Reading
 
     def get(self, key: Key, *, timeout_s: float | None = None, verify: bool = True) -> bytes | None:
-        """None when nobody has it: it was not stored, removed, evicted, or every replica was damaged."""
+        """Returns the value, or None if no node has it: never stored, removed, evicted, or every replica damaged."""
         value = self.get_at_once(key, verify=verify)
         if not isinstance(value, Fate):
             return value
         return self._reads.values(Keys([key]), Deadline(timeout_s), verify=verify)[0]
 
     def get_at_once(self, key: Key, *, verify: bool = True, max_bytes: float = math.inf) -> bytes | Fate | None:
-        """As `get`, without ever waiting; Fate.ASK when that needs waiting or copying more than `max_bytes`."""
+        """Returns the same as `get` without waiting, or Fate.ASK if it had to wait or to copy more than `max_bytes`."""
         return self._reads.value_at_once(block_of(key), verify=verify, max_bytes=max_bytes)
 
     def batch_get(
         self, keys: Sequence[Key], *, timeout_s: float | None = None, verify: bool = True
     ) -> list[bytes | None]:
-        """As `get`, for each."""
+        """Returns one result per key, each as `get` returns it."""
         return self._reads.values(Keys(keys), Deadline(timeout_s), verify=verify)
 
     def get_into(
@@ -110,9 +110,10 @@ class KvStore:
         timeout_s: float | None = None,
         verify: bool = True,
     ) -> int | None:
-        """Reads into registered memory and gives how many bytes, at most `length` (all that follows `offset`).
+        """Reads a value into registered memory and returns its length in bytes.
 
-        What lies there counts only when a length is given. Raises InvalidRequest when the value does not fit.
+        The value may have at most `length` bytes, by default all that follow `offset`; a longer one raises
+        InvalidRequest. The memory's content is valid only if a length is returned.
         """
         rooms = None if length is None else [length]
         return self.batch_get_into([key], segment, [offset], rooms, timeout_s=timeout_s, verify=verify)[0]
@@ -127,7 +128,7 @@ class KvStore:
         timeout_s: float | None = None,
         verify: bool = True,
     ) -> list[int | None]:
-        """As `get_into`, for each; without lengths each spot ends where the next one begins."""
+        """Reads each value into its spot, as `get_into`. Without lengths, each spot ends where the next one begins."""
         wanted = Keys(keys)
         _require_as_many(len(wanted), len(offsets))
         spots = Spots.checked(segment, offsets, lengths)
@@ -142,8 +143,8 @@ class KvStore:
         timeout_s: float | None = None,
         verify: bool = True,
     ) -> bytes | None:
-        """`length` bytes of a value from `offset` on, as one layer of a block; the value is read in place and compared
-        as a whole. Raises InvalidRequest when they are not within it."""
+        """Returns `length` bytes of a value from `offset` on, for example one layer of a block. The value is read in
+        place and verified as a whole. Raises InvalidRequest if the range is not within the value."""
         with self.lease([key], timeout_s=timeout_s, verify=verify) as lease:
             view = lease.views[0]
             if view is None:
@@ -160,7 +161,7 @@ class KvStore:
         timeout_s: float | None = None,
         verify: bool = True,
     ) -> StoreLease:
-        """Objects in place: `with store.lease(keys) as lease: lease.views[0]`. See `StoreLease`."""
+        """Returns a lease with views of the objects in place: `with store.lease(keys) as lease: lease.views[0]`."""
         check_ttl(ttl_s)
         lease = StoreLease(self._means, ttl_s)
         return lease.open(self._reads, Keys(keys), Deadline(timeout_s), verify=verify)
@@ -172,7 +173,7 @@ class KvStore:
         return self._reads.exist(Keys([key]), Deadline(timeout_s))[0]
 
     def exists_at_once(self, key: Key) -> bool | Fate:
-        """As `exists`, without ever waiting; Fate.ASK when that needs waiting."""
+        """Returns the same as `exists` without waiting, or Fate.ASK if it would have to wait."""
         return self._reads.exists_at_once(block_of(key))
 
     def batch_exists(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> list[bool]:
@@ -189,10 +190,10 @@ class KvStore:
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """Readable by everybody when it returns.
+        """Stores a value. Every client can read it when this returns.
 
-        Raises InvalidRequest (another value is stored under the key, or it is larger than a node), Overloaded (no room
-        that could be had), IntegrityError (it arrived damaged, and was dropped).
+        Raises InvalidRequest (another value is stored under the key, or the value is larger than a node), Overloaded
+        (no space could be freed), IntegrityError (the value arrived damaged and was dropped).
         """
         self.batch_put([(key, value)], pin=pin, tenant=tenant, timeout_s=timeout_s)
 
@@ -204,7 +205,7 @@ class KvStore:
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """As `put`; when it raises, some may be stored."""
+        """Stores several values, as `put`. When it raises, some may be stored."""
         pairs = [(block_of(key), _bytes_of(value)) for key, value in items]
         lengths = [value.nbytes for _, value in pairs]
         terms = _terms(pin, tenant)
@@ -229,7 +230,7 @@ class KvStore:
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """As `put`, straight from registered memory, which must not change meanwhile."""
+        """Stores a value directly from registered memory, as `put`. The memory must not change during the call."""
         lengths = [segment.nbytes - offset if length is None else length]
         self.batch_put_from([key], segment, [offset], lengths, pin=pin, tenant=tenant, timeout_s=timeout_s)
 
@@ -244,7 +245,7 @@ class KvStore:
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """As `put_from`; when it raises, some may be stored."""
+        """Stores several values from registered memory, as `put_from`. When it raises, some may be stored."""
         blocks = blocks_of(keys)
         _require_as_many(len(blocks), len(offsets))
         spots = Spots.checked(segment, offsets, lengths)
@@ -261,11 +262,11 @@ class KvStore:
     # Memory for `get_into` and `put_from`
 
     def allocate(self, nbytes: int) -> Segment:
-        """New registered memory, `segment.buffer`; nodes on this host can map it."""
+        """Allocates registered memory (`segment.buffer`), which nodes on this host can map."""
         return self._means.engine.allocate(nbytes)
 
     def register(self, buffer: Registrable) -> Segment:
-        """Registers memory of the caller's: numpy arrays, bytearrays, tensors …; `allocate` is faster on one host."""
+        """Registers memory of the caller: numpy arrays, bytearrays, tensors. On one host, `allocate` is faster."""
         return self._means.engine.register(buffer)
 
     def deregister(self, segment: Segment) -> None:
@@ -274,16 +275,16 @@ class KvStore:
     # The cluster
 
     def remove(self, key: Key, *, timeout_s: float | None = None) -> bool:
-        """Removes all replicas and says whether there was one. Readers under a lease may finish.
+        """Removes all replicas of a key. Returns True if there was one. Readers under a lease may finish.
 
-        Raises PeerLost when a node that may have one did not answer; the others have removed theirs then. That node, or
-        one that the registry has given up, hears of it from the others within seconds of answering again, and before
-        it is a member again.
+        Raises PeerLost if a node that may hold a replica did not answer; the other nodes have removed theirs by then.
+        That node, or one that the registry has given up, learns of the removal from the other nodes within seconds of
+        answering again, and before it is a member again.
         """
         return self.batch_remove([key], timeout_s=timeout_s) > 0
 
     def batch_remove(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> int:
-        """As `remove`, and gives how many replicas there were."""
+        """Removes all replicas of the keys, as `remove`. Returns how many replicas there were."""
         block_keys = [block.key for block in blocks_of(keys)]
         self._hints.forget(block_keys)
         request = kvstore_pb2.StoreRemoveRequest(keys=block_keys, removal_id=new_removal_id())
@@ -292,7 +293,7 @@ class KvStore:
         return sum(reply.removed for reply in replies)
 
     def pin(self, keys: Sequence[Key], kind: Pin | str, *, timeout_s: float | None = None) -> int:
-        """Pins all replicas: "soft" (evicted last), "hard" (never evicted), "none". Gives how many there are."""
+        """Pins all replicas: "soft" (evicted last), "hard" (never evicted), "none". Returns the number of replicas."""
         block_keys = [block.key for block in blocks_of(keys)]
         request = kvstore_pb2.StorePinRequest(keys=block_keys, pin=pin_to_wire(_pin_of(kind)))
         nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
@@ -302,13 +303,13 @@ class KvStore:
     def change_replica(
         self, keys: Sequence[Key], num_replicas: int, *, timeout_s: float | None = None
     ) -> ReplicaChange:
-        """Makes the keys have so many replicas; a chain's blocks in order. Raises NoWorker without a directory."""
+        """Sets the number of replicas of each key; a chain's blocks in order. Raises NoWorker without a directory."""
         block_keys = [block.key for block in blocks_of(keys)]
         reply = change_replica(self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s))
         return ReplicaChange(reply.created, reply.dropped, reply.missing, reply.failed)
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
-        """Of each node that answers, their sum, and what this client has counted."""
+        """Returns the statistics of each node that answers, their sum, and this client's own counters."""
         request = kvstore_pb2.StoreStatsRequest()
         nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
         replies, errors = ask_all(nodes, lambda stub: stub.Stats, request, deadline)
@@ -320,14 +321,14 @@ class KvStore:
         )
 
     def nodes(self) -> tuple[NodeView, ...]:
-        """Those that the registry names."""
+        """Returns the nodes that the registry names."""
         return tuple(
             NodeView(node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting)
             for node in self._cluster.view.nodes
         )
 
     def close(self) -> None:
-        """Nothing may be under way; nodes are still told what was read. Idempotent."""
+        """Closes the client, after reporting its last reads to the nodes. No call may be in flight. Idempotent."""
         with contextlib.suppress(DeadlineExceeded, PeerLost):
             self._touches.flush(LAST_REPORTS_S)
         self._cluster.close()
@@ -341,7 +342,6 @@ class KvStore:
 
 
 def _terms(pin: Pin | str, tenant: str) -> Terms:
-    """Raises InvalidRequest."""
     check_tenant(tenant)
     return Terms(pin=_pin_of(pin), tenant=tenant)
 

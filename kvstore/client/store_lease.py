@@ -1,7 +1,7 @@
-"""Reading in place: views of objects that stay where they are for as long as a lease on them is kept.
+"""Views of stored objects that stay in place while a lease on them is kept.
 
-Its rule: the lease is renewed behind the scenes while it is open; when it could not be, whatever was read through the
-views must be discarded, which `check` and the end of the `with` block say.
+The lease is renewed in the background while it is open. If it could not be renewed, everything read through the views
+must be discarded; `check` and the end of the `with` block raise in that case.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from protocol.keys import BlockKey
 log = logging.getLogger(__name__)
 
 _RENEWALS = 3
-"""Tries within the life of a lease."""
+"""Renewal attempts within the lifetime of a lease."""
 
 
 class StoreLease:
-    """Use it as a context manager. Belongs to one thread."""
+    """A lease on objects at any number of nodes. Use it as a context manager. Belongs to one thread."""
 
     def __init__(self, means: Means, ttl_s: float) -> None:
         self.views: tuple[memoryview | None, ...] = ()
-        """Read-only, one per key; None where nobody has it. Mapped on the node's host, else a copy."""
+        """Read-only, one per key; None if no node has the object. Mapped on the node's host, otherwise a copy."""
         self._means = means
         self._ttl_s = ttl_s
         self._leases: list[NodeLease] = []
         self._unused: list[NodeLease] = []
-        """At nodes that were lost before all was read there: nothing depends on them."""
+        """Leases at nodes that failed before everything was read: no view depends on them."""
         self._memory = contextlib.ExitStack()
         self._renewing: concurrent.futures.Future[None] | None = None
 
@@ -56,23 +56,23 @@ class StoreLease:
             self.views = tuple(reads.search(keys, at, deadline))
             if self._leases:
                 self._renewing = self._means.backstage.begin(self._renew())
-        except BaseException:  # interrupted too: what was leased is given back
+        except BaseException:  # also on interruption: give back the leases taken so far
             self.close()
             raise
         return self
 
     def check(self) -> None:
-        """What was read until now counts. Raises StaleLease: discard it."""
+        """Raises StaleLease if anything read so far must be discarded."""
         for lease in self._leases:
             lease.require_valid()
 
     def close(self) -> None:
-        """Gives everything back; the views cannot be used any more. Idempotent."""
+        """Releases everything; the views cannot be used any more. Idempotent."""
         if self._renewing is not None:
             self._renewing.cancel()
         for view in self.views:
             if view is not None:
-                with contextlib.suppress(BufferError):  # an array of the caller's is over it
+                with contextlib.suppress(BufferError):  # the caller still has an array over it
                     view.release()
         leases = [*self._leases, *self._unused]
         self._leases, self._unused = [], []
@@ -146,7 +146,7 @@ class StoreLease:
     async def _renew_one(self, lease: NodeLease) -> None:
         try:
             await lease.renew_backstage(self._ttl_s)
-        except MoonserveError as error:  # it ends by itself unless a later try succeeds
+        except MoonserveError as error:  # the lease expires unless a later attempt succeeds
             log.warning("lease %s was not renewed: %s", lease.held.lease_id, error)
 
 

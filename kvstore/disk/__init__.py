@@ -1,1 +1,1 @@
-"""The SSD tier: append-only segment files, found again after a crash. `base` says what the rest of a node sees."""
+"""The SSD tier of a store node: append-only segment files, recovered after a crash. `base` is its interface."""

@@ -1,9 +1,9 @@
-"""The SSD tier as the rest of a node sees it: durable objects at places, in a folder of segment files.
+"""Interface of the SSD tier: durable objects at places, in a folder of segment files.
 
-What was written outlasts the process when the write returns, and a loss of power soon afterwards; what was forgotten
-outlasts both at once. A block that had not become durable when power was lost is missed. A place stays valid until it
-is released, or until the tier moves its object elsewhere to reclaim space, and says so. Which objects are worth keeping
-is the catalog's business.
+A written object survives the end of the process once the write returns, and a power loss shortly afterwards. A removal
+survives both once it returns. An object that was not durable at a power loss is a miss. A place stays valid until it is
+released, or until the tier moves its object to reclaim space and reports the move. The catalog decides which objects
+are worth keeping.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import NewType, Protocol
 from protocol.keys import BlockKey
 
 PAGE = 4096
-"""Bytes; every place and every length on disk is a multiple of it, as O_DIRECT wants."""
+"""Bytes of a page. Every place and every length on disk is a multiple of it, as O_DIRECT requires."""
 
 Place = NewType("Place", int)
-"""Where an object's header lies: segment number << 32 | page within the segment."""
+"""Location of an object's header: segment number << 32 | page within the segment."""
 
 
 class Pin(StrEnum):
-    """How much an object may be evicted."""
+    """How far an object is protected from eviction."""
 
     NONE = "none"
-    SOFT = "soft"  # after everything that has no pin
-    HARD = "hard"  # never
+    SOFT = "soft"  # evicted after all objects without a pin
+    HARD = "hard"  # never evicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskObject:
-    """What a header says of its object."""
+    """Metadata of an object, as stored in its header."""
 
     key: BlockKey
     parent: BlockKey | None
     length: int
     checksum: int
-    generation: int  # grows within a node, over restarts too: of two objects with one key, the later one counts
+    generation: int  # increases within a node, also over restarts; the highest generation of a key counts
     tenant: str = ""
     pin: Pin = Pin.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWrite:
-    """An object to write; `memory` does not change until the write returns."""
+    """An object to write. `memory` must not change until the write returns."""
 
     object: DiskObject
     memory: memoryview
@@ -53,7 +53,7 @@ class DiskWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRead:
-    """An object to read into `memory`, which is as long as the object."""
+    """An object to read into `memory`, which has the object's length."""
 
     object: DiskObject
     place: Place
@@ -61,42 +61,42 @@ class DiskRead:
 
 
 class Health(StrEnum):
-    """What can still be asked of the disk."""
+    """Which operations the disk can still serve."""
 
     GOOD = "good"
-    READ_ONLY = "read-only"  # writes are refused, what is there is served
-    FAILED = "failed"  # neither, or it does not answer
+    READ_ONLY = "read-only"  # writes are refused, reads are served
+    FAILED = "failed"  # reads and writes are refused; the disk fails or does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUsage:
-    """Bytes; live + dead + free = capacity, headers and padding included."""
+    """Disk usage in bytes, with headers and padding: live + dead + free = capacity."""
 
     capacity: int
     live: int
-    dead: int  # reclaimed once their segment's live objects have moved
+    dead: int  # reclaimed once the live objects of their segment have moved
     free: int
 
 
 class DiskSpace(Protocol):
-    """What the catalog asks of a disk."""
+    """The part of a disk tier that the catalog uses."""
 
     def space(self, length: int) -> int:
-        """Bytes of disk that an object of `length` bytes takes."""
+        """Returns the bytes of disk that an object of `length` bytes takes."""
 
     def takes(self, length: int) -> bool:
-        """Whether an object of `length` bytes can be written at all: it has to fit into one segment."""
+        """True if an object of `length` bytes can be written at all: it must fit into one segment."""
 
     @property
     def live_limit(self) -> int:
-        """Live bytes above which writes may be refused for want of a segment to move objects into."""
+        """Live bytes above which writes may be refused because compaction has no free segment."""
 
     def release(self, place: Place) -> None:
-        """The object there is no longer wanted. It may come back after a restart: `DiskTier.forget` prevents that."""
+        """Releases an object that is no longer needed. A restart may bring it back unless `DiskTier.forget` is used."""
 
 
 class DiskTier(DiskSpace, Protocol):
-    """One folder. All methods belong to one event loop; none blocks it."""
+    """Disk tier over one folder. All methods belong to one event loop; none blocks it."""
 
     @property
     def health(self) -> Health: ...
@@ -105,45 +105,45 @@ class DiskTier(DiskSpace, Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What happened since it was opened, for metrics."""
+        """Event counts since the tier was opened, for metrics."""
 
     def recover(self, progress: Callable[[float], None]) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
-        """What the folder holds, in pieces, as it is found. Call it once, before the first write.
+        """Yields the folder's objects in batches as they are found. Call it once, before the first write.
 
-        Of copies of one object only one is given; an older generation of a key may come before or after a newer one.
-        Torn and corrupt tails are cut off, counted and logged. `progress` is told the share that is done.
+        Of several copies of one object only one is yielded; an older generation of a key may come before or after a
+        newer one. Torn and corrupt tails are cut off, counted and logged. `progress` receives the share that is done.
         """
 
     async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
-        """On disk on return, durable at the latest a configured interval later; None where there was no space, or the
-        disk failed or did not answer in time. Never raises for the disk's sake."""
+        """Writes objects and returns their places: on disk on return, durable within a configured interval. A place is
+        None if there was no space, or the disk failed or did not answer in time. Disk errors are never raised."""
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
-        """Whether each object now lies in its memory: its header says so and its bytes match their checksum.
+        """Reads objects and returns True for each whose header matches and whose bytes match their checksum.
 
-        On a disk that does not answer it may take as long as that lasts, since the disk may still write to the memory.
+        On a disk that does not answer, this may wait as long as the disk, which may still write to the memory.
         """
 
     async def forget(self, objects: Sequence[DiskObject]) -> bool:
-        """Durably, if it gives True: these objects, and earlier ones of the same keys, are not found by `recover` any
-        more.
+        """Forgets objects and earlier generations of their keys, so that `recover` does not find them. Returns True if
+        that is durable.
 
-        Their places are released as others are. When the disk fails or is full, that is made up for once it is well.
+        Their places are released like any others. If the disk fails or is full, this is made up for once it is well.
         """
 
     async def repin(self, changes: Sequence[DiskObject]) -> None:
-        """Durably: what was written under these keys has these pins, if its generation is earlier than the one here,
-        which is as new as that of an object. When the disk fails, it is made up for once it is well again."""
+        """Changes durably the pins of stored objects. A change applies to generations of its key up to its own, which
+        comes from the objects' counter. If the disk fails, the change is made up for once it is well."""
 
     async def close(self) -> None:
-        """Waits for what is under way, but not for a disk that does not answer."""
+        """Waits for operations in flight, but not for a disk that does not answer."""
 
 
 Moved = Callable[[DiskObject, Place, Place], bool]
-"""Called in the event loop when the tier has moved an object (object, from, to): whether anybody still wants it there.
-What was released or forgotten meanwhile is not wanted; then it is not found by `recover` either."""
+"""Called in the event loop after the tier has moved an object (object, from, to). Returns True if the object is still
+needed there. One that was released or forgotten meanwhile is not, and `recover` does not find it either."""
 
 HealthChanged = Callable[[Health, str], None]
-"""Called in the event loop with the new health and a sentence that says why."""
+"""Called in the event loop with the new health and a sentence with the reason."""
 
 Sleep = Callable[[float], Awaitable[None]]

@@ -1,9 +1,10 @@
-"""Space comes back by whole segments: what is alive in one is copied to the end of the log, then its file is free.
+"""Compaction reclaims whole segments: it copies a segment's live objects to the end of the log, then frees the file.
 
-Runs in the background as long as few segments are free. A crash at any time leaves an object at its old place, at its
-new one, or at both; recovery gives it once. A copy has the pin that its object has by then. Tombstones are copied as
-long as a segment is left that may hold what they forbid, and one is added for whatever nobody wanted any more once it
-had been copied: it may lie behind the tombstone that its owner wrote meanwhile, so no source goes before it is durable.
+It runs in the background while few segments are free. A crash at any time leaves an object at its old place, its new
+one, or both; recovery yields it once. A copy gets its object's current pin. Tombstones are copied as long as another
+segment may hold objects they forbid. A tombstone is added for each copied object that was no longer needed after the
+copy, because the copy may lie behind the tombstone its owner wrote meanwhile. No source segment is freed before these
+tombstones are durable.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from protocol.keys import BlockKey
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 * 2**20
-"""Copied at once, so that writes of the node get their turn in between."""
+"""Bytes copied per batch, so that the node's own writes run in between."""
 _FREE_SHARE = 1 / 16
-"""Of all segments, kept free ahead of need."""
+"""Share of all segments that is kept free ahead of need."""
 
 
 class Compactor:
-    """Belongs to one event loop."""
+    """Copies live objects and frees segments in the background. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -57,31 +58,31 @@ class Compactor:
         self._moved = moved
         self._pins = pins
         self._unwanted: list[Tombstone] = []
-        """Of copies that nobody wanted any more; not durable yet, but before any segment goes."""
+        """Tombstones for copies that were no longer needed. They become durable before any segment is freed."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     def owe(self, tombstones: Iterable[Tombstone]) -> None:
-        """Of copies that were made in an earlier life."""
+        """Adds tombstones for copies made before the restart."""
         self._unwanted += tombstones
 
     def wake(self) -> None:
-        """Space may be needed, or to be had."""
+        """Starts compaction if a segment is worth compacting."""
         if self._task is None and self._next() is not None:
             self._task = asyncio.create_task(self._run())
 
     def is_at_work(self) -> bool:
-        """Whether a segment may soon be free."""
+        """Starts compaction if useful. Returns True if a segment may soon be free."""
         self.wake()
         return self._task is not None
 
     async def settled(self) -> None:
-        """Waits until there is nothing (more) to gain."""
+        """Waits until there is nothing more to reclaim."""
         while self._task is not None:
             await asyncio.wait([self._task])
 
     async def close(self) -> None:
-        """Stops between two batches."""
+        """Stops after the current batch."""
         self._closed = True
         await self.settled()
 
@@ -100,7 +101,7 @@ class Compactor:
             while (segment := self._next()) is not None:
                 await self._compact(segment)
                 self._writer.room_changed()
-        except Exception:  # a held task: raised, it would only be seen at the stop
+        except Exception:  # nobody awaits this task, so a raised error would surface only at shutdown
             logger.exception("the SSD tier reclaims no more space: this is a bug")
             self._closed = True
         finally:
@@ -111,7 +112,7 @@ class Compactor:
         self._log.compacting(segment)
         emptied = self._log.is_dead(segment) or await self._emptied(segment)
         settled = await self._unwanted_forgotten()
-        # What was copied, now or by an earlier attempt, is durable before its source is written over.
+        # Copies, from this or an earlier attempt, must be durable before their source is overwritten.
         durable = emptied and settled and await self._flusher.flush()
         if durable and await self._segments.retire(segment):
             self._counters["segments_compacted"] += 1
@@ -119,7 +120,7 @@ class Compactor:
             self._log.give_up(segment)
 
     async def _emptied(self, segment: Segment) -> bool:
-        """Copies what is needed of a segment; False when it could not be copied entirely."""
+        """Copies a segment's live objects and tombstones. False if they could not all be copied."""
         file = self._segments.files[segment.number]
         with file:
             survey, records = await self._segments.threads.call(lambda: self._surveyor.everything(file))
@@ -137,14 +138,14 @@ class Compactor:
         return True
 
     async def _unwanted_forgotten(self) -> bool:
-        """Whether that is durable."""
+        """Writes the tombstones for unneeded copies. Returns True once they are durable."""
         if not await self._writer.forget(self._unwanted, urgent=True):
             return False
         self._unwanted.clear()
         return True
 
     def _batches(self, segment: Segment, records: Sequence[Record]) -> Iterator[list[Record]]:
-        """What is alive when it is asked for."""
+        """Yields batches of records that are live at that moment."""
         batch: list[Record] = []
         nbytes = 0
         for record in records:
@@ -186,7 +187,7 @@ class Compactor:
 
     def _settle(self, read: DiskRead, place: Place | None) -> bool:
         if place is None:
-            # Perhaps it is on disk nevertheless: that does no harm while its source counts.
+            # The copy may be on disk nevertheless, which is harmless while its source exists.
             if not self._log.is_live(read.place):
                 self._forget(read, max(self._log.segments))
             return False
@@ -207,13 +208,13 @@ class Compactor:
             logger.warning("an object at %#x of the SSD tier is damaged and was dropped", place)
 
     def _drop_rest(self, segment: Segment) -> None:
-        """What the footer does not know cannot be read either."""
+        """Drops live objects that the footer does not list, since they cannot be read."""
         for page in segment.live():
             self._drop(place_of(segment.number, page))
 
 
 def once_each(tombstones: Iterable[Tombstone]) -> list[Tombstone]:
-    """Of several that say the same, the one that says it of the most segments."""
+    """Merges tombstones that differ only in the segment, keeping the highest."""
     latest: dict[tuple[BlockKey, int, Pin | None], Tombstone] = {}
     for each in sorted(tombstones, key=lambda each: each.segment):
         latest[each.key, each.generation, each.pin] = each

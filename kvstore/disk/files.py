@@ -1,6 +1,6 @@
-"""Segment files: whole-page reads and writes around the page cache, and who still uses which file.
+"""Segment files: reads and writes of whole pages around the page cache, and counts of the users of each file.
 
-Positions are pages. Knows nothing of what the pages hold.
+Positions are pages. Does not know what the pages hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in it durable."""
+    """Makes the folder's file names durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -27,7 +27,7 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """The file has this content or the one before, whatever happens. Raises OSError."""
+    """Replaces the file's content atomically and durably. Raises OSError."""
     fresh = path.with_name(f"{path.name}.new")
     try:
         with fresh.open("w") as file:
@@ -41,7 +41,7 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 class FileCalls:
-    """The system calls that can fail or hang because of the disk; a test's subclass makes them do so."""
+    """System calls that can fail or hang because of the disk. Tests subclass it to inject faults."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -60,7 +60,7 @@ class FileCalls:
 
 
 class SegmentFile:
-    """An open segment. Reading and writing are for I/O threads, `use` and `retire` for the event loop."""
+    """An open segment file. `write`, `read` and `sync` are for I/O threads; users are counted in the event loop."""
 
     def __init__(self, fd: int, number: int, calls: FileCalls, waits: Waits) -> None:
         self.number = number
@@ -72,11 +72,11 @@ class SegmentFile:
 
     @property
     def num_pages(self) -> int:
-        """Of the file as it is, a torn page left out."""
+        """Whole pages in the file now; a torn page does not count."""
         return os.fstat(self._fd).st_size // PAGE
 
     def fileno(self) -> int:
-        """For the ring."""
+        """File descriptor, for the ring."""
         return self._fd
 
     @property
@@ -85,7 +85,7 @@ class SegmentFile:
         return stat.st_dev, stat.st_ino
 
     def write(self, page: int, buffers: Sequence[memoryview]) -> None:
-        """Raises OSError unless all of it was written."""
+        """Writes buffers from a page on. Raises OSError unless everything was written."""
         offset = page * PAGE
         for left in _chunks(buffers):
             while left:
@@ -97,7 +97,7 @@ class SegmentFile:
                 left = _rest(left, done)
 
     def read(self, page: int, buffers: Sequence[memoryview]) -> int:
-        """Bytes read: fewer than asked for at the end of a truncated file."""
+        """Reads into buffers and returns the bytes read: fewer than requested at the end of a truncated file."""
         offset = begin = page * PAGE
         for left in _chunks(buffers):
             while left:
@@ -121,7 +121,7 @@ class SegmentFile:
         self.let_go()
 
     def hold(self) -> None:
-        """While it is in use, it is neither closed nor given another content."""
+        """Marks the file as in use: it is neither closed nor reused for another segment until `let_go`."""
         self._users += 1
 
     def let_go(self) -> None:
@@ -134,7 +134,7 @@ class SegmentFile:
         return self._users > 0
 
     async def unused(self) -> None:
-        """Waits until nobody uses it. Nobody new may find it meanwhile."""
+        """Waits until the file is not in use. No new user may start meanwhile."""
         if self._users:
             self._unused = asyncio.Event()
             await self._unused.wait()
@@ -144,7 +144,7 @@ class SegmentFile:
 
 
 def open_file(path: Path, *, create: bool, direct: bool) -> tuple[int, bool]:
-    """A file descriptor, and whether it goes around the page cache; not every file system lets it."""
+    """Returns a file descriptor and True if it bypasses the page cache, which not every file system supports."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     if direct:
         try:
@@ -161,7 +161,7 @@ def _chunks(buffers: Sequence[memoryview]) -> list[list[memoryview]]:
 
 
 def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of `buffers` behind the first `done` bytes."""
+    """Returns the rest of `buffers` after the first `done` bytes."""
     index = 0
     while index < len(buffers) and done >= len(buffers[index]):
         done -= len(buffers[index])

@@ -1,8 +1,8 @@
-"""The folder: its identity, its lock, and which segment files are in it. Blocking; for I/O threads and for the start.
+"""A folder of the SSD tier: its identity, its lock and its segment files. Blocking; for I/O threads and for startup.
 
-`folder.json` says who it is, `segment-N.kv` are segments and `free-N.kv` the files of former ones, kept because
-writing to blocks that were written before is 2.5 times as fast as to fresh ones. Segment numbers are never used again,
-over restarts too. Knows nothing of objects.
+`folder.json` holds the identity, `segment-N.kv` are segments, and `free-N.kv` are files of former segments. Free files
+are kept because writing to blocks written before is 2.5 times as fast as to fresh ones. Segment numbers are never
+reused, even over restarts. Knows nothing of objects.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from protocol.errors import ConfigError
 MAX_SEGMENT_NUMBER = 2**SEGMENT_BITS - 1
 
 _NUMBERS_AT_ONCE = 64
-"""Reserved by one write of `folder.json`; so many may be skipped at a restart."""
+"""Segment numbers reserved per write of `folder.json`. A restart may skip up to this many."""
 _NAME = re.compile(r"(segment|free)-(\d{10})\.kv")
 
 
 class Folder:
-    """One locked folder."""
+    """A locked folder."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Folder:
         scratch: Scratch,
         waits: Waits,
     ) -> None:
-        """Raises ConfigError when it is in use, or not what was asked for."""
+        """Raises ConfigError if the folder is in use or does not match the configuration."""
         self.path = path
-        self.direct = True  # around the page cache, as far as the file system lets it
+        self.direct = True  # bypass the page cache, if the file system supports it
         self._calls = calls
         self._scratch = scratch
         self._waits = waits
@@ -63,7 +63,7 @@ class Folder:
             self.folder_id = bytes.fromhex(self.identity.folder_id)
             self._next_number = max([self.identity.numbers_below - 1, *self.segments()]) + 1
             self._check_heads()
-        except BaseException:  # nobody has it yet who could close it
+        except BaseException:  # no caller can close it yet
             self.close()
             raise
 
@@ -78,10 +78,10 @@ class Folder:
         return SegmentFile(fd, number, self._calls, self._waits)
 
     def create(self, nbytes: int) -> SegmentFile:
-        """The next segment, empty; a full disk shows here, not later.
+        """Creates the next, empty segment. A full disk shows here, not later.
 
-        Its name and its head are durable after `sync_names` and its own sync: until then a cut finds the file under its
-        old name, or full of pages of an earlier life, which are not taken for its own.
+        Its name and head become durable by `sync_names` and its own sync. After a crash before that, the file still has
+        its old name, or pages of its earlier use, which are not accepted as its own.
         """
         with self._waits:
             return self._create(nbytes)
@@ -96,7 +96,7 @@ class Folder:
             os.posix_fallocate(fd, 0, nbytes)
             self._write_head(file, nbytes)
             self._calls.rename(path, self._path("segment", number))
-        except BaseException:  # interrupted too: no half a segment is left behind
+        except BaseException:  # also on interruption: leave no incomplete segment behind
             file.close()
             if spare is None:
                 path.unlink(missing_ok=True)
@@ -104,18 +104,18 @@ class Folder:
         return file
 
     def recycle(self, number: int) -> None:
-        """Durably no segment any more."""
+        """Turns a segment into a free file, durably."""
         with self._waits:
             self._calls.rename(self._path("segment", number), self._path("free", number))
             self._calls.sync_folder(self.path)
 
     def sync_names(self) -> None:
-        """What was created is found after a loss of power."""
+        """Makes the names of created files durable."""
         with self._waits:
             self._calls.sync_folder(self.path)
 
     def drop_spares(self, *, keep: int, nbytes: int) -> None:
-        """Deletes files of former segments, but for `keep` of the right size."""
+        """Deletes files of former segments, except `keep` of the right size."""
         kept = set(list(self._spares(nbytes))[:keep])
         for kind, number in self._names():
             path = self._path(kind, number)
@@ -123,7 +123,7 @@ class Folder:
                 path.unlink()
 
     def check_readable(self, files: Sequence[SegmentFile]) -> None:
-        """Raises OSError unless this is still the folder of `files`, and can be read."""
+        """Raises OSError unless the path still holds the folder of `files` and can be read."""
         with self._waits:
             self._check_names(files)
             with self._scratch.borrow(PAGE) as page:
@@ -143,7 +143,7 @@ class Folder:
                 raise FileNotFoundError(errno.ENOENT, f"segment {file.number} is another file now")
 
     def check_writable(self) -> None:
-        """Raises OSError."""
+        """Raises OSError if the folder cannot be written to."""
         with self._waits:
             self._write_identity(self.identity)
 
@@ -171,7 +171,7 @@ class Folder:
             file.write(0, [head, end_mark])
 
     def _check_heads(self) -> None:
-        """Segments of another folder would be taken for empty ones, and written over."""
+        """Raises ConfigError for segments of another folder, which would look empty and be overwritten."""
         for number in self.segments():
             with self._path("segment", number).open("rb") as file:
                 context = context_of(memoryview(file.read(PAGE)))

@@ -1,13 +1,12 @@
-"""What is on disk, byte by byte. Pure: bytes in, bytes out; knows no files.
+"""On-disk format of the SSD tier, byte by byte. Pure: bytes in, bytes out; knows no files.
 
-A segment file is, in pages: its *head*; the log, in which every object is a *header* page and its data, and every
-group of tombstones, or of changes of pins, which look like them, one header page; an *end mark* behind the last group
-of writes; once the segment is sealed, the *footer* (all records, then all tombstones, then the trailer in the very last
-page).
+A segment file consists of pages: its *head*; the log, where every object is a *header* page and its data, and every
+group of tombstones (or of pin changes, encoded alike) is one header page; an *end mark* after the last group of writes;
+and, once the segment is sealed, the *footer* (all records, then all tombstones, then the trailer in the last page).
 
-Every one of these pages is framed alike and says to which folder, segment and page it belongs, so that what an earlier
-life of the file left behind, or what was written to the wrong place, is not taken for what should be there. Metadata is
-not encrypted, but authenticated where the data is encrypted.
+Every metadata page has the same frame and names its folder, segment and page. Data of an earlier use of the file, or
+data written to the wrong place, is therefore not taken for valid. Metadata is not encrypted, but it is authenticated
+where the data is encrypted.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from kvstore.disk.base import PAGE, DiskObject, Pin, Place
 from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 
 FORMAT_VERSION = 3
-"""Of a folder."""
+"""Format version of a folder."""
 _PAGE_VERSION = 1
 MAX_TENANT_BYTES = 1024
 TAG_BYTES = 16
-"""Of AES-GCM; zeros where nothing is encrypted."""
+"""Bytes of an AES-GCM tag; all zero without encryption."""
 
 _MAGIC = b"MSKVDSK" + bytes([_PAGE_VERSION])
-_FRAME = struct.Struct("<8sQHBx")  # magic, checksum of what follows it, length of the payload, kind
+_FRAME = struct.Struct("<8sQHBx")  # magic, checksum of the bytes after it, length of the payload, kind
 _CHECKSUM_AT = 8
 _CHECKED_FROM = 16
 _CONTEXT = struct.Struct("<16sII")  # folder, segment, page
@@ -45,13 +44,13 @@ _HEAD = struct.Struct("<I")
 _TRAILER = struct.Struct("<IIIIQQ")
 
 SEGMENT_BITS = 29
-"""Of a segment's number; what is left of 32 says whether a tombstone is a change of pin, and which."""
+"""Bits of a segment number. The other bits of 32 mark a tombstone as a pin change and hold the pin."""
 _IS_PIN = 1 << 31
 TOMBSTONE_BYTES = _TOMBSTONE.size
 TOMBSTONES_PER_PAGE = (PAGE - _FRAME.size - _CONTEXT.size) // TOMBSTONE_BYTES
 MAX_RECORD_BYTES = _RECORD.size + MAX_TENANT_BYTES
 LOG_BEGIN = 1
-"""The first page behind the head."""
+"""First page after the head."""
 
 _ZEROS = memoryview(bytes(PAGE))
 _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
@@ -59,7 +58,7 @@ _PIN_CODES = {pin: code for code, pin in enumerate(_PINS)}
 
 
 class Kind(IntEnum):
-    """What a framed page is."""
+    """Kind of a framed page."""
 
     HEAD = 1
     OBJECT = 2
@@ -72,25 +71,25 @@ _KINDS = frozenset(map(int, Kind))
 
 
 class Context(NamedTuple):
-    """Where a page belongs. A tuple, since one is made for every object that is written or read."""
+    """Location that a page belongs to. A tuple for speed: each read or written object needs one."""
 
     folder_id: bytes
     segment: int
     page: int
 
     def nonce(self) -> bytes:
-        """For AES-GCM under the folder's own key: every page of every segment is written as data once at most."""
+        """Nonce for AES-GCM under the folder's own key: each page of a segment is written as data at most once."""
         return struct.pack("<III", self.segment, self.page, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object of a segment's log."""
+    """Record of an object in a segment's log."""
 
     object: DiskObject
     page: int
     source: int = 0
-    """The segment that compaction copied it from; 0 = written by the node."""
+    """Segment that compaction copied the object from; 0 = written by the node."""
 
     @property
     def num_pages(self) -> int:
@@ -99,18 +98,18 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A valid header page: an object, tombstones, or neither for an end mark or a head."""
+    """Contents of a valid header page: an object, tombstones, or neither for an end mark or a head."""
 
     kind: Kind
     record: Record | None = None
     sealed_with: bytes = b""
-    """What encryption authenticates along with the data."""
+    """Bytes authenticated together with the encrypted data."""
     tag: bytes = bytes(TAG_BYTES)
     tombstones: bytes = b""
 
 
 class Trailer(NamedTuple):
-    """What a footer holds, and whether it is whole."""
+    """Sizes and checksums of a footer's sections."""
 
     log_end: int  # page
     num_records: int
@@ -122,13 +121,13 @@ class Trailer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """`key` up to and with `generation` is forgotten, in segments up to and with `segment`. With a pin nothing is
-    forgotten: the object that `key` had then got that pin."""
+    """Marks `key` as forgotten, up to and including `generation` and `segment`. With a pin it forgets nothing: it
+    records that pin for the object of `key`."""
 
     key: BlockKey
     generation: int
     segment: int = 0
-    """0 = the one that it is written to."""
+    """0 = the segment that the tombstone is written to."""
     pin: Pin | None = None
 
 
@@ -149,16 +148,17 @@ def pages(nbytes: int) -> int:
 
 
 def extent_pages(length: int) -> int:
-    """An object's header and data."""
+    """Returns the pages of an object's header and data."""
     return 1 + pages(length)
 
 
 def footer_pages(records_bytes: int, tombstones_bytes: int) -> int:
-    return 1 - -records_bytes // PAGE - -tombstones_bytes // PAGE  # `pages` of both, for each append
+    # `pages` of both, inlined because each append calls this
+    return 1 - -records_bytes // PAGE - -tombstones_bytes // PAGE
 
 
 def fill(page: memoryview, kind: Kind, context: Context, *body: bytes) -> None:
-    """Frames a page in place, with zeros behind what it says: three times as fast as making bytes of it first."""
+    """Frames a page in place and zeroes the rest: three times as fast as building bytes first."""
     end = _FRAME_IN_PLACE.size
     for part in body:
         begin, end = end, end + len(part)
@@ -169,7 +169,7 @@ def fill(page: memoryview, kind: Kind, context: Context, *body: bytes) -> None:
 
 
 def unframe(page: memoryview, context: Context) -> tuple[Kind, bytes] | None:
-    """Kind and body of a page that is whole and where it belongs."""
+    """Returns kind and body of a valid page that belongs at `context`, else None."""
     found = _unframe_any(page)
     if found is None or found[1] != context:
         return None
@@ -177,7 +177,7 @@ def unframe(page: memoryview, context: Context) -> tuple[Kind, bytes] | None:
 
 
 def context_of(page: memoryview) -> Context | None:
-    """Where a page that is whole belongs."""
+    """Returns the location that a valid page belongs to, else None."""
     found = _unframe_any(page)
     return found and found[1]
 
@@ -198,12 +198,12 @@ def _unframe_any(page: memoryview) -> tuple[Kind, Context, bytes] | None:
 
 
 def fill_head(page: memoryview, context: Context, num_pages: int, cipher: str) -> None:
-    """The first page of a segment of `num_pages`; the cipher's name is for whoever looks at the file."""
+    """Writes the first page of a segment of `num_pages`. The cipher's name is only for people who inspect the file."""
     fill(page, Kind.HEAD, context, _HEAD.pack(num_pages), cipher.encode())
 
 
 def decode_head(page: memoryview, context: Context) -> int | None:
-    """Pages of the segment."""
+    """Returns the number of pages of the segment, or None for an invalid head."""
     framed = unframe(page, context)
     if framed is None or framed[0] is not Kind.HEAD:
         return None
@@ -212,12 +212,12 @@ def decode_head(page: memoryview, context: Context) -> int | None:
 
 
 def record_bytes(about: DiskObject) -> int:
-    """Length of its record."""
+    """Returns the length of the object's record."""
     return _RECORD.size + (len(about.tenant.encode()) if about.tenant else 0)
 
 
 def encode_record(record: Record) -> bytes:
-    """Raises ValueError for a tenant's name that is too long."""
+    """Returns the encoded record. Raises ValueError for a tenant name that is too long."""
     about, tenant = record.object, record.object.tenant.encode()
     if len(tenant) > MAX_TENANT_BYTES or len(about.key) != KEY_BYTES:
         raise ValueError(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes, a key {KEY_BYTES}")
@@ -237,7 +237,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_records(packed: bytes, count: int) -> list[Record]:
-    """Records back to back, whose checksum was verified."""
+    """Decodes records, back to back, whose checksum was verified."""
     records, offset = [], 0
     for _ in range(count):
         record, offset = _decode_record(packed, offset)
@@ -264,7 +264,7 @@ def _decode_record(packed: bytes, offset: int) -> tuple[Record, int]:
 
 
 def sealed_with(context: Context, encoded_record: bytes) -> bytes:
-    """What AES-GCM authenticates along with an object's data."""
+    """Returns the bytes that AES-GCM authenticates together with an object's data."""
     return _CONTEXT.pack(context.folder_id, context.segment, context.page) + encoded_record
 
 
@@ -273,7 +273,7 @@ def fill_header(page: memoryview, context: Context, encoded_record: bytes, tag: 
 
 
 def decode_header(page: memoryview, context: Context) -> Header | None:
-    """None for anything that does not belong exactly here."""
+    """Decodes a header page. Returns None for a page that does not belong at `context`."""
     framed = unframe(page, context)
     if framed is None:
         return None
@@ -288,7 +288,7 @@ def decode_header(page: memoryview, context: Context) -> Header | None:
 
 
 def holds(page: memoryview, context: Context, about: DiskObject) -> bool:
-    """What `decode_header` would find, for readers who know what they want: four times as fast."""
+    """True if the page is the header of the given object: four times as fast as `decode_header`."""
     found = _HEADER.unpack_from(page)
     wanted = about.length, about.checksum, about.generation, about.key
     if (found[0], found[3], *found[4:7]) != (_MAGIC, Kind.OBJECT, *context):
@@ -312,7 +312,7 @@ def unpack_tombstones(packed: bytes) -> Iterator[Tombstone]:
 
 
 def encode_footer(context: Context, *, log_end: int, num_records: int, records: bytes, tombstones: bytes) -> bytes:
-    """Whole pages, which end with the segment's last page; `context` is that of the last page."""
+    """Returns the footer as whole pages, which end at the segment's last page; `context` is that of the last page."""
     trailer = Trailer(
         log_end,
         num_records,

@@ -1,7 +1,7 @@
-"""Group commits: the callers and items of a group, and how it goes to the disk, through the ring or by threads.
+"""Groups of items for group commit, and their transport to the disk through the ring or by threads.
 
-A group is pure but for the futures that answer. `Carrier` belongs to one event loop, and knows neither what follows a
-group nor what is durable.
+A group is pure except for the futures of its callers. `Carrier` belongs to one event loop, and knows neither what
+happens after a group nor what is durable.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from protocol.held_tasks import HeldTasks
 
 _LARGEST_RUN_BYTES = 4 * 2**20
 _SMALLEST_RUN_BYTES = 256 * 2**10
-"""Below, a second system call costs more than it brings."""
+"""Smaller runs cost more in system calls than parallelism gains."""
 
 
 class Call:
-    """One caller's items, answered together."""
+    """Items of one caller, answered together."""
 
     def __init__(self, num_items: int) -> None:
         self.places: list[Place | None] = [None] * num_items
@@ -51,13 +51,13 @@ class Call:
         self._segments: list[Segment] = []
 
     def wrote_to(self, segment: Segment) -> None:
-        """What it gets there stays where it is until `heard`."""
+        """Keeps the segment from compaction until `heard`."""
         if segment not in self._segments:
             self._segments.append(segment)
             segment.unanswered += 1
 
     def heard(self) -> None:
-        """The caller has its answer."""
+        """Releases the call's segments, after the caller has its answer."""
         for segment in self._segments:
             segment.unanswered -= 1
 
@@ -70,17 +70,17 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """Something to append: an object, or a page of tombstones."""
+    """An item to append: an object, or a page of tombstones."""
 
     call: Call
     index: int
     num_pages: int
     footer_bytes: tuple[int, int]
-    """That it adds to the footer's records, and to its tombstones."""
+    """Bytes added to the footer's records and to its tombstones."""
     write: DiskWrite | None = None
     tombstones: Sequence[Tombstone] = ()
     source: int = 0
-    page: int = 0  # once it has a place
+    page: int = 0  # set by `placed`
     encoded: bytes = b""
 
     @property
@@ -93,7 +93,7 @@ class Item:
         self.call.settle(self.index, place)
 
     def placed(self, place: Place) -> None:
-        """Its bytes depend on where they will lie."""
+        """Sets the item's place and encodes it: the encoding contains the place."""
         self.page = page_of(place)
         if self.write is not None:
             self.encoded = encode_record(Record(self.write.object, self.page, self.source))
@@ -105,18 +105,18 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Items under way to the disk together, in one segment."""
+    """Items written together, in one segment."""
 
     items: Sequence[Item]
     segment: Segment
     begin: int
-    end: int  # the page behind them, which gets an end mark
+    end: int  # page after the items, which gets an end mark
     has_landed: bool = False
     error: OSError | None = None
 
     @property
     def nbytes(self) -> int:
-        """With the end mark."""
+        """Bytes of the group, with its end mark."""
         return (self.end + 1 - self.begin) * PAGE
 
     @property
@@ -139,7 +139,7 @@ def object_items(writes: Sequence[DiskWrite], call: Call, source: int) -> list[I
 
 
 def tombstone_items(tombstones: Sequence[Tombstone]) -> list[Item]:
-    """A page each, with a call of their own."""
+    """Returns one item per page of tombstones, in a call of their own."""
     begins = range(0, len(tombstones), TOMBSTONES_PER_PAGE)
     pieces = [tombstones[begin : begin + TOMBSTONES_PER_PAGE] for begin in begins]
     call = Call(len(pieces))
@@ -149,12 +149,12 @@ def tombstone_items(tombstones: Sequence[Tombstone]) -> list[Item]:
 
 
 def run_limit(nbytes: int, num_threads: int) -> int:
-    """Bytes for each thread, when there are `nbytes` to move."""
+    """Returns the bytes per thread when `nbytes` are to be moved."""
     return min(max(nbytes // num_threads, _SMALLEST_RUN_BYTES), _LARGEST_RUN_BYTES)
 
 
 def runs(group: Group, limit: int) -> Iterator[tuple[Sequence[Entry], int]]:
-    """Neighbours for one write each, and their bytes: `limit` and the rest of an entry; the end mark with the last."""
+    """Yields adjacent entries and their bytes, one write each: `limit` or more, in whole entries; end mark last."""
     if group.nbytes <= limit:
         yield group.entries, group.nbytes
         return
@@ -171,12 +171,12 @@ def runs(group: Group, limit: int) -> Iterator[tuple[Sequence[Entry], int]]:
 
 
 RUN_BYTES = 2 * 2**20
-"""Of one operation in the ring, and what is left of an object: two of 1 MiB together take less of the processor."""
+"""Bytes per ring operation, in whole objects: two objects of 1 MiB in one operation take less CPU time."""
 
 logger = logging.getLogger(__name__)
 
 Landed = Callable[[Group], None]
-"""Called in the event loop when a group has landed, or failed (`Group.error`)."""
+"""Called in the event loop when a group is on disk, or failed (`Group.error`)."""
 
 
 class Carrier:
@@ -194,7 +194,7 @@ class Carrier:
         self._tasks = HeldTasks()
 
     def begin(self, group: Group) -> None:
-        """Writes it. Of several groups that are under way none touches another's pages."""
+        """Starts writing a group. Groups in flight touch disjoint pages."""
         if self._ring is None or not self._begin_in_ring(self._ring, group):
             self._begin_in_threads(group)
 
@@ -202,7 +202,7 @@ class Carrier:
         file = self._segments.files[group.segment.number]
         pages = ring.pages()
 
-        def over() -> None:  # if the disk hangs, once it has really let go of them
+        def over() -> None:  # also after a hang, once the kernel has released them
             file.let_go()
             pages.back()
 
@@ -215,7 +215,7 @@ class Carrier:
         return True
 
     def _laid_out(self, file: SegmentFile, group: Group, pages: Pages) -> list[Run] | None:
-        """None when there are too few pages."""
+        """Returns the group as ring operations, or None if there are too few pages."""
         fd = file.fileno()
         try:
             return [
@@ -229,7 +229,7 @@ class Carrier:
         if flight.given_up:
             group.error = flight.error()
         elif not all(map(flight.is_whole, range(len(flight.runs)))):
-            self._begin_in_threads(group)  # the same bytes again: a thread knows why it fails
+            self._begin_in_threads(group)  # a thread writes the same bytes again, and reports why they fail
             return
         self._landed(group)
 
@@ -239,7 +239,7 @@ class Carrier:
     async def _write(self, group: Group) -> None:
         try:
             group.error = await self._written(group)
-        except Exception:  # whoever waits for a write must be told
+        except Exception:  # callers wait for the result
             logger.exception("a group of writes to the SSD tier is refused: this is a bug")
             group.error = OSError("not written")
         self._landed(group)

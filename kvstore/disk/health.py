@@ -1,6 +1,6 @@
-"""What a disk's errors mean for what is still asked of it. Pure: errors and time in, health out.
+"""Health of a disk, derived from its errors and waits. Pure: errors and time in, health out.
 
-A full disk is healthy: it refuses what does not fit, for a while without being asked. Knows no files.
+A full disk is healthy: it refuses what does not fit, and for a while no writes are tried. Knows no files.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from time import monotonic
 from kvstore.disk.base import Health, HealthChanged
 
 FULL_FOR_S = 5.0
-"""How long a full disk is not asked again."""
+"""Seconds during which a full disk gets no writes."""
 READ_ERRORS_IN_A_ROW = 3
-"""One unreadable sector costs its object; a disk that answers nothing costs every reader its patience."""
+"""Read errors in a row until the disk counts as failed: a bad sector costs one object, a dead disk delays all reads."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOMEDIUM}
@@ -30,7 +30,7 @@ class Doing(Enum):
 
 
 class DiskHealth:
-    """Calls `changed` with each new health and its reason."""
+    """Current health of a disk. Calls `changed` with each new health and its reason."""
 
     def __init__(self, changed: HealthChanged, counters: Counter[str]) -> None:
         self.now = Health.GOOD
@@ -49,7 +49,7 @@ class DiskHealth:
         self._read_errors = 0
 
     def failed(self, doing: Doing, error: OSError, now: float) -> None:
-        """An operation ended with `error`."""
+        """Records an operation that ended with `error`."""
         self._counters[f"errors_{errno.errorcode.get(error.errno or 0, 'other')}"] += 1
         if error.errno in _FULL:
             self._full_until = now + FULL_FOR_S
@@ -63,12 +63,12 @@ class DiskHealth:
                 self._worsen(Health.FAILED, f"the disk cannot be read: {error}")
 
     def hangs(self, waited_s: float) -> None:
-        """It has not answered for so long."""
+        """Records that the disk has not answered for `waited_s`."""
         self._counters["disk_hangs"] += self.now is not Health.FAILED
         self._worsen(Health.FAILED, f"the disk has not answered for {waited_s:.0f} s")
 
     def checked(self, health: Health, reason: str) -> None:
-        """Somebody looked after the disk and found it so."""
+        """Sets the health found by a check."""
         if health is Health.GOOD:
             self._read_errors = 0
         if health is not self.now:
@@ -84,15 +84,15 @@ Clock = Callable[[], float]
 
 
 class Waits:
-    """How long the disk has not answered: a context around whatever may hang.
+    """Tracks how long the disk has not answered. Used as a context manager around calls that may hang.
 
-    Contexts of one thread nest: leaving an inner one is progress too.
+    Contexts of one thread nest: leaving an inner one also counts as progress.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._since: dict[int, tuple[int, float]] = {}
-        """By thread: how deep it is, and when it last heard of the disk."""
+        """Nesting depth and time of the last progress, by thread."""
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
@@ -110,10 +110,10 @@ class Waits:
         return self._clock()
 
     def longest_s(self) -> float:
-        """Of those that wait now; 0.0 when nobody does."""
+        """Returns the longest current wait; 0.0 if no thread waits."""
         begun = [since for _, since in list(self._since.values())]
         return self._clock() - min(begun) if begun else 0.0
 
     def validate(self) -> None:
-        """Whoever waits is in at least one context."""
+        """Asserts that every waiting thread is in at least one context."""
         assert all(depth > 0 for depth, _ in list(self._since.values()))

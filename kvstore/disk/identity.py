@@ -1,4 +1,4 @@
-"""Who a folder is (`folder.json`), and that only one process has it. Blocking; errors are ConfigErrors at the start."""
+"""Identity of a folder (`folder.json`), its lock and its encryption. Blocking; errors are ConfigErrors at startup."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PURPOSE_CHECK = b"moonserve key check"
 
 
 class AesGcm:
-    """Encryption at rest: seals and opens objects under a key that only this folder uses. Thread-safe."""
+    """Encryption at rest: encrypts and decrypts objects under a key that only this folder uses. Thread-safe."""
 
     name = "aes-256-gcm"
 
     def __init__(self, operator_key: bytes, folder_id: bytes) -> None:
-        """Raises ConfigError without the package `cryptography`."""
+        """Raises ConfigError if the package `cryptography` is missing."""
         try:
             from cryptography.hazmat.primitives import ciphers
             from cryptography.hazmat.primitives.ciphers import algorithms, modes
@@ -40,10 +40,10 @@ class AesGcm:
         self._cipher, self._mode = ciphers.Cipher, modes.GCM
         self._algorithm = algorithms.AES(_derived(operator_key, _PURPOSE_OBJECTS + folder_id))
         self.key_check = _derived(operator_key, _PURPOSE_CHECK + folder_id)[:16].hex()
-        """Tells a wrong key before the first object; says nothing about the right one."""
+        """Detects a wrong key before the first object is read; reveals nothing about the right one."""
 
     def seal(self, nonce: bytes, associated: bytes, plain: memoryview, sealed: memoryview) -> bytes:
-        """Encrypts `plain` into `sealed`, which is as long and another memory. Returns the tag."""
+        """Encrypts `plain` into `sealed`, separate memory of the same length. Returns the tag."""
         encryptor: AEADEncryptionContext = self._cipher(self._algorithm, self._mode(nonce)).encryptor()
         encryptor.authenticate_additional_data(associated)
         encryptor.update_into(plain, sealed)
@@ -51,7 +51,7 @@ class AesGcm:
         return encryptor.tag
 
     def open(self, nonce: bytes, associated: bytes, tag: bytes, sealed: memoryview, plain: memoryview) -> bool:
-        """Decrypts `sealed` into `plain`. When False, nothing of what lies in `plain` may be believed."""
+        """Decrypts `sealed` into `plain`. If it returns False, the content of `plain` is not valid."""
         from cryptography.exceptions import InvalidTag
 
         decryptor = self._cipher(self._algorithm, self._mode(nonce, tag)).decryptor()
@@ -65,7 +65,7 @@ class AesGcm:
 
 
 def read_key(path: Path) -> bytes:
-    """32 bytes, as they are or in hexadecimal. Raises ConfigError for anything else."""
+    """Reads a key of 32 bytes, raw or in hexadecimal. Raises ConfigError for anything else."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -85,7 +85,7 @@ def read_key(path: Path) -> bytes:
 
 
 def _derived(operator_key: bytes, purpose: bytes) -> bytes:
-    """HMAC as a pseudo-random function; the operator's key is uniformly random, so nothing need be extracted."""
+    """Derives a key by HMAC as a pseudo-random function. The operator's key is uniformly random: no extraction."""
     return hmac.digest(operator_key, purpose, "sha256")
 
 
@@ -96,17 +96,17 @@ _LOCK = "lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The content of `folder.json`."""
+    """Content of `folder.json`."""
 
     format: int
     folder_id: str  # 16 random bytes in hexadecimal
     cipher: str
     key_check: str
-    numbers_below: int  # segment numbers that may have been used
+    numbers_below: int  # all segment numbers ever used are below this
 
 
 def lock(path: Path) -> int:
-    """Creates the folder if need be and takes its lock, until the file descriptor is closed. Raises ConfigError."""
+    """Creates the folder if needed and locks it until the file descriptor is closed. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         fd = os.open(path / _LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -121,7 +121,7 @@ def lock(path: Path) -> int:
 
 
 def identify(path: Path, key_file: Path | None, *, used: bool) -> tuple[Identity, AesGcm | None]:
-    """Of a new folder, or of one that is `used` and must then say who it is. Raises ConfigError."""
+    """Returns the identity, created for a new folder; a `used` folder must have one. Raises ConfigError."""
     key = read_key(key_file) if key_file else None
     try:
         identity = read(path)
@@ -135,7 +135,7 @@ def identify(path: Path, key_file: Path | None, *, used: bool) -> tuple[Identity
 
 
 def read(path: Path) -> Identity:
-    """Raises OSError, or ValueError or TypeError for a file that is not one of ours."""
+    """Reads the identity. Raises OSError, or ValueError or TypeError for an invalid file."""
     identity = Identity(**json.loads((path / _FILE).read_text()))
     if len(bytes.fromhex(identity.folder_id)) != 16 or not isinstance(identity.numbers_below, int):
         raise ValueError("it is damaged")
@@ -143,7 +143,7 @@ def read(path: Path) -> Identity:
 
 
 def write(path: Path, identity: Identity) -> None:
-    """Durably and at once. Raises OSError."""
+    """Replaces the identity atomically and durably. Raises OSError."""
     replace_durably(path / _FILE, json.dumps(asdict(identity)))
 
 

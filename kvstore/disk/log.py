@@ -1,8 +1,8 @@
-"""Which parts of the folder are live: the state of a log-structured store. Pure: no I/O, no clock.
+"""State of the log-structured store: segments, the extents in them and which are live. Pure: no I/O, no clock.
 
-Owns segments and the extents in them. Its rule: a page of a segment is given out once, and a segment's number never
-again. An extent is alive from its allocation until it is released; its pages come back only with its whole segment.
-Resident memory: 4 bytes per object plus slack, whatever its size. Knows no keys.
+A page of a segment is allocated once, and a segment number is never reused. An extent is live from its allocation until
+its release; its pages are reclaimed only with its whole segment. Takes 4 bytes of memory per object plus slack,
+whatever the object's size. Knows no keys.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvstore.disk.format import (
 )
 
 KEPT_FOR_COMPACTION = 1
-"""Segments that users' writes leave free: compaction can always copy one segment's live objects."""
+"""Segments that normal writes leave free, so that compaction can always copy one segment's live objects."""
 
-# Two segments for what is being written and compacted, one for what the others lose at their ends; of the rest, a
-# sixteenth for footers and for dead objects, without which compaction would copy everything to gain a little.
+# Not usable for live objects: two segments for writing and compaction, one for space lost at segment ends. Of the rest,
+# a sixteenth for footers and dead objects, without which compaction would copy everything to gain a little.
 _SEGMENTS_BESIDE = 3
 _LIVE_SHARE = 15 / 16
 _TOMBSTONES_SHARE = 1 / 64
 _NEARLY_FULL = 3 / 4
-"""Of 256 MiB at 5 GB/s, the rest takes 13 ms; a file is created in less than one."""
+"""Fill level at which the next file is prepared. The rest of 256 MiB takes 13 ms at 5 GB/s, a new file under 1 ms."""
 
 
 class State(Enum):
@@ -47,33 +47,33 @@ class Segment:
     number: int
     num_pages: int
     state: State = State.ACTIVE
-    tail: int = LOG_BEGIN  # first page that is not given out
+    tail: int = LOG_BEGIN  # first unallocated page
     written: int = LOG_BEGIN
-    """The log is whole on disk up to this page."""
+    """End page of the part that is completely on disk."""
     unanswered: int = 0
-    """Calls that do not know yet what they have got here, and a footer on its way; nothing may move under them."""
+    """Calls in flight to this segment, plus one for a footer being written. It is not compacted meanwhile."""
     is_broken: bool = False
-    """Something in it was not written: nothing behind that would be found."""
+    """True after a failed write: recovery would find nothing after it."""
     live_pages: int = 0
     dead_pages: int = 0
     largest_extent: int = 0
     tombstones_until: int = 0
-    """Its tombstones forbid objects in segments up to and with this one; 0 = it has none."""
+    """Highest segment in which its tombstones forbid objects; 0 = no tombstones."""
     num_records: int = 0
     records: bytearray = field(default_factory=bytearray)
-    """The footer to be; emptied when it is sealed."""
+    """Records of the future footer; emptied once the segment is sealed."""
     tombstones: bytearray = field(default_factory=bytearray)
     tombstones_bytes: int = 0
     promised_records: int = 0
     promised_tombstones: int = 0
-    """Bytes of the footer for all that was appended, though nobody knows yet whether it will be durable."""
+    """Footer bytes reserved for everything appended, durable or not."""
     footer: int = 0
-    """Pages; 0 as long as it is not sealed."""
+    """Pages; 0 until the segment is sealed."""
     _starts: array[int] = field(default_factory=lambda: array("I"))
-    """Of each extent, ascending: first page << 1 | dead."""
+    """Extents, ascending: first page << 1 | dead."""
 
     def add(self, page: int, num_pages: int, *, live: bool) -> None:
-        """The next extent. Pages skipped before it belong to nobody."""
+        """Adds the next extent. Skipped pages before it count as dead."""
         if page > self.tail:
             self._starts.append(self.tail << 1 | 1)
             self.dead_pages += page - self.tail
@@ -89,11 +89,11 @@ class Segment:
         return self._find(page) is not None
 
     def live(self) -> list[int]:
-        """First pages of what is alive."""
+        """Returns the first pages of live extents."""
         return [start >> 1 for start in self._starts if not start & 1]
 
     def release(self, page: int) -> int:
-        """Pages that died; 0 when nothing there was alive."""
+        """Marks an extent as dead and returns its pages; 0 if it was not live."""
         index = self._find(page)
         if index is None:
             return 0
@@ -109,50 +109,50 @@ class Segment:
         return index if alive else None
 
     def fits(self, num_pages: int, records_bytes: int, tombstones_bytes: int) -> bool:
-        """Together with the footer that it would then need."""
+        """True if the pages fit together with the footer they would then need."""
         footer = footer_pages(self.promised_records + records_bytes, self.promised_tombstones + tombstones_bytes)
         return self.tail + num_pages + footer <= self.num_pages
 
     def promise(self, records_bytes: int, tombstones_bytes: int) -> None:
-        """There will be room in the footer for what is appended."""
+        """Reserves room in the footer."""
         self.promised_records += records_bytes
         self.promised_tombstones += tombstones_bytes
 
     @property
     def room(self) -> int:
-        """Pages that nobody has got yet."""
+        """Pages not allocated yet."""
         footer = self.footer or footer_pages(self.promised_records, self.promised_tombstones)
         return max(0, self.num_pages - self.tail - footer)
 
     @property
     def may_go(self) -> bool:
-        """Whether compaction may have it."""
+        """True if the segment may be compacted."""
         return self.state is State.SEALED and not self.unanswered
 
     def keep_record(self, encoded: bytes) -> None:
-        """For the footer."""
+        """Adds a record to the footer."""
         self.records += encoded
         self.num_records += 1
 
     def keep_tombstones(self, packed: bytes, until: int) -> None:
-        """For the footer, and to know how long they are needed."""
+        """Adds tombstones to the footer, and notes how long they are needed."""
         self.tombstones += packed
         self.tombstones_bytes += len(packed)
         self.tombstones_until = max(self.tombstones_until, until)
 
     def forget_footer(self) -> None:
-        """It is on disk, or cannot be."""
+        """Frees the footer's memory: it is on disk, or cannot be written."""
         self.records, self.tombstones = bytearray(), bytearray()
 
     @property
     def packed_tombstones(self) -> int:
-        """Pages that its tombstones take once more when they are copied."""
+        """Pages that its tombstones take when they are copied."""
         return -(-self.tombstones_bytes // (TOMBSTONES_PER_PAGE * TOMBSTONE_BYTES))
 
     @property
     def gain(self) -> int:
-        """Pages that compacting it brings, tombstones aside. An end that its own objects could have filled counts; a
-        shorter one would be lost in the next segment too."""
+        """Pages that compaction reclaims, tombstones aside. An unused end counts only if the segment's own objects
+        could have filled it; a shorter one would be lost in the next segment too."""
         return self.dead_pages + (self.room if self.room >= self.largest_extent else 0)
 
     @property
@@ -178,29 +178,29 @@ class Log:
         self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None
         self._held_pages = 0
-        """Of all segments; counted, since it is asked for each object that is written."""
+        """Pages of all segments. A counter, because it is needed for each object written."""
         self._fruitless = 0
-        """Segments compacted since anything died."""
+        """Segments compacted since an object died."""
 
     @property
     def capacity_pages(self) -> int:
-        """As configured; more while segments from before a smaller configuration are left."""
+        """Configured capacity in pages; larger while segments from before a reduction are left."""
         return max(self._configured_pages, self._held_pages)
 
     @property
     def free_segments(self) -> int:
-        held = self._held_pages  # asked for each object that is written
+        held = self._held_pages  # read once: this runs for each object written
         return (max(self._configured_pages, held) - held) // self.segment_pages
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether another segment will soon be begun."""
+        """True if another segment will soon be needed."""
         active = self.active
         return active is not None and active.tail > active.num_pages * _NEARLY_FULL
 
     @property
     def num_segments(self) -> int:
-        """As configured."""
+        """Configured number of segments."""
         return self._configured_pages // self.segment_pages
 
     @property
@@ -221,20 +221,20 @@ class Log:
         )
 
     def fits_at_all(self, num_pages: int, records_bytes: int) -> bool:
-        """Whether an empty segment could hold it."""
+        """True if an empty segment could hold the object."""
         return LOG_BEGIN + num_pages + footer_pages(records_bytes, 0) <= self.segment_pages
 
     def may_append(self, *, urgent: bool) -> bool:
-        """Whether the active segment takes it. When it is the one kept for compaction, it takes nothing else."""
+        """True if the active segment accepts the write. The segment kept for compaction accepts `urgent` ones only."""
         return urgent or self.free_segments >= KEPT_FOR_COMPACTION
 
     def may_open(self, *, urgent: bool) -> bool:
-        """Whether another segment may be begun. Compaction (`urgent`) goes beyond the capacity if it has to: after a
-        crash the segment kept for it may be full of copies."""
+        """True if another segment may be opened. Compaction (`urgent`) may exceed the capacity: after a crash the
+        segment kept for it may be full of copies."""
         return urgent or self.free_segments > KEPT_FOR_COMPACTION
 
     def open(self, number: int) -> Segment:
-        """Begins the next segment. There must be no active one."""
+        """Opens the next segment. There must be no active one."""
         assert self.active is None
         assert number not in self.segments
         self.active = self.segments[number] = Segment(number, self.segment_pages)
@@ -242,19 +242,19 @@ class Log:
         return self.active
 
     def append(self, num_pages: int, *, live: bool) -> Place:
-        """Gives out the active segment's next pages."""
+        """Allocates the active segment's next pages."""
         assert self.active is not None
         place = place_of(self.active.number, self.active.tail)
         self.active.add(self.active.tail, num_pages, live=live)
         return place
 
     def skip_page(self) -> None:
-        """The active segment's next page holds an end mark that is just being written."""
+        """Skips the active segment's next page, which holds an end mark that is being written."""
         assert self.active is not None
         self.active.add(self.active.tail, 1, live=False)
 
     def seal(self) -> Segment:
-        """The active segment takes nothing more."""
+        """Seals the active segment, which then takes no more appends."""
         assert self.active is not None
         sealed, self.active = self.active, None
         sealed.state = State.SEALED
@@ -262,7 +262,7 @@ class Log:
         return sealed
 
     def adopt(self, segment: Segment) -> None:
-        """A segment found at start, with its extents."""
+        """Adds a segment found at startup, with its extents."""
         assert segment.number not in self.segments
         segment.state = State.SEALED
         self.segments[segment.number] = segment
@@ -273,7 +273,7 @@ class Log:
         return segment is not None and segment.is_live(page_of(place))
 
     def release(self, place: Place) -> bool:
-        """False when nothing there was alive."""
+        """Releases an extent. Returns False if it was not live."""
         segment = self.segments.get(segment_of(place))
         if segment is None or not segment.release(page_of(place)):
             return False
@@ -282,18 +282,18 @@ class Log:
         return True
 
     def still_forbids(self, tombstones_until: int, *, without: int) -> bool:
-        """Whether a segment is left, `without` aside, that may hold what such tombstones forbid."""
+        """True if a segment other than `without` may hold objects forbidden by such tombstones."""
         oldest = min((each for each in self.segments if each != without), default=None)
         return oldest is not None and oldest <= tombstones_until
 
     def is_dead(self, segment: Segment) -> bool:
-        """Whether nothing in it is needed any more."""
+        """True if nothing in the segment is needed."""
         until = segment.tombstones_until
         return not segment.live_pages and not self.still_forbids(until, without=segment.number)
 
     def victim(self) -> Segment | None:
-        """The segment to compact next: the most space for the least copying, old ones first since what is left in
-        them tends to stay (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System).
+        """Returns the segment to compact next: the most space for the least copying, old ones first, since objects left
+        in them tend to stay (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System).
         """
         if self._fruitless > len(self.segments):
             return None
@@ -305,7 +305,7 @@ class Log:
         return self.segments[-number] if benefit > 0 else None
 
     def _too_many_tombstones(self) -> bool:
-        """They go when all segments as old as they have gone, so the oldest has to."""
+        """True if tombstones take too much space. They last until all older segments are gone: the oldest must go."""
         held = sum(each.packed_tombstones for each in self.segments.values())
         return held > self.capacity_pages * _TOMBSTONES_SHARE
 
@@ -322,12 +322,12 @@ class Log:
         segment.state = State.COMPACTING
 
     def give_up(self, segment: Segment) -> None:
-        """It could not be compacted (entirely)."""
+        """Returns a segment that could not be fully compacted to the sealed state."""
         segment.state = State.SEALED
         self._fruitless += 1
 
     def retire(self, segment: Segment) -> None:
-        """Its pages are free again. Nothing in it may be alive."""
+        """Frees the segment's pages. It must have no live objects."""
         assert not segment.live_pages, f"segment {segment.number} has live objects"
         assert segment is not self.active
         del self.segments[segment.number]

@@ -1,4 +1,4 @@
-"""Memory for I/O that goes around the page cache (it has to begin on a page), and for the ring. Knows no files."""
+"""Page-aligned memory for I/O around the page cache, and lasting memory for the ring. Knows no files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from transfer.native import address_of
 
 _SMALLEST = 64 * 2**10
 _KEPT_BYTES = 64 * 2**20
-"""Fresh pages cost more than the copy into them (0.9 against 12 GB/s), so some are kept between calls."""
+"""Bytes kept between calls, since fresh pages cost more than the copy into them (0.9 against 12 GB/s)."""
 
 
 def is_aligned(memory: memoryview) -> bool:
-    """Whether it begins on a page, so that a disk can read or write it directly."""
+    """True if the memory begins on a page, so that a disk can read or write it directly."""
     if not memory.nbytes:
         return True
     return address_of(memory) % PAGE == 0
 
 
 class Scratch:
-    """Aligned memory to borrow. Safe to use from several threads."""
+    """Thread-safe pool of aligned memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,11 +31,11 @@ class Scratch:
         self.num_borrowed = 0
 
     def borrow(self, nbytes: int) -> Borrowed:
-        """At least `nbytes`, with whatever was in them. No view of it may be left at the end."""
+        """Lends at least `nbytes`, not cleared. No view of it may be left at the end."""
         return Borrowed(self, nbytes)
 
     def take(self, nbytes: int) -> mmap.mmap:
-        """As `borrow`, to be given back."""
+        """Takes memory as `borrow`; the caller must give it back."""
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             self.num_borrowed += 1
@@ -53,7 +53,7 @@ class Scratch:
 
 
 class Borrowed:
-    """Memory while its context lasts. A class, since a generator would cost as much as a read's bookkeeping."""
+    """Lends memory for the duration of a context. A class, since a generator costs as much as a read's bookkeeping."""
 
     __slots__ = ("_memory", "_scratch", "_size")
 
@@ -70,20 +70,20 @@ class Borrowed:
 
 
 MAX_VIEWS = 64 * 2**10
-"""Of objects, 25 MB; a node with more of them than that in memory moves the others by way of the ring's own pages."""
+"""Cached views, 25 MB. A node with more objects in memory than this copies the others through the ring's own pages."""
 MAX_PAGES = 8 * 2**10
-"""Of the ring's own, 32 MiB: 64 operations of 128 pages."""
+"""The ring's own pages, 32 MiB: 64 operations of 128 pages."""
 _PAGES_AT_ONCE = 256
 _MOST_COPIED = 64
-"""Pages of one object: a quarter of a megabyte is copied in 15 µs, more would hold up the loop."""
+"""Pages copied per object: 256 KiB take 15 µs, more would block the event loop too long."""
 
 
 class OutOfPages(Exception):
-    """The ring has too few pages of its own left. Threads have other memory."""
+    """Raised if the ring has too few free pages. I/O threads have other memory."""
 
 
 class LastingViews:
-    """Parts of the memory in which a node's objects lie, for the ring: one view for each part that is asked for."""
+    """Cached views of the node's object memory, for the ring: one view per requested part."""
 
     def __init__(self, memory: memoryview, max_views: int = MAX_VIEWS) -> None:
         self._memory = memory
@@ -92,8 +92,8 @@ class LastingViews:
         self._views: dict[tuple[int, int], memoryview] = {}
 
     def of(self, part: memoryview, nbytes: int) -> memoryview | None:
-        """The first bytes of `part`, which begins on a page; None where it does not, or belongs to other memory, or
-        there are too many views already."""
+        """Returns a lasting view of the first bytes of `part`. None if `part` does not begin on a page or belongs to
+        other memory, or there are too many views."""
         address = address_of(part)
         if address % PAGE:
             return None
@@ -108,14 +108,14 @@ class LastingViews:
         return view
 
     def validate(self) -> None:
-        """Every view lies where it says."""
+        """Asserts that every view lies at its address."""
         assert len(self._views) <= self._max_views
         for (address, nbytes), view in self._views.items():
             assert (address_of(view), len(view)) == (address, nbytes)
 
 
 class PagePool:
-    """Single pages, made as they are needed."""
+    """Single pages, allocated on demand."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
@@ -127,7 +127,7 @@ class PagePool:
         return self._num_pages - len(self._idle)
 
     def take(self, num_pages: int) -> list[memoryview]:
-        """Raises OutOfPages."""
+        """Takes free pages. Raises OutOfPages."""
         idle = self._idle
         while len(idle) < num_pages:
             self._grow()
@@ -149,7 +149,7 @@ class PagePool:
 
 
 class LastingPages:
-    """`Pages` for what the ring carries; give them `back` when the kernel is done with them."""
+    """`Pages` of operations in the ring; give them `back` once the kernel is done with them."""
 
     __slots__ = ("_pool", "_taken", "_views")
 
@@ -159,7 +159,7 @@ class LastingPages:
         self._taken: list[memoryview] = []
 
     def take(self, num_pages: int) -> list[memoryview]:
-        """Raises OutOfPages."""
+        """Takes pages from the pool. Raises OutOfPages."""
         if num_pages > _MOST_COPIED:
             raise OutOfPages
         pages = self._pool.take(num_pages)

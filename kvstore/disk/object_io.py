@@ -1,7 +1,7 @@
-"""Objects between memory and a segment file, in runs that lie next to each other. Blocking; for I/O threads.
+"""Reads and writes runs of adjacent objects in a segment file. Blocking; for I/O threads.
 
-Its rule: what it says it has read has the right header at the right place and bytes that match their checksum. Knows
-neither what is live nor who asks.
+An object counts as read only if the right header is at the right place and the bytes match their checksum. Knows
+neither which objects are live nor who reads them.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from kvstore.disk.memory import Scratch, is_aligned
 
 
 class Entry(NamedTuple):
-    """What to write at a page. An end mark says that the log was whole up to here; the next run is written over it."""
+    """Content to write at a page. An end mark says that the log is whole up to it; the next run overwrites it."""
 
     page: int
     num_pages: int
     kind: Kind  # OBJECT, TOMBSTONES or END
     encoded: bytes = b""  # the record, or the tombstones
-    memory: memoryview = memoryview(b"")  # of an object
+    memory: memoryview = memoryview(b"")  # data of an object
 
 
 class Pages(Protocol):
-    """Memory to move from and to."""
+    """Memory that disk transfers read from or write to."""
 
     def take(self, num_pages: int) -> list[memoryview]:
-        """In one piece or in several, with whatever was in them."""
+        """Returns pages, in one piece or several, not cleared."""
 
     def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
-        """The first bytes of somebody's memory, if they can be moved from or to where they are."""
+        """Returns the first bytes of the caller's memory if the disk can transfer them directly, else None."""
 
 
 class BorrowedPages:
-    """`Pages` one behind the other, in scratch memory."""
+    """`Pages` taken consecutively from scratch memory."""
 
     def __init__(self, scratch: memoryview) -> None:
         self._scratch = scratch
@@ -68,17 +68,17 @@ class BorrowedPages:
 
 
 class Arrival(NamedTuple):
-    """Where an object is read to: its header, and what does not go straight to where it is wanted."""
+    """Buffers that receive an object: its header, and the data not read directly into the caller's memory."""
 
     read: DiskRead
     header: memoryview
     direct: int
-    """Bytes that are read to where they are wanted."""
+    """Bytes read directly into the caller's memory."""
     rest: Sequence[memoryview]
 
 
 class Landing(NamedTuple):
-    """Where a run of reads goes to."""
+    """Buffers that receive a run of adjacent objects."""
 
     arrivals: Sequence[Arrival]
     buffers: Sequence[memoryview]
@@ -88,12 +88,12 @@ class Landing(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether something goes straight to where it is wanted."""
+        """True if data is read directly into a caller's memory."""
         return any(arrival.direct for arrival in self.arrivals)
 
 
 class ObjectIo:
-    """Runs of one folder."""
+    """Reads and writes runs of one folder."""
 
     def __init__(self, folder: Folder, scratch: Scratch) -> None:
         self._folder = folder
@@ -101,12 +101,12 @@ class ObjectIo:
         self._scratch = scratch
 
     def write(self, file: SegmentFile, entries: Sequence[Entry]) -> None:
-        """Raises OSError. `entries` are neighbours, in order."""
+        """Writes adjacent entries, in order. Raises OSError."""
         with self._scratch.borrow(pages_of(entries) * PAGE) as scratch:
             file.write(entries[0].page, self.laid_out(file.number, entries, BorrowedPages(scratch)))
 
     def laid_out(self, segment: int, entries: Sequence[Entry], pages: Pages) -> list[memoryview]:
-        """What neighbours are on disk, in order: in `pages`, or where it is already."""
+        """Returns the on-disk form of adjacent entries, in `pages` or in place."""
         buffers: list[memoryview] = []
         for entry in entries:
             context = self._folder.context(segment, entry.page)
@@ -133,13 +133,13 @@ class ObjectIo:
         return [data]
 
     def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
-        """Raises OSError. `reads` are neighbours, in order."""
+        """Reads adjacent objects, in order. Returns True for each valid object. Raises OSError."""
         with self._scratch.borrow(pages_to_read(reads) * PAGE) as scratch:
             landing = self.aimed(reads, BorrowedPages(scratch))
             return self.arrived(landing, file.read(landing.page, landing.buffers))
 
     def aimed(self, reads: Sequence[DiskRead], pages: Pages) -> Landing:
-        """Where neighbours, in order, are read to."""
+        """Returns the buffers that receive adjacent objects, in order."""
         arrivals: list[Arrival] = []
         buffers: list[memoryview] = []
         total = 0
@@ -164,7 +164,7 @@ class ObjectIo:
         return Arrival(read, header, whole, rest)
 
     def arrived(self, landing: Landing, nbytes: int | None = None) -> list[bool]:
-        """Which objects are there after so many bytes, which are fewer than asked for at a file's end; None = all."""
+        """Verifies a run after `nbytes` were read (None = all); at a file's end they may be fewer than requested."""
         whole = landing.page + (landing.num_pages if nbytes is None else nbytes // PAGE)
         return [
             page_of(arrival.read.place) + extent_pages(arrival.read.object.length) <= whole
@@ -173,7 +173,7 @@ class ObjectIo:
         ]
 
     def _arrived(self, segment: int, arrival: Arrival) -> bool:
-        """Puts the object into its memory, as far as it does not lie there yet, and verifies it."""
+        """Copies the object's remaining data into its memory and verifies it."""
         about, memory = arrival.read.object, arrival.read.memory
         context = self._folder.context(segment, page_of(arrival.read.place))
         if not holds(arrival.header, context, about):
@@ -192,7 +192,7 @@ class ObjectIo:
         return self._cipher.open(nonce, header.sealed_with, header.tag, data, into)
 
     def is_whole(self, segment: int, header: Header, extent: memoryview) -> bool:
-        """Whether the data behind a header is what its writer meant."""
+        """True if the data after a header matches its checksum."""
         assert header.record is not None
         about = header.record.object
         data = extent[PAGE : PAGE + about.length]
@@ -213,7 +213,7 @@ def pages_to_read(reads: Sequence[DiskRead]) -> int:
 
 
 def _lay_out(memory: memoryview, pages: Pages, buffers: list[memoryview]) -> None:
-    """Data as it is."""
+    """Adds unencrypted data, in place if possible."""
     whole = len(memory) // PAGE * PAGE
     direct = pages.in_place(memory, whole) if whole else None
     if direct is not None:
@@ -228,7 +228,7 @@ def _lay_out(memory: memoryview, pages: Pages, buffers: list[memoryview]) -> Non
 
 
 def _fill(pages: Sequence[memoryview], content: bytes | memoryview) -> None:
-    """And zeros behind it: nothing of somebody else's may get onto the disk."""
+    """Fills pages with content and zeroes the rest: no other data may reach the disk."""
     at = 0
     for page in pages:
         part = content[at : at + len(page)]

@@ -1,6 +1,6 @@
-"""Objects from their places into memory: neighbours together, several runs at once. Belongs to one event loop.
+"""Reads objects into memory: adjacent objects in one run, several runs in parallel. Belongs to one event loop.
 
-Small runs go through the ring where there is one. What fails there is asked for again by a thread, which knows why.
+Small runs use the ring if there is one. Runs that fail there are repeated by a thread, which reports the reason.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvstore.disk.segments import Segments
 from kvstore.disk.threads import Answer
 
 _VERIFIED_IN_LOOP_BYTES = 5 * 2**18
-"""At once; a megabyte is hashed in 60 µs."""
+"""Most bytes verified in the event loop at once; 1 MB is hashed in 60 µs."""
 
 
 class Lent:
-    """What a flight needs: given back when both the kernel and the reader are done with it."""
+    """Resources of a flight, released once both the kernel and the reader are done with them."""
 
     __slots__ = ("_files", "_num_users", "_pages")
 
@@ -51,7 +51,7 @@ class Reader:
         self._ring = ring
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
-        """Whether each object now lies in its memory. An unreadable one is False, like one that has moved on."""
+        """Reads objects. Returns True for each that is in its memory, False if unreadable or no longer at its place."""
         results = [False] * len(reads)
         runs = list(self._runs(reads))
         if runs and self._ring is not None:
@@ -59,7 +59,7 @@ class Reader:
         if not runs:
             return results
         failed = await self._read_runs(reads, runs, results)
-        # One bad sector should not cost the neighbours that were read along with it.
+        # A bad sector must not cost its neighbours in the run.
         again = [[index] for run in failed if len(run) > 1 for index in run]
         await self._read_runs(reads, again, results)
         return results
@@ -71,7 +71,7 @@ class Reader:
         runs: list[list[int]],
         results: list[bool],
     ) -> list[list[int]]:
-        """Notes down in `results` what arrived. Returns the runs that the ring did not read."""
+        """Records in `results` which objects arrived. Returns the runs that the ring did not read."""
         if not self._segments.health.may_read():
             return []
         files = [self._segments.files[segment_of(reads[run[0]].place)] for run in runs]
@@ -79,7 +79,7 @@ class Reader:
         landings = self._aimed(reads, runs, pages)
         asked = [
             Run(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
-            for file, landing in zip(files, landings, strict=False)  # none: too few pages
+            for file, landing in zip(files, landings, strict=False)  # no landings if there are too few pages
         ]
         if not asked or not ring.takes(asked):
             pages.back()
@@ -94,7 +94,7 @@ class Reader:
                 return []
             if sum([run.nbytes for run in asked]) <= _VERIFIED_IN_LOOP_BYTES:
                 outcomes = self._verified(flight, landings)
-            else:  # hashing would hold up the loop
+            else:  # hashing would block the event loop
                 outcomes = await self._verified_by_threads(flight, landings)
         finally:
             lent.done()
@@ -107,14 +107,14 @@ class Reader:
         return unread
 
     def _aimed(self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: Pages) -> list[Landing]:
-        """None of them when there are too few pages."""
+        """Returns the buffers of each run, or an empty list if there are too few pages."""
         try:
             return [self._io.aimed([reads[index] for index in run], pages) for run in runs]
         except OutOfPages:
             return []
 
     def _verified(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
-        """By run, which objects are there; None where it did not land whole."""
+        """Returns for each run which objects are valid; None for a run that was not fully read."""
         return [self._io.arrived(landing) if flight.is_whole(index) else None for index, landing in enumerate(landings)]
 
     async def _verified_by_threads(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
@@ -123,7 +123,7 @@ class Reader:
         outcomes: list[list[bool] | None] = [None] * len(landings)
         given = await self._segments.threads.run(jobs, until_over=True)
         for index, outcome in zip(whole, given, strict=True):
-            if isinstance(outcome, OSError):  # given up at the very end
+            if isinstance(outcome, OSError):  # given up when the tier closes
                 outcome = [False] * len(landings[index].arrivals)
             outcomes[index] = outcome
         return outcomes
@@ -131,9 +131,9 @@ class Reader:
     async def _read_runs(
         self, reads: Sequence[DiskRead], runs: Sequence[list[int]], results: list[bool]
     ) -> list[list[int]]:
-        """Notes down in `results` what arrived. Returns the runs that ended with an error.
+        """Records in `results` which objects arrived. Returns the runs that ended with an error.
 
-        Since they were asked for first their segments may have gone: nothing of those has arrived.
+        A segment that has been retired since the request gives no objects.
         """
         if not self._segments.health.may_read():
             return []
@@ -172,7 +172,7 @@ class Reader:
                 counters["read_mismatches"] += 1
 
     def _runs(self, reads: Sequence[DiskRead]) -> Iterator[list[int]]:
-        """Indexes of neighbours on disk. Reads that cannot be right are in none."""
+        """Yields the indexes of reads that are adjacent on disk, without invalid reads."""
         if len(reads) == 1:
             if self._possible(reads[0]):
                 yield [0]

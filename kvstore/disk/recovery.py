@@ -1,8 +1,8 @@
-"""What the folder held before the restart, from its segments alone.
+"""Recovery: finds the folder's objects after a restart, from the segments alone.
 
-First every segment is surveyed, several at once, since any of them may hold the tombstone of an object elsewhere. Then
-objects are given segment by segment, the latest first: a copy that compaction made is met before its source, so copies
-are only remembered as long as the segment they came from is still there. Belongs to one event loop.
+First every segment is surveyed, several at once, since any of them may hold the tombstone of an object in another. Then
+objects are yielded segment by segment, the latest first. A copy made by compaction is thus met before its source, so
+only copies need to be remembered. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ Found = list[tuple[DiskObject, Place]]
 
 _NOTHING = (-1, 0)
 _PIECE = 4096
-"""Objects given at once."""
+"""Objects per batch."""
 _SURVEY_SHARE = 0.2
-"""Of the progress; records are most of the work."""
+"""Share of the progress; reading records is most of the work."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What decides whether a record still counts. Pure."""
+    """Decides which records still count. Pure."""
 
     forgotten: dict[BlockKey, tuple[int, int]] = field(default_factory=dict)
-    """Generations up to and with the first, in segments up to and with the second."""
+    """Forgotten keys, each up to a generation and, in segments, up to a number (both inclusive)."""
     uncovered: list[Tombstone] = field(default_factory=list)
-    """Of copies that were made of what was forgotten meanwhile, in later segments than that was said of."""
+    """Tombstones for copies of forgotten objects in later segments than the original tombstone covers."""
     pins: Pins = field(default_factory=Pins)
     copied: set[int] = field(default_factory=set)
-    """Of objects found in copies: hashes of key and generation, about 90 bytes each until recovery has ended."""
+    """Objects found as copies: hashes of key and generation, about 90 bytes each, kept until recovery ends."""
 
     def forget(self, packed: bytes) -> None:
         for each in unpack_tombstones(packed):
@@ -67,13 +67,14 @@ class Known:
                 )
 
     def counts(self, record: Record, segment: int) -> bool:
-        """To be asked with later segments first.
+        """Returns True if a record still counts. Call it for later segments first.
 
-        A copy is where its source was: what could not be written to a segment, and is forgotten there, may have been
-        written again to a later one, but not copied to it.
+        For tombstones, a copy counts as lying in its source segment. An object that failed in a segment, and is
+        forgotten there, may have been written again to a later one, but not copied to it.
 
-        A segment that could not be emptied keeps what was copied out of it, and the copies may have been copied on
-        since, from a segment that is gone: so a copy rules out every earlier record of its object, wherever it lies.
+        A segment that could not be emptied keeps objects that were copied out of it. Their copies may have been copied
+        again, from a segment that is gone. A copy therefore rules out every earlier record of its object, in any
+        segment.
         """
         about = record.object
         generation, until = self.forgotten.get(about.key, _NOTHING)
@@ -90,7 +91,7 @@ class Known:
 
 
 class Recovery:
-    """One use."""
+    """Recovers one folder, once."""
 
     def __init__(self, folder: Folder, segments: Segments, surveyor: Surveyor, pins: Pins) -> None:
         self._folder = folder
@@ -100,11 +101,11 @@ class Recovery:
 
     @property
     def uncovered(self) -> Sequence[Tombstone]:
-        """To be written before the segments go that others were written for; known at the end."""
+        """Tombstones to write before the segments that they make up for are freed. Complete once recovery ends."""
         return self._known.uncovered
 
     async def run(self, progress: Callable[[float], None]) -> AsyncGenerator[Found, None]:
-        """Ends early when the disk fails as a whole; then its health says so."""
+        """Yields the objects found. Ends early if the whole disk fails; its health then reports that."""
         try:
             await self._open()
             async with aclosing(self._found(progress)) as found:
@@ -130,7 +131,7 @@ class Recovery:
         self._segments.files.update({file.number: file for file in files})
 
     async def _survey(self, progress: Callable[[float], None]) -> list[Survey]:
-        """Latest first."""
+        """Surveys all segments, latest first."""
         numbers = sorted(self._segments.files, reverse=True)
         surveys = []
         step = 4 * self._segments.threads.num_threads
@@ -155,7 +156,7 @@ class Recovery:
         return surveys
 
     async def _with_records(self, surveys: Sequence[Survey]) -> AsyncIterator[tuple[int, Survey, list[Record]]]:
-        """In order, with records of the next segments being read meanwhile."""
+        """Yields surveys with their records, in order, reading ahead the records of the next segments."""
         ahead: deque[tuple[int, Survey, asyncio.Task[list[Record]]]] = deque()
         try:
             for number, survey in enumerate(surveys):
@@ -176,11 +177,11 @@ class Recovery:
             return await self._segments.threads.call(lambda: self._surveyor.records(file, survey))
 
     def _adopted(self, survey: Survey, records: Sequence[Record]) -> Found:
-        """Puts the segment into the log and gives what is alive in it."""
+        """Adds the segment to the log and returns its live objects."""
         segment = Segment(survey.number, survey.num_pages)
         found: Found = []
         if survey.error is not None:
-            # It may be readable again after the next restart; until then nothing may be written over it.
+            # It may be readable after the next restart, so it must not be overwritten until then.
             segment.add(LOG_BEGIN, survey.num_pages - LOG_BEGIN, live=True)
             self._segments.failed(Doing.READ, survey.error)
         else:
@@ -218,7 +219,7 @@ class Recovery:
             segment.forget_footer()
 
     async def _footer(self, survey: Survey) -> None:
-        """A scanned segment need not be scanned again."""
+        """Writes the footer of a scanned segment, so that it is not scanned again."""
         segment = self._segments.log.segments.get(survey.number)
         if segment is None or not segment.footer or survey.trailer is not None:
             return

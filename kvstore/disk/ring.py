@@ -1,10 +1,10 @@
-"""Reads and writes through io_uring: submitted from the event loop, which the kernel wakes when they have ended.
+"""Reads and writes through io_uring, submitted from the event loop, which the kernel wakes on completion.
 
-A thread costs two wake-ups for each of them and waits for the interpreter's lock: more than 64 KiB from a good disk.
-Needs the package `liburing` (extra `uring`) and a kernel that allows io_uring; `opened` says None without them. Its
-rule: memory is kept until the kernel is done with it, whoever has given up waiting, and views that are moved are
-lasting ones (`views`). An outcome that is not what was asked for is no error here: a thread asks again, and knows why.
-Knows nothing of what it moves.
+A thread costs two wake-ups per operation and waits for the interpreter's lock: more than reading 64 KiB from a good
+disk. Needs the package `liburing` (extra `uring`) and a kernel that allows io_uring; otherwise `opened` returns None.
+Memory is kept until the kernel is done with it, even if the caller has given up; direct transfers use `LastingViews`.
+An unexpected outcome is not an error here: a thread repeats the operation and reports the reason. Does not know what it
+moves.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvstore.disk.memory import LastingPages, LastingViews, PagePool
 logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 64
-"""Operations under way at once; what comes beyond goes to the threads."""
+"""Operations in flight; further ones go to the threads."""
 MAX_BUFFERS = 1024
-"""Of one operation: IOV_MAX of Linux."""
+"""Buffers per operation: IOV_MAX of Linux."""
 IN_LOOP_BYTES = 5 * 2**20
-"""Begun together; more is begun by threads of the kernel, who take a fifth more of the processor. A megabyte takes the
-loop 40 µs."""
+"""Most bytes started in the event loop, which takes 40 µs per MB. Larger flights are started by kernel threads, which
+take a fifth more CPU time."""
 _AGAIN_S = 0.01
-"""When the kernel had no memory for an operation."""
+"""Seconds before retrying when the kernel had no memory for an operation."""
 
 
 class Run(NamedTuple):
-    """Buffers that go to pages of a file which lie next to each other, or come from there."""
+    """Buffers for adjacent pages of a file, to write or to read."""
 
     fd: int
     page: int
@@ -50,37 +50,37 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Runs that were begun together."""
+    """Runs submitted together."""
 
     runs: Sequence[Run]
     begun_at: float
     landed: Callable[[Flight], None]
-    """Called once: when all have ended, or when they are given up."""
+    """Called once: when all runs have ended or were given up."""
     over: Callable[[], None]
-    """Called once, when the kernel is done with their memory."""
+    """Called once, when the kernel is done with the memory."""
     until_over: bool
-    """Whether whoever waits has to wait until then, since the kernel writes to memory of theirs."""
+    """True if the caller must wait for `over`, because the kernel writes to the caller's memory."""
     left: int
     failed: tuple[int, ...] = ()
-    """Indexes of runs that did not land whole."""
+    """Indexes of runs that were not fully transferred."""
     given_up: bool = False
 
     def is_whole(self, index: int) -> bool:
         return index not in self.failed
 
     def error(self) -> OSError:
-        """For whoever waited in vain."""
+        """Returns the error for the caller of a flight that was given up."""
         return OSError(errno.ETIMEDOUT, "the disk does not answer")
 
     def give_up(self) -> None:
-        """Whoever waits is told that nothing has landed."""
+        """Reports all runs as failed to the caller."""
         if not self.given_up:
             self.given_up = True
             self.failed = tuple(range(len(self.runs)))
             self.tell()
 
     def tell(self) -> None:
-        """Who waits often holds this in turn: without the way back, no garbage collector is needed."""
+        """Calls and drops `landed`, which often refers back to this flight: dropping it avoids a reference cycle."""
         landed, self.landed = self.landed, _told
         landed(self)
 
@@ -99,8 +99,8 @@ except OSError:
 
 @functools.cache
 def _runs_here(folder: str) -> bool:
-    """Whether liburing in `folder` runs on this processor. Its published wheel is built for newer ones, where any call
-    can end the whole process by SIGILL, so another process tries it first (about 25 ms)."""
+    """True if liburing in `folder` runs on this CPU. Its published wheel is built for newer CPUs, where any call can
+    end the process by SIGILL, so a child process tries it first (about 25 ms)."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE, folder]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -110,7 +110,7 @@ def _runs_here(folder: str) -> bool:
 
 
 def _liburing() -> Any:
-    """The module, or None where it is missing or does not run."""
+    """Returns the module, or None if it is missing or does not run here."""
     if (loaded := sys.modules.get("liburing")) is not None:
         return loaded
     spec = importlib.util.find_spec("liburing")
@@ -124,11 +124,11 @@ def _liburing() -> Any:
 
 
 class Ring:
-    """Belongs to the event loop in which it was opened."""
+    """An io_uring. Belongs to the event loop in which it was opened."""
 
     @classmethod
     def opened(cls, waits: Waits, memory: memoryview) -> Ring | None:
-        """None where there is no io_uring to be had. `memory` outlasts the ring: what lies there is not copied."""
+        """Opens a ring; None if io_uring is not available. `memory` must outlast the ring; data in it is not copied."""
         uring = _liburing()
         if uring is None:
             return None
@@ -150,9 +150,9 @@ class Ring:
         self._entry = uring.Cqe()
         self._free = list(range(1, NUM_SLOTS + 1))  # liburing refuses zero
         self._under_way: dict[int, tuple[Flight, int]] = {}
-        """By slot, the flight and the index of its run."""
+        """Flight and index of the run, by slot."""
         self._vectors: dict[int, Any] = {}
-        """By slot: the kernel reads them when it begins, which may be later than asked."""
+        """I/O vectors by slot. The kernel may read them later than they are submitted."""
         self._again: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(ring.ring_fd, self._ended)
@@ -162,11 +162,11 @@ class Ring:
         return len(self._under_way)
 
     def pages(self) -> LastingPages:
-        """Memory that operations may use."""
+        """Returns memory for operations."""
         return LastingPages(self._pool, self._views)
 
     def takes(self, runs: Sequence[Run]) -> bool:
-        """Whether they can begin now."""
+        """True if the runs can start now."""
         if len(runs) > len(self._free):
             return False
         most = max([len(run.buffers) for run in runs])
@@ -181,8 +181,8 @@ class Ring:
         over: Callable[[], None],
         until_over: bool = False,
     ) -> None:
-        """Those that `takes` lets. `landed` and `over` are called from the event loop later, in this order if the disk
-        answers in time."""
+        """Starts runs accepted by `takes`. `landed` and `over` are called later from the event loop, in this order if
+        the disk answers in time."""
         flight = Flight(runs, self._waits.now, landed, over, until_over, len(runs))
         uring, ring = self._uring, self._ring
         prepare = uring.io_uring_prep_readv if doing is Doing.READ else uring.io_uring_prep_writev
@@ -199,25 +199,25 @@ class Ring:
         self._submit()
 
     def longest_s(self) -> float:
-        """How long the oldest operation is under way."""
+        """Returns the age of the oldest operation in flight."""
         begun = [flight.begun_at for flight, _ in self._under_way.values()]
         return self._waits.now - min(begun) if begun else 0.0
 
     def give_up(self, *, everything: bool) -> None:
-        """The disk hangs: whoever waits is told so. With `everything`, also who has to wait until it is over."""
+        """Reports to callers that the disk hangs. With `everything`, also to those that wait for `over`."""
         for flight in {flight for flight, _ in self._under_way.values()}:
             if everything or not flight.until_over:
                 flight.give_up()
 
     def close(self) -> None:
-        """What is under way is not heard of any more."""
+        """Closes the ring. Operations in flight are not reported."""
         if self._again is not None:
             self._again.cancel()
         self._loop.remove_reader(self._ring.ring_fd)
         self._uring.io_uring_queue_exit(self._ring)
 
     def validate(self) -> None:
-        """Every slot is free or under way, and nobody else holds pages."""
+        """Asserts that every slot is free or in flight, and that only operations in flight hold pages."""
         assert sorted([*self._free, *self._under_way]) == list(range(1, NUM_SLOTS + 1))
         assert self._vectors.keys() == self._under_way.keys()
         assert self._under_way or not self._pool.num_in_use
@@ -226,12 +226,12 @@ class Ring:
     def _submit(self) -> None:
         try:
             self._uring.io_uring_submit(self._ring)
-        except OSError as error:  # what was not begun goes with the next ones, or in a while
+        except OSError as error:  # operations not started go with the next submission or after a pause
             logger.debug("io_uring begins nothing for now: %s", error)
             self._again = self._loop.call_later(_AGAIN_S, self._submit)
 
     def _ended(self) -> None:
-        """All that have; the loop has just seen that it is one at least."""
+        """Handles all completed operations; there is at least one."""
         uring, ring = self._uring, self._ring
         for _ in range(uring.io_uring_cq_ready(ring)):
             uring.io_uring_peek_cqe(ring, self._entry)
@@ -258,4 +258,4 @@ class Ring:
 
 
 def _told(flight: Flight) -> None:
-    """Nobody waits any more."""
+    """Placeholder for a callback that was already called."""

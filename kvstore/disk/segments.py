@@ -1,7 +1,7 @@
-"""Segments as files and as state together: begun, sealed, made durable, retired.
+"""Lifecycle of segments as files and as state: opened, sealed, made durable, retired.
 
-Its rule: a footer is written behind a log that is durable, so what it lists is there whenever the footer is. Belongs to
-one event loop; the disk's errors become health here and go no further.
+A footer is written only after its log is durable, so whatever it lists exists. Belongs to one event loop. Disk errors
+are turned into health here and not passed on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Segments:
-    """The open segments of a folder."""
+    """Open segments of a folder."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Segments:
         self.health = health
         self.threads = threads
         self.unnamed: set[int] = set()
-        """Files whose names are not durable yet."""
+        """Segments whose file names are not durable yet."""
         self._folder = folder
         self._scratch = scratch
         self._prepared: asyncio.Task[SegmentFile | None] | None = None
@@ -52,9 +52,9 @@ class Segments:
         self._footed: set[int] = set()
         """Segments whose footers are not durable yet."""
         self.is_durable: Callable[[Segment], None] = lambda segment: None
-        """Called when all of a sealed segment is durable but for its footer."""
+        """Called when a sealed segment is durable except for its footer."""
         self.is_sealed: Callable[[], None] = lambda: None
-        """Called when a segment is done with, footer or not."""
+        """Called when a segment is finished, with or without a footer."""
 
     def may_write(self) -> bool:
         return self.health.may_write(asyncio.get_running_loop().time())
@@ -63,12 +63,12 @@ class Segments:
         self.health.failed(doing, error, asyncio.get_running_loop().time())
 
     def prepare(self) -> None:
-        """The next segment's file is there when `begin` wants it."""
+        """Prepares the next segment's file ahead of `begin`."""
         if self._prepared is None and self.log.may_open(urgent=False):
             self._prepared = asyncio.create_task(self._prepare())
 
     async def begin(self) -> bool:
-        """Opens the next segment for appending; False when the disk does not let it."""
+        """Opens the next segment for appending; False if the disk fails."""
         file = await self._taken()
         if file is None:
             try:
@@ -87,34 +87,33 @@ class Segments:
     async def _prepare(self) -> SegmentFile | None:
         try:
             return await self.threads.call(self._create)
-        except OSError as error:  # `begin` tries again, and says so
+        except OSError as error:  # `begin` retries and reports the error
             logger.debug("the next segment could not be prepared: %s", error)
             return None
 
     async def _taken(self) -> SegmentFile | None:
-        """What was prepared."""
+        """Returns the prepared file, if any."""
         if self._prepared is None:
             return None
         prepared, self._prepared = self._prepared, None
         return await prepared
 
     def seal(self, landed: Callable[[Segment], Awaitable[None]]) -> None:
-        """The active segment, if there is one, takes nothing more and gets its footer once everything has `landed`.
-        Nobody need wait for it."""
+        """Seals the active segment, if any, in the background. Its footer is written after everything has `landed`."""
         if self.log.active is not None:
             segment = self.log.seal()
             segment.unanswered += 1
             self._footers.start(self._finish(segment, landed))
 
     async def sealed(self) -> bool:
-        """Waits until a footer is written; False when none is on its way."""
+        """Waits until a footer is written; False if none is in flight."""
         if self._footers:
             await asyncio.wait(list(self._footers), return_when=asyncio.FIRST_COMPLETED)
             return True
         return False
 
     async def sync(self, numbers: Collection[int]) -> bool:
-        """Whether what has landed in these segments is durable now, and their names with it. Retired ones are."""
+        """Syncs segments and their names. True if everything landed is durable. Retired segments count as durable."""
         files = [self.files[number] for number in numbers if number in self.files]
         names = self.unnamed.intersection(numbers)
         jobs: list[Callable[[], None]] = [file.sync for file in files]
@@ -132,7 +131,7 @@ class Segments:
         return not errors
 
     async def write_footer(self, segment: Segment) -> None:
-        """Without it the segment is scanned at the next start, and no more: it is durable when the tier is closed."""
+        """Writes a footer, which becomes durable when the tier closes. Without it, the next start scans the segment."""
         file = self.files[segment.number]
         in_use = ExitStack()
         in_use.enter_context(file)
@@ -151,7 +150,7 @@ class Segments:
             if self.health.may_read() and await self.sync({segment.number}):
                 self.is_durable(segment)
                 await self.write_footer(segment)
-        except Exception:  # a held task: raised, nobody would see it
+        except Exception:  # nobody awaits this task, so an error would go unnoticed
             logger.exception("a segment of the SSD tier was not sealed: this is a bug")
         finally:
             segment.forget_footer()
@@ -171,7 +170,7 @@ class Segments:
             file.write(segment.num_pages - len(footer) // PAGE, [scratch[: len(footer)]])
 
     async def retire(self, segment: Segment) -> bool:
-        """Durably gives up a segment without live objects; its file is written again later."""
+        """Retires a segment without live objects, durably; its file is reused later."""
         file = self.files.pop(segment.number)
         self.unnamed.discard(segment.number)
         self._footed.discard(segment.number)
@@ -187,7 +186,7 @@ class Segments:
         return True
 
     async def close(self) -> None:
-        """What hangs in a file that does not answer stays open: its number may not become another file's."""
+        """Closes all files but those with hanging operations, whose descriptors must not be reused for other files."""
         await self._drop_prepared()
         if self.health.may_read():
             await self.sync(self._footed)
@@ -198,16 +197,16 @@ class Segments:
         self.files.clear()
 
     async def _drop_prepared(self) -> None:
-        """Nothing is in it: its file is a spare one again."""
+        """Turns the prepared, empty file back into a free one."""
         file = await self._taken()
         if file is not None:
-            with contextlib.suppress(OSError):  # then the next start finds an empty segment
+            with contextlib.suppress(OSError):  # the next start then finds an empty segment
                 await self.threads.call(lambda: self._folder.recycle(file.number))
             file.close()
 
 
 class Flusher:
-    """Makes writes durable: within `interval_s` of when they were made, and when somebody depends on it.
+    """Makes writes durable within `interval_s`, and on demand.
 
     Belongs to one event loop. `interval_s` 0 = every write is flushed before it is answered.
     """
@@ -221,23 +220,23 @@ class Flusher:
         self._next: asyncio.Task[bool] | None = None
         self._timer: asyncio.Task[None] | None = None
         self.failed: Callable[[set[int]], None] = lambda numbers: None
-        """Called with the segments of a flush that failed."""
+        """Called with the segments of a failed flush."""
         segments.is_durable = self._is_durable
 
     @property
     def at_once(self) -> bool:
-        """Whether no write may be answered before it is durable."""
+        """True if writes are answered only once durable."""
         return not self._interval_s
 
     def landed(self, segment: Segment) -> None:
-        """Something was written there."""
+        """Notes that the segment has unflushed writes."""
         self._dirty.add(segment.number)
         if self._timer is None and not self.at_once:
             self._timer = asyncio.create_task(self._flush_later())
 
     async def flush(self) -> bool:
-        """Whether all that had landed is durable now. Where it is not, the disk has failed; it is tried again with the
-        next flush, and a success is then believed: were it wrong, the objects would be missed, or found damaged."""
+        """Flushes, and returns True if everything landed so far is durable. If not, the disk has failed. The next flush
+        tries again and trusts a success: if that is wrong, the objects are missed, or found damaged."""
         if not self._dirty and self._under_way is None:
             return True
         if self._next is None:
@@ -245,7 +244,7 @@ class Flusher:
         return await asyncio.shield(self._next)
 
     async def close(self) -> None:
-        """Flushes nothing: a segment that is sealed is durable."""
+        """Waits for flushes in flight. Starts none, because sealed segments are durable."""
         if self._timer is not None:
             self._timer.cancel()
             await asyncio.wait([self._timer])
@@ -253,7 +252,7 @@ class Flusher:
             await asyncio.wait(running)
 
     def validate(self) -> None:
-        """What is not durable is known: a segment of the log, whose file is open."""
+        """Asserts that segments with unflushed writes are in the log and have open files."""
         assert self._dirty <= set(self._segments.files) | {0}
 
     async def _run(self, former: asyncio.Task[bool] | None) -> bool:
@@ -271,12 +270,12 @@ class Flusher:
         return flushed
 
     async def _flush_later(self) -> None:
-        """Once; what lands afterwards begins the next interval."""
+        """Flushes once after the interval. Later writes start the next interval."""
         try:
             await self._sleep(self._interval_s)
             self._timer = None
             await self.flush()
-        except Exception:  # a held task: raised, nobody would see it
+        except Exception:  # nobody awaits this task, so an error would go unnoticed
             logger.exception("the SSD tier's writes are not flushed: this is a bug")
 
     def _is_durable(self, segment: Segment) -> None:

@@ -1,8 +1,7 @@
-"""What a segment file holds: by its footer, or where that is missing, by its log from the front. Blocking; for I/O
-threads.
+"""Survey of a segment file: from its footer or, without one, by scanning its log. Blocking; for I/O threads.
 
-The log is believed up to the first page that is not what it should be, data included. It ends well when that page is
-the end mark of its last group. Knows nothing of other segments, so not what is live.
+The log is valid up to the first invalid page, data included. It ends well if that page is the end mark of its last
+group. Knows nothing of other segments, so it does not know which objects are live.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from protocol.keys import BlockKey
 
 _IN_LOG = (Kind.OBJECT, Kind.TOMBSTONES)
 _AHEAD_PAGES = 4 * 2**20 // PAGE
-"""Read at a time when a log is scanned."""
+"""Pages read at a time during a scan."""
 
 
 @dataclass(slots=True)
@@ -45,17 +44,17 @@ class Survey:
     log_end: int = LOG_BEGIN
     tombstones: bytes = b""
     trailer: Trailer | None = None
-    """None: it was scanned, or has to be."""
+    """None: the segment was scanned, or must be."""
     records: list[Record] = field(default_factory=list)
-    """Of a scanned one. Those of a footer are read when they are needed."""
+    """Records of a scanned segment. Records of a footer are read on demand."""
     torn: str = ""
-    """Why the log is believed no further; empty when it ends as it should."""
+    """Reason why the log ends early; empty if it ends properly."""
     error: OSError | None = None
-    """It could not be read; nothing is said about what it holds."""
+    """Read error; the contents are then unknown."""
 
 
 class Surveyor:
-    """Reads segments of one folder."""
+    """Surveys segments of one folder."""
 
     def __init__(self, folder: Folder, io: ObjectIo, scratch: Scratch) -> None:
         self._folder = folder
@@ -63,7 +62,7 @@ class Surveyor:
         self._scratch = scratch
 
     def survey(self, file: SegmentFile) -> Survey:
-        """Everything but the records of a footer."""
+        """Surveys a segment, without the records of its footer."""
         survey = Survey(file.number, file.num_pages)
         try:
             self._read_head(file, survey)
@@ -79,7 +78,7 @@ class Surveyor:
         return survey, records
 
     def records(self, file: SegmentFile, survey: Survey) -> list[Record]:
-        """All objects of the log, dead ones included. May find out that the footer is no good after all."""
+        """Returns all objects of the log, dead ones included. A footer that proves invalid leads to a scan."""
         if survey.trailer is None:
             return survey.records
         try:
@@ -94,7 +93,7 @@ class Surveyor:
         return survey.records
 
     def _read_head(self, file: SegmentFile, survey: Survey) -> None:
-        """A truncated file still counts with all its pages; a damaged head costs nothing."""
+        """Reads the head. A truncated file still counts with all its pages; a damaged head is harmless."""
         head = self._read(file, 0, 1)
         num_pages = decode_head(memoryview(head), self._folder.context(file.number, 0))
         survey.num_pages = num_pages or max(survey.num_pages, LOG_BEGIN + 1)
@@ -112,7 +111,7 @@ class Surveyor:
         return True
 
     def _section(self, file: SegmentFile, survey: Survey, nbytes: int, behind: int = 0) -> bytes:
-        """Of the footer; `behind` it there are so many pages before the trailer."""
+        """Reads a section of the footer that has `behind` pages between it and the trailer."""
         num_pages = pages(nbytes)
         return self._read(file, survey.num_pages - 1 - behind - num_pages, num_pages)[:nbytes]
 
@@ -134,7 +133,7 @@ class Surveyor:
                     survey.log_end += header.record.num_pages
 
     def _headers(self, window: Window, survey: Survey) -> Iterator[Header]:
-        """Up to the end of the log; the receiver moves `log_end` on."""
+        """Yields headers up to the end of the log. The caller advances `log_end`."""
         while True:
             page = survey.log_end
             context = self._folder.context(survey.number, page)
@@ -153,7 +152,7 @@ class Surveyor:
             yield header
 
     def _goes_on(self, window: Window, number: int, page: int) -> bool:
-        """Whether behind an end mark there is a group that was begun while the mark was being written."""
+        """True if a group that was started while the end mark was being written follows it."""
         header = decode_header(window.view(page, 1), self._folder.context(number, page))
         return header is not None and header.kind in _IN_LOG
 
@@ -165,7 +164,7 @@ class Surveyor:
 
 
 class Window:
-    """A file seen through a part of it in memory, which moves on as later pages are asked for."""
+    """View of a file through a buffer that moves forward as later pages are requested."""
 
     def __init__(self, file: SegmentFile, scratch: Scratch) -> None:
         self._file = file
@@ -175,7 +174,7 @@ class Window:
         self._held = memoryview(b"")
 
     def view(self, page: int, num_pages: int) -> memoryview:
-        """Fewer pages at the end of the file. Valid until the next call."""
+        """Returns the requested pages, fewer at the end of the file. Valid until the next call."""
         end = (page + num_pages - self._begin) * PAGE
         if page < self._begin or end > len(self._held):
             self._load(page, max(num_pages, _AHEAD_PAGES))
@@ -193,22 +192,22 @@ class Window:
 
 
 class Pins:
-    """Pins that were changed after their objects were written, by the log of one folder.
+    """Pins changed after their objects were written, from the log of one folder.
 
-    Takes about 200 bytes for each key whose pin was changed.
+    Takes about 200 bytes for each changed key.
     """
 
     def __init__(self) -> None:
         self._latest: dict[BlockKey, tuple[int, Pin]] = {}
 
     def note(self, change: Tombstone) -> None:
-        """One that has a pin."""
+        """Records a pin change."""
         assert change.pin is not None
         known = self._latest.get(change.key)
         if known is None or change.generation > known[0]:
             self._latest[change.key] = change.generation, change.pin
 
     def current(self, about: DiskObject) -> DiskObject:
-        """With the pin that it has now."""
+        """Returns the object with its current pin."""
         number, pin = self._latest.get(about.key, (0, about.pin))
         return about if number < about.generation or pin is about.pin else replace(about, pin=pin)

@@ -1,7 +1,7 @@
-"""Threads for blocking I/O, with one wake-up of the event loop per batch of jobs.
+"""Threads for blocking I/O, which wake the event loop once per batch of jobs.
 
-`concurrent.futures` wakes the loop once per job and takes a lock and a future for each, which costs as much as reading
-64 KiB from a good disk. Knows nothing of what the jobs do.
+`concurrent.futures` wakes the loop once per job and needs a lock and a future for each, which costs as much as reading
+64 KiB from a good disk. Does not know what the jobs do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Job = Callable[[], T]
 
 
 class Answer(Generic[T]):
-    """A result to wait for. Who waits holds memory that others use until then, so a cancellation waits too.
+    """A result to wait for. The waiting caller owns memory used by the operation, so even a cancelled wait lasts to the
+    end.
 
     Not `asyncio.shield`, which costs another turn of the event loop for each of millions of reads.
     """
@@ -45,7 +46,7 @@ class Answer(Generic[T]):
         self._end()
 
     async def wait(self) -> T:
-        """Only one may wait. A cancellation is passed on once there is a result."""
+        """Waits for the result; only one task may wait. A cancellation is raised once there is a result."""
         try:
             return await self._future
         except asyncio.CancelledError:
@@ -63,7 +64,7 @@ class Answer(Generic[T]):
 
 
 class _Batch(Generic[T]):
-    """Jobs that are under way together."""
+    """Jobs submitted together."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class _Batch(Generic[T]):
         self._lock = threading.Lock()
 
     def take(self) -> int:
-        """The next job. Only who has the batch from the queue may ask."""
+        """Returns the index of the next job. Only the thread that took the batch from the queue may call it."""
         self._taken += 1
         return self._taken - 1
 
@@ -98,18 +99,18 @@ class _Batch(Generic[T]):
                 self._outcomes[index] = self._jobs[index]()
         except OSError as error:
             self._outcomes[index] = error
-        except BaseException as error:  # raised where the batch is waited for
+        except BaseException as error:  # raised to the caller of `run`
             self._bug = error
         with self._lock:
             self._left -= 1
             last = not self._left
         if last:
-            # The loop may be gone by now: nobody is left to tell.
+            # The loop may be closed already; then no caller is left.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._settle)
 
     def give_up(self) -> None:
-        """The disk hangs: it is answered now, and what of it has not begun will not."""
+        """Answers the batch now because the disk hangs. Jobs not started yet are skipped."""
         if not self.answer.is_given:
             self._given_up = True
             late = OSError(errno.ETIMEDOUT, "the disk does not answer")
@@ -127,7 +128,7 @@ class _Batch(Generic[T]):
 
 
 class IoThreads:
-    """A fixed number of threads. Jobs are run in order, as far as there are threads for them."""
+    """A fixed number of I/O threads, which run jobs in order as they become free."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._queue: SimpleQueue[_Batch[Any] | None] = SimpleQueue()
@@ -149,11 +150,11 @@ class IoThreads:
         over: Callable[[], None] | None = None,
         until_over: bool = False,
     ) -> list[T | OSError]:
-        """What each job returned, or the OSError that it raised; other errors are raised here.
+        """Runs jobs and returns the result or the OSError of each. Other errors are raised.
 
-        Returns when all jobs have ended, even when it is cancelled: they hold their caller's memory. Or when they are
-        given up, unless they read into that memory (`until_over`). `over` is called in the event loop once they have
-        really ended.
+        Returns when all jobs have ended, even if cancelled, because they use the caller's memory. Returns early if the
+        jobs are given up, unless they read into that memory (`until_over`). `over` is called in the event loop once
+        they have really ended.
         """
         if not jobs:
             return []
@@ -166,31 +167,31 @@ class IoThreads:
             self._unanswered.discard(batch)
 
     def give_up(self, *, everything: bool) -> None:
-        """The disk hangs: whoever waits for it is told so. With `everything`, also who has to wait `until_over`: at the
-        very end, when nobody uses that memory again."""
+        """Answers waiting callers because the disk hangs. With `everything`, also callers with `until_over`, for the
+        final close, after which their memory is not used again."""
         for batch in self._unanswered:
             if everything or not batch.until_over:
                 batch.give_up()
 
     async def call(self, job: Job[T], *, over: Callable[[], None] | None = None) -> T:
-        """What `job` returns; raises what it raises."""
+        """Runs one job; returns its result or raises its error."""
         (outcome,) = await self.run([job], over=over)
         if isinstance(outcome, OSError):
             raise outcome
         return outcome
 
     def close(self) -> None:
-        """Waits for the jobs under way."""
+        """Waits for jobs in flight and stops the threads."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
-        """Each thread wakes the next one: waking costs 20 µs and more, and the event loop has better things to do."""
+        """Runs jobs. Each thread wakes the next one, since a wake-up would cost the event loop 20 µs and more."""
         while (batch := self._queue.get()) is not None:
             index = batch.take()
             if batch.has_more:
                 self._queue.put(batch)
             batch.run(index)
-            del batch  # an idle thread keeps nobody's memory
+            del batch  # an idle thread must not keep memory alive

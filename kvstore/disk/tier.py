@@ -1,4 +1,4 @@
-"""The SSD tier: one folder of segment files behind `DiskTier`. Puts the parts together and looks after the disk."""
+"""The SSD tier: implements `DiskTier` over one folder of segment files. Connects the parts and monitors the disk."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ from protocol.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FEWEST_SEGMENTS = 4
-"""One to write, one for compaction, one for what is lost at ends, and one to hold something."""
+"""One for writing, one for compaction, one for space lost at segment ends, and one for objects."""
 _LARGEST_SEGMENT = 256 * 2**20
 _SMALLEST_SEGMENT = 32 * 2**20
-"""Unless the whole capacity is small: the largest object has to fit."""
+"""Except with a small capacity: the largest object must fit."""
 _LOOKS_PER_LIMIT = 4
 _SEGMENTS = 32
-"""As many as that, if they do not get too small or too large."""
+"""Desired number of segments, within the limits on their size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOptions:
-    """How a folder is used. Only `key_file` has to be the same over restarts."""
+    """Options of a folder. Only `key_file` must stay the same over restarts."""
 
-    segment_bytes: int | None = None  # None = by the capacity
-    # 32 random reads of 64 KiB took half as long as with 8; a thread is cheap.
+    segment_bytes: int | None = None  # None = derived from the capacity
+    # 32 random reads of 64 KiB take half as long as with 8 threads, and a thread is cheap.
     num_threads: int = 16
     key_file: Path | None = None  # None = not encrypted
-    ring: bool = True  # through io_uring, where there is one
+    ring: bool = True  # use io_uring if available
     memory: memoryview | None = None
-    """Where objects lie when they are written and read; it outlasts the tier. The ring copies what lies elsewhere."""
-    sync_interval_s: float = 1.0  # 0 = what is written is durable when it returns
+    """Memory that holds the node's objects; it must outlast the tier. The ring copies data that lies elsewhere."""
+    sync_interval_s: float = 1.0  # 0 = writes are durable on return
     check_every_s: float = 10.0
-    time_limit_s: float = 30.0  # of one system call; longer than a disk's own retries take
+    time_limit_s: float = 30.0  # for one system call; longer than a disk's own retries
     clock: Clock = monotonic
     calls: FileCalls = field(default_factory=FileCalls)
     sleep: Sleep = asyncio.sleep
@@ -83,7 +83,7 @@ class SsdTier:
         moved: Moved,
         health_changed: HealthChanged,
     ) -> SsdTier:
-        """Raises ConfigError for a folder that cannot be used: it is locked, foreign, or encrypted otherwise."""
+        """Opens a folder. Raises ConfigError if it is locked, foreign, or encrypted differently."""
         segment_bytes = options.segment_bytes or _segment_bytes(capacity)
         if segment_bytes % PAGE or capacity < FEWEST_SEGMENTS * segment_bytes:
             raise ConfigError(
@@ -124,7 +124,7 @@ class SsdTier:
         self._segments = Segments(log, folder, self._threads, scratch, self._health, self.counters)
         io = ObjectIo(folder, scratch)
         self._surveyor = Surveyor(folder, io, scratch)
-        # Decryption is for threads: it takes longer than the event loop may.
+        # Decryption takes too long for the event loop, so encrypted folders use threads.
         by_ring = options.ring and folder.cipher is None
         self._ring = Ring.opened(waits, options.memory or memoryview(b"")) if by_ring else None
         self._reader = Reader(self._segments, io, self._ring)
@@ -182,7 +182,7 @@ class SsdTier:
         return await self._writer.write(writes)
 
     async def flush(self) -> bool:
-        """Whether all that was written before is durable now."""
+        """Flushes, and returns True if everything written before is durable."""
         return await self._flusher.flush()
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
@@ -190,7 +190,7 @@ class SsdTier:
 
     def release(self, place: Place) -> None:
         died = self._log.release(place)
-        if died and self._recovered:  # else recovery still works on its segment
+        if died and self._recovered:  # during recovery its segment is still in use
             self._compactor.wake()
 
     async def forget(self, objects: Sequence[DiskObject]) -> bool:
@@ -203,7 +203,7 @@ class SsdTier:
         await self._writer.forget(changed)
 
     async def check(self) -> None:
-        """Looks whether the folder is still there, and whether a disk that failed is well again."""
+        """Checks if the folder still exists, and if a failed disk is well again."""
         files = list(self._segments.files.values())
         with contextlib.ExitStack() as in_use:
             for file in files:
@@ -227,9 +227,10 @@ class SsdTier:
         self._compactor.wake()
 
     def look_at_waits(self) -> None:
-        """A disk that has not answered for too long has failed; who waits for it is told, at the latest by `close`.
+        """Marks a disk that has not answered for too long as failed, and reports that to waiting callers.
 
-        Only reads into their caller's memory by a thread wait on: the disk may write there until they have ended.
+        Reads directly into their caller's memory wait on, since the disk may still write there; `close` ends their wait
+        too.
         """
         if not self._hangs():
             return
@@ -277,7 +278,7 @@ class SsdTier:
             await self.check()
 
     def _drop_spares(self) -> None:
-        with contextlib.suppress(OSError):  # they only take space
+        with contextlib.suppress(OSError):  # spare files only take space
             keep = max(self._log.free_segments, 0)
             self._folder.drop_spares(keep=keep, nbytes=self._log.segment_pages * PAGE)
 

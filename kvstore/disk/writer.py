@@ -1,9 +1,9 @@
-"""Group commit: what is written at the same time goes to the disk in few large writes, several groups at once.
+"""Group commit: appends concurrent writes to the log in few large operations, with several groups in flight.
 
-An answer comes when the log is whole up to what it answers: groups are settled in their order, and after a failed one
-its segment takes nothing more, and what follows it there fails with it. What was in it must not be found after a
-restart, so tombstones are owed for it. Removals are answered when they are durable, objects as `Flusher` says. What
-compaction writes goes before what the node writes, and into the segment kept for it, since space comes from there.
+A write is answered once the log is whole up to it: groups are answered in log order. After a failed group, its segment
+takes no more writes, and later groups in it fail too. Its objects must not be found after a restart, so tombstones are
+owed for them. Removals are answered once durable, objects as `Flusher` decides. Compaction's writes precede the node's
+and may use the segment kept for them, because they free space.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 4 * 2**20
 _GROUPS_UNDER_WAY = 4
-"""The disk has something to do while the answers to one group make the next one."""
+"""Keeps the disk busy while answers to one group lead to the next one."""
 
 
 class Writer:
-    """The only one who appends to the log. Belongs to one event loop."""
+    """The only writer of the log. Belongs to one event loop."""
 
     def __init__(self, segments: Segments, flusher: Flusher, io: ObjectIo, ring: Ring | None) -> None:
         self._segments = segments
@@ -48,11 +48,11 @@ class Writer:
         self._making_room: asyncio.Task[None] | None = None
         self._hardening = HeldTasks()
         self.room_is_coming: Callable[[], bool] = lambda: False
-        """Whether it is worth waiting for a segment; asked when there is none."""
+        """Returns True if waiting for a free segment is worthwhile; called when there is none."""
 
     async def write(self, writes: Sequence[DiskWrite], *, source: int = 0) -> list[Place | None]:
-        """On disk on return; None where there is no space or the disk failed. `source` is the segment that compaction
-        copies from."""
+        """Writes objects and returns their places: on disk on return, or None if there is no space or the disk failed.
+        `source` is the segment that compaction copies from."""
         if not writes:
             return []
         call = Call(len(writes))
@@ -68,7 +68,7 @@ class Writer:
             self._changed.set()
 
     async def forget(self, tombstones: Sequence[Tombstone], *, urgent: bool = False) -> bool:
-        """Durable on return, unless it is False: then they are owed, and written as soon as the disk lets it."""
+        """Writes tombstones. Returns True once they are durable; on False, they are owed and written when possible."""
         if not tombstones:
             return True
         items = tombstone_items(tombstones)
@@ -77,16 +77,16 @@ class Writer:
         return None not in await items[0].call.answer.wait()
 
     async def settle_debts(self) -> None:
-        """Writes what is owed, if the disk lets it."""
+        """Writes owed tombstones, if the disk allows it."""
         owed, self._owed = self._owed, []
         await self.forget(owed)
 
     def room_changed(self) -> None:
-        """A segment became free, or will not."""
+        """Notes that a segment became free, or will not."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Whoever waits for space does not get it. The segment in use is sealed, which makes it durable."""
+        """Refuses writes that wait for space, and seals the active segment, which makes it durable."""
         while self._making_room is not None:
             self.room_changed()
             await asyncio.wait([self._making_room])
@@ -97,14 +97,14 @@ class Writer:
         await asyncio.gather(*self._hardening)
 
     def _abandon(self, writes: Sequence[DiskWrite], places: Sequence[Place | None]) -> None:
-        """Nobody will hear where they are."""
+        """Releases objects of a cancelled write, since no caller learns their places."""
         for write, place in zip(writes, places, strict=True):
             if place is not None:
                 self._log.release(place)
                 self._owe(write.object, segment_of(place))
 
     def _pump(self) -> None:
-        """Begins what may be begun. What has to wait is looked at again when a group has landed or there is room."""
+        """Starts all groups that may start. The rest is retried when a group has landed or there is room."""
         self._changed.set()
         if self._making_room is not None:
             return
@@ -118,23 +118,23 @@ class Writer:
                 elif self._urgent or self._waiting:
                     self._making_room = asyncio.create_task(self._make_room())
                     return
-        except Exception:  # whoever waits for a write must be told
+        except Exception:  # callers wait for the result
             logger.exception("writes to the SSD tier are refused: this is a bug")
             self._refuse_all(group)
 
     def _owe(self, about: DiskObject, segment: int) -> None:
-        """It must not be found there after a restart; the next writes say so. Later it may be written elsewhere."""
+        """Owes a tombstone that forbids the object in that segment; it may be written to a later one."""
         self._owed.append(Tombstone(about.key, about.generation, segment))
 
     def _pay(self) -> None:
-        """What is owed goes with the next group; nobody waits for it."""
+        """Adds owed tombstones to the next group; no caller waits for them."""
         if self._owed and (self._urgent or self._waiting):
             items = tombstone_items(self._owed)
             self._owed = []
             self._waiting.extendleft(items)
 
     def _gather(self) -> list[Item]:
-        """The next group: what fits into the active segment, of what waits. What is not possible is refused."""
+        """Returns the next group: waiting items that fit into the active segment. Impossible items are refused."""
         group: list[Item] = []
         nbytes = 0
         may_write = self._segments.may_write()
@@ -157,7 +157,7 @@ class Writer:
         return group
 
     def _follows_one_under_way(self) -> bool:
-        """Its end mark is being written: only one that is on disk may be written over."""
+        """True if the end mark before the next item is in flight. It may be overwritten only once it is on disk."""
         return bool(self._under_way) and self._under_way[-1].segment is self._log.active
 
     def _place(self, item: Item) -> None:
@@ -187,12 +187,12 @@ class Writer:
         )
 
     async def _make_room(self) -> None:
-        """For the first that waits; it is refused where there is none to be had."""
+        """Makes room for the first waiting item, or refuses it if there is none."""
         try:
             queue = self._urgent or self._waiting
             if not await self._has_room(urgent=queue is self._urgent) and queue:
                 self._refuse(queue.popleft())
-        except Exception:  # whoever waits for a write must be told
+        except Exception:  # callers wait for the result
             logger.exception("writes to the SSD tier are refused: this is a bug")
             self._refuse_all([])
         finally:
@@ -200,7 +200,7 @@ class Writer:
             self._pump()
 
     async def _has_room(self, *, urgent: bool) -> bool:
-        """Whether it is worth looking again: in another segment, or since something has changed."""
+        """True if the item should be tried again: in another segment, or because something changed."""
         if self._log.may_open(urgent=urgent):
             self._segments.seal(self._landed_in)
             return await self._segments.begin()
@@ -227,12 +227,12 @@ class Writer:
         self._under_way.append(group)
 
     def _landed(self, group: Group) -> None:
-        """Answers are given in the order of the log."""
+        """Settles landed groups in log order."""
         group.has_landed = True
         try:
             while self._under_way and self._under_way[0].has_landed:
                 self._settle(self._under_way.popleft())
-        except Exception:  # whoever waits for a write must be told
+        except Exception:  # callers wait for the result
             logger.exception("a group of writes to the SSD tier is refused: this is a bug")
             self._refuse_all(group.items)
         self._pump()
@@ -257,20 +257,20 @@ class Writer:
             self._hardening.start(self._hardened(group, lasting))
 
     def _keep(self, segment: Segment, item: Item) -> None:
-        """For the footer, in the order of the log."""
+        """Adds an item to the footer, in log order."""
         if item.write is not None:
             segment.keep_record(item.encoded)
         else:
             segment.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
 
     async def _hardened(self, group: Group, items: Sequence[Item]) -> None:
-        """They are answered when they are durable."""
+        """Answers items once they are durable."""
         try:
             if await self._flusher.flush() and not group.segment.is_broken:
                 self._succeeded(group, items)
             else:
                 self._failed(group, items, None)
-        except Exception:  # whoever waits for a write must be told
+        except Exception:  # callers wait for the result
             logger.exception("a group of writes to the SSD tier is refused: this is a bug")
             self._refuse_all(items)
 
@@ -283,20 +283,20 @@ class Writer:
             item.settle(place_of(group.segment.number, item.page))
 
     def _failed(self, group: Group, items: Sequence[Item], error: OSError | None) -> None:
-        """Nobody knows what of it is on disk: nothing may follow it, and it may not come back."""
+        """Fails items that may be partly on disk. Nothing may follow them there, and they must not come back."""
         if error is not None:
             self._segments.failed(Doing.WRITE, error)
         self._give_up(group.segment)
         for item in items:
             if item.write is not None:
                 self._log.release(place_of(group.segment.number, item.page))
-                if not item.source:  # else its source still counts
+                if not item.source:  # a copy's source still counts
                     self._owe(item.write.object, group.segment.number)
         for item in items:
             self._refuse(item)
 
     def _flush_failed(self, numbers: set[int]) -> None:
-        """What was written there is still there to be read, but nothing that must last may lie behind it."""
+        """Closes the active segment to appends after a failed flush. It stays readable."""
         if self._log.active is not None and self._log.active.number in numbers:
             self._give_up(self._log.active)
 
