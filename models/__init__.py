@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """The directory of the shipped model: configuration, tokenizer and weights."""
+    """Returns the directory of the shipped model: configuration, tokenizer and weights."""
     return Path(__file__).resolve().parent / "demo"

@@ -1,6 +1,7 @@
-"""What the demo model is trained on: the Python standard library's source, and short samples cut out of it.
+"""Training data of the demo model: the source of the Python standard library, and short samples cut out of it.
 
-The same interpreter gives the same files with the same digest, and an epoch of a seed is always the same token stream.
+The same interpreter gives the same files with the same digest. An epoch with a given seed is always the same token
+stream.
 """
 
 import ast
@@ -65,7 +66,7 @@ PURPOSE_PROMPTS = (
 
 
 def read_files(root: Path) -> Files:
-    """The selected files below `root` that are not empty. Raises UnicodeDecodeError for one that is not UTF-8."""
+    """Reads the selected non-empty files below `root`. Raises UnicodeDecodeError for a file that is not UTF-8."""
     relative = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     texts = {p: relative[p].read_text(encoding="utf-8") for p in sorted(relative) if _selects(p)}
     return {path: text for path, text in texts.items() if text.strip()}
@@ -81,7 +82,7 @@ def _selects(path: str) -> bool:
 
 
 def split(files: Files) -> tuple[Files, Files]:
-    """(training, held out), by a hash of the path alone."""
+    """Splits files into (training, held out) by a hash of the path alone."""
     parts: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for path, text in files.items():
         bucket = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % 100
@@ -90,7 +91,7 @@ def split(files: Files) -> tuple[Files, Files]:
 
 
 def describe(training: Files, validation: Files) -> dict[str, object]:
-    """The corpus record: the rules, what they selected, and a digest to compare runs by."""
+    """Returns the corpus record: selection rules, selected files, and a digest to compare runs by."""
     return {
         "source": "Python standard library",
         "license": "PSF-2.0",
@@ -124,7 +125,7 @@ def _describe_files(files: Files) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """One function of the corpus, dedented to column 0. `bare_source`: without its docstring, which may be empty."""
+    """One function of the corpus, dedented to column 0. `bare_source` lacks its docstring, which may be empty."""
 
     name: str
     signature: str
@@ -134,7 +135,7 @@ class Function:
 
 
 def find_functions(texts: Iterable[str]) -> Iterator[Function]:
-    """Functions and methods that are neither trivial nor long."""
+    """Yields functions and methods that are neither trivial nor long."""
     for text in texts:
         lines = text.splitlines(keepends=True)
         for node in ast.walk(ast.parse(text)):
@@ -173,7 +174,7 @@ def _dedent(line: str, indentation: int) -> str:
 
 
 def make_chat(function: Function, rng: random.Random) -> list[tuple[str, str]]:
-    """(role, content) of one exchange about `function`: complete it, write it, document it."""
+    """Returns (role, content) turns of one exchange about `function`: complete it, write it or document it."""
     way = rng.randrange(4 if function.docstring else 2)
     if way == 0:
         prompt, answer = _cut_after_line(function.source, rng)
@@ -192,8 +193,8 @@ def make_chat(function: Function, rng: random.Random) -> list[tuple[str, str]]:
 
 
 def make_snippet(function: Function, rng: random.Random) -> tuple[str, str]:
-    """`function` cut where a prompt might end: after a line break, before one, or anywhere. The halves are tokenized
-    apart, so that the model learns the tokens that begin where a prompt ended."""
+    """Cuts `function` where a prompt might end: after a line break, before one, or anywhere. The halves are tokenized
+    separately, so that the model learns tokens that follow the end of a prompt."""
     way, source = rng.randrange(3), function.source
     end = rng.randrange(1, len(source))
     if way:
@@ -221,11 +222,11 @@ class TokenSource:
         self.num_file_tokens = sum(map(len, self._documents))
 
     def files_only(self) -> np.ndarray:
-        """The files in their order, without samples: uint16 [num_tokens]."""
+        """Returns the files in order, without samples: uint16 [num_tokens]."""
         return np.concatenate(self._documents)
 
     def epoch_stream(self, epoch: int) -> np.ndarray:
-        """The packed stream of `epoch`: uint16 [num_tokens]."""
+        """Returns the packed stream of `epoch`: uint16 [num_tokens]."""
         rng = random.Random(f"{self._seed}-{epoch}")
         documents = list(self._documents)
         for share, make in ((CHAT_SHARE, self._chat), (SNIPPET_SHARE, self._snippet)):
@@ -240,7 +241,7 @@ class TokenSource:
         return self._document(make_snippet(rng.choice(self._functions), rng))
 
     def _chat(self, rng: random.Random) -> np.ndarray:
-        """As the chat template renders it."""
+        """Returns one exchange as the chat template renders it."""
         tokens: list[int] = []
         for role, content in make_chat(rng.choice(self._functions), rng):
             tokens += [SPECIAL_IDS[IM_START], *self._encode(f"{role}\n{content}")]
@@ -248,7 +249,7 @@ class TokenSource:
         return _enclosed(tokens)
 
     def _document(self, parts: Sequence[str]) -> np.ndarray:
-        """Each part is tokenized by itself."""
+        """Returns one document whose parts are tokenized separately."""
         return _enclosed([token for part in parts for token in self._encode(part)])
 
     def _encode(self, text: str) -> list[int]:
@@ -260,13 +261,13 @@ def _enclosed(tokens: list[int]) -> np.ndarray:
 
 
 def window_starts(num_tokens: int, length: int, seed: Sequence[int]) -> np.ndarray:
-    """Starts of an epoch's windows, shuffled. A window is `length` + 1 tokens, as the last one is only a target. The
-    first start is random, so that the cuts differ between epochs."""
+    """Returns the shuffled starts of an epoch's windows. A window has `length` + 1 tokens, since the last one is only a
+    target. The first start is random, so that cuts differ between epochs."""
     generator = np.random.default_rng([*seed, length])
     first = int(generator.integers(length))
     return generator.permutation(np.arange(first, num_tokens - length, length, dtype=np.int64))
 
 
 def cut_windows(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """int64 [len(starts), length + 1]."""
+    """Cuts windows out of the stream: int64 [len(starts), length + 1]."""
     return stream[starts[:, None] + np.arange(length + 1)].astype(np.int64)

@@ -19,8 +19,8 @@ IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END)
 SPECIAL_IDS = {token: place for place, token in enumerate(SPECIAL_TOKENS)}  # the trainer's order
 
-# One alternative per kind of piece. Line breaks and the indentation that follows are one piece,
-# so a new line of Python at any depth costs one token.
+# One alternative per kind of piece. Line breaks and the following indentation are one piece, so a new line of Python
+# costs one token at any depth.
 SPLIT_PATTERN = (
     r"(?:\r?\n)+[ \t]*"  # line breaks and the next line's indentation
     r"|[ .(@]?[\p{L}_]+"  # a word or identifier, with the mark that introduces it
@@ -32,7 +32,7 @@ SPLIT_PATTERN = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of exactly `VOCABULARY_SIZE` entries."""
+    """Trains a tokenizer of exactly `VOCABULARY_SIZE` entries."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -29,25 +29,25 @@ NUM_THREADS = 2
 PEAK_LEARNING_RATE, FINAL_LEARNING_RATE = 2e-3, 5e-5
 WARM_UP_SHARE = 0.02  # of the time budget
 SHORT, LONG = 512, 2048  # tokens of a sequence
-LONG_SHARE = 0.1  # of the time budget, its end
+LONG_SHARE = 0.1  # of the time budget, at its end
 TOKENS_PER_STEP = 4096
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
 STEPS_PER_ROW = 20  # of the loss curve
-# Nine tenths of the run see 512 positions only. Shipping a larger base than the one trained with stretches the slow
-# rotations over longer texts (NTK-aware scaling). Of 1e4, 2e4, 4e4, 8e4 and 16e4 this one is best at 2,048 tokens: 3.20
-# nats against 3.63, for 0.06 nats at 512 tokens.
+# For nine tenths of the run, positions stay below 512. A larger base in the shipped model than in training stretches
+# the slow rotations over longer texts (NTK-aware scaling). Of 1e4, 2e4, 4e4, 8e4 and 16e4 the shipped 8e4 is best at
+# 2,048 tokens: 3.20 nats against 3.63, for 0.06 nats at 512 tokens.
 TRAINING_ROPE_THETA = 10000.0
 
 FORM = ("config.json", "generation_config.json", "tokenizer_config.json")
-"""Files of the shipped model that a run starts from: about 5.2 million parameters."""
+"""Files of the shipped model that a run starts from. They define about 5.2 million parameters."""
 
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
 def learning_rate(progress: float) -> float:
-    """By the elapsed share of the budget: linear warm-up, then a cosine to the final rate (Loshchilov 2016)."""
+    """Returns the rate at a share of the budget: linear warm-up, then a cosine to the final rate (Loshchilov 2016)."""
     if progress < WARM_UP_SHARE:
         return PEAK_LEARNING_RATE * progress / WARM_UP_SHARE
     decay = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))
@@ -56,24 +56,24 @@ def learning_rate(progress: float) -> float:
 
 
 def sequence_length(progress: float) -> int:
-    """The end of the run trains on long sequences; the tokens per step stay the same."""
+    """Returns the tokens per sequence; the end of the run uses long ones. The tokens per step stay the same."""
     return LONG if progress >= 1.0 - LONG_SHARE else SHORT
 
 
 def make_model(**changes: object) -> LlamaForCausalLM:
-    """Of the shipped architecture."""
+    """Creates a model of the shipped architecture."""
     shipped = json.loads((demo_model_path() / "config.json").read_text(encoding="utf-8"))
     return LlamaForCausalLM(LlamaConfig.from_dict(shipped | changes))
 
 
 class Trainer:
-    """One run within its budget of time."""
+    """One training run within a time budget."""
 
     def __init__(self, source: data.TokenSource, minutes: float, loss: Loss) -> None:
         torch.manual_seed(SEED)
-        # fp32, as bf16 has too few digits to be updated.
+        # Weights are fp32: bf16 has too few digits to be updated.
         self.model = make_model(rope_theta=TRAINING_ROPE_THETA, torch_dtype="float32")
-        self.rows: list[dict[str, float]] = []  # of the loss curve
+        self.rows: list[dict[str, float]] = []  # rows of the loss curve
         self.num_steps = 0
         self.elapsed_s = 0.0
         self._source = source
@@ -83,12 +83,12 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """The elapsed share of the budget."""
+        """Elapsed share of the budget."""
         return min(1.0, self.elapsed_s / self._budget_s)
 
     def run(self) -> None:
         """Trains until the budget is spent."""
-        for length in (SHORT, LONG):  # so that compiling is not training time
+        for length in (SHORT, LONG):  # compiles before the clock starts
             zeros = torch.zeros(TOKENS_PER_STEP // length, length + 1, dtype=torch.int64)
             torch.autograd.backward(self._loss(self.model, zeros))
             self._optimizer.zero_grad(set_to_none=True)
@@ -105,7 +105,7 @@ class Trainer:
                 return
 
     def _batches(self) -> Iterator[torch.Tensor]:
-        """int64 [batch, length + 1]; another length is another epoch."""
+        """Yields batches, int64 [batch, length + 1]. A change of length starts a new epoch."""
         epoch = 0
         while True:
             length = sequence_length(self.progress)
@@ -120,7 +120,7 @@ class Trainer:
             epoch += 1
 
     def _step(self, windows: torch.Tensor) -> float:
-        """The loss before it, in nats per token."""
+        """Trains one step. Returns the loss before it, in nats per token."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.progress)
         loss = self._loss(self.model, windows)
@@ -144,7 +144,7 @@ class Trainer:
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only (norm gains are vectors)."""
+    """Returns AdamW with weight decay on matrices only (norm gains are vectors)."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -153,8 +153,8 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def language_loss(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss in nats; `windows` is int64 [batch, length + 1]. Matrix products run in bf16: 1.3 times as
-    fast as fp32 where the CPU has AVX512-BF16."""
+    """Returns the mean next-token loss in nats. `windows` is int64 [batch, length + 1]. Matrix products run in bf16,
+    1.3 times as fast as fp32 on CPUs with AVX512-BF16."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
@@ -162,7 +162,7 @@ def language_loss(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
-    """Mean loss over `stream` in nats per token, in windows of `length` tokens."""
+    """Returns the mean loss over `stream` in nats per token, in windows of `length` tokens."""
     starts = np.arange(0, len(stream) - length, length, dtype=np.int64)
     batch = TOKENS_PER_STEP // length
     num_whole = len(starts) // batch  # equal batches, so means can be averaged
@@ -174,7 +174,7 @@ def validation_loss(model: torch.nn.Module, stream: np.ndarray, length: int) -> 
 
 
 def export(trainer: Trainer, record: dict[str, object], output: Path) -> None:
-    """Writes the weights in bf16 beside the files of their form, and the record of their making."""
+    """Writes the weights in bf16, the configuration files, and the training record and loss curve."""
     folder = output / "training"
     folder.mkdir(parents=True, exist_ok=True)
     for name in FORM:
@@ -192,7 +192,7 @@ def export(trainer: Trainer, record: dict[str, object], output: Path) -> None:
     }
     weights = output / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors creates it for its owner alone
+    weights.chmod(0o644)  # safetensors restricts it to its owner
 
 
 def _write_json(path: Path, content: object) -> None:
@@ -200,8 +200,8 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def describe_run(trainer: Trainer, stream: np.ndarray, num_bytes: int) -> dict[str, object]:
-    """What was trained for how long, and the losses over the held-out `stream` of `num_bytes` bytes, of the shipped
-    form: bf16, its own rope_theta."""
+    """Returns the training record: the run's size, and losses over the held-out `stream` of `num_bytes` bytes, computed
+    with the shipped form (bf16, its own rope_theta)."""
     model = make_model()
     model.load_state_dict({k: v.bfloat16() for k, v in trainer.model.state_dict().items()})
     losses = {length: validation_loss(model, stream, length) for length in (SHORT, LONG)}
@@ -224,7 +224,7 @@ def describe_run(trainer: Trainer, stream: np.ndarray, num_bytes: int) -> dict[s
 
 
 def main() -> None:
-    """Corpus, tokenizer, training, export."""
+    """Builds the corpus and tokenizer, trains and exports."""
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--minutes", type=float, default=60.0, help="training time budget")
     parser.add_argument("--output", type=Path, default=Path("models/demo"))

@@ -1,7 +1,7 @@
 """One-sided reads and writes between registered memory of the cluster's processes.
 
-Owns segments, windows, batches, rails and the transports `shm`, `tcp` and `rdma`. Knows nothing of
-blocks, keys, requests or models.
+Owns segments, windows, batches, rails and the transports `shm`, `tcp` and `rdma`. Knows nothing of blocks, keys,
+requests or models.
 """
 
 from transfer.base import Op, RemoteSegment, ScatterTransfer, Transfer

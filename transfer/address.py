@@ -1,8 +1,8 @@
-"""What an engine publishes so that peers can reach it; opaque to everyone but this package.
+"""The address that an engine publishes for its peers; opaque outside this package.
 
-`ms2;id=<instance>;host=<boot id>;name=decode-0;shm=shm@<socket>;tcp=eth0@10.0.0.1:4000#0,eth1@10.0.1.1:4000`:
-printable, versioned, and bound to one incarnation of one process. Each transport lists its rails as
-name@endpoint, with #<NUMA node> where that is known. `tls=1` says that its tcp is encrypted.
+Example: `ms2;id=<instance>;host=<boot id>;name=decode-0;shm=shm@<socket>;tcp=eth0@10.0.0.1:4000#0,eth1@10.0.1.1:4000`
+It is printable, versioned and bound to one incarnation of one process. Each transport lists its rails as name@endpoint,
+with #<NUMA node> if known. `tls=1` means that the tcp transport is encrypted.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ _MAX_CHARS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Rail:
-    """One way out of, or into, a host: a NIC's address, an RDMA port, the host's memory.
+    """One network attachment of a host: a NIC's address, an RDMA port or the host's memory.
 
-    Local rails are discovered, remote ones come with the peer's address.
+    Local rails are discovered. Remote ones come with the peer's address.
     """
 
     transport: str
     name: str
-    """"eth0", "mlx5_0:1", "shm"; unique within its transport and host."""
+    """Name, unique within its transport and host: "eth0", "mlx5_0:1", "shm"."""
     endpoint: str
-    """What peers dial; opaque outside the transport. Without ',', ';', '@' and '#'."""
+    """Endpoint that peers dial; opaque outside the transport. Contains no ',', ';', '@' or '#'."""
     numa_node: int | None = None
     bandwidth_bytes_s: float | None = None
-    """Nominal; None when the system does not tell."""
+    """Nominal bandwidth; None if the system does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`instance` is random per process; `rails` maps a transport's name to what it can dial."""
+    """Parsed address of an engine. `instance` is random per process; `rails` lists the rails of each transport."""
 
     instance: bytes
     host: str
-    """The kernel's boot id. Whether two processes under one kernel can meet shows on connecting."""
+    """The kernel's boot id. Only a connection attempt shows whether two processes on one kernel can reach each
+    other."""
     rails: Mapping[str, Sequence[Rail]]
     name: str = ""
-    """For logs and metrics; need not be unique."""
+    """Name for logs and metrics; need not be unique."""
     tls: bool = False
-    """tcp is encrypted."""
+    """True if the tcp transport is encrypted."""
 
     def __str__(self) -> str:
         pairs = {"id": self.instance.hex(), "host": self.host}
@@ -60,7 +61,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Raises Incompatible for another version and InvalidRequest for anything unreadable."""
+    """Parses a published address. Raises Incompatible for another version and InvalidRequest for unreadable text."""
     version, *parts = text[:_MAX_CHARS].split(";")
     if version != _VERSION:
         known = version.startswith("ms") and version[2:].isdigit()

@@ -1,9 +1,9 @@
-"""What is moved, and the seam between the engine and its transports.
+"""Vocabulary of the package and the interface between the engine and its transports.
 
-Owns the vocabulary (`Op`, `RemoteSegment`, `Transfer`, `Slice`) and what a transport implements
-(`Transport`; its sessions and targets extend those of `tcp`): one package plus one line in
-`registry`. Its rule, for all of them: **the owner of the destination memory decides on every store**,
-so a peer that stopped and came back can never write late. Knows no sockets and no threads.
+Owns `Op`, `RemoteSegment`, `Transfer`, `Slice`, and `Transport` with its parts. A new transport is one package plus one
+line in `registry`; its sessions and targets extend the classes of `tcp`. The rule for all transports: **the owner of
+the destination memory decides on every store**, so a peer that stopped and resumed can never write late. Knows no
+sockets and no threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Op(StrEnum):
-    """Seen from the initiator: READ fills local memory, WRITE fills a peer's."""
+    """Direction of a transfer, seen from the initiator: READ fills local memory, WRITE fills a peer's."""
 
     READ = "read"
     WRITE = "write"
@@ -38,12 +38,12 @@ class RemoteSegment:
     address: str
     segment_id: int
     info: SegmentInfo | None = field(default=None, compare=False)
-    """Known when it came from `TransferEngine.open`."""
+    """Set if the segment came from `TransferEngine.open`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`length` bytes between one local and one remote place. A WRITE names an open window."""
+    """One contiguous run of bytes between a local and a remote segment. A WRITE names an open window."""
 
     op: Op
     local: Segment
@@ -56,10 +56,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatterTransfer:
-    """Many runs between one local and one remote segment: what thousands of small blocks are.
+    """Many runs between one local and one remote segment, as thousands of small blocks need.
 
-    `rows` is int64 of shape (n, 3): remote offset, local offset, length, in bytes. It counts as one
-    transfer: one outcome for all of it.
+    `rows` is int64 of shape (n, 3): remote offset, local offset, length, in bytes. It counts as one transfer with one
+    outcome.
     """
 
     op: Op
@@ -71,9 +71,9 @@ class ScatterTransfer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Slice:
-    """What one frame carries: some runs of one or more transfers with the same op, segments and window.
+    """Content of one frame: runs of one or more transfers with the same op, segments and window.
 
-    The unit of scheduling, of checksums and of retries.
+    The unit of scheduling, checksums and retries.
     """
 
     op: Op
@@ -83,37 +83,36 @@ class Slice:
     rows: Rows
     nbytes: int
     deadline_at: float
-    """Monotonic seconds."""
+    """Deadline in monotonic seconds."""
 
 
 class Feed(Protocol):
-    """What a session is to carry, and where it reports. Used by the thread that called `carry` only."""
+    """Supplies a session with slices and receives their outcomes. Used only by the thread that called `carry`."""
 
     def take(self) -> Slice | None:
-        """The next slice; None when there is nothing more right now."""
+        """Returns the next slice, or None if there is none right now."""
 
     def settle(self, part: Slice, error: MoonserveError | None) -> None:
-        """The slice has ended: no byte of it moves any more.
+        """Reports that a slice has ended and none of its bytes moves any more.
 
-        `error` is what the peer refused with (InvalidRequest, StaleLease), or IntegrityError: its
-        bytes arrived with another checksum. What a broken session leaves unsettled the engine retries
-        elsewhere.
+        `error` is the peer's refusal (InvalidRequest, StaleLease), or IntegrityError if the bytes arrived with a wrong
+        checksum. Slices that a broken session leaves unsettled are retried elsewhere by the engine.
         """
 
     def deadline_at(self) -> float:
-        """The earliest deadline of the slices that were taken and not settled; inf when there are none."""
+        """Returns the earliest deadline of slices taken and not settled; inf if there are none."""
 
     def may_give_up(self) -> bool:
-        """Whether all that is under way could be tried another way, so that a few seconds of complete
-        silence are enough."""
+        """Returns True if everything in flight can be tried on another path. The session then gives up after a few
+        seconds of complete silence."""
 
     def look_up(self) -> None:
-        """Call every 50 ms of silence; raises PeerLost when the session is to be given up."""
+        """Must be called every 50 ms of silence. Raises PeerLost if the session is to be given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What an engine proves itself with, and which incarnation of its process it is."""
+    """Proof of membership in the cluster, and the incarnation of the process."""
 
     cluster_token: bytes
     instance: bytes
@@ -121,7 +120,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """What an engine offers to its peers."""
+    """State that an engine exposes to its peers."""
 
     credentials: Credentials
     segments: SegmentTable
@@ -132,7 +131,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dial:
-    """One attempt to reach a peer from one local rail to one of the peer's."""
+    """Parameters of one connection attempt from a local rail to a peer's rail."""
 
     address: Address
     local: Rail
@@ -141,7 +140,7 @@ class Dial:
     options: TransferOptions
     deadline_at: float
     while_waiting: Callable[[], None]
-    """Called every 50 ms while the peer is silent; may raise to give up."""
+    """Called every 50 ms while the peer is silent. May raise to give up."""
 
 
 class Transport(Protocol):
@@ -150,16 +149,16 @@ class Transport(Protocol):
     name: str
 
     def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
-        """One listener per local rail, at least one. Raises ConfigError when that is impossible."""
+        """Starts one listener per local rail and returns at least one. Raises ConfigError if that is impossible."""
 
     def reachable(self, address: Address) -> bool:
-        """Whether it is worth dialling, as far as the address tells."""
+        """Returns False if the address shows that dialling is pointless."""
 
     def connect(self, dial: Dial) -> StreamSession:
-        """Raises PeerLost, Unauthenticated or Incompatible."""
+        """Connects to a peer. Raises PeerLost, Unauthenticated or Incompatible."""
 
     def segment_added(self, segment: Segment) -> None:
-        """Registers it with the hardware, where there is any. Raises InvalidRequest."""
+        """Registers the segment with hardware, if the transport has any. Raises InvalidRequest or ConfigError."""
 
     def segment_removed(self, segment: Segment) -> None:
-        """No batch and no window uses it any more."""
+        """Releases the segment, which no batch and no window uses any more."""

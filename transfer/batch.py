@@ -1,7 +1,7 @@
 """The outcome of one `submit`, for threads and for asyncio.
 
-A batch is final once: after `done` no byte of it moves and no error changes. A batch has one job per
-peer, which it hears of once, when no part of the job moves any more. Knows no sessions.
+An outcome is final: once `done`, no byte of the batch moves and no error changes. A batch has one job per peer and is
+notified once per job, when no part of the job moves any more. Knows no sessions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _nothing() -> None:
 
 
 class Batch:
-    """Awaitable. Raises the first transfer's error when any failed; `errors` has all of them."""
+    """Awaitable result of a submission. Raises the first failed transfer's error; `errors` has all of them."""
 
     __slots__ = ("_callbacks", "_errors", "_gate", "_lock", "_on_done", "_parts_left", "cancelled")
 
@@ -34,8 +34,8 @@ class Batch:
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self.cancelled = False
-        """Somebody asked for its end; what had not begun fails with Cancelled."""
-        # A bare lock, open once done: a quarter of the price of an Event, on the compute thread.
+        """True once cancellation was requested. Parts that have not started fail with Cancelled."""
+        # A plain lock, released when the batch is done: a quarter of the cost of an Event, on the compute thread.
         self._gate = threading.Lock()
         if num_parts:
             self._gate.acquire()
@@ -48,22 +48,22 @@ class Batch:
 
     @property
     def errors(self) -> tuple[MoonserveError | None, ...]:
-        """One entry per transfer, in order; None where it succeeded (or has not ended yet)."""
+        """One entry per transfer, in order; None if it succeeded or has not ended yet."""
         return tuple(self._errors)
 
     def cancel(self) -> None:
-        """Nothing more of it is begun. What is under way ends first, within a slice's time: the batch is
-        done, and its memory free, when `done` says so. No effect on what has ended."""
+        """Prevents parts that have not started from starting; has no effect on parts that have ended. Parts in flight
+        end within a slice's time: the batch's memory may be reused only when `done` is true."""
         self.cancelled = True
 
     def settle_part(self, errors: Mapping[int, MoonserveError]) -> None:
-        """One peer's part has ended; `errors` by index of the transfer."""
+        """Records that one peer's job has ended. `errors` is keyed by transfer index."""
         with self._lock:
             for index, error in errors.items():
                 self._errors[index] = error
             if self._parts_left == 1:
-                self._on_done()  # before anybody can see it done
-                self._on_done = _nothing  # what it holds is held no longer
+                self._on_done()  # must run before `done` becomes true
+                self._on_done = _nothing  # releases what the callback holds
             self._parts_left -= 1
             if self._parts_left:
                 return
@@ -73,7 +73,8 @@ class Batch:
         self._callbacks.clear()
 
     def add_done_callback(self, callback: Callable[[Batch], None]) -> None:
-        """Called once, in the thread that ends the batch, or now when it is done. Must not block."""
+        """Registers a callback. It runs once, in the thread that ends the batch, or immediately if the batch is done.
+        It must not block."""
         with self._lock:
             if self._parts_left:
                 self._callbacks.append(lambda: callback(self))
@@ -81,14 +82,14 @@ class Batch:
         callback(self)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks the thread. Raises DeadlineExceeded when the batch is not done in time."""
+        """Blocks until the batch is done and raises the first error. Raises DeadlineExceeded after `timeout_s`."""
         if not self._gate.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise DeadlineExceeded(f"batch not done after {timeout_s} s")
         self._gate.release()
         self._raise_first()
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Cancelling the awaiting task leaves the batch running."""
+        """Waits for the batch on the running loop. Cancelling the awaiting task leaves the batch running."""
         if not self.done:
             yield from self._future(asyncio.get_running_loop()).__await__()
         self._raise_first()
@@ -101,7 +102,7 @@ class Batch:
                 future.set_result(None)
 
         def from_worker() -> None:
-            # A loop that has been closed has nobody left to tell.
+            # A closed loop has no waiting task.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(resolve)
 
@@ -121,12 +122,12 @@ class Batch:
 def _call(callback: Callable[[], None]) -> None:
     try:
         callback()
-    except Exception:  # a caller's mistake must not end the thread that carries the transfers
+    except Exception:  # an error in a callback must not end the transfer thread
         _log.exception("a callback of a transfer batch failed")
 
 
 class Job:
-    """The work of one batch for one peer. Its parts are settled one by one, from any thread."""
+    """The work of one batch for one peer. Any thread may settle its parts, one by one."""
 
     __slots__ = ("_batch", "_errors", "_left", "_lock", "deadline_at", "nbytes")
 
@@ -147,13 +148,13 @@ class Job:
         return self._batch.cancelled
 
     def why_ended(self, overdue: str, peer: str) -> MoonserveError:
-        """The error of a part that is begun no more; `overdue`: what to say where its time is over."""
+        """Returns the error of a part that will not be started: Cancelled, or PeerLost with the message `overdue`."""
         if self.cancelled:
             return Cancelled("the batch was cancelled")
         return PeerLost(overdue, peer=peer)
 
     def settle(self, part: Part, error: MoonserveError | None) -> None:
-        """The part has ended for good."""
+        """Records the final outcome of a part."""
         with self._lock:
             assert self._left > 0, "a part has ended twice"
             if error is not None:

@@ -1,4 +1,4 @@
-"""Configuration of a transfer engine: options, flags, time limits and injected faults."""
+"""Configuration of a transfer engine: options, command-line flags, time limits and injected faults."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from protocol.errors import ConfigError
 from protocol.tls import TlsConfig, TlsFiles
 
 _SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
-"""Within a host cutting gains nothing, still short enough to take turns; over rdma a write asks for a grant per
-slice, and both pairs are to have one always (LOG.md)."""
+"""Default slice sizes. Within a host cutting gains nothing, but slices must be short enough to take turns. Over rdma
+each WRITE slice needs a grant, and both queue pairs must always have one (LOG.md)."""
 _HASHED_TCP_SLICE_BYTES = 2 << 20
-"""What was hashed is sent, and what came is hashed, while it is still near."""
+"""With checksums tcp slices are smaller, so that bytes are still cached when sent after hashing or hashed after
+arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Defaults fit one machine with its store and workers; sizes are in bytes."""
+    """Options of one engine. Defaults fit one machine with its store and workers; sizes are in bytes."""
 
     host: str = "127.0.0.1"
-    """The address that peers can reach; the one TCP rail when `rails` is empty."""
+    """Address that peers can reach; the only TCP rail if `rails` is empty."""
     transports: tuple[str, ...] = ("shm", "tcp")
-    """In order of preference."""
+    """Transport names in order of preference."""
     rails: tuple[str, ...] = ()
-    """TCP: local addresses, one rail each. RDMA: device ports ("mlx5_0:1"). Empty: found out."""
+    """Local addresses (TCP, one rail each) and device ports (RDMA, "mlx5_0:1"). Empty: discovered."""
     streams: int = 1
-    """TCP connections per pair of rails; more help on links where one cannot fill the window."""
+    """TCP connections per pair of rails. More help on links whose window one connection cannot fill."""
     checksums: bool = True
-    """XXH3-64 of every slice, made by the sender and verified by the receiver; what is copied within a
-    host is compared with its source instead."""
+    """Protects every slice by XXH3-64, computed by the sender and verified by the receiver. A copy within a host is
+    compared with its source instead."""
     slice_bytes: int | None = None
-    """Transfers are cut into slices of at most this. None: what suits the transport."""
+    """Upper bound of a slice; transfers are cut accordingly. None: a default per transport."""
     max_in_flight_bytes: int = 8 << 20
-    """Per connection: how far requests run ahead of their answers."""
+    """Bytes per connection that are requested before answers arrive. shm and rdma raise it to at least 64 MiB."""
     copy_threads: int = 1
-    """Threads that share a large copy within the host; more than spare cores does harm."""
+    """Threads that share a large copy within the host. More threads than spare cores slow it down."""
     max_endpoints: int = 512
-    """Live connections that this engine has opened; the idle ones are closed first (SIEVE)."""
+    """Upper bound of connections that this engine has opened. Idle ones are evicted first (SIEVE)."""
     tls: TlsFiles | None = None
-    """Encrypts tcp, both ends verified against the authority."""
+    """Files for TLS on tcp, with both ends verified against the authority. None: no TLS."""
 
     def __post_init__(self) -> None:
         if not self.transports:
@@ -70,7 +71,7 @@ class TransferOptions:
 
     @property
     def tcp_rails(self) -> tuple[str, ...]:
-        """The rails that are IP addresses; the others name RDMA ports."""
+        """Rails that are IP addresses. The others name RDMA ports."""
         return tuple(rail for rail in self.rails if _is_ip(rail))
 
     @property
@@ -88,38 +89,38 @@ def _is_ip(rail: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """A peer that stays below the slowest rate, over what a stall may last, is given up."""
+    """Time limit of transfers: an allowance for stalls plus the time of the bytes at the slowest acceptable rate."""
 
     base_s: float = 10.0
-    """For connecting, second attempts and a peer that is briefly stopped."""
+    """Allowance for connecting, retries and a briefly stopped peer."""
     slowest_bytes_s: float = 50e6
-    """Half of what a link of 1 Gbit/s carries."""
+    """Slowest acceptable rate: half the capacity of a 1 Gbit/s link."""
 
     def __post_init__(self) -> None:
         if self.base_s <= 0 or self.slowest_bytes_s <= 0:
             raise ConfigError("the transfers' timeout and slowest rate must be above 0")
 
     def deadline_s(self, nbytes: int) -> float:
-        """`nbytes`: its own, and those that wait before it."""
+        """Returns the seconds allowed for `nbytes`, which include the bytes queued before the transfer."""
         return self.base_s + nbytes / self.slowest_bytes_s
 
 
 @dataclass(slots=True, eq=False)
 class FaultPlan:
-    """Counters run down as faults happen; they may be raised again at any time."""
+    """Injected faults. Counters decrease as faults happen and may be raised again at any time."""
 
     corrupt_writes: int = 0
-    """One byte is flipped in this many WRITEs before the sender's checksum is made, as bad memory would:
-    the verification of the blocks must notice (per peer and batch)."""
+    """Number of WRITEs, per peer and batch, in which one byte is flipped. The flip precedes the sender's checksum, as
+    with bad memory, so block verification must detect it."""
     drop_connections: int = 0
-    """This many batches lose their connection and fail with PeerLost."""
+    """Number of submissions, per peer and batch, that fail with PeerLost before anything is sent."""
     held: bool = False
-    """No batch is begun while it is set."""
+    """While true, no submitted part is started."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def any(self) -> bool:
-        """Something is still to go wrong."""
+        """True if a fault is pending."""
         return bool(self.corrupt_writes or self.drop_connections or self.held)
 
     def take_corrupt_write(self) -> bool:
@@ -139,7 +140,7 @@ _PATIENCE = Patience()
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(TlsConfig):
-    """Mixed into the configuration of store nodes and workers; `moonserve serve` passes them on."""
+    """Flags mixed into the configuration of store nodes and workers; `moonserve serve` passes them on."""
 
     transports: tuple[str, ...] = option(
         _DEFAULTS.transports, help="transports for KV, in order of preference: shm, rdma, tcp"
@@ -159,7 +160,7 @@ class TransferConfig(TlsConfig):
     transfer_tls: bool = option(True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)")
 
     def transfer_options(self, host: str) -> TransferOptions:
-        """`host` is the address that the process publishes. Raises ConfigError."""
+        """Returns the options of a process that publishes the address `host`. Raises ConfigError."""
         return TransferOptions(
             host=host,
             transports=self.transports,
@@ -172,13 +173,13 @@ class TransferConfig(TlsConfig):
         )
 
     def transfer_tls_files(self) -> TlsFiles | None:
-        """What encrypts KV; None: nothing does. Raises ConfigError."""
+        """Returns the TLS files for KV; None: KV is not encrypted. Raises ConfigError."""
         return self.tls_files() if self.transfer_tls else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatienceConfig:
-    """Mixed into the configuration of processes that submit transfers by themselves."""
+    """Flags mixed into the configuration of processes that submit transfers themselves."""
 
     transfer_timeout_s: float = option(
         _PATIENCE.base_s,
@@ -191,5 +192,5 @@ class PatienceConfig:
     )
 
     def transfer_patience(self) -> Patience:
-        """Raises ConfigError."""
+        """Returns the configured time limit. Raises ConfigError."""
         return Patience(base_s=self.transfer_timeout_s, slowest_bytes_s=self.transfer_slowest_rate)

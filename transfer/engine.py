@@ -1,4 +1,4 @@
-"""The transfer engine of one process: its memory, its windows, its listeners, its peers."""
+"""Transfer engine of one process: owns its segments, windows, listeners and peers."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from transfer.tcp.session import StreamSession
 from transfer.windows import WindowTable
 
 AT_ONCE_BYTES = 256 << 10
-"""`run` carries a single READ up to this size in the caller's thread: waking another costs more."""
+"""`run` executes a single READ up to this size in the caller's thread, since waking another thread costs more."""
 _RUN_HERE_BYTES = 4 << 20
-"""`run` carries batches up to this size in the caller's thread; larger ones would hold up others."""
-_UNUSED_S = 300.0  # until a peer that is not used is dropped
+"""`run` executes batches up to this size in the caller's thread. Larger ones would delay other batches."""
+_UNUSED_S = 300.0  # after which an unused peer is dropped
 
 
 class TransferEngine:
     """One-sided READ and WRITE between registered segments of authenticated processes.
 
-    All methods are thread-safe. `address` is what peers need, valid after `start` and for this process only.
+    All methods are thread-safe. Peers use `address`, which is valid after `start` and only for this process.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class TransferEngine:
         name: str = "",
         faults: FaultPlan | None = None,
     ) -> None:
-        """`name` is for the logs and metrics of peers. Raises ConfigError for an empty token or unknown transports."""
+        """Creates an engine that does not listen yet. `name` is for the logs and metrics of peers. Raises ConfigError
+        for an empty token or unknown transports."""
         if not cluster_token:
             raise ConfigError("the cluster token is empty")
         self.options = options or TransferOptions()
@@ -82,7 +83,7 @@ class TransferEngine:
         self.close()
 
     def start(self) -> None:
-        """Listens on every configured transport. Raises ConfigError when that is impossible, or done."""
+        """Listens on every configured transport. Raises ConfigError if that fails or the engine was started before."""
         if self._listeners:
             raise ConfigError("the transfer engine has been started already")
         try:
@@ -109,7 +110,7 @@ class TransferEngine:
         self.address = str(published)
 
     def close(self) -> None:
-        """Fails what is under way, ends every thread, gives back every descriptor. Idempotent."""
+        """Fails transfers in flight, ends all threads and closes all file descriptors. Idempotent."""
         self._peers.close()
         while self._listeners:
             self._listeners.pop().close()
@@ -126,8 +127,9 @@ class TransferEngine:
         name: str = "",
         elastic: bool = False,
     ) -> Segment:
-        """New zeroed memory that peers on this host can map; all its pages are present, or with `elastic` those that
-        were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory over rdma."""
+        """Allocates zeroed memory that peers on this host can map. All its pages are resident; with `elastic`, only the
+        pages that were written and not given back (`segment.memory.discard`). Raises ConfigError for elastic memory
+        over rdma."""
         if elastic and "rdma" in self.options.transports:
             raise ConfigError(
                 "elastic memory does not go with rdma, whose devices pin what is registered: take rdma out of "
@@ -144,11 +146,10 @@ class TransferEngine:
         readable: bool = False,
         name: str = "",
     ) -> Segment:
-        """The caller's memory: a torch tensor, numpy array, memoryview, mmap …, writable and contiguous.
+        """Registers the caller's memory: a torch tensor, numpy array, memoryview, mmap …, writable and contiguous.
 
-        `location` ("cpu:<NUMA node>"), whose near rails are preferred, is looked up unless it is named.
-
-        Raises InvalidRequest for anything else. `allocate` is faster between processes of one host.
+        `location` ("cpu:<NUMA node>") selects which local rails are preferred; by default it is looked up. Raises
+        InvalidRequest for unsuitable memory. Memory from `allocate` is faster between processes of one host.
         """
         register = self._hosted.segments.register
         return self._added(register(buffer, location, readable=readable, name=name))
@@ -163,7 +164,7 @@ class TransferEngine:
         return segment
 
     def deregister(self, segment: Segment) -> None:
-        """Raises InvalidRequest while a batch or an open window uses it."""
+        """Deregisters a segment. Raises InvalidRequest while a batch or an open window uses it."""
         self._hosted.segments.deregister(segment)
         self._tell_removed(segment)
 
@@ -172,17 +173,17 @@ class TransferEngine:
             transport.segment_removed(segment)
 
     def open(self, peer: str, *, deadline_s: float = 10.0) -> list[RemoteSegment]:
-        """The segments that the engine with this address lets peers read. Blocks; raises PeerLost."""
+        """Returns the peer's readable segments. Blocks; raises PeerLost."""
         infos = self._peer_at(peer).with_session(
             lambda session, ends_at: session.list_segments(ends_at), time.monotonic() + deadline_s
         )
         return [RemoteSegment(peer, info.segment_id, info) for info in infos]
 
     def map(self, remote: RemoteSegment, offset: int, length: int, *, deadline_s: float = 10.0) -> memoryview:
-        """A peer's memory on this host, read in place and mapped for as long as the view is held.
+        """Returns a read-only view of memory of a peer on this host, mapped for as long as the view is held.
 
-        What it shows means nothing once the peer has deregistered the segment, and nobody tells. Blocks while
-        connecting. Raises InvalidRequest when it cannot be mapped or is out of bounds, PeerLost.
+        Once the peer has deregistered the segment, the content is meaningless and the view does not tell. Blocks while
+        connecting. Raises InvalidRequest if the memory cannot be mapped or the range is out of bounds, and PeerLost.
         """
         return self._peer_at(remote.address).with_session(
             lambda session, ends_at: session.view(remote.segment_id, offset, length, ends_at),
@@ -190,7 +191,8 @@ class TransferEngine:
         )
 
     def open_window(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
-        """Lets peers WRITE these (offset, length) ranges of the segment; ids are never reused."""
+        """Lets peers WRITE these (offset, length) ranges of the segment. Returns the window's id, which is never
+        reused."""
         self._hosted.segments.hold([segment])
         try:
             return self._hosted.windows.open(segment, ranges)
@@ -199,30 +201,30 @@ class TransferEngine:
             raise
 
     def close_window(self, window_id: int) -> None:
-        """On return no write under it is under way and later ones are refused. Idempotent."""
+        """Closes a window. On return no write to it is in flight, and later writes are refused. Idempotent."""
         segment = self._hosted.windows.close(window_id)
         if segment is not None:
             self._hosted.segments.release([segment])
 
     def close_window_if_idle(self, window_id: int) -> bool:
-        """As `close_window`, but never waits: False = a write is under way, or it was closed before."""
+        """Closes a window without waiting. Returns False if a write is in flight or the window is already closed."""
         segment = self._hosted.windows.close_if_idle(window_id)
         if segment is not None:
             self._hosted.segments.release([segment])
         return segment is not None
 
     def submit(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> Batch:
-        """Returns at once; the batch ends within `deadline_s` (and a scheduling delay).
+        """Starts transfers without blocking; the batch ends within `deadline_s` (plus a scheduling delay).
 
-        Batches are unordered. Transfers must not overlap in their destinations. Raises InvalidRequest
-        for a local segment that is not registered here, or a closed engine.
+        Batches are unordered, and destinations of transfers must not overlap. Raises InvalidRequest if a local segment
+        is not registered with this engine or the engine is closed.
         """
         return self._submit(tuple(transfers), time.monotonic() + deadline_s, here=False)
 
     def run(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> None:
-        """`submit` and `wait`, in the caller's thread where that is quicker: the way to low latency.
+        """Executes transfers and waits for them, in the caller's thread where that has the lower latency.
 
-        Blocks for at most `deadline_s` (and a scheduling delay). Raises what `Batch.wait` raises.
+        Blocks for at most `deadline_s` (plus a scheduling delay). Raises what `Batch.wait` raises.
         """
         deadline_at = time.monotonic() + deadline_s
         if len(transfers) == 1 and self._read_here(transfers[0], deadline_at):
@@ -288,7 +290,7 @@ class TransferEngine:
             peer.put(job, planned)
 
     def _corrupt(self, part: plan.Part, batch: Batch) -> None:
-        """As the fault plan orders: what is sent is a copy of the part's bytes, the first one flipped."""
+        """Makes the part send a copy of its bytes whose first byte is flipped, if the fault plan requests it."""
         if part.op is not Op.WRITE or not part.nbytes or not self._faults.take_corrupt_write():
             return
         source, lengths = part.local, part.rows[:, LENGTH]
@@ -299,7 +301,7 @@ class TransferEngine:
         batch.add_done_callback(lambda _: self.deregister(segment))
 
     def usage(self) -> EngineUsage:
-        """What is held now, for metrics."""
+        """Returns the number of segments, windows and connections that the engine holds now."""
         hosted = self._hosted
         segments = hosted.segments.infos()
         return EngineUsage(
@@ -311,14 +313,15 @@ class TransferEngine:
         )
 
     def forget(self, address: str) -> None:
-        """The peer is known to be dead: its batches fail with PeerLost now. Does not block."""
+        """Drops a peer that is known to be dead. Its batches fail with PeerLost immediately. Does not block."""
         self._peers.forget(address)
 
     def _peer_at(self, text: str) -> Peer:
-        """Raises what is wrong with the address, InvalidRequest when the engine is not running."""
+        """Returns the peer at an address. Raises InvalidRequest if the engine is not running, and the address's
+        errors."""
         peer = self._peers.met.get(text)
         if peer is not None:
-            peer.used_at = time.monotonic()  # before it is dropped as unused
+            peer.used_at = time.monotonic()  # postpones being dropped as unused
             return peer
         parsed, surroundings = address.parse(text), self._surroundings
         near = [each for each in self._rails if self._transports[each.transport].reachable(parsed)]
@@ -342,21 +345,21 @@ class TransferEngine:
 
 
 class KnownPeers:
-    """The peers of one engine by address: made when first met, ended when forgotten or long unused.
+    """Peers of one engine by address, created at first use and ended when forgotten or long unused.
 
-    A peer that was told to end is kept until its threads have ended, so that `close` leaves none behind.
-    Thread-safe; `met` may be read without the lock.
+    An ended peer is kept until its threads have stopped, so that `close` leaves no thread behind. Thread-safe; `met`
+    may be read without the lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.met: dict[str, Peer] = {}
         self.leaving: list[Peer] = []
-        """Those that were told to end, and may not have yet."""
+        """Peers that were requested to end and whose threads may still run."""
         self.closed = False
 
     def meet(self, address: str, make: Callable[[], Peer]) -> Peer:
-        """Raises InvalidRequest once closed, and what `make` raises, which is called at most once."""
+        """Returns the peer, made on first use. Raises InvalidRequest once closed, and any error of `make`."""
         with self._lock:
             if self.closed:
                 raise InvalidRequest("the transfer engine is closed")
@@ -367,7 +370,7 @@ class KnownPeers:
         return peer
 
     def forget(self, address: str) -> None:
-        """Its batches fail now. Does not block."""
+        """Ends one peer; its batches fail immediately. Does not block."""
         with self._lock:
             self.leaving = [peer for peer in self.leaving if not peer.stopped]
             if (peer := self.met.pop(address, None)) is not None:
@@ -375,7 +378,7 @@ class KnownPeers:
                 peer.forget()
 
     def close(self) -> None:
-        """No peer is met any more; on return no thread of a peer runs. Idempotent."""
+        """Refuses new peers and ends all known ones. On return no thread of a peer runs. Idempotent."""
         with self._lock:
             self.closed, peers = True, [*self.met.values(), *self.leaving]
             self.met, self.leaving = {}, []
@@ -385,9 +388,9 @@ class KnownPeers:
             peer.join()
 
     def _drop_unused(self) -> None:
-        """Peers that are gone leave an entry each; the lock is held."""
+        """Drops unused peers, since each vanished peer leaves an entry behind. The lock is held."""
         before = time.monotonic() - _UNUSED_S
         for known, peer in list(self.met.items()):
             if peer.idle and peer.used_at < before:
                 del self.met[known]
-                peer.forget()  # a caller that has got hold of it just now shall not begin
+                peer.forget()  # a caller that still holds this peer must not start transfers on it

@@ -1,10 +1,9 @@
-"""One endpoint: a path, the session on it, the queue before it and the thread that carries it.
+"""One lane: the session on one path, the queue in front of it and the thread that runs it.
 
-Its rule: every part ends by its deadline, whatever the peer does, and a part that has failed leaves no
-session behind on which late bytes could still arrive. Whoever has the turn uses the session: the lane's
-own thread, or a caller's, which then carries nothing but what it brought. While the turn is free, nothing
-waits and nothing is under way. Knows nothing of other paths; the peer, which hears of everything in the thread
-that carries it, decides what becomes of parts that were lost.
+Its rule: every part ends by its deadline, whatever the peer does, and a failed part leaves no session behind on which
+late bytes could still arrive. The session is used by the thread that holds the turn: the lane's own, or a caller's,
+which carries only its own work. While the turn is free, nothing waits and nothing is in flight. Knows nothing of other
+paths. Results are reported to the peer in the carrying thread, and the peer decides what happens to lost parts.
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""A lane that is unused for this long and not connected any more gives its thread back."""
+"""A lane that has been unused for this long and is no longer connected ends its thread."""
 _FENCE_S = 6.0
 
 T = TypeVar("T")
 
 
 class Lane:
-    """`put` never blocks. A `base.Feed` for its own session."""
+    """Carries parts over one path. Implements `base.Feed` for its own session; `put` never blocks."""
 
     def __init__(self, path: Path, *, peer: Peer, stats: PathStats, faults: FaultPlan) -> None:
         self.path = path
         self.stats = stats
         self.num_visitors = 0
-        """Callers of `with_session`; the peer counts them, and the lane does not retire meanwhile."""
+        """Callers inside `with_session`, counted by the peer. The lane does not retire while there are any."""
         self._peer = peer
         self._faults = faults
         self._inbox = Inbox()
         self._arrived = Waiting()
-        """What the lane's thread holds while it waits for the turn."""
+        """Groups that the lane's thread has received while it waits for the turn."""
         self._groups = Waiting()
-        """What whoever has the turn is to carry."""
+        """Groups that the holder of the turn carries."""
         self._jobs: dict[Part, Group] = {}
-        """Taken and not settled, with whose they are."""
+        """Parts that the session has taken and not settled, with their groups."""
         self._session: StreamSession | None = None
         self._turn = threading.Lock()
         """Held by the thread that uses the session."""
         self._guest = False
-        """The turn is a caller's."""
+        """True while a caller, not the lane's thread, holds the turn."""
         self._unwanted = False
-        """The endpoint pool has given the session's place to another."""
+        """True once the endpoint pool has evicted this connection."""
         self._forgotten = threading.Event()
         self._last_end_at = 0.0
         self.thread = threading.Thread(target=self._run, name=f"transfer {path.transport}", daemon=True)
@@ -71,7 +70,7 @@ class Lane:
         self._inbox.put(group)
 
     def run_here(self, group: Group) -> bool:
-        """Carries the group in the caller's thread if nothing else is under way; else returns False."""
+        """Carries the group in the caller's thread. Returns False if the lane is busy or not connected."""
         if not self._may_visit():
             return False
         try:
@@ -86,7 +85,7 @@ class Lane:
             self._turn.release()
 
     def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
-        """A READ in the caller's thread when the lane is idle; False: it has not happened."""
+        """Executes a READ in the caller's thread if the lane is idle. Returns False if it did not happen."""
         session = self._session
         if session is None or not self._may_visit():
             return False
@@ -100,17 +99,17 @@ class Lane:
         except IntegrityError:
             self.stats.count(Incident.CORRUPT)
             return False
-        except BaseException as error:  # the session may be between two frames
+        except BaseException as error:  # the session may be in the middle of a frame
             self._disconnect()
             if not isinstance(error, Exception):
                 raise
-            return False  # whatever it was, the ordinary way deals with it
+            return False  # any other error is handled by the ordinary submission
         finally:
             self._guest = False
             self._turn.release()
 
     def with_session(self, work: Callable[[StreamSession, float], T], deadline_at: float) -> T:
-        """Uses the session for something else, connecting it if need be. Blocks; raises PeerLost."""
+        """Runs `work` on the session, connecting it if necessary. Blocks; raises PeerLost."""
         if not self._turn.acquire(timeout=max(0.0, deadline_at - time.monotonic())):
             raise PeerLost("the connection was busy until the deadline")
         self._guest = True
@@ -118,7 +117,7 @@ class Lane:
             return work(self._ready(deadline_at), deadline_at)
         except (InvalidRequest, StaleLease):
             raise
-        except BaseException:  # the session may be between two frames
+        except BaseException:  # the session may be in the middle of a frame
             self._disconnect()
             raise
         finally:
@@ -126,16 +125,16 @@ class Lane:
             self._turn.release()
 
     def _may_visit(self) -> bool:
-        """The turn is the caller's now. Callers do not go before groups that wait."""
+        """Gives the turn to the caller if the lane is idle. A caller does not overtake waiting groups."""
         return self.idle and self._turn.acquire(blocking=False)
 
     def disconnect_when_idle(self) -> None:
-        """Gives the connection back (the endpoint pool wants its place). Does not wait."""
+        """Requests disconnection once the lane is idle, since the endpoint pool has evicted it. Does not wait."""
         self._unwanted = True
         self._inbox.knock()
 
     def forget(self) -> None:
-        """Its parts fail now and its thread ends. Does not wait."""
+        """Fails all parts and ends the thread. Does not wait."""
         self._forgotten.set()
         session = self._session
         if session is not None:
@@ -163,7 +162,10 @@ class Lane:
                 self._give_up_waiting()
 
     def _serve_next(self) -> bool:
-        """False: the thread is to end. A function of its own: an idle thread holds no group and so no memory."""
+        """Serves one wake-up. Returns False when the thread is to end.
+
+        This is a separate function so that an idle thread holds no reference to a group and so to its memory.
+        """
         something_came = self._inbox.wait_into(self._arrived, IDLE_S)
         self._await_turn()
         try:
@@ -177,7 +179,7 @@ class Lane:
         return something_came or self._session is not None or not self._peer.may_retire(self)
 
     def _await_turn(self) -> None:
-        """While a caller uses the session, deadlines are kept all the same."""
+        """Waits for the turn and enforces the deadlines of received groups meanwhile."""
         while not self._turn.acquire(timeout=STEP_S):
             self._inbox.empty_into(self._arrived)
             self._end_what_is_over(self._arrived)
@@ -187,10 +189,10 @@ class Lane:
     def _session_lives(self) -> bool:
         return self._session is not None and self._session.alive()
 
-    # Whoever has the turn.
+    # The holder of the turn.
 
     def _work(self) -> None:
-        """Until nothing waits."""
+        """Carries groups until none waits."""
         while True:
             self._drain()
             if self._forgotten.is_set():
@@ -204,7 +206,7 @@ class Lane:
                 connected = True
                 self._fence(session)
                 session.carry(self)
-            except Exception as error:  # also a bug of ours must end the batch, not this thread
+            except Exception as error:  # an internal error too must end the batch, not this thread
                 self._broken(self._translated(error), connected, connect_until)
             except BaseException:  # the caller's thread was interrupted
                 self._broken(PeerLost("the caller was interrupted"), False, math.inf)
@@ -215,7 +217,7 @@ class Lane:
             self._inbox.empty_into(self._groups)
 
     def _ready(self, deadline_at: float) -> StreamSession:
-        """A live session."""
+        """Returns a live session, connecting if necessary. Raises PeerLost."""
         if not self._session_lives():
             self._disconnect()
         if self._session is None:
@@ -225,7 +227,7 @@ class Lane:
             self._unwanted = False
             self.stats.count(Incident.CONNECT)
             self._peer.opened(self)
-        if self._forgotten.is_set():  # `forget` may have come too early to see the session
+        if self._forgotten.is_set():  # `forget` may have run before the session existed
             raise PeerLost("the peer was given up")
         return self._session
 
@@ -237,7 +239,7 @@ class Lane:
             self._peer.closed(self)
 
     def _fence(self, session: StreamSession) -> None:
-        """Ends at the target what the waiting parts were sent on before."""
+        """Ends, at the target, the earlier connections on which the waiting parts were sent."""
         group = self._groups[0] if self._groups else None
         parts = list(group.parts) if group is not None else []
         earlier = {connection_id: part for part in parts for connection_id in part.fences}
@@ -245,7 +247,7 @@ class Lane:
             session.fence(connection_id, min(part.deadline_at, time.monotonic() + _FENCE_S))
         if earlier:
             self._peer.fenced(earlier)
-        if self._groups and self._groups[0] is group:  # else it has lost its patience meanwhile
+        if self._groups and self._groups[0] is group:  # otherwise its attempt timed out meanwhile
             for part in parts:
                 part.fences.clear()
 
@@ -259,7 +261,7 @@ class Lane:
                 part.fences.append(connection_id)
         if not connected:
             lost += self._groups.pop_disconnected(time.monotonic(), connect_until)
-        elif not lost and self._groups:  # broken before anything was sent: by a fence
+        elif not lost and self._groups:  # the fence broke the session before anything was sent
             lost += self._groups.popleft().parts
         self.stats.taken(-len(self._jobs))
         self._jobs.clear()
@@ -294,7 +296,7 @@ class Lane:
         while self._groups:
             group = self._groups[0]
             if group.parts[0].fences:
-                return None  # not before `_fence`, for which the session must be free
+                return None  # `_fence` must run first and needs the idle session
             if self._not_to_be_begun(group):
                 continue
             part = self._groups.pop_part()
@@ -324,7 +326,7 @@ class Lane:
             self._peer.refused(self, part, error)
             return
         now = time.monotonic()
-        # What it took by itself: until its predecessor had ended, it waited for that.
+        # Time spent waiting for the previous slice to end does not count.
         seconds = now - max(part.taken_at, self._last_end_at)
         self._last_end_at = now
         self._peer.arrived(self, part, seconds)
@@ -334,11 +336,11 @@ class Lane:
 
     def may_give_up(self) -> bool:
         if not self._jobs and not self._groups:
-            return False  # a caller asks for something else, and has a deadline of its own
+            return False  # another caller's request, which has its own deadline
         return all(part.has_alternative for part in self._jobs or self._groups[0].parts)
 
     def look_up(self) -> None:
-        """Waiting groups keep their own deadlines, and `forget` is heeded."""
+        """Enforces the deadlines of waiting groups and ends the wait if the peer was forgotten."""
         self._drain()
         if self._forgotten.is_set():
             raise PeerLost("the peer was given up")

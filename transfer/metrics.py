@@ -1,7 +1,7 @@
-"""What a process reports of its transfer engine: to Prometheus, and to the conductor.
+"""Metrics of a process's transfer engine, for Prometheus and for the conductor.
 
-Counts nothing itself: the engine's own counters are read on demand. Bytes and slices are those that
-this process asked for, as initiator; the peer's side of them is not counted again.
+Counts nothing itself: the engine's counters are read on demand. They cover the bytes and slices that this process
+requested as initiator; the peer does not count them again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIMITS = (*(str(bound) for bound in BUCKETS_S), "+Inf")
 
 
 class TransferCollector(Collector):
-    """Register it once per engine; the engine need not have started."""
+    """Collects one engine's metrics. Register it once per engine, which need not have started."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -98,7 +98,7 @@ def _count_of(incident: Incident) -> Callable[[PathStats], float]:
 
 
 class ServingConfig(Protocol):
-    """What a process of the cluster is told that has a transfer engine."""
+    """Configuration of a cluster process that has a transfer engine."""
 
     @property
     def cluster_token(self) -> str: ...
@@ -116,7 +116,7 @@ class ServingConfig(Protocol):
 def serving(
     config: ServingConfig, faults: FaultPlan | None = None
 ) -> Iterator[tuple[TransferEngine, CollectorRegistry]]:
-    """A started engine, and where the process's metrics go, which are exposed meanwhile. Raises ConfigError."""
+    """Starts an engine and exposes the process's metrics until exit. Yields both. Raises ConfigError."""
     engine = TransferEngine(
         cluster_token=config.cluster_token,
         name=config.instance_id,
@@ -130,12 +130,12 @@ def serving(
 
 
 _COPIED_BYTES = 8 << 20
-"""More than a core's caches hold, and a few milliseconds."""
+"""Exceeds a core's caches and takes a few milliseconds to copy."""
 _COPIES = 3
 
 
 def peer_traffic(stats: TransferStats) -> Iterator[conductor_pb2.Traffic]:
-    """Totals by peer, of those with which anything was measured; a peer's name is its instance id."""
+    """Yields totals per peer with measured traffic. A peer's name is its instance id."""
     for peer, seen in stats.seen().items():
         if seen.read_bytes or seen.written_bytes:
             yield conductor_pb2.Traffic(
@@ -148,7 +148,7 @@ def peer_traffic(stats: TransferStats) -> Iterator[conductor_pb2.Traffic]:
 
 
 def rail_totals(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:
-    """Totals by transport and rail, of all peers together."""
+    """Yields totals per transport and rail over all peers."""
     by_rail: dict[tuple[str, str], metrics_pb2.Rail] = {}
     for path in stats:
         key = path.transport, path.rail
@@ -162,16 +162,16 @@ def rail_totals(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:
 
 
 def local_bytes_per_s(memory: memoryview) -> float:
-    """How fast this process copies out of memory that it has; within a host a transfer is one such copy. The fastest
-    of a few, since whatever disturbs makes it slower."""
+    """Measures the copy rate out of resident memory; a transfer within a host is one such copy. Returns the fastest of
+    a few runs, since disturbances only slow a copy down."""
     nbytes = min(len(memory), _COPIED_BYTES)
-    here = bytearray(nbytes)  # its pages are there before they are timed
+    here = bytearray(nbytes)  # resident before the timing starts
     taken_s = [_copied_s(memory[:nbytes], here) for _ in range(_COPIES)]
     return nbytes / max(min(taken_s), 1e-9)
 
 
 def local_bytes_per_s_beside(nbytes: int) -> float:
-    """As `local_bytes_per_s`, of a process that would make pages of elastic memory resident by reading it."""
+    """Measures the copy rate from private memory, since reading elastic memory would make its pages resident."""
     return local_bytes_per_s(memoryview(bytearray(b"\1") * min(nbytes, _COPIED_BYTES)))
 
 

@@ -1,9 +1,8 @@
-"""One peer as the initiator sees it: the paths to it, the lanes on them, and second attempts.
+"""One peer as the initiator sees it: the paths to it, their lanes, and retries.
 
-Its rule: a part ends once. It is tried on every path, twice around, until one carries it, its time is
-over, or the peer refuses it; a WRITE is only sent again after the target has ended the connection that
-may still be storing its first copy. That holds for a later batch's WRITEs as well, when the first one
-failed for good.
+Its rule: a part ends once. It is tried on every path, in up to two rounds, until a path carries it, its deadline
+passes, or the peer refuses it. A WRITE is sent again only after the target has ended the connection that may still be
+storing its first copy. If the first WRITE failed for good, the same holds for WRITEs of later batches.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from transfer.waiting import Group
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 2
-"""A connection that broke may have been the peer's only old one: it is dialled anew once."""
+"""Rounds over all paths. The connection that broke may have been an old one, so each path is dialled again once."""
 _MAX_CORRUPT = 3
-"""Attempts at a slice that keeps arriving with another checksum."""
+"""Attempts at a slice that keeps arriving with a wrong checksum."""
 _HOPELESS = (Unauthenticated, Incompatible)
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the peers of one engine share."""
+    """Dependencies that all peers of one engine share."""
 
     connect: Callable[[Address, Path, float, Callable[[], None]], StreamSession]
     topology: Topology
@@ -62,10 +61,11 @@ class Surroundings:
 
 
 class Peer:
-    """All methods are thread-safe and none blocks, but for `with_session`."""
+    """Schedules parts over the paths to one peer. All methods are thread-safe. Only `with_session`, `run_here`,
+    `read_here` and `join` block."""
 
     def __init__(self, address: Address, local_rails: Iterable[Rail], surroundings: Surroundings) -> None:
-        """Raises PeerLost when there is no way to it."""
+        """Creates the paths to the peer; connects nothing. Raises PeerLost if no transport is in common."""
         self.address = address
         self.label = address.name or address.instance.hex()[:8]
         self.used_at = time.monotonic()
@@ -79,7 +79,7 @@ class Peer:
         self._chooser = PathChooser(paths, surroundings.topology, RailHealth())
         self._lanes: dict[Path, Lane] = {}
         self._near: Lane | None = None
-        """The one whose session may read this host's memory."""
+        """The shm lane, whose session may read this host's memory directly."""
         self._retired: list[Lane] = []
         self._forgotten = False
 
@@ -91,7 +91,7 @@ class Peer:
         self._dispatch(job, planned.parts)
 
     def run_here(self, job: Job, planned: Planned) -> bool:
-        """Carries a job of one part in the caller's thread, where that is possible at once."""
+        """Carries a job of one part in the caller's thread. Returns False if that is not possible immediately."""
         (part,) = planned.parts
         now = time.monotonic()
         with self._lock:
@@ -114,7 +114,7 @@ class Peer:
                 self._chooser.dropped(path, part.nbytes)
 
     def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
-        """A READ in the caller's thread, where that can be; False: plan it and `put` it."""
+        """Executes a READ in the caller's thread. Returns False if it did not happen: then plan it and `put` it."""
         lane, began = self._near, time.monotonic()
         if lane is None and self._num_paths == 1:
             lane = next(iter(self._lanes.values()), None)
@@ -124,7 +124,8 @@ class Peer:
         return True
 
     def with_session(self, work: Callable[[StreamSession, float], T], deadline_at: float) -> T:
-        """`work` gets the session and its own deadline. Blocks. Raises PeerLost when no path leads there."""
+        """Runs `work(session, deadline_at)` on a path, or on another one after PeerLost. Blocks. Raises the last
+        PeerLost."""
         tried: list[Path] = []
         lost: MoonserveError = PeerLost("the peer was given up", peer=self.label)
         while True:
@@ -147,7 +148,7 @@ class Peer:
 
     @property
     def stopped(self) -> bool:
-        """No thread of it runs."""
+        """True if no thread of this peer runs."""
         return not any(lane.thread.is_alive() for lane in [*self._lanes.values(), *self._retired])
 
     def forget(self) -> None:
@@ -161,7 +162,7 @@ class Peer:
         for lane in [*self._lanes.values(), *self._retired]:
             lane.thread.join()
 
-    # What the lanes report, in the thread that carries.
+    # Reports of the lanes, in the carrying thread.
 
     def arrived(self, lane: Lane, part: Part, seconds: float) -> None:
         now = time.monotonic()
@@ -172,7 +173,7 @@ class Peer:
         part.job.settle(part, None)
 
     def refused(self, lane: Lane, part: Part, error: MoonserveError) -> None:
-        """By the peer, or it arrived corrupt; the session lives on."""
+        """Handles a part that the peer refused or that arrived corrupt. The session stays usable."""
         if isinstance(error, IntegrityError):
             self._corrupt(lane, part, error)
         else:
@@ -180,7 +181,7 @@ class Peer:
             self._fail(lane, part, error)
 
     def _corrupt(self, lane: Lane, part: Part, error: IntegrityError) -> None:
-        """The rail's fault, as far as we know: another one comes first."""
+        """Retries a corrupt part, on another path first, since the rail is presumed faulty."""
         self._failed_on(lane, (part,), error)
         lane.stats.count(Incident.CORRUPT)
         part.num_corrupt += 1
@@ -211,12 +212,12 @@ class Peer:
             _log.warning("rail %s to %s rests: %s", lane.path.local.name, self.label, error)
 
     def ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
-        """It was not begun and shall not be: cancelled, overdue or given up."""
+        """Fails a part that was not started: cancelled, overdue or given up."""
         self._withdrawn(lane, part)
         self._fail(lane, part, error)
 
     def fenced(self, connection_ids: Iterable[int]) -> None:
-        """The target serves nothing of these any more."""
+        """Records that the target no longer serves these connections."""
         self._surroundings.unfenced.remove(self.address.instance, connection_ids)
 
     def opened(self, lane: Lane) -> None:
@@ -229,7 +230,7 @@ class Peer:
         self._surroundings.endpoints.trim()
 
     def may_retire(self, lane: Lane) -> bool:
-        """Asked by an idle lane; after True it ends."""
+        """Returns True if an idle lane may end. After True it must end."""
         with self._lock:
             if lane.num_visitors or not lane.idle:
                 return False
@@ -274,7 +275,7 @@ class Peer:
         failed_on: Lane | None = None,
         error: MoonserveError | None = None,
     ) -> None:
-        """Each part into the queue of the path that suits it now."""
+        """Puts each part into the queue of the path that currently suits it best."""
         groups: dict[Lane, list[Part]] = {}
         refused: list[tuple[Part, MoonserveError]] = []
         now = time.monotonic()
@@ -295,11 +296,11 @@ class Peer:
         for part, why in refused:
             if failed_on is not None:
                 self._fail(failed_on, part, why)
-            else:  # it has been nowhere
+            else:  # it was never sent
                 job.settle(part, why)
 
     def _lane_for(self, part: Part, now: float) -> Lane:
-        """Accounts for it as sent there. The lock is held. Raises PeerLost."""
+        """Returns the lane for a part and counts the part as sent there. The lock is held. Raises PeerLost."""
         path = self._choose(part, now)
         if path is None:
             raise PeerLost("the peer was given up", peer=self.label)
@@ -310,7 +311,7 @@ class Peer:
             raise
 
     def _choose(self, part: Part, now: float) -> Path | None:
-        """Accounts for it as sent. The lock is held."""
+        """Returns the path for a part and counts the part as sent there. The lock is held."""
         if self._forgotten:
             return None
         path = self._chooser.choose(part.local.location, part.nbytes, now, part.tried)
@@ -322,7 +323,8 @@ class Peer:
         return path
 
     def _lane(self, path: Path) -> Lane:
-        """The lock is held. Raises PeerLost when there can be no more threads."""
+        """Returns the path's lane, creating it if needed. The lock is held. Raises PeerLost if no thread can be
+        started."""
         lane = self._lanes.get(path)
         if lane is None:
             lane = self._lanes[path] = self._new_lane(path)

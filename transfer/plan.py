@@ -1,4 +1,4 @@
-"""From a batch's transfers to parts, per peer: slices that know whose they are. Pure."""
+"""Plans a batch: groups transfers by peer and cuts them into slices that know their transfers. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from transfer.batch import Job
 
 MAX_ROWS = 4096
-"""Bounds what a peer can make the other side hold: 96 KiB of rows per frame."""
+"""Rows per frame. Bounds what a peer can make the other side hold to 96 KiB of rows per frame."""
 
 AnyTransfer = Transfer | ScatterTransfer
 
 
 def by_address(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
-    """Indices of the transfers for each peer."""
+    """Returns the indices of the transfers of each peer address."""
     parts: dict[str, list[int]] = {}
     for index, transfer in enumerate(transfers):
         address = transfer.remote.address
@@ -40,47 +40,47 @@ def by_address(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Transfers that may share a slice: same op, segments and window."""
+    """Transfers that may share a slice because op, segments and window are equal."""
 
     op: Op
     local: Segment
     segment_id: int
     window_id: int | None
     runs: list[int] = field(default_factory=list)
-    """Remote offset, local offset, length, flat; neighbours are joined and none is empty."""
+    """Flat triples of remote offset, local offset and length. Adjacent runs are joined and none is empty."""
     remote_end: int = -1
-    """Of the last run; what begins there as well as at `local_end` is joined to it."""
+    """Remote end of the last run. A transfer that begins here and at `local_end` is joined to that run."""
     local_end: int = -1
     arrays: list[Rows] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Bytes of each transfer."""
+    """Bytes of each transfer, parallel to `indices`."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Part(Slice):
-    """A slice, and how it has fared."""
+    """A slice and the state of its attempts."""
 
     indices: Sequence[int]
-    """Positions of its transfers in the batch."""
+    """Positions in the batch of the transfers whose bytes it carries."""
     job: Job = field(init=False)
     tried: list[Path] = field(default_factory=list)
-    """Paths on which it failed in this round."""
+    """Paths on which it failed in the current round."""
     rounds: int = 0
-    """How often all paths have been tried."""
+    """Number of completed rounds over all paths."""
     num_corrupt: int = 0
     fences: list[int] = field(default_factory=list)
-    """Connections at the target that may still be storing it; to be ended before it is sent again."""
+    """Ids of the target's connections that may still be storing it. They are ended before it is sent again."""
     has_alternative: bool = False
-    """Another path could be tried after this attempt."""
+    """True if another path can be tried after the current attempt."""
     taken_at: float = 0.0
     give_up_at: float = 0.0
-    """End of the present attempt."""
+    """End of the current attempt, in monotonic seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """Parts in order, and the transfers that cannot be right."""
+    """Result of planning: parts in order, and errors of invalid transfers by index."""
 
     parts: list[Part] = field(default_factory=list)
     errors: dict[int, MoonserveError] = field(default_factory=dict)
@@ -93,13 +93,13 @@ def plan(
     slice_bytes: int,
     deadline_at: float,
 ) -> Planned:
-    """Few slices with neighbouring runs joined; none larger than `slice_bytes` or `MAX_ROWS` runs."""
+    """Cuts one peer's transfers into few slices of at most `slice_bytes` and `MAX_ROWS` runs, joining adjacent runs."""
     if len(indices) == 1 and (alone := _alone(transfers, indices, slice_bytes, deadline_at)):
         return alone
     planned = Planned()
     flows: dict[tuple[Op, int, int, int | None], _Flow] = {}
     for index in indices:
-        # Runs once per piece of KV: no calls on the common path.
+        # This loop runs once per piece of KV, so its common path calls no function.
         transfer = transfers[index]
         segment, remote = transfer.local, transfer.remote.segment_id
         key = (transfer.op, segment.segment_id, remote, transfer.window_id)
@@ -133,7 +133,7 @@ def plan(
 def _alone(
     transfers: Sequence[AnyTransfer], indices: Sequence[int], slice_bytes: int, deadline_at: float
 ) -> Planned | None:
-    """The common case of one small run, without the arithmetic of many."""
+    """Plans a single small run without array arithmetic. Returns None for any other case."""
     transfer = transfers[indices[0]]
     if type(transfer) is not Transfer or not 0 < transfer.length <= slice_bytes:
         return None
@@ -176,7 +176,7 @@ def _add_array(flow: _Flow, transfer: Transfer | ScatterTransfer, index: int, pl
 
 
 def _has_sound_ids(transfer: AnyTransfer) -> bool:
-    """They fit into a frame."""
+    """True if the segment and window ids fit into a frame."""
     return 0 <= transfer.remote.segment_id < LIMIT and 0 <= (transfer.window_id or 0) < LIMIT
 
 
@@ -211,7 +211,7 @@ def _cut(flow: _Flow, planned: Planned, slice_bytes: int, deadline_at: float) ->
 
 
 class _Owners:
-    """Whose bytes the next slice carries: a flow is one stream of bytes, cut in order."""
+    """Maps consecutive slices to the transfers whose bytes they carry. A flow is one stream of bytes, cut in order."""
 
     def __init__(self, flow: _Flow, num_slices: int) -> None:
         self._indices = flow.indices

@@ -1,4 +1,4 @@
-"""Every transport by its name, which is what `transports=` selects."""
+"""Maps transport names, as given in `transports=`, to their implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transfer.tcp.transport import TcpTransport
 
 
 def _rdma() -> Transport:
-    from transfer.rdma.transport import RdmaTransport  # needs pyverbs, an extra
+    from transfer.rdma.transport import RdmaTransport  # loaded only if selected
 
     return RdmaTransport()
 
@@ -24,7 +24,7 @@ _TRANSPORTS: dict[str, Callable[[], Transport]] = {
 
 
 def make(names: Sequence[str]) -> tuple[Transport, ...]:
-    """In order of preference. Raises ConfigError for a name that is unknown, missing or repeated."""
+    """Creates the named transports, in order of preference. Raises ConfigError for no, unknown or repeated names."""
     unknown = [name for name in names if name not in _TRANSPORTS]
     if unknown or not names or len(set(names)) != len(names):
         raise ConfigError(f"transports {', '.join(names)!r}: choose from {', '.join(_TRANSPORTS)}")

@@ -14,23 +14,23 @@ import xxhash
 from protocol.errors import InvalidRequest
 
 Rows = npt.NDArray[np.int64]
-"""Shape (n, 3), C-contiguous: remote offset, local offset, length of contiguous runs of bytes."""
+"""Contiguous runs of bytes: remote offset, local offset, length. Shape (n, 3), C-contiguous."""
 
 REMOTE, LOCAL, LENGTH = 0, 1, 2
 
 
 ROW_BYTES = 24
 LIMIT = 1 << 62
-"""Offsets stay below, so that sums of what is checked later stay within 64 bits."""
+"""Upper bound of offsets, so that later sums fit into 64 bits."""
 
 
 def rows(*runs: tuple[int, int, int]) -> Rows:
-    """Of (remote offset, local offset, length)."""
+    """Builds Rows from (remote offset, local offset, length) triples."""
     return np.array(runs, dtype=np.int64).reshape(-1, 3)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Rows:
-    """What arrived from a peer, not yet trusted."""
+    """Unpacks rows received from a peer. They are not yet validated."""
     return np.frombuffer(data, dtype="<i8").reshape(-1, 3)
 
 
@@ -43,7 +43,7 @@ def total(rows: Rows) -> int:
 
 
 def require_inside(rows: Rows, side: int, nbytes: int) -> None:
-    """Raises InvalidRequest unless each run on `side` lies in [0, nbytes). Overflow-proof."""
+    """Checks that each run on `side` lies in [0, nbytes), safe against overflow. Raises InvalidRequest otherwise."""
     if len(rows) == 1:
         offset, length = int(rows[0, side]), int(rows[0, LENGTH])
         if offset < 0 or length < 0:
@@ -59,7 +59,7 @@ def require_inside(rows: Rows, side: int, nbytes: int) -> None:
 
 
 def merge(rows: Rows) -> Rows:
-    """Joins each run with its successor where they touch on both sides; order is kept."""
+    """Joins each run with its successor if they are adjacent on both sides. Keeps the order."""
     if len(rows) < 2:
         return rows
     ends = rows[:-1, :2] + rows[:-1, LENGTH:]
@@ -73,7 +73,7 @@ def merge(rows: Rows) -> Rows:
 
 
 def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
-    """The same runs, cut and grouped so that no group exceeds the limits; order is kept."""
+    """Yields the runs, cut and grouped so that no group exceeds the limits. Keeps the order."""
     if len(rows) <= limit_rows and total(rows) <= limit_bytes:
         if len(rows):
             yield rows
@@ -89,7 +89,7 @@ def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
 
 
 def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
-    """Runs longer than the limit become several."""
+    """Cuts runs longer than the limit into several."""
     if int(rows[:, LENGTH].max()) <= limit_bytes:
         return rows
     counts = np.maximum(1, -(-rows[:, LENGTH] // limit_bytes))
@@ -103,7 +103,7 @@ def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
 
 
 def checksum(buffer: memoryview, rows: Rows, side: int) -> int:
-    """XXH3-64 over the runs' bytes on `side`, in order."""
+    """Returns the XXH3-64 of the runs' bytes on `side`, in order."""
     if len(rows) == 1:
         offset, length = int(rows[0, side]), int(rows[0, LENGTH])
         return xxhash.xxh3_64_intdigest(buffer[offset : offset + length])

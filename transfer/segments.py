@@ -1,7 +1,7 @@
-"""Local memory known to the engine: allocating, registering, and counting its users.
+"""Local memory registered with the engine: allocation, registration and reference counts.
 
-A segment that a batch or a window uses cannot be deregistered, and ids are never reused. Knows no
-peers. Knows tensors by their shape only (`data_ptr`, `nbytes`); torch is not imported.
+A segment that a batch or a window uses cannot be deregistered, and ids are never reused. Knows no peers, and of tensors
+only where they are (`data_ptr`, `nbytes`); torch is not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TensorLike(Protocol):
-    """The part of torch.Tensor that tells where its memory is."""
+    """The part of torch.Tensor's interface that tells where its memory is."""
 
     @property
     def device(self) -> Any: ...
@@ -40,7 +40,7 @@ else:
 
 
 def writable(buffer: Registrable) -> memoryview:
-    """All of its bytes, format 'B'; keeps the buffer alive.
+    """Returns a view of all bytes of `buffer`, format 'B', that keeps the buffer alive.
 
     Raises InvalidRequest for memory that is read-only, not contiguous, empty or on a device.
     """
@@ -61,13 +61,13 @@ def _tensor_bytes(tensor: TensorLike) -> memoryview:
     if not tensor.is_contiguous() or not tensor.nbytes:
         raise InvalidRequest("a tensor to register must be contiguous and not empty")
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined] # the tensor lives as long as the view
+    memory.owner = tensor  # type: ignore[attr-defined] # keeps the tensor alive as long as the view
     return memoryview(memory).cast("B")
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """What an engine tells its peers about one of its segments."""
+    """Description of a segment for peers."""
 
     segment_id: int
     nbytes: int
@@ -78,23 +78,23 @@ class SegmentInfo:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Segment:
-    """One registered region."""
+    """One registered memory region."""
 
     segment_id: int
     buffer: memoryview
-    """Its writable memory, format 'B'."""
+    """Writable memory of the segment, format 'B'."""
     location: str
-    """"cpu:<NUMA node>": where in this machine it lies; empty where that is not known."""
+    """Location in this machine, "cpu:<NUMA node>"; empty if unknown."""
     readable: bool
-    """Peers may READ it."""
+    """True if peers may READ it."""
     name: str
     memory: OwnedMemory | None
-    """What peers on this host can map; None for memory that the caller brought."""
+    """Memory that peers on this host can map; None for memory that the caller provided."""
     base: int = field(init=False)
-    """Its first byte's address."""
+    """Address of the first byte."""
     nbytes: int = field(init=False)
     num_users: int = 0
-    """Batches under way and open windows."""
+    """Number of batches in flight and open windows."""
 
     def __post_init__(self) -> None:
         self.base, self.nbytes = address_of(self.buffer), self.buffer.nbytes
@@ -127,7 +127,7 @@ class SegmentTable:
             raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
         memory = OwnedMemory(nbytes, name, elastic=elastic)
         if elastic and location is None:
-            location = ""  # its pages are still to come
+            location = ""  # its pages do not exist yet
         return self._add(memory.view, location, readable, name, memory)
 
     def register(
@@ -157,7 +157,7 @@ class SegmentTable:
         return segment
 
     def deregister(self, segment: Segment) -> None:
-        """Raises InvalidRequest while a batch or a window uses it."""
+        """Removes a segment. Raises InvalidRequest while a batch or a window uses it."""
         with self._lock:
             self._require(segment)
             if segment.num_users:
@@ -167,7 +167,7 @@ class SegmentTable:
             segment.memory.retire()
 
     def find(self, segment_id: int) -> Segment:
-        """Raises InvalidRequest for an id that is not registered."""
+        """Returns the segment. Raises InvalidRequest for an id that is not registered."""
         segment = self._segments.get(segment_id)
         if segment is None:
             raise InvalidRequest(f"segment {segment_id} is not registered")
@@ -182,7 +182,7 @@ class SegmentTable:
         return self._segments.get(segment.segment_id) is segment
 
     def hold(self, segments: Iterable[Segment]) -> None:
-        """All or none. Raises InvalidRequest when one is not registered here."""
+        """Counts a user of each segment. Raises InvalidRequest, and counts none, if one is not registered here."""
         with self._lock:
             for segment in segments:
                 self._require(segment)
@@ -195,7 +195,7 @@ class SegmentTable:
                 segment.num_users -= 1
 
     def close(self) -> list[Segment]:
-        """Forgets all of them; views that callers still hold stay valid."""
+        """Removes and returns all segments. Views that callers still hold stay valid."""
         with self._lock:
             segments, self._segments = list(self._segments.values()), {}
         for segment in segments:

@@ -1,8 +1,8 @@
-"""How fast bytes pass between this engine and one peer, over all its paths: what is worth measuring of it, as totals.
+"""Measured totals of the traffic between this engine and its peers: bandwidth per peer, counters per path.
 
-A period begins when something is under way and ends when nothing is, or after a second. It counts where it moved enough
-to be a bandwidth rather than a round trip, in one direction only, since two share what there is. Thread-safe. Knows no
-path and no rail.
+A peer's bandwidth is measured in periods, over all its paths. A period begins when bytes are in flight and ends when
+none are, or after a second. It counts if it moved enough bytes to measure a bandwidth rather than a round trip, in one
+direction only, since two directions share the capacity. Thread-safe. `PeerMeter` knows no path and no rail.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Totals since the start; the seconds are those in which these bytes were under way."""
+    """Totals since the start. The seconds are the time in which these bytes were in flight."""
 
     read_bytes: int = 0
     read_s: float = 0.0
@@ -32,14 +32,14 @@ class Seen:
 
 
 class PeerMeter:
-    """Of one peer."""
+    """Measures the bandwidth to one peer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._began_at = 0.0  # the period, while bytes are in flight
-        self._moved = {Op.READ: 0, Op.WRITE: 0}  # in the period
+        self._began_at = 0.0  # start of the period
+        self._moved = {Op.READ: 0, Op.WRITE: 0}  # bytes in the period
         self._bytes = {Op.READ: 0, Op.WRITE: 0}
         self._seconds = {Op.READ: 0.0, Op.WRITE: 0.0}
 
@@ -50,7 +50,7 @@ class PeerMeter:
             self._in_flight += nbytes
 
     def arrived(self, op: Op, nbytes: int, seconds: float) -> None:
-        """`seconds`: of this slice, for one that was never submitted."""
+        """Counts bytes that arrived. `seconds` is the slice's own time, used only if it was never submitted."""
         with self._lock:
             if self._in_flight:
                 self._moved[op] += nbytes
@@ -91,7 +91,7 @@ BUCKETS_S = (50e-6, 100e-6, 250e-6, 1e-3, 2.5e-3, 10e-3, 50e-3, 250e-3, 1.0, 5.0
 
 
 class Incident(StrEnum):
-    """What is counted one by one; `metrics` says what each one means."""
+    """Countable events; `metrics` describes each."""
 
     RETRY = "retries"
     FAILOVER = "failovers"
@@ -104,22 +104,22 @@ class Incident(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PathStats:
-    """Totals since the start of the process. Thread-safe."""
+    """Totals of one path since the start of the process. Thread-safe."""
 
     transport: str
     rail: str
     peer: str
     meter: PeerMeter = field(default_factory=PeerMeter)
-    """Of all paths to this peer."""
+    """The peer's meter, shared by all paths to it."""
     read_bytes: int = 0
     written_bytes: int = 0
     num_in_flight: int = 0
-    """Slices that a session carries."""
+    """Slices carried by a session."""
     bytes_in_flight: int = 0
-    """Of all slices that were submitted to this path and have not ended."""
+    """Bytes of all slices that were submitted to this path and have not ended."""
     latency_sum_s: float = 0.0
     latency_counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """Slices that have ended well, by the bucket of their time."""
+    """Slices that succeeded, by latency bucket."""
     incidents: Counter[Incident] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -129,18 +129,18 @@ class PathStats:
         self.meter.submitted(nbytes)
 
     def withdrawn(self, nbytes: int) -> None:
-        """Whatever they ended in, they are not on this path any more."""
+        """Counts bytes that left this path, whatever their outcome."""
         with self._lock:
             self.bytes_in_flight -= nbytes
         self.meter.withdrawn(nbytes)
 
     def taken(self, num_slices: int = 1) -> None:
-        """By a session; negative: given back."""
+        """Counts slices that a session took; negative for slices that ended or were given back."""
         with self._lock:
             self.num_in_flight += num_slices
 
     def arrived(self, op: Op, nbytes: int, seconds: float) -> None:
-        """One slice; `seconds` since a session took it."""
+        """Counts one slice that arrived `seconds` after a session took it."""
         with self._lock:
             if op is Op.READ:
                 self.read_bytes += nbytes
@@ -157,28 +157,29 @@ class PathStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUsage:
-    """What an engine holds at one moment."""
+    """Resources that an engine holds at one moment."""
 
     num_segments: int
     segment_bytes: int
     num_windows: int
     num_served: int
-    """Connections that peers have opened."""
+    """Connections opened by peers."""
     num_endpoints: int
-    """Connections that it has opened."""
+    """Connections opened by this engine."""
 
 
 _MAX_PEERS = 4096
-"""A label's values must not grow for ever; beyond it, new peers share one name."""
+"""Limit of paths with statistics of their own, since label values must not grow without bound. Beyond it new peers
+share the name "other"."""
 
 
 class TransferStats:
-    """Of one engine. Thread-safe."""
+    """Statistics of one engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._paths: dict[tuple[str, str, str], PathStats] = {}
-        self._meters: dict[str, PeerMeter] = {}  # by peer
+        self._meters: dict[str, PeerMeter] = {}
 
     def of(self, transport: str, rail: str, peer: str) -> PathStats:
         with self._lock:
@@ -191,7 +192,7 @@ class TransferStats:
             return self._paths[key]
 
     def seen(self) -> dict[str, Seen]:
-        """By peer, what was measured of the bandwidth between it and this engine."""
+        """Returns the measured bandwidth totals by peer."""
         with self._lock:
             meters = dict(self._meters)
         return {peer: meter.seen() for peer, meter in meters.items()}

@@ -1,9 +1,8 @@
-"""Which bytes peers may write, and until when.
+"""Windows: which bytes peers may write, and until when.
 
-A window is a right to some ranges of one segment. Its rule: closing waits for the stores under way and
-refuses all later ones, and an id is never used again. The store itself happens elsewhere, inside
-`with window:`, in steps short enough to wait for; or by a device, which then has a `Hold` that can be
-revoked.
+A window is a right to some ranges of one segment. Its rule: closing it waits for stores in flight and refuses all later
+ones, and an id is never reused. Stores happen elsewhere: inside `with window:`, in steps short enough to wait for, or
+by a device that has a revocable `Hold`.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from transfer.scatter import LENGTH, REMOTE, Rows
 from transfer.segments import Segment
 
 _PATIENCE_S = 0.1
-"""How long a close waits for holds to end by themselves: many times what a device needs for a slice."""
+"""Time that a close waits for holds to end before it revokes them: many times what a device needs for a slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hold:
-    """Stores that this process cannot count are under way in a window, until `leave`."""
+    """Keeps a window in use, until `leave`, for stores that this process cannot count."""
 
     window: Window
     revoke: Callable[[], None]
 
     def leave(self) -> None:
-        """None of its stores can happen any more. Idempotent."""
+        """Ends the hold: none of its stores can happen any more. Idempotent."""
         self.window.leave(self)
 
 
 class Window:
-    """An open right to write; a context in which one store may happen."""
+    """A right to write; as a context manager it covers one store."""
 
     __slots__ = (
         "_changed",
@@ -61,7 +60,7 @@ class Window:
         self._closed = False
 
     def require_inside(self, rows: Rows) -> None:
-        """Raises InvalidRequest unless each run lies within one range."""
+        """Checks that each run lies within one range. Raises InvalidRequest otherwise."""
         scatter.require_inside(rows, REMOTE, self.segment.nbytes)
         if len(rows) == 1:
             self._require_run_inside(int(rows[0, REMOTE]), int(rows[0, LENGTH]))
@@ -73,7 +72,7 @@ class Window:
             raise self._outside()
 
     def _require_run_inside(self, offset: int, length: int) -> None:
-        """A single run, without the arithmetic of many: a fifth of its price."""
+        """Checks a single run without array arithmetic, at a fifth of the cost."""
         found = int(self._starts.searchsorted(offset, side="right")) - 1
         if found < 0 or offset + length > int(self._ends[found]):
             raise self._outside()
@@ -101,7 +100,8 @@ class Window:
         return not self._num_stores and not self._holds
 
     def hold(self, revoke: Callable[[], None]) -> Hold:
-        """Raises StaleLease. `revoke` may be called once the window is closed; it brings `leave` about."""
+        """Registers a hold. Raises StaleLease if the window is closed. `revoke` may be called after closing and must
+        lead to `leave`."""
         hold = Hold(self, revoke)
         with self._changed:
             if self._closed:
@@ -140,7 +140,8 @@ class WindowTable:
         return len(self._windows)
 
     def open(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
-        """Raises InvalidRequest for ranges that are empty, overlap or leave the segment."""
+        """Opens a window and returns its id. Raises InvalidRequest for ranges that are empty, overlap or leave the
+        segment."""
         _require_sound(segment, ranges)
         with self._lock:
             window_id = self._next_id
@@ -149,7 +150,7 @@ class WindowTable:
         return window_id
 
     def close(self, window_id: int) -> Segment | None:
-        """The segment it gave access to, None when it was closed before."""
+        """Closes a window and returns its segment, or None if it was already closed."""
         with self._lock:
             window = self._windows.pop(window_id, None)
         if window is None:
@@ -158,7 +159,7 @@ class WindowTable:
         return window.segment
 
     def close_if_idle(self, window_id: int) -> Segment | None:
-        """As `close`, without waiting: None also when it is in use, and then it stays open."""
+        """Closes a window without waiting. Returns None if it was already closed or is in use and stays open."""
         window = self._windows.get(window_id)
         if window is None or not window.close_if_idle():
             return None
@@ -169,7 +170,8 @@ class WindowTable:
             self.close(window_id)
 
     def find(self, window_id: int, segment_id: int) -> Window:
-        """Raises StaleLease for a closed window, InvalidRequest for one that never was."""
+        """Returns an open window on the segment. Raises StaleLease if it is closed, InvalidRequest if it never existed
+        or is on another segment."""
         window = self._windows.get(window_id)
         if window is None:
             if 0 < window_id < self._next_id:

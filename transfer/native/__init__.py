@@ -1,9 +1,9 @@
-"""The data plane: bulk copies and stream I/O in one call each, with the GIL released.
+"""The data plane: bulk copies and stream I/O, one C call each, with the GIL released.
 
-`data_plane()` is `data_plane.c`, from the wheel or compiled once per machine. A `Flow`, whose layout the C file
-repeats, keeps how far both directions of a socket are: after IN_DONE or TIMEOUT add more, or nothing, and pump again.
-Addresses are taken as they are, so bounds are the caller's to check and memory is the caller's to keep alive. Knows no
-frames and no segments.
+`data_plane()` loads `data_plane.c`, from the wheel or compiled once per machine. A `Flow` records the progress of both
+directions of a socket; its layout is repeated in the C file. After IN_DONE or TIMEOUT, add more vectors or none and
+pump again. Addresses are not checked: the caller ensures bounds and keeps memory alive. Knows no frames and no
+segments.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("data_plane.c")
 
 IoVectors = npt.NDArray[np.uint64]
-"""Shape (n, 2), C-contiguous, writable: address and length of each piece; a `struct iovec` array."""
+"""A `struct iovec` array: address and length of each piece. Shape (n, 2), C-contiguous, writable."""
 
 MAX_IOVECS = 1024
-"""IOV_MAX of Linux: pieces per system call."""
+"""Pieces per system call (IOV_MAX of Linux)."""
 
 NO_VECTORS: IoVectors = np.empty((0, 2), np.uint64)
 
 
 class End(IntEnum):
-    """Why `pump` came back."""
+    """Reason why `pump` returned."""
 
     IN_DONE = 1
-    """What `Flow.receive` asked for has arrived; output may be unfinished."""
+    """The bytes requested by `Flow.receive` have arrived; output may be unfinished."""
     OUT_DONE = 2
-    """All is sent and no input was asked for."""
+    """All output is sent and no input was requested."""
     TIMEOUT = 3
-    """The time is over; what has moved so far counts and the next call goes on from there."""
+    """The timeout has passed. Bytes moved so far count, and the next call continues from there."""
     HANGUP = 4
-    """The peer has ended its side; nothing more will come."""
+    """The peer has closed its side; nothing more arrives."""
     ERROR = 5
-    """See `Flow.error` (errno)."""
+    """A system call failed; `Flow.error` has the errno."""
 
 
 _ENDS = {int(end): end for end in End}
 
 
 class Queue(ctypes.Structure):
-    """Pieces of memory in order, and how far they are done. `Queue` of data_plane.c."""
+    """Pieces of memory in order and the progress over them. `Queue` of data_plane.c."""
 
     _fields_ = (
         ("vectors", ctypes.c_void_p),
@@ -65,20 +65,20 @@ class Queue(ctypes.Structure):
     )
     count: int
     index: int
-    """The first piece that is not done …"""
+    """First piece that is not done."""
     offset: int
-    """… and how many of its bytes are."""
+    """Bytes of that piece that are done."""
     moved: int
-    """Bytes since the queue was made."""
+    """Bytes moved since the queue was made."""
     array: IoVectors = NO_VECTORS
-    """What `vectors` points to."""
+    """The array that `vectors` points to."""
 
     @property
     def empty(self) -> bool:
         return self.index == self.count
 
     def add(self, vectors: IoVectors) -> None:
-        """Behind what is left. The array and its memory are the caller's to keep until they are done."""
+        """Appends pieces. The caller keeps the array and its memory alive until they are done."""
         if self.index < self.count:
             vectors = np.concatenate((self.array[self.index :], vectors))
         else:
@@ -89,7 +89,7 @@ class Queue(ctypes.Structure):
         self.index = 0
 
     def advance(self, count: int) -> None:
-        """Marks `count` more bytes as done, and the empty pieces behind them, as `advance` of data_plane.c."""
+        """Marks `count` more bytes as done and skips empty pieces behind them, as `advance` of data_plane.c does."""
         self.moved += count
         count += self.offset
         while self.index < self.count and count >= (length := int(self.array[self.index, 1])):
@@ -98,13 +98,13 @@ class Queue(ctypes.Structure):
         self.offset = 0 if self.empty else count
 
     def clear(self) -> None:
-        """Drops what is left."""
+        """Drops the remaining pieces."""
         self.index = self.count = self.offset = 0
         self.array = NO_VECTORS
 
 
 class FlowState(ctypes.Structure):
-    """`Flow` of data_plane.c."""
+    """Progress of both directions of one socket. `Flow` of data_plane.c."""
 
     _fields_ = (
         ("out", Queue),
@@ -116,15 +116,15 @@ class FlowState(ctypes.Structure):
         ("rest", ctypes.c_int32),
     )
     wanted: int
-    """`into.moved` from which on the input is done."""
+    """Value of `into.moved` at which the input is complete."""
     active_at_ns: int
-    """CLOCK_MONOTONIC when a byte moved last: `pump` only spins shortly after that."""
+    """CLOCK_MONOTONIC time of the last moved byte. `pump` spins only shortly after it."""
     error: int
     descriptor: int
 
 
 class Flow:
-    """What one stream socket is still to send and to receive. One thread at a time uses it."""
+    """Pending output and input of one stream socket. Used by one thread at a time."""
 
     __slots__ = ("into", "out", "state")
 
@@ -135,7 +135,7 @@ class Flow:
 
     @property
     def error(self) -> int:
-        """errno after `End.ERROR`."""
+        """The errno after `End.ERROR`."""
         return self.state.error
 
     @property
@@ -143,22 +143,22 @@ class Flow:
         return self.into.moved < self.state.wanted and not self.into.empty
 
     def send(self, vectors: IoVectors) -> None:
-        """Adds to what is to be sent."""
+        """Appends output."""
         self.out.add(vectors)
 
     def receive(self, vectors: IoVectors, at_least: int | None = None) -> None:
-        """Adds places for input. `pump` ends with IN_DONE once `at_least` bytes of these have come.
+        """Appends places for input. `pump` ends with IN_DONE once `at_least` of their bytes have arrived.
 
-        None means all of them; with less, `into.moved` tells how many there were.
+        None means all bytes. With fewer, `into.moved` tells how many arrived.
         """
         wanted = max(self.state.wanted, self.into.moved)
         self.into.add(vectors)
         self.state.wanted = wanted + (total_bytes(vectors) if at_least is None else at_least)
 
     def take_descriptor(self) -> int | None:
-        """The file descriptor that came with the last bytes received, now the caller's to close.
+        """Returns the file descriptor that came with the last received bytes and gives it to the caller to close.
 
-        On a Unix socket one receive never goes beyond the message that a descriptor came with.
+        On a Unix socket one receive never passes the message that carries a descriptor.
         """
         taken, self.state.descriptor = self.state.descriptor, -1
         return None if taken < 0 else taken
@@ -169,7 +169,7 @@ def total_bytes(vectors: IoVectors) -> int:
 
 
 class DataPlane:
-    """The functions of data_plane.c. Raises CompilerError where they cannot be had."""
+    """The functions of data_plane.c. Raises CompilerError if the library cannot be built or loaded."""
 
     def __init__(self, folder: Path | None) -> None:
         library = load_library(SOURCE, C_FLAGS, folder)
@@ -185,51 +185,52 @@ class DataPlane:
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result
         self._library = library
-        self._pump = library.pump  # looked up once, as it is called for every frame
+        self._pump = library.pump  # looked up once because it is called for every frame
 
     def copy_rows(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
         """Copies each row's bytes between two base addresses.
 
-        `to_column` is the column of `rows` with the destination's offsets: LOCAL when `to` is local
-        memory (READ), REMOTE otherwise; the other column has the source's.
+        `to_column` is the column of `rows` with the destination's offsets: LOCAL if `to` is local memory (READ),
+        otherwise REMOTE. The other column has the source's offsets.
         """
         rows = np.ascontiguousarray(rows, np.int64)
         self._library.copy_rows(to, source, address_of(rows), len(rows), to_column)
 
     def copy_rows_verified(self, to: int, source: int, rows: Rows, *, to_column: int) -> bool:
-        """As `copy_rows`, reading both sides again; False when a copy is not what its source is then."""
+        """Copies like `copy_rows`, then reads both sides again. Returns False if a copy differs from its source at that
+        time."""
         rows = np.ascontiguousarray(rows, np.int64)
         place = address_of(rows)
         return bool(self._library.copy_rows_verified(to, source, place, len(rows), to_column))
 
     def rows_equal(self, at: int, source: int, rows: Rows, *, column: int) -> bool:
-        """Whether each row's bytes at `at` (offsets in `column`) and at `source` are the same."""
+        """Returns True if each row's bytes at `at` (offsets in `column`) equal its bytes at `source`."""
         rows = np.ascontiguousarray(rows, np.int64)
         return bool(self._library.rows_equal(at, source, address_of(rows), len(rows), column))
 
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
-        """The places of `rows` on one side, in order, touching ones joined, empty ones left out."""
+        """Returns the pieces of `rows` on one side in order. Adjacent pieces are joined and empty ones omitted."""
         rows = np.ascontiguousarray(rows, np.int64)
         made: IoVectors = np.empty((len(rows), 2), np.uint64)
         place = address_of(made)
         return made[: self._library.fill_iovecs(place, base, address_of(rows), len(rows), column)]
 
     def pump(self, fd: int, flow: Flow, *, timeout_ns: int, spin_ns: int) -> End:
-        """Sends and receives, whichever can move, until there is a reason to stop (`End`).
+        """Sends and receives until there is a reason to stop (`End`), without waiting for one direction while the other
+        can move.
 
-        Never waits for one direction while the other could move. `timeout_ns` is for the whole call, 0
-        does what is possible at once. When nothing moves it spins for up to `spin_ns` after the last byte
-        and then sleeps in poll(2); after a spin for nothing it only sleeps for some waits. No signal is
-        raised for a broken pipe.
+        `timeout_ns` limits the whole call; 0 does what is possible immediately. When nothing moves, the call spins for
+        up to `spin_ns` after the last byte and then sleeps in poll(2). After a fruitless spin the next few waits only
+        sleep. A broken pipe raises no signal.
         """
         return _ENDS[self._pump(fd, flow.state, timeout_ns, spin_ns)]
 
 
 @functools.cache
 def data_plane() -> DataPlane:
-    """The one of this process: code, like an imported module, so it is loaded once and has no state.
+    """Returns the process's data plane, loaded once like a module; it is code without state.
 
-    The first call on a machine may take as long as the compiler does. Raises ConfigError with what to install.
+    The first call on a machine may take as long as the compiler. Raises ConfigError that says what to install.
     """
     try:
         return DataPlane(shared_cache())
@@ -241,8 +242,8 @@ _Place = ctypes.c_char * 0
 
 
 def address_of(buffer: ReadableBuffer | np.ndarray[Any, Any]) -> int:
-    """Where contiguous memory lies; valid for as long as its owner keeps it there."""
-    # Once or more per frame: a quarter of a microsecond, where numpy's own answer takes one and a half.
+    """Returns the address of contiguous memory, valid while its owner keeps it in place."""
+    # Called at least once per frame: this takes a quarter of a microsecond, numpy's own attribute 1.5 µs.
     memory: Any = buffer
     if isinstance(memory, bytes):
         return ctypes.c_void_p.from_buffer(ctypes.c_char_p(memory)).value or 0
@@ -254,5 +255,5 @@ def address_of(buffer: ReadableBuffer | np.ndarray[Any, Any]) -> int:
 
 
 def vectors(*pieces: tuple[int, int]) -> IoVectors:
-    """Of (address, length) pairs."""
+    """Builds IoVectors from (address, length) pairs."""
     return np.array(pieces, np.uint64).reshape(-1, 2)

@@ -1,1 +1,1 @@
-"""The ways between two engines: found out, chosen, rested and capped. Pure but for `discovery`."""
+"""Paths between two engines: discovery, choice, health and connection limits. Pure except for `discovery`."""

@@ -1,16 +1,14 @@
-"""Which way a slice takes to one peer: the transport, the pair of rails, the stream.
+"""Chooses the path of a slice to one peer: the transport, the pair of rails and the stream.
 
 Owns, for each path, the bytes in flight and the measured bandwidth. Its rules:
 
-1. Only paths of one transport compete; the next transport is used when all paths of the better ones
-   rest or were tried.
-2. Among them the least (bytes in flight + bytes of the slice) ÷ bandwidth wins, times a penalty when
-   the local rail is not near the memory; ties go to the first.
-3. A path on trial after a rest carries one slice at a time until that one ends.
-4. When everything rests, the path whose rest ends first is used rather than none.
+1. Only paths of one transport compete. The next transport is used if all paths of the better ones rest or were tried.
+2. Among them the least (bytes in flight + bytes of the slice) ÷ bandwidth wins, times a penalty if the local rail is
+   not near the memory. Ties go to the first.
+3. A path on trial after a rest carries one slice at a time until that slice ends.
+4. If everything rests, the path whose rest ends first is used rather than none.
 
-Pure: time is an argument. Not thread-safe. Knows no sockets and does not retry; who does passes in
-`tried`.
+Pure: time is an argument. Not thread-safe. Knows no sockets and does not retry; a retrying caller passes `tried`.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from transfer.paths.health import Condition, RailHealth
 from transfer.paths.topology import Topology
 
 NUMA_PENALTY = 1.5
-"""Crossing sockets costs a third of the bandwidth or so; a near rail is preferred until it has half as
-much again in flight."""
+"""Crossing sockets costs about a third of the bandwidth. A near rail is preferred until it has half as much again in
+flight."""
 
 DEFAULT_BANDWIDTH = 1e9
-"""Bytes per second, when nothing at all is known of a transport's paths. Only ratios matter."""
+"""Bytes per second, if nothing is known of a transport's paths. Only ratios matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One of the ways to a peer. `stream` tells connections over the same pair of rails apart."""
+    """One path to a peer. `stream` distinguishes connections over the same pair of rails."""
 
     transport: str
     local: Rail
@@ -42,18 +40,18 @@ class Path:
 
     def __hash__(
         self,
-    ) -> int:  # on the way of every slice; the generated one hashes both rails whole
+    ) -> int:  # called for every slice; the generated one hashes both rails whole
         return hash((self.transport, self.local.name, self.remote.endpoint, self.stream))
 
     @property
     def rails(self) -> Hashable:
-        """What rests as a whole when it fails: this pair, whichever the stream."""
+        """The pair of rails, which rests as a whole after failures, whatever the stream."""
         return (self.transport, self.local.name, self.remote.endpoint)
 
 
 @dataclass(slots=True, eq=False)
 class _Track:
-    """What is known of one path."""
+    """State of one path."""
 
     path: Path
     rails: Hashable
@@ -63,10 +61,10 @@ class _Track:
 
 
 class PathChooser:
-    """The paths between one engine and one peer."""
+    """Chooses among the paths between one engine and one peer."""
 
     def __init__(self, paths: Sequence[Path], topology: Topology, health: RailHealth) -> None:
-        """`paths` in order of preference of their transports; at least one."""
+        """Takes at least one path, in order of preference of the transports."""
         assert paths
         assert len(set(paths)) == len(paths)
         self._topology = topology
@@ -79,7 +77,7 @@ class PathChooser:
         self._only = paths[0] if len(paths) == 1 else None
 
     def choose(self, location: str, nbytes: int, now: float, tried: Collection[Path] = ()) -> Path | None:
-        """The path for a slice of `nbytes` from or to local memory at `location`; None: all are tried."""
+        """Returns the path for a slice of `nbytes` from or to local memory at `location`, or None if all were tried."""
         if self._only is not None:
             return None if self._only in tried else self._only
         for tracks in self._by_transport.values():
@@ -89,29 +87,29 @@ class PathChooser:
         return self._first_to_recover(now, tried)
 
     def sent(self, path: Path, nbytes: int) -> None:
-        """A slice is on its way (or in the path's queue)."""
+        """Counts a slice as sent on the path or queued for it."""
         track = self._tracks[path]
         track.in_flight_bytes += nbytes
         track.in_flight_slices += 1
 
     def done(self, path: Path, nbytes: int, seconds: float, now: float) -> None:
-        """It arrived, `seconds` after it was sent."""
+        """Counts a slice as arrived, `seconds` after it was sent."""
         track = self._ended(path, nbytes)
         if not self._health.all_healthy:
             self._health.succeeded(track.rails, now)
         track.speed.add(nbytes, seconds, now)
 
     def failed(self, path: Path, nbytes: int, now: float) -> bool:
-        """The path broke under it; True: its rails rest from now on. What the peer refused is no failure of the path:
-        report `dropped`."""
+        """Counts a slice whose path broke and returns True if the path's rails rest from now on. A refusal by the peer
+        is not a failure of the path: report it with `dropped`."""
         return self._health.failed(self._ended(path, nbytes).rails, now)
 
     def dropped(self, path: Path, nbytes: int) -> None:
-        """It left the path's queue without having been sent; says nothing about the path."""
+        """Counts a slice that left the path's queue for a reason that says nothing about the path."""
         self._ended(path, nbytes)
 
     def validate(self) -> None:
-        """Raises AssertionError when an account is impossible."""
+        """Checks the counters. Raises AssertionError if they are inconsistent."""
         for track in self._tracks.values():
             assert track.in_flight_slices >= 0
             assert track.in_flight_bytes >= 0
@@ -131,7 +129,7 @@ class PathChooser:
             candidates = [track for track in tracks if track.path not in tried and self._usable(track, now)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
-        # What is neither measured nor told is taken to be as good as the best: it is tried.
+        # A path without measured or nominal bandwidth is assumed to be as fast as the best, so that it is tried.
         known = [track.speed.bandwidth(now) for track in tracks]
         assumed = max(filter(None, known), default=DEFAULT_BANDWIDTH)
 
@@ -163,23 +161,23 @@ class PathChooser:
 
 
 def nominal_bandwidth(path: Path) -> float | None:
-    """Of the slower end; None when neither end tells."""
+    """Returns the bandwidth of the slower end; None if neither end reports one."""
     told = [rail.bandwidth_bytes_s for rail in (path.local, path.remote)]
     return min((bandwidth for bandwidth in told if bandwidth), default=None)
 
 
 MEASURED_FROM = 64 << 10
-"""Bytes: below this, a slice over any transport is mostly latency."""
+"""Bytes. A smaller slice is mostly latency over any transport."""
 
 _KEEP = 0.9
-"""Weight of the past at each slice: half of it is gone after 7."""
+"""Weight of the past at each slice; it halves after 7 slices."""
 
 _STALE_S = 10.0
-"""What has not been used for this long may have recovered; it is assumed to be as it should be."""
+"""Age at which a measurement expires. The path may have recovered, so its nominal value is assumed."""
 
 
 class Speed:
-    """An exponentially weighted mean of bandwidth, with a nominal value to start from."""
+    """Exponentially weighted mean of bandwidth that starts from a nominal value."""
 
     __slots__ = ("_busy_s", "_bytes", "_ended_at", "_measured_at", "_nominal")
 
@@ -189,7 +187,7 @@ class Speed:
         self._ended_at = self._measured_at = -math.inf
 
     def add(self, nbytes: int, seconds: float, now: float) -> None:
-        """A slice ended `now`, `seconds` after it was sent."""
+        """Adds a slice that ended at `now`, `seconds` after it was sent."""
         busy_s = min(seconds, now - self._ended_at)
         self._ended_at = now
         if nbytes < MEASURED_FROM:
@@ -201,15 +199,15 @@ class Speed:
         self._measured_at = now
 
     def bandwidth(self, now: float) -> float | None:
-        """Bytes per second: measured lately, else nominal, else None."""
+        """Returns bytes per second: recently measured, else nominal, else None."""
         if self._busy_s > 0.0 and now - self._measured_at <= _STALE_S:
             return self._bytes / self._busy_s
         return self._nominal
 
 
 def paths_between(local_rails: Iterable[Rail], address: Address, streams: int) -> Iterable[Path]:
-    """In order of preference. Rail i goes to the peer's rail i first; the other pairs follow, for when
-    a rail at one end and another one at the other end are down."""
+    """Yields paths in order of preference. Rail i is first paired with the peer's rail i. The other pairs follow, for
+    when different rails are down at the two ends."""
     by_transport: dict[str, list[Rail]] = {}
     for rail in local_rails:
         by_transport.setdefault(rail.transport, []).append(rail)

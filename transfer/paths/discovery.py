@@ -1,9 +1,8 @@
-"""Reads the machine: sysfs, network addresses (rtnetlink, RFC 3549), and where memory lies.
+"""Reads the machine: sysfs, network addresses (rtnetlink, RFC 3549) and the location of memory.
 
-A file of sysfs that is absent, unreadable or nonsense means "not known", never an error, since virtual
-machines, containers and old kernels each leave out others. An address that is published must be one of
-this machine's, since peers dial it. A TCP rail has the interface's name, and "eth0/10.0.0.2" for every
-further address on the same interface. Opens no connection.
+An absent, unreadable or malformed sysfs file means "unknown", never an error, since virtual machines, containers and
+old kernels each omit different files. A published address must belong to this machine, since peers dial it. A TCP rail
+has its interface's name, and "eth0/10.0.0.2" for further addresses of that interface. Opens no connection.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ _GPU_CLASSES = ("0x0300", "0x0302")
 
 
 def read_topology(rails: Sequence[Rail], sysfs: Path = SYSFS) -> Topology:
-    """The matrix of an engine's local rails."""
+    """Returns the topology matrix of an engine's local rails."""
     return decide(read_machine(sysfs), rails)
 
 
 def location_of(address: int, proc: Path = Path("/proc/self"), sysfs: Path = SYSFS) -> str:
-    """The NUMA node that has most pages of the mapping that holds the address; empty where that is not known."""
+    """Returns the location "cpu:<NUMA node>" of most pages of the address's mapping, or an empty string if unknown."""
     if len(_numa_distances(sysfs)) == 1:
         return "cpu:0"
-    mappings = (read_text(proc / "numa_maps") or "").splitlines()  # in the order of their addresses
+    mappings = (read_text(proc / "numa_maps") or "").splitlines()  # sorted by address
     below = [line for line in mappings if int(line.split(" ", 1)[0], 16) <= address]
     counts = {int(node): int(count) for node, count in _PAGES.findall("".join(below[-1:]))}
     return f"cpu:{max(counts, key=counts.__getitem__)}" if counts else ""
 
 
 def read_machine(sysfs: Path = SYSFS) -> Machine:
-    """NUMA nodes, network interfaces, RDMA ports and GPUs of this machine."""
+    """Reads the NUMA nodes, network interfaces, RDMA ports and GPUs of this machine."""
     devices = [*_interfaces(sysfs), *_rdma_ports(sysfs)]
     return Machine(
         numa_distances=_numa_distances(sysfs),
@@ -61,7 +60,7 @@ def _numa_distances(sysfs: Path) -> dict[int, dict[int, int]]:
     for node in nodes:
         text = read_text(sysfs / f"devices/system/node/node{node}/distance") or ""
         values = [int(word) for word in text.split() if word.isdigit()]
-        if len(values) != len(nodes):  # 10 and 20 are what ACPI prescribes when nothing is measured
+        if len(values) != len(nodes):  # ACPI's defaults when nothing is measured
             values = [10 if other == node else 20 for other in nodes]
         distances[node] = dict(zip(nodes, values, strict=True))
     return distances or {0: {0: 10}}
@@ -69,7 +68,7 @@ def _numa_distances(sysfs: Path) -> dict[int, dict[int, int]]:
 
 def _interfaces(sysfs: Path) -> Iterator[Device]:
     for path in _entries(sysfs / "class/net"):
-        megabits = _number(path / "speed")  # −1 on virtual links, EINVAL when there is no carrier
+        megabits = _number(path / "speed")  # −1 on virtual links, EINVAL without a carrier
         bandwidth = megabits * 1e6 / _BITS_PER_BYTE if megabits and megabits > 0 else None
         yield _device(sysfs, path.name, _hardware_of(path), bandwidth)
 
@@ -77,7 +76,7 @@ def _interfaces(sysfs: Path) -> Iterator[Device]:
 def _rdma_ports(sysfs: Path) -> Iterator[Device]:
     for path in _entries(sysfs / "class/infiniband"):
         hardware = path
-        parent = read_text(path / "parent")  # Soft-RoCE names the interface that it runs on
+        parent = read_text(path / "parent")  # Soft-RoCE: the interface that it runs on
         if not (path / "device").exists() and parent:
             hardware = sysfs / "class/net" / parent
         for port in _entries(path / "ports"):
@@ -85,7 +84,7 @@ def _rdma_ports(sysfs: Path) -> Iterator[Device]:
 
 
 def _gpus(sysfs: Path) -> Iterator[Device]:
-    """In PCI order, which CUDA follows with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """Yields GPUs in PCI order, which CUDA uses with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     for path in _entries(sysfs / "bus/pci/devices"):
         kind = read_text(path / "class") or ""
         if read_text(path / "vendor") == _NVIDIA and kind.startswith(_GPU_CLASSES):
@@ -94,7 +93,7 @@ def _gpus(sysfs: Path) -> Iterator[Device]:
 
 
 def _hardware_of(interface: Path) -> Path:
-    """Itself, or for a VLAN, bridge or bond the first interface below it that is hardware."""
+    """Returns the interface, or for a VLAN, bridge or bond the first hardware interface below it."""
     if not (interface / "device").exists():
         for lower in sorted(interface.glob("lower_*")):
             if (lower / "device").exists():
@@ -103,7 +102,7 @@ def _hardware_of(interface: Path) -> Path:
 
 
 def _device(sysfs: Path, name: str, entry: Path, bandwidth: float | None) -> Device:
-    """`entry` is the class folder, whose `device` link leads to the hardware."""
+    """Describes a device. `entry` is its class folder, whose `device` link leads to the hardware."""
     if not (entry / "device").exists():
         return Device(name, bandwidth_bytes_s=bandwidth)
     place = (entry / "device").resolve()
@@ -111,7 +110,8 @@ def _device(sysfs: Path, name: str, entry: Path, bandwidth: float | None) -> Dev
 
 
 def _numa_node(sysfs: Path, place: Path) -> int | None:
-    """The nearest ancestor that knows: a virtio NIC's own folder has no `numa_node`, its PCI slot's has."""
+    """Returns the node of the nearest folder that has one. A virtio NIC's own folder has no `numa_node`; its PCI slot
+    has."""
     root = sysfs.resolve()
     for folder in (place, *place.parents):
         if folder == root or root not in folder.parents:
@@ -128,7 +128,7 @@ def _pci_path(sysfs: Path, place: Path) -> tuple[str, ...]:
 
 
 def _rate(path: Path) -> float | None:
-    """Of an RDMA port: "100 Gb/sec (4X EDR)"."""
+    """Returns bytes per second of an RDMA port, from text like "100 Gb/sec (4X EDR)"."""
     match = re.match(r"([0-9.]+) Gb/sec", read_text(path) or "")
     return float(match[1]) * 1e9 / _BITS_PER_BYTE if match else None
 
@@ -148,7 +148,7 @@ def _number(path: Path) -> float | None:
 
 
 def read_text(path: Path) -> str | None:
-    """None where there is nothing; the kernel answers EINVAL for unused entries."""
+    """Reads a stripped text file. Returns None if it is unreadable; the kernel answers EINVAL for unused entries."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -166,25 +166,26 @@ _REPLY_BYTES = 64 << 10
 
 
 class InterfaceAddress(NamedTuple):
-    """One address of this machine."""
+    """One address of an interface of this machine."""
 
     interface: str
     address: IPv4Address | IPv6Address
 
     def covers(self, address: str) -> bool:
-        """Equal, or within 127.0.0.0/8, all of which is this machine's."""
+        """Returns True if the addresses are equal or both in IPv4 loopback, since all of 127.0.0.0/8 is this
+        machine."""
         asked = ip_address(address)
         is_loopback = asked.is_loopback and self.address.is_loopback
         return asked == self.address or (is_loopback and asked.version == 4 == self.address.version)
 
 
 def local_tcp_rails(hosts: Sequence[str]) -> list[Rail]:
-    """One rail per host name or address of this machine, in that order. Raises ConfigError."""
+    """Returns one TCP rail per host name or address of this machine, in the same order. Raises ConfigError."""
     return tcp_rails([_resolved(host) for host in hosts], read_addresses(), read_machine())
 
 
 def tcp_rails(addresses: Sequence[str], own: Sequence[InterfaceAddress], machine: Machine) -> list[Rail]:
-    """Pure part of `local_tcp_rails`; each rail's endpoint is its address. Raises ConfigError."""
+    """Pure part of `local_tcp_rails`. Each rail's endpoint is its address. Raises ConfigError."""
     rails: list[Rail] = []
     for address in addresses:
         if ip_address(address).is_unspecified:
@@ -207,17 +208,17 @@ def tcp_rails(addresses: Sequence[str], own: Sequence[InterfaceAddress], machine
 
 
 def owner_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
-    """The interface; None for an address of another machine."""
+    """Returns the interface that has the address; None for an address of another machine."""
     return next((entry.interface for entry in own if entry.covers(address)), None)
 
 
 def reachable_addresses(own: Sequence[InterfaceAddress]) -> list[str]:
-    """Those that other machines may reach: neither loopback nor link-local."""
+    """Returns the addresses that other machines may reach: neither loopback nor link-local."""
     return [str(address) for _, address in own if not address.is_loopback and not address.is_link_local]
 
 
 def read_addresses() -> list[InterfaceAddress]:
-    """Of all interfaces in this network namespace; empty where the kernel does not tell."""
+    """Returns the addresses of all interfaces in this network namespace; empty if the kernel does not report them."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
             kernel.settimeout(1.0)
@@ -250,7 +251,7 @@ def _parsed(message: memoryview) -> Iterator[InterfaceAddress]:
         length, kind = _ATTRIBUTE.unpack_from(rest)
         found[kind] = bytes(rest[_ATTRIBUTE.size : length])
         rest = rest[_aligned(max(length, _ATTRIBUTE.size)) :]
-    # On point-to-point links IFA_ADDRESS is the other end and IFA_LOCAL this one.
+    # On point-to-point links IFA_ADDRESS is the other end and IFA_LOCAL is this one.
     packed = found.get(_IFA_LOCAL, found.get(_IFA_ADDRESS))
     if packed and family in (socket.AF_INET, socket.AF_INET6):
         yield InterfaceAddress(socket.if_indextoname(index), ip_address(packed))
@@ -261,7 +262,7 @@ def _aligned(length: int) -> int:
 
 
 def _resolved(host: str) -> str:
-    """A numeric address. Raises ConfigError."""
+    """Resolves a host name to a numeric address. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,6 +1,6 @@
-"""The live connections of one engine, at most a cap of them, and the broken ones that still need a fence.
+"""Limits the live connections of one engine and records broken ones that still need a fence.
 
-Which connection is closed for a new one is decided by SIEVE (Zhang et al., NSDI '24).
+SIEVE (Zhang et al., NSDI '24) chooses the connection to close for a new one.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 _MAX_TARGETS = 1024
-"""Targets with unfenced connections. Most of them never come back; the oldest are forgotten."""
+"""Targets with unfenced connections. Most never come back; the oldest are forgotten."""
 
 
 class Endpoint(Protocol):
-    """A lane, as far as its connection is concerned."""
+    """The connection of a lane."""
 
     @property
     def idle(self) -> bool: ...
@@ -23,20 +23,20 @@ class Endpoint(Protocol):
 
 
 class Endpoints:
-    """Endpoints that are connected. Thread-safe; blocks nobody.
+    """Connected endpoints, limited to a cap by SIEVE. Thread-safe; never blocks.
 
-    A use sets a bit and moves nothing. A hand moves from old to new, clears the bits that it passes and
-    evicts the first idle endpoint without one: an endpoint that was used once goes soon, one that is used
-    again and again stays. Busy endpoints stay, and may exceed the cap until one of them falls idle.
+    A use sets a bit and moves nothing. A hand moves from old to new, clears the bits that it passes and evicts the
+    first idle endpoint without one. So an endpoint used once goes soon and a repeatedly used one stays. Busy endpoints
+    stay, and may exceed the cap until one falls idle.
     """
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
         self._lock = threading.Lock()
         self._used: dict[Endpoint, bool] = {}
-        """The bit of each endpoint, oldest first."""
+        """Use bit of each endpoint, oldest first."""
         self._hand: Endpoint | None = None
-        """The next candidate; None means the oldest."""
+        """Next candidate; None means the oldest."""
 
     def __len__(self) -> int:
         return len(self._used)
@@ -59,7 +59,7 @@ class Endpoints:
                 self._remove(endpoint)
 
     def trim(self) -> None:
-        """An endpoint fell idle: what exceeds the cap can go now."""
+        """Evicts endpoints above the cap. Called when an endpoint falls idle."""
         while len(self._used) > self._cap:
             with self._lock:
                 evicted = self._evict()
@@ -68,7 +68,7 @@ class Endpoints:
             evicted.disconnect_when_idle()
 
     def _evict(self) -> Endpoint | None:
-        """Two rounds are enough: the first clears every bit that could save an idle endpoint."""
+        """Evicts one idle endpoint. Two rounds suffice: the first clears every bit that could save an idle endpoint."""
         order = list(self._used)
         first = 0 if self._hand is None else order.index(self._hand)
         for endpoint in 2 * (order[first:] + order[:first]):
@@ -90,10 +90,10 @@ class Endpoints:
 
 
 class Unfenced:
-    """Connections that broke under WRITEs which then failed, by the target's instance, until they are fenced.
+    """Ids of connections that broke under WRITEs which then failed, by target instance, until they are fenced.
 
-    The target may still be storing what they carried, on top of a later WRITE. They are kept beside the
-    peers, since a peer that was forgotten may be met again. Thread-safe.
+    The target may still be storing their data, on top of a later WRITE. They are kept outside the peers, since a
+    forgotten peer may be met again. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Unfenced:
                 del self._connections[next(iter(self._connections))]
 
     def remove(self, instance: bytes, connection_ids: Iterable[int]) -> None:
-        """They have ended."""
+        """Removes connections that have ended."""
         with self._lock:
             left = self._connections.pop(instance, frozenset()).difference(connection_ids)
             if left:

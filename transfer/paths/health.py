@@ -1,9 +1,8 @@
-"""Which rails have failed too often lately and are left alone for a while.
+"""Tracks rails that failed too often recently and rest for a while.
 
-Owns the errors and rests of each key (a pair of rails, for the engine). Its rule: three errors within
-ten seconds rest a key for 30 s; the first use after a rest is a trial, whose failure doubles the next
-rest up to 300 s and whose success forgets everything. Pure: time is an argument. Does not forbid the
-use of a resting key: a caller that has nothing better may use it.
+Owns the errors and rests of each key (a pair of rails, for the engine). Its rule: three errors within ten seconds rest
+a key for 30 s. The first use after a rest is a trial: its failure doubles the next rest up to 300 s, and its success
+clears the record. Pure: time is an argument. A resting key is not forbidden: a caller without a better one may use it.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestRule:
-    """The numbers of Mooncake's transfer engine, as published."""
+    """Parameters of errors and rests, as published for Mooncake's transfer engine."""
 
     errors: int = 3
     within_s: float = 10.0
     first_rest_s: float = 30.0
     longest_rest_s: float = 300.0
     same_incident_s: float = 0.05
-    """Errors closer than this to the last counted one are the same event: a connection that breaks
-    fails all of its slices at once, and one broken connection must not rest a rail."""
+    """Errors closer than this to the last counted one are the same event. A broken connection fails all of its slices
+    at once, and one broken connection must not rest a rail."""
 
 
 class Condition(StrEnum):
-    """What is known of a key at one moment."""
+    """State of a key at one moment."""
 
     HEALTHY = "healthy"
     TRIAL = "trial"
-    """Its rest is over, and nothing has succeeded or failed since."""
+    """The rest is over, and nothing has succeeded or failed since."""
     RESTING = "resting"
 
 
 @dataclass(slots=True, eq=False)
 class _Trouble:
-    """A key with errors. Without any it has no record, which is what keeps the healthy case cheap."""
+    """Record of a key with errors. A key without errors has no record, which keeps the healthy case cheap."""
 
     errors_at: list[float] = field(default_factory=list)
-    """While it never rested: counted errors, oldest first, at most `errors` − 1 of them."""
+    """Counted errors before the first rest, oldest first, at most `errors` − 1."""
     rest_ends_at: float | None = None
     rest_s: float = 0.0
     """Length of the last rest; 0 before the first."""
@@ -55,12 +54,12 @@ class RailHealth:
 
     @property
     def all_healthy(self) -> bool:
-        """No key rests, is on trial or has an error that still counts (False may be out of date)."""
+        """True if no key rests, is on trial or has an error that still counts. False may be out of date."""
         return not self._troubles
 
     def failed(self, key: Hashable, now: float) -> bool:
-        """Reports an error; True: the key rests from now on. While it rests nothing changes: the slice was
-        sent before the rest."""
+        """Counts an error and returns True if the key rests from now on. Errors during a rest change nothing, since
+        their slices were sent before it."""
         trouble = self._troubles.setdefault(key, _Trouble())
         if trouble.rest_ends_at is not None:
             return now >= trouble.rest_ends_at and self._rest(trouble, now)
@@ -72,7 +71,7 @@ class RailHealth:
         return len(errors_at) >= rule.errors and self._rest(trouble, now)
 
     def succeeded(self, key: Hashable, now: float) -> None:
-        """Reports a success. While the key rests it changes nothing, as with `failed`."""
+        """Counts a success. Successes during a rest change nothing."""
         trouble = self._troubles.get(key)
         if trouble is None:
             return
@@ -90,12 +89,12 @@ class RailHealth:
         return Condition.RESTING if now < ends_at else Condition.TRIAL
 
     def rest_ends_at(self, key: Hashable) -> float | None:
-        """When its last rest ends or ended; None for a healthy key."""
+        """Returns when the key's last rest ends or ended; None for a key that never rested."""
         trouble = self._troubles.get(key)
         return None if trouble is None else trouble.rest_ends_at
 
     def validate(self) -> None:
-        """Raises AssertionError when a record breaks the rule."""
+        """Checks the records. Raises AssertionError if one breaks the rule."""
         for trouble in self._troubles.values():
             assert trouble.errors_at == sorted(trouble.errors_at)
             assert len(trouble.errors_at) < self._rule.errors

@@ -1,9 +1,8 @@
-"""Which rails are near which memory: the topology matrix, decided from what the machine is made of.
+"""Decides which rails are near which memory: the topology matrix.
 
-Owns the matrix (memory location → preferred and secondary rails) and its rule of nearness. Nearer
-means: more PCIe bridges in common (GPUs only), then a shorter NUMA distance; what the system does not
-tell counts as near, so that an unknown rail is never avoided for that reason. Pure; `discovery` reads
-the machine. Knows no peers and no speeds.
+Owns the matrix (memory location → preferred and secondary rails) and its rule. Nearer means more common PCIe bridges
+(GPUs only), then a shorter NUMA distance. Missing information counts as near, so that an unknown rail is not avoided.
+Pure; `discovery` reads the machine. Knows no peers and no speeds.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass, field
 from transfer.address import Rail
 
 Distance = tuple[int, int]
-"""Fewer is nearer: minus the PCIe bridges in common, then the NUMA distance."""
+"""Distance; smaller is nearer: minus the number of common PCIe bridges, then the NUMA distance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A NIC, RDMA port or GPU, and where it sits in the machine."""
+    """A NIC, RDMA port or GPU and its place in the machine."""
 
     name: str
     numa_node: int | None = None
@@ -30,19 +29,19 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What nearness is decided from."""
+    """Facts about the machine that decide nearness."""
 
     numa_distances: Mapping[int, Mapping[int, int]] = field(default_factory=lambda: {0: {0: 10}})
-    """As the firmware reports them: 10 to itself, about 20 to the other socket."""
+    """NUMA distances as the firmware reports them: 10 to itself, about 20 to the other socket."""
     devices: Mapping[str, Device] = field(default_factory=dict)
     """Interfaces ("eth0") and RDMA ports ("mlx5_0:1") by name."""
     gpus: tuple[Device, ...] = ()
-    """GPU i is memory location "cuda:i"; in the order of their PCI addresses unless told otherwise."""
+    """GPUs by index: GPU i is memory location "cuda:i". In PCI address order unless specified otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Rail names for one memory location; no name is in both."""
+    """Rail names by preference for one memory location. No name is in both."""
 
     preferred: tuple[str, ...]
     secondary: tuple[str, ...] = ()
@@ -50,18 +49,18 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The matrix of one engine's local rails. An empty one prefers everything."""
+    """Matrix of one engine's local rails. An empty matrix prefers every rail."""
 
     matrix: Mapping[str, Preference] = field(default_factory=dict)
 
     def prefers(self, location: str, rail: Rail) -> bool:
-        """False only where the matrix has the rail as secondary for this memory."""
+        """Returns False only if the matrix lists the rail as secondary for this memory."""
         preference = self.matrix.get(location)
         return preference is None or rail.name not in preference.secondary
 
 
 def decide(machine: Machine, rails: Sequence[Rail]) -> Topology:
-    """The matrix of `rails` for every NUMA node and GPU of the machine."""
+    """Returns the matrix of `rails` for every NUMA node and GPU of the machine."""
     names = list(dict.fromkeys(rail.name for rail in rails))
     devices = [_device_of(machine, name, rails) for name in names]
     matrix: dict[str, Preference] = {}
@@ -73,7 +72,7 @@ def decide(machine: Machine, rails: Sequence[Rail]) -> Topology:
 
 
 def _device_of(machine: Machine, name: str, rails: Sequence[Rail]) -> Device:
-    """A rail beyond the first on an interface is named "eth0/10.0.0.2" (`interfaces.tcp_rails`)."""
+    """Finds a rail's device; further rails of an interface are named "eth0/10.0.0.2" (`discovery.tcp_rails`)."""
     device = machine.devices.get(name.partition("/")[0])
     if device is not None:
         return Device(name, device.numa_node, device.pci_path)
@@ -81,7 +80,7 @@ def _device_of(machine: Machine, name: str, rails: Sequence[Rail]) -> Device:
 
 
 def _split(distances: Mapping[str, Distance | None]) -> Preference:
-    """The nearest rails are preferred, and those of which nothing is known; the others follow."""
+    """Splits rails into preferred ones, which are the nearest and the unknown, and the others."""
     known = {name: distance for name, distance in distances.items() if distance is not None}
     least = min(known.values(), default=None)
     farther = sorted((name for name in known if known[name] != least), key=known.__getitem__)
@@ -100,7 +99,7 @@ def _between(machine: Machine, node: int | None, other: int | None) -> int | Non
 
 
 def _gpu_distance(machine: Machine, gpu: Device, device: Device) -> Distance | None:
-    """Through one PCIe switch is nearer than through the root complex, and that nearer than a socket."""
+    """Ranks a common PCIe switch nearer than a common root complex, and that nearer than the same socket only."""
     common = _num_common(gpu.pci_path, device.pci_path)
     distance = _between(machine, gpu.numa_node, device.numa_node)
     if not common and distance is None:
@@ -109,7 +108,7 @@ def _gpu_distance(machine: Machine, gpu: Device, device: Device) -> Distance | N
 
 
 def _num_common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Bridges that both hang below, root complex included."""
+    """Counts the bridges above both devices, root complex included."""
     common = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

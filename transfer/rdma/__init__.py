@@ -1,1 +1,1 @@
-"""Remote direct memory access: an RDMA device moves the bytes, a TCP connection beside it agrees on them."""
+"""The rdma transport: an RDMA device moves the bytes, and a TCP connection next to it carries the agreements."""

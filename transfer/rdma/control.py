@@ -1,9 +1,9 @@
-"""What the two ends tell each other on the TCP connection beside the queue pairs.
+"""Messages that the two ends exchange on the TCP connection next to the queue pairs.
 
-CONNECT   one `PairAddress` per queue pair      → REPLY with as many
+CONNECT   one `PairAddress` per queue pair      → REPLY with the same number of them
 KEY       rows (none without checksums)         → REPLY: key and address to read at, checksum of the rows
 GRANT     rows, window, checksum, queue pair    → REPLY: grant number, key and address to write at
-                                                  … and, once written, RESULT with the grant's number
+                                                  … and, after the write, RESULT with the grant's number
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PAIR = struct.Struct("<II16sHBB")
 PAIR_BYTES = _PAIR.size
 _KEY = struct.Struct("<IQQ")
 KEY_BYTES = _KEY.size + 8
-"""With a seal: the XXH3-64 of the whole reply."""
+"""Includes a seal: the XXH3-64 of the whole reply."""
 MAX_PAIRS = 16
 MAX_GRANTS = 64
-"""Under way per connection: how many receives each of the target's queue pairs has room for."""
+"""Writes in flight per connection: the number of receives that each of the target's queue pairs has room for."""
 
 
 class RemoteKey(NamedTuple):
-    """How to reach a segment of the peer's."""
+    """Access to a peer's segment: its key, base address and size."""
 
     key: int
     address: int
@@ -48,7 +48,8 @@ def pack_pair(pair: QueuePair, gid: bytes, lid: int, limits: Limits) -> bytes:
 
 
 def unpack_pairs(data: bytes | bytearray, limits: Limits) -> list[PairAddress]:
-    """What both ends can do. Raises ProtocolViolation for what no device would say."""
+    """Unpacks the peer's addresses, limited to what both ends support. Raises ProtocolViolation for impossible
+    values."""
     pairs = [PairAddress(*fields) for fields in _PAIR.iter_unpack(data)]
     return [_agreed(pair, limits) for pair in pairs]
 
@@ -73,7 +74,7 @@ def key_reply(key: RemoteKey, *, grant: int = 0, checksum: int = 0) -> bytes:
 
 
 def unpack_key(header: Header, data: bytes | bytearray) -> RemoteKey:
-    """Raises ProtocolViolation when its seal does not fit: it says where bytes will go."""
+    """Unpacks a key. Raises ProtocolViolation if its seal is wrong, since the key decides where bytes go."""
     if len(data) != KEY_BYTES:
         raise ProtocolViolation("not a key")
     body, seal = data[: _KEY.size], data[_KEY.size :]
@@ -83,7 +84,7 @@ def unpack_key(header: Header, data: bytes | bytearray) -> RemoteKey:
 
 
 def result(grant: int, error: MoonserveError | None) -> bytes:
-    """How a grant has ended."""
+    """Encodes the RESULT of a grant."""
     text = str(error).encode()[:MAX_TEXT_BYTES] if error else b""
     code = code_of(error) if error else Code.OK
     return encode(Header(kind=Kind.RESULT, code=code, entries=len(text), source_id=grant)) + text

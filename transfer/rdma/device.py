@@ -1,8 +1,8 @@
-"""Which device ports and GIDs this host can use, from sysfs alone.
+"""Finds the device ports and GIDs that this host can use, from sysfs alone.
 
-Its rule: an active port with an address that peers can route to. On Ethernet that is a RoCE v2 GID,
-IPv4-mapped if there is one (UDP over the host's own addressing), on InfiniBand the first GID.
-Knows no verbs, so `moonserve doctor` can tell what is there without them.
+Its rule: a port is usable if it is active and has an address that peers can route to. On Ethernet that is a RoCE v2
+GID, IPv4-mapped if there is one (UDP over the host's own addressing); on InfiniBand it is the first GID. Knows no
+verbs, so `moonserve doctor` can report the ports without them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transfer.paths.topology import Device
 
 _ROCE_V2 = "RoCE v2"
 _MAX_HOLE = 64
-"""Unused entries in a row after which no more are expected: the kernel fills the first free one."""
+"""Consecutive unused entries after which the table is taken to end: the kernel fills the first free entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """One entry of a port's table of addresses."""
+    """One entry of a port's GID table."""
 
     index: int
     raw: bytes
     kind: str
-    """"RoCE v2", "IB/RoCE v1"."""
+    """Type of the GID: "RoCE v2" or "IB/RoCE v1"."""
     netdev: str | None
 
     @property
@@ -37,7 +37,7 @@ class Gid:
 
     @property
     def ip(self) -> str:
-        """As a socket takes it."""
+        """The address in the form that a socket accepts."""
         return str(self.address.ipv4_mapped or self.address)
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ class Gid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One port of one device, with the GID that was chosen for it."""
+    """One port of one device, with the GID chosen for it."""
 
     device: str
     number: int
     state: str
-    """"ACTIVE", "DOWN"."""
+    """State of the port, for example "ACTIVE" or "DOWN"."""
     is_ethernet: bool
     gid: Gid | None
     bandwidth_bytes_s: float | None
@@ -74,7 +74,7 @@ class Port:
 
 
 def discover(sysfs: Path = SYSFS) -> list[Port]:
-    """All ports of all devices, usable or not, in the order of their names."""
+    """Returns all ports of all devices, usable or not, sorted by name."""
     known = read_machine(sysfs).devices
     found = (sysfs / "class/infiniband").glob("*/ports/*")
     ports = [_port(path, known) for path in found if path.name.isdigit()]
@@ -82,9 +82,10 @@ def discover(sysfs: Path = SYSFS) -> list[Port]:
 
 
 def choose(ports: Sequence[Port], wanted: Sequence[str]) -> list[Port]:
-    """Those that `wanted` names ("mlx5_0:1", or "mlx5_0" for its only port), or all usable ones.
+    """Returns the ports that `wanted` names ("mlx5_0:1", or "mlx5_0" for its only port), or all usable ones if it is
+    empty.
 
-    Raises ConfigError when one that is named cannot be used, or none is left.
+    Raises ConfigError if a named port cannot be used or none is left.
     """
     chosen = [_named(ports, name) for name in wanted]
     if not wanted:
@@ -106,7 +107,8 @@ def _named(ports: Sequence[Port], name: str) -> Port:
 
 
 def best_gid(gids: Sequence[Gid], *, is_ethernet: bool) -> Gid | None:
-    """RoCE v1 does not leave its Ethernet segment and link-local GIDs need a scope: neither is taken."""
+    """Returns the preferred GID. On Ethernet it excludes RoCE v1, which does not leave its segment, and link-local
+    GIDs, which need a scope."""
     if not is_ethernet:
         return gids[0] if gids else None
     routable = [gid for gid in gids if gid.kind == _ROCE_V2]
@@ -131,7 +133,7 @@ def _port(path: Path, known: Mapping[str, Device]) -> Port:
 
 
 def _gids(port: Path) -> list[Gid]:
-    """The entries that are in use, in the order of their indices."""
+    """Returns the entries in use, by index."""
     found = []
     index = last = 0
     while index <= last + _MAX_HOLE and (text := read_text(port / f"gids/{index}")):

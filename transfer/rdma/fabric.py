@@ -1,7 +1,7 @@
-"""What the transport needs of an RDMA device: memory regions, queue pairs, completions.
+"""Interface of an RDMA device as the transport needs it: memory regions, queue pairs, completions.
 
-`verbs` implements it with pyverbs, the tests with shared memory. Its rule: no call blocks, and from
-`QueuePair.close` on neither side's bytes move over that pair.
+Implemented by `verbs` with pyverbs and by the tests with shared memory. Its rule: no call blocks, and after
+`QueuePair.close` neither side's bytes move over that pair.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from transfer.rdma.device import Port
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device port allows."""
+    """Limits of a device port."""
 
     max_message_bytes: int
     max_send_requests: int
     max_outstanding_reads: int
-    """READs that one queue pair may have on the wire, as initiator and as target."""
+    """READs that one queue pair may have in flight, as initiator and as target."""
     path_mtu: int
-    """The verbs' enumeration: 1 is 256 bytes, 5 is 4096."""
+    """MTU as the verbs enumeration: 1 is 256 bytes, 5 is 4096."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairAddress:
-    """What one end of a connected queue pair must know of the other."""
+    """Facts about one end of a connected queue pair that the other end needs."""
 
     number: int
     first_packet: int
-    """The 24-bit sequence number that its packets start with."""
+    """The 24-bit sequence number of its first packet."""
     gid: bytes
     lid: int
     path_mtu: int
@@ -39,18 +39,18 @@ class PairAddress:
 
 
 Runs = Sequence[Sequence[int]]
-"""Each (remote address, local address, bytes): contiguous at both ends."""
+"""Runs as (remote address, local address, bytes), contiguous at both ends."""
 
 
 class Completion(NamedTuple):
-    """One work request has ended."""
+    """Completion of one work request."""
 
     token: int
-    """What it was posted with."""
+    """Token that the request was posted with."""
     failure: str | None
-    """None when it succeeded. After a failure the queue pair is dead."""
+    """Reason of failure; None on success. After a failure the queue pair is dead."""
     immediate: int | None
-    """The number that came with the peer's write; only of receives."""
+    """Number that came with the peer's write; set only for receives."""
 
 
 class Region(Protocol):
@@ -63,17 +63,17 @@ class Region(Protocol):
 
 
 class CompletionQueue(Protocol):
-    """Where the work requests of several queue pairs end."""
+    """Queue that reports the completions of several queue pairs."""
 
     descriptor: int | None
-    """Readable when a completion has come after `arm`; None when the device cannot tell."""
+    """File descriptor that becomes readable on a completion after `arm`; None if the device cannot signal."""
 
     def poll(self, limit: int) -> list[Completion]: ...
     def arm(self) -> None:
-        """The next completion makes `descriptor` readable. Poll once more after it."""
+        """Makes the next completion signal `descriptor`. Poll once more after it."""
 
     def acknowledge(self) -> None:
-        """`descriptor` is readable no longer."""
+        """Consumes the signal, so that `descriptor` is no longer readable."""
 
     def close(self) -> None: ...
 
@@ -84,12 +84,12 @@ class QueuePair(Protocol):
     number: int
     first_packet: int
     max_inline_bytes: int
-    """Writes up to this size are copied into the request itself."""
+    """Size up to which writes are copied into the request itself."""
 
     def connect(self, peer: PairAddress) -> None: ...
 
     def read(self, token: int, runs: Runs, local_key: int, remote_key: int) -> None:
-        """Posts one request per run (at most `CHAIN` of them); the last one's end is a completion."""
+        """Posts one read request per run (at most `CHAIN`). The last one yields a completion."""
 
     def write(
         self,
@@ -99,13 +99,14 @@ class QueuePair(Protocol):
         remote_key: int,
         immediate: int | None,
     ) -> None:
-        """The same; with `immediate` the last one ends a receive of the peer's with that number."""
+        """Posts write requests like `read`. With `immediate`, the last one completes a receive of the peer with that
+        number."""
 
     def receive(self, token: int) -> None:
-        """Makes room for one `immediate`."""
+        """Posts a receive, for one write with `immediate`."""
 
     def fail(self) -> None:
-        """Packets of the peer bounce from now on, and requests under way end in failure. Any thread."""
+        """Makes the peer's packets bounce from now on and requests in flight fail. May be called from any thread."""
 
     def close(self) -> None: ...
 
@@ -115,31 +116,32 @@ class Device(Protocol):
 
     port: Port
     lid: int
-    """Its address on InfiniBand."""
+    """Address on InfiniBand."""
     limits: Limits
 
     def register(self, address: int, nbytes: int, *, remote_read: bool, remote_write: bool) -> Region:
-        """Raises InvalidRequest."""
+        """Registers memory. Raises InvalidRequest."""
 
     def make_completion_queue(self, capacity: int) -> CompletionQueue: ...
 
     def make_queue_pair(
         self, completions: CompletionQueue, *, send_depth: int, receive_depth: int, serves: bool
     ) -> QueuePair:
-        """`serves`: the peer may read and write through it. Raises PeerLost when there are no more."""
+        """Creates a queue pair. `serves` lets the peer read and write through it. Raises PeerLost if no more can be
+        created."""
 
     def close(self) -> None: ...
 
 
 class Fabric(Protocol):
-    """All devices of this host."""
+    """All RDMA devices of this host."""
 
     def ports(self) -> list[Port]:
-        """Raises ConfigError when there cannot be any."""
+        """Returns the ports. Raises ConfigError if RDMA is unavailable."""
 
     def open(self, port: Port) -> Device:
-        """Raises ConfigError."""
+        """Opens a port. Raises ConfigError."""
 
 
 CHAIN = 64
-"""Runs per post: one doorbell (on rxe one system call) for all of them."""
+"""Runs per post. One doorbell (on rxe one system call) covers all of them."""

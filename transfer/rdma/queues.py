@@ -1,7 +1,7 @@
-"""The send queue of a queue pair, and the wait for its completions beside the peer's frames.
+"""The send queue of a queue pair, and the joint wait for completions and the peer's frames.
 
-No more requests are posted than the queue holds, and a chain's completion frees all of it: a reliable
-connection ends its requests in order.
+No more requests are posted than the queue holds. A chain's completion frees all of its requests, since a reliable
+connection completes requests in order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Owner = TypeVar("_Owner")
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[_Owner]):
-    """The requests of one slice. A write ends with the number of its grant."""
+    """The work requests of one slice. A write completes with the number of its grant."""
 
     owner: _Owner
     op: Op
@@ -35,7 +35,7 @@ class Work(Generic[_Owner]):
 
 
 class SendQueue(Generic[_Owner]):
-    """Used by one thread."""
+    """Posts work to one queue pair within its depth. Used by one thread."""
 
     def __init__(self, pair: QueuePair, token: int, depth: int) -> None:
         self.pair = pair
@@ -43,20 +43,20 @@ class SendQueue(Generic[_Owner]):
         self._free = depth
         self._waiting: deque[Work[_Owner]] = deque()
         self._posted: deque[tuple[int, Work[_Owner] | None]] = deque()
-        """Per chain: its requests, and the work that ends with it."""
+        """Chains in flight: the number of requests, and the work that ends with the chain, if any."""
 
     def give_up(self) -> int:
-        """Nothing more is posted. How many chains have still to end."""
+        """Stops posting. Returns the number of chains that have still to end."""
         self._waiting.clear()
         return len(self._posted)
 
     def submit(self, work: Work[_Owner]) -> None:
-        """Its runs must not be empty. Raises PeerLost."""
+        """Queues work, whose runs must not be empty. Raises PeerLost."""
         self._waiting.append(work)
         self._post()
 
     def completed(self) -> Work[_Owner] | None:
-        """The oldest chain has ended; the work that ended with it."""
+        """Records that the oldest chain ended. Returns the work that ended with it, if any."""
         num_requests, work = self._posted.popleft()
         self._free += num_requests
         self._post()
@@ -83,7 +83,7 @@ class SendQueue(Generic[_Owner]):
 
 
 def runs_of(rows: Rows, remote_base: int, local_base: int, limit_bytes: int) -> Runs:
-    """Absolute addresses of what is not empty, no run longer than the device takes in one message."""
+    """Converts non-empty rows to absolute addresses, with no run longer than the device's message limit."""
     absolute = rows[rows[:, LENGTH] > 0] + _bases(remote_base, local_base)
     if len(absolute) and int(absolute[:, LENGTH].max()) > limit_bytes:
         return [piece for run in absolute.tolist() for piece in _cut(run, limit_bytes)]
@@ -106,13 +106,13 @@ def _cut(run: list[int], limit_bytes: int) -> list[tuple[int, int, int]]:
 
 _BATCH = 32
 _SPIN_S = 50e-6
-"""A sleep and the wake-up from it cost about as much."""
+"""Sleeping and waking up cost about as much."""
 _BLIND_S = 1e-3
-"""How often to look where the device cannot tell (a completion channel without a known descriptor)."""
+"""Polling interval if the device cannot signal (a completion channel without a known descriptor)."""
 
 
 class Waiter:
-    """Used by one thread."""
+    """Waits for completions and for the peer's frames. Used by one thread."""
 
     def __init__(self, socket_descriptor: int, completions: CompletionQueue) -> None:
         self._completions = completions
@@ -126,7 +126,7 @@ class Waiter:
             self._device.register(completions.descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float | None) -> tuple[list[Completion], bool]:
-        """What has completed, and whether the peer has sent something (or hung up)."""
+        """Returns completions, and whether the peer has sent something or hung up."""
         spin_until = time.perf_counter() + _SPIN_S
         while True:
             found, readable = self._completions.poll(_BATCH), bool(self._socket.poll(0))
@@ -136,7 +136,7 @@ class Waiter:
                 return self._sleep(timeout_s)
 
     def completions(self, timeout_s: float) -> list[Completion]:
-        """The same without the peer, who may be gone."""
+        """Returns completions only, when the peer may be gone."""
         self._completions.arm()
         if found := self._completions.poll(_BATCH):
             return found
@@ -148,7 +148,7 @@ class Waiter:
 
     def _sleep(self, timeout_s: float | None) -> tuple[list[Completion], bool]:
         self._completions.arm()
-        if found := self._completions.poll(_BATCH):  # came before the device was told to tell
+        if found := self._completions.poll(_BATCH):  # completed before `arm`
             return found, False
         descriptor = self._completions.descriptor
         if descriptor is None:

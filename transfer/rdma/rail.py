@@ -1,8 +1,8 @@
 """One device port in use: the opened device, the memory registered with it, and sets of its queue pairs.
 
-A segment is registered when it is added, once per kind of access: a key that lets peers write is made
-only when a window grants one, so that knowing how to read a segment is no way to write it. A connection
-that was told a key ends before the key does, since a device may use a key's number again.
+A segment is registered once per kind of access. The key that lets peers write is made only when a window grants one, so
+knowing how to read a segment is no way to write it. A connection whose peer knows a key ends before the key does, since
+a device may reuse a key's number.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Told(Protocol):
     """A connection whose peer knows keys."""
 
     def end(self) -> None:
-        """On return its peer reaches no memory through it."""
+        """Ends the connection. On return its peer reaches no memory through it."""
 
 
 class RegisteredMemory:
-    """Of one device. Thread-safe."""
+    """Segments registered with one device. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -36,19 +36,20 @@ class RegisteredMemory:
         self._writable: dict[Segment, Region] = {}
         self._told: dict[Segment, set[Told]] = {}
         self._removed: set[int] = set()
-        """Ids, which are never used again: a connection may have found a segment just before."""
+        """Ids of removed segments, which are never reused. A connection may have found a segment just before its
+        removal."""
 
     def __len__(self) -> int:
         return len(self._own) + len(self._writable)
 
     def own(self, segment: Segment) -> Region:
-        """For this host's requests; peers may read it when the segment is readable. Raises InvalidRequest for memory
-        that the device cannot reach."""
+        """Returns the region for this host's requests; peers may read it if the segment is readable. Raises
+        InvalidRequest for memory that the device cannot reach."""
         with self._lock:
             return self._registered(self._own, segment, remote_write=False)
 
     def readable(self, segment: Segment, told: Told) -> Region:
-        """To tell the peer of `told`. The segment is known to be readable."""
+        """Returns the region whose key is sent to the peer of `told`. The segment is known to be readable."""
         with self._lock:
             region = self._registered(self._own, segment, remote_write=False)
             self._told.setdefault(segment, set()).add(told)
@@ -61,13 +62,13 @@ class RegisteredMemory:
         return region
 
     def forget(self, told: Told) -> None:
-        """It has ended."""
+        """Removes a connection that has ended."""
         with self._lock:
             for connections in self._told.values():
                 connections.discard(told)
 
     def remove(self, segment: Segment) -> None:
-        """Waits for the connections whose peers know a key of it."""
+        """Deregisters a segment after ending the connections whose peers know a key of it."""
         with self._lock:
             self._removed.add(segment.segment_id)
             told = self._told.pop(segment, set())
@@ -96,11 +97,11 @@ class RegisteredMemory:
 _log = logging.getLogger(__name__)
 
 _SEND_DEPTH = 4 * CHAIN
-"""Requests that a queue pair holds: while one chain is under way the next ones are posted."""
+"""Requests that a queue pair holds. While one chain is in flight the next ones are posted."""
 
 
 class DeviceRail:
-    """Shared by the listener and all sessions of the rail; closed when the last use has ended."""
+    """One device port, shared by its listener and all sessions. Closed when the last use has ended."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -114,7 +115,7 @@ class DeviceRail:
         return self.device.port.gid.raw
 
     def stop_listening(self) -> None:
-        """The engine closes: what is still registered is deregistered next."""
+        """Marks the port as unused by the listener. The engine deregisters the remaining segments next."""
         self._is_listening = False
         self._close_if_unused()
 
@@ -129,7 +130,7 @@ class DeviceRail:
 
 
 class PairSet:
-    """The queue pairs of one connection and the completion queue that they share."""
+    """The queue pairs of one connection and their shared completion queue."""
 
     def __init__(self, rail: DeviceRail, count: int, *, serves: bool) -> None:
         device = rail.device
@@ -147,24 +148,24 @@ class PairSet:
                     serves=serves,
                 )
                 self.pairs.append(pair)
-        except BaseException:  # nobody has it yet who could close it
+        except BaseException:  # no caller can close it yet
             self.close()
             raise
 
     def addresses(self) -> bytes:
-        """To tell the peer."""
+        """Returns the packed addresses for the peer."""
         device, gid = self._rail.device, self._rail.gid
         return b"".join(pack_pair(pair, gid, device.lid, device.limits) for pair in self.pairs)
 
     def connect(self, peers: Sequence[PairAddress]) -> None:
-        """Raises PeerLost."""
+        """Connects each pair to the peer's. Raises PeerLost."""
         if len(peers) != len(self.pairs):
             raise PeerLost("the peer has made another number of queue pairs")
         for pair, peer in zip(self.pairs, peers, strict=True):
             pair.connect(peer)
 
     def fail(self) -> None:
-        """No byte is moved for the peer any more, nor for this side. Any thread."""
+        """Stops all pairs: no byte moves for either side any more. May be called from any thread."""
         for pair in self.pairs:
             with suppress(PeerLost):
                 pair.fail()

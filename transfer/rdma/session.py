@@ -1,8 +1,8 @@
-"""The initiator's side: slices become RDMA READs and granted RDMA WRITEs on the pair's queues.
+"""The initiator's side of rdma: slices become RDMA READs and granted RDMA WRITEs on queue pairs.
 
-A READ goes straight out once the segment's key is known; with checksums the target is asked for the
-rows' checksum at the same time. A WRITE asks for a grant first, and ends when the target says how the
-grant ended. Its rule: from `close` on the device moves no byte of it: pairs fail, drain and are gone.
+A READ is posted as soon as the segment's key is known; with checksums, the rows' checksum is requested from the target
+at the same time. A WRITE first requests a grant and ends when the target reports the grant's outcome. Its rule: after
+`close` the device moves no byte of the session: its pairs have failed, drained and been destroyed.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from transfer.tcp.handshake import Agreement
 from transfer.tcp.session import StreamSession, without_frames
 
 QUEUE_PAIRS: Final = 2
-"""Per session. One fills a link of 100 Gb/s; more share the work of devices with several engines."""
+"""Queue pairs per session. One fills a 100 Gb/s link; more spread the work on devices with several engines."""
 _MIN_IN_FLIGHT_BYTES = 64 << 20
-"""A write takes a round trip for its grant before its first byte leaves: enough slices that the pairs never wait."""
+"""A write needs a round trip for its grant before its first byte leaves. This covers enough slices to keep the pairs
+busy."""
 _DRAIN_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A slice under way."""
+    """A slice in flight."""
 
     part: Slice
     queue: int
-    """Which pair carries it."""
+    """Index of the pair that carries it."""
     local_key: int
     num_waits: int = 0
-    """Answers and completions still to come."""
+    """Number of answers and completions still to come."""
     error: MoonserveError | None = None
     checksum: int = 0
-    """Of a READ, as the target says."""
+    """Checksum of a READ, as the target reported it."""
     posted: bool = False
 
 
@@ -72,7 +73,7 @@ class RdmaSession(StreamSession):
         self._waiter = Waiter(connection.descriptor, self._pairs.completions)
         self._keys: dict[int, RemoteKey] = {}
         self._asked: deque[_Flight] = deque()
-        """Their replies come in this order."""
+        """Slices whose replies are due, in this order."""
         self._granted: dict[int, _Flight] = {}
         self._num_flights = 0
         self._in_flight = 0
@@ -87,7 +88,7 @@ class RdmaSession(StreamSession):
             self._connection.send(encode(header) + self._pairs.addresses())
             peers = self._connection.receive_bytes(self.reply().entries)
             self._pairs.connect(control.unpack_pairs(peers, self._rail.device.limits))
-        except BaseException:  # nobody has it yet who could close it
+        except BaseException:  # no caller can close it yet
             self.close()
             raise
 
@@ -112,7 +113,7 @@ class RdmaSession(StreamSession):
             raise
 
     def _begin_more(self, feed: Feed) -> bool:
-        """False when nothing is under way any more."""
+        """Starts slices up to the limits. Returns False if nothing is in flight any more."""
         while self._in_flight < self._max_in_flight and self._num_flights < MAX_GRANTS:
             part = feed.take()
             if part is None:
@@ -196,7 +197,7 @@ class RdmaSession(StreamSession):
         self._settle_if_ended(flight, feed)
 
     def _answered(self, flight: _Flight, header: Header, body: bytearray) -> MoonserveError | None:
-        """Posts what the target has opened the way for. Returns what is wrong with the slice."""
+        """Handles a reply with a key by posting the requests that it allows. Returns an error of the slice, if any."""
         key = control.unpack_key(header, body)
         if flight.part.op is Op.WRITE:
             self._granted[header.source_id] = flight
@@ -220,7 +221,7 @@ class RdmaSession(StreamSession):
         part, limit = flight.part, self._rail.device.limits.max_message_bytes
         runs = runs_of(part.rows, key.address, part.local.base, limit)
         if grant is not None and not runs:
-            runs = [(key.address, part.local.base, 0)]  # nothing to write, but the grant must end
+            runs = [(key.address, part.local.base, 0)]  # an empty write still has to end the grant
         if runs:
             flight.num_waits += 1
             work = Work(flight, part.op, runs, flight.local_key, key.key, grant)
@@ -245,13 +246,13 @@ class RdmaSession(StreamSession):
     def _corrupt(self, flight: _Flight) -> IntegrityError | None:
         part = flight.part
         if part.op is Op.WRITE or not self._checksums:
-            return None  # a WRITE is verified by the target
+            return None  # the target verifies WRITEs
         if scatter.checksum(part.local.buffer, part.rows, LOCAL) == flight.checksum:
             return None
         return IntegrityError(f"{part.nbytes} bytes read arrived with another checksum")
 
     def _drain(self) -> None:
-        """What was posted has ended; bounded, since destroying the pairs ends it for certain."""
+        """Waits for posted chains to end, for a bounded time: destroying the pairs ends them for certain."""
         self._pairs.fail()
         num_chains = sum(queue.give_up() for queue in self._queues)
         until = time.monotonic() + _DRAIN_S

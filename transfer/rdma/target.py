@@ -1,8 +1,8 @@
-"""The side that owns the remote memory: tells keys, grants writes, and says how they ended.
+"""The target's side of rdma: it owns the remote memory, sends keys, grants writes and reports their outcomes.
 
-Its rule: a grant holds its window until the peer's last packet is in and verified, or until the queue
-pairs are gone; closing the window revokes it, which fails the pairs. Bytes are moved by the device, so
-nothing is stored but inside what was granted, by a peer that proved to be an engine of the cluster.
+Its rule: a grant holds its window until the peer's last packet has arrived and is verified, or until the queue pairs
+are gone. Closing the window revokes the grant, which fails the pairs. The device moves the bytes, so bytes are stored
+only inside what was granted, by a peer that proved to be an engine of the cluster.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from transfer.tcp.target import StreamTarget
 from transfer.windows import Hold
 
 _RECEIVE = 1
-"""Token of a receive; the immediate says which grant it is."""
+"""Token of a receive; its immediate value identifies the grant."""
 _END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grant:
-    """A write that the peer may do now."""
+    """A write that the peer is currently allowed to do."""
 
     hold: Hold
     segment: Segment
@@ -81,12 +81,13 @@ class RdmaTarget(StreamTarget):
         self._ended.set()
 
     def end(self) -> None:
-        """For a segment that is being deregistered. Any other thread."""
+        """Ends the connection because a segment is being deregistered. Called from another thread."""
         self._revoke()
         self._ended.wait(_END_S)
 
     def _revoke(self) -> None:
-        """Its thread is woken to leave everything; the peer cannot store from now on. Any thread."""
+        """Wakes the serving thread to end the connection, and stops all stores of the peer. May be called from any
+        thread."""
         self.connection.abort()
         if self._pairs is not None:
             self._pairs.fail()

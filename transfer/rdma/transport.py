@@ -1,7 +1,7 @@
 """The `rdma` transport: one rail per device port, each with its listener.
 
-What a port is dialled at is a TCP address of its own network interface, where the handshake and the
-agreements about memory travel; the bytes go through queue pairs.
+A port is dialled at a TCP address of its own network interface. That connection carries the handshake and the
+agreements about memory; the bytes go through queue pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transfer.tcp.transport import listen_on, open_connection, tune_accepted
 
 
 class RdmaTransport:
-    """A `base.Transport`; without a device of its own until it listens."""
+    """A `base.Transport` over RDMA. Opens no device before `listen`."""
 
     name = "rdma"
 
@@ -36,7 +36,8 @@ class RdmaTransport:
         self._rails: dict[str, DeviceRail] = {}
 
     def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
-        """Raises ConfigError without pyverbs, without a usable port, or for a rail that is none."""
+        """Listens on each chosen port. Raises ConfigError without pyverbs, without a usable port, or for an unknown
+        rail."""
         fabric = self._make_fabric()
         listeners: list[Acceptor] = []
         try:
@@ -73,7 +74,7 @@ class RdmaTransport:
         agreed = authenticate(connection, dial)
         try:
             session = RdmaSession(dial, connection, agreed, rail)
-        except BaseException:  # nobody else could close it
+        except BaseException:  # no caller can close it
             connection.close()
             raise
         session.meet()

@@ -1,11 +1,10 @@
 """RDMA devices through pyverbs: the `fabric` of this host, and the only importer of pyverbs.
 
-Works around what pyverbs lacks: 44 does not tell a completion channel's descriptor; work requests and
-their scatter entries leak 16 bytes each unless closed, so here they are made once and used again;
-`get_cq_event` blocks with the GIL held, so it is called on a non-blocking descriptor only. No call of
-pyverbs releases the GIL; all that are made here are short, but for registering gigabytes, and on rxe
-for posting (it sends in the caller's thread) and for destroying a pair whose packets the network
-interface still holds. The enumerations are in `pyverbs.enums` in 44 (Debian 12) and in
+Works around limits of pyverbs. Version 44 does not expose a completion channel's descriptor. Work requests and their
+scatter entries leak 16 bytes each unless closed, so they are made once and reused. `get_cq_event` blocks with the GIL
+held, so it is called on a non-blocking descriptor only. No pyverbs call releases the GIL. All calls made here are
+short, except registering gigabytes and, on rxe, posting (it sends in the caller's thread) and destroying a pair whose
+packets the network interface still holds. The enumerations are in `pyverbs.enums` in 44 (Debian 12) and in
 `pyverbs.libibverbs_enums` in 59 (PyPI).
 """
 
@@ -32,14 +31,14 @@ from transfer.rdma.fabric import CHAIN, Completion, Limits, PairAddress, Region,
 _Made = TypeVar("_Made")
 
 _INLINE_BYTES = 64
-"""Asked for; what the device gives counts."""
+"""Requested inline size; the device's answer counts."""
 _HOP_LIMIT = 64
 _ACK_TIMEOUT = 16
-"""4.096 µs · 2^16 = 0.27 s until a packet is sent again; hardware may take up to four times that."""
+"""4.096 µs · 2^16 = 0.27 s until a packet is sent again. Hardware may take up to four times as long."""
 _RETRIES = 6
-"""With the timeout: a silent peer costs 2 s. 7 would mean for ever on rxe."""
+"""Together with the timeout, a silent peer costs 2 s. 7 would mean forever on rxe."""
 _RNR_TIMER = 12
-"""0.64 ms; receives are posted before the peer is told to write, so this is for disorder only."""
+"""0.64 ms. Receives are posted before the peer is allowed to write, so this only covers reordering."""
 _CHANNEL_LINK = "anon_inode:[infinibandevent]"
 _channels = threading.Lock()
 
@@ -49,7 +48,7 @@ INSTALL = "install Debian's python3-pyverbs and ibverbs-providers, or `pip insta
 
 @cache
 def pyverbs() -> SimpleNamespace:
-    """The parts of pyverbs that are used here. Raises ConfigError."""
+    """Imports the parts of pyverbs that are used here. Raises ConfigError."""
     try:
         with root_logger_untouched():
             names = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
@@ -65,7 +64,7 @@ def pyverbs() -> SimpleNamespace:
 
 @contextmanager
 def root_logger_untouched() -> Iterator[None]:
-    """Importing pyverbs configures the root logger."""
+    """Restores the root logger, which importing pyverbs configures."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -76,7 +75,7 @@ def root_logger_untouched() -> Iterator[None]:
 
 
 class VerbsFabric:
-    """A `fabric.Fabric`."""
+    """A `fabric.Fabric` over pyverbs."""
 
     def ports(self) -> list[Port]:
         pyverbs()
@@ -87,7 +86,7 @@ class VerbsFabric:
 
 
 class VerbsDevice:
-    """A `fabric.Device`: a context and a protection domain."""
+    """A `fabric.Device`: a device context and a protection domain."""
 
     def __init__(self, port: Port) -> None:
         pv = pyverbs()
@@ -141,7 +140,7 @@ class VerbsDevice:
 
 
 class VerbsCompletionQueue:
-    """A `fabric.CompletionQueue` with a channel of its own, so that all events on it are its."""
+    """A `fabric.CompletionQueue` with its own channel, so that every event on the channel belongs to it."""
 
     def __init__(self, context: Any, capacity: int) -> None:
         self._channel, self.descriptor = _make_channel(context)
@@ -160,7 +159,7 @@ class VerbsCompletionQueue:
     def acknowledge(self) -> None:
         try:
             self._channel.get_cq_event(self.queue)
-        except self._error:  # EAGAIN: nothing had come
+        except self._error:  # EAGAIN: no event
             return
         self.queue.ack_events(1)
 
@@ -170,7 +169,7 @@ class VerbsCompletionQueue:
 
 
 class VerbsQueuePair:
-    """A `fabric.QueuePair`."""
+    """A `fabric.QueuePair` over pyverbs."""
 
     def __init__(self, domain: Any, port: Port, completions: Any, cap: Any, serves: bool) -> None:
         pv = pyverbs()
@@ -245,9 +244,9 @@ class VerbsQueuePair:
 
 
 class _Requests:
-    """A chain of work requests, filled and posted again and again.
+    """A chain of work requests that is filled and posted repeatedly.
 
-    pyverbs can link requests but not unlink them, so a shorter chain is the last ones of it.
+    pyverbs can link requests but not unlink them, so a shorter chain is the tail of this one.
     """
 
     def __init__(self) -> None:
@@ -266,7 +265,7 @@ class _Requests:
     @staticmethod
     def _make(entry: Any) -> Any:
         request = pyverbs().wr.SendWR(num_sge=1, sg=[entry])
-        request.close()  # its copy of the entry; from here on it points to the entry itself
+        request.close()  # frees its copy of the entry; from here on it points to the entry itself
         request.sg_list = entry
         return request
 
@@ -311,7 +310,7 @@ class _Requests:
 
 
 def _empty_receive() -> Any:
-    """For an immediate alone. pyverbs 44 makes none without an entry, but can drop it afterwards."""
+    """Creates a receive for an immediate value alone. pyverbs 44 requires an entry but can drop it afterwards."""
     wr = pyverbs().wr
     entry = wr.SGE(0, 0, 0)
     receive = wr.RecvWR(num_sge=1, sg=[entry])
@@ -346,7 +345,7 @@ def _route(port: Port, peer: PairAddress) -> Any:
 
 
 def _made(make: Callable[[], _Made], failure: str, kind: type[MoonserveError] = PeerLost) -> _Made:
-    """What `make` returns, with the device's refusal as an error of the tree."""
+    """Calls `make` and converts the device's refusal to an error of the tree."""
     try:
         return make()
     except pyverbs().pyverbs_error.PyverbsError as error:
@@ -354,8 +353,8 @@ def _made(make: Callable[[], _Made], failure: str, kind: type[MoonserveError] = 
 
 
 def _make_channel(context: Any) -> tuple[Any, int | None]:
-    """A completion channel and its descriptor, which pyverbs 44 does not tell: then it is the one
-    that has appeared. Another thread's may appear with it, so more than one is no answer."""
+    """Creates a completion channel and finds its descriptor, None if that fails 8 times. pyverbs 44 does not expose it:
+    it is the one that appeared. Another thread's may appear at the same time, so only a single new one counts."""
     make = pyverbs().cq.CompChannel
     with _channels:
         for _ in range(8):

@@ -1,1 +1,1 @@
-"""Peers under one kernel: memory mapped, copied once."""
+"""The shm transport: peers under one kernel map each other's memory and copy bytes once."""

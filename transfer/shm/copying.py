@@ -1,8 +1,8 @@
-"""Copying between a peer's memory and ours: in steps, verified, by several threads when it is much.
+"""Copies from a peer's memory into a local segment: in steps, verified, and by several threads if it is large.
 
-Its rule: with checksums on, every step is read again on both sides after it was copied and compared, which
-costs less than a checksum of each side and misses nothing; bytes that changed meanwhile, or were copied
-wrong, are an IntegrityError and never a success. Knows no requests.
+Its rule: with checksums on, both sides of every step are read again after the copy and compared. That costs less than a
+checksum of each side and misses nothing. Bytes that changed meanwhile or were copied wrong are an IntegrityError, never
+a success. Knows no requests.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from transfer.scatter import Rows
 from transfer.segments import Segment
 
 STEP_BYTES = 4 << 20
-"""Under way for less than a millisecond, the longest that close_window waits."""
+"""A copy of this size takes less than a millisecond, the longest that close_window waits."""
 _SHARED_BYTES = 8 << 20
-"""From here on a copy is shared among threads; below, waking them costs more than they save."""
+"""Size from which a copy is shared among threads. Below it, waking them costs more than they save."""
 
 _unguarded: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Source(Protocol):
-    """A peer's memory, as far as we may read it."""
+    """Readable memory of a peer."""
 
     nbytes: int
 
     def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
-        """Raises PeerLost or InvalidRequest when it cannot be read any more."""
+        """Copies rows out of the memory. Raises PeerLost or InvalidRequest if it cannot be read any more."""
 
     def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
-        """Both sides are read again; False when they differ then."""
+        """Copies rows and reads both sides again. Returns False if they differ then."""
 
     def require_live(self) -> None:
-        """After copying: raises InvalidRequest when the owner has deregistered it meanwhile."""
+        """Checks, after copying, that the owner has not deregistered the memory. Raises InvalidRequest if it has."""
 
     @property
     def live(self) -> bool: ...
@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 class Copier:
-    """Thread-safe. Holds threads once it has copied much; `close` ends them."""
+    """Copies rows, sharing large copies among threads, which `close` ends. Thread-safe."""
 
     def __init__(self, threads: int) -> None:
         self._num_helpers = threads - 1
@@ -64,7 +64,7 @@ class Copier:
         verified: bool,
         guard: AbstractContextManager[None] = _unguarded,
     ) -> None:
-        """Each step's stores happen inside `guard`, which may refuse. Bounds have been checked."""
+        """Copies rows whose bounds were checked. Each step's stores happen inside `guard`, which may refuse them."""
         if len(rows) == 1 and scatter.total(rows) <= STEP_BYTES:
             with guard:
                 copy_step(source, into, rows, to_column, verified)
@@ -76,7 +76,7 @@ class Copier:
             while left:
                 try:
                     step = left.popleft()
-                except IndexError:  # a helper was quicker
+                except IndexError:  # another thread took the last step
                     return
                 with guard:
                     copy_step(source, into, step, to_column, verified)
@@ -88,7 +88,7 @@ class Copier:
         source.require_live()
 
     def _share(self, pool: ThreadPoolExecutor, work: Callable[[], None], left: deque[Rows]) -> None:
-        """On return nothing is stored any more, and what the pool has not begun finds nothing left."""
+        """Shares `work` with the pool. On return nothing is stored any more; helpers that start later find no steps."""
         helpers: list[Future[None]] = []
         try:
             with contextlib.suppress(RuntimeError):  # no more threads for this process, or closed
@@ -102,13 +102,13 @@ class Copier:
             raise errors[0]
 
     def close(self) -> None:
-        """On return its threads have ended."""
+        """Ends the threads and waits for them."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def copy_step(source: Source, into: Segment, rows: Rows, to_column: int, verified: bool) -> None:
-    """In this thread; the caller asks afterwards whether the source is still live."""
+    """Copies one step in this thread. The caller then checks that the source is still live."""
     if not verified:
         source.copy(into.base, rows, to_column=to_column)
     elif not source.copy_verified(into.base, rows, to_column=to_column):

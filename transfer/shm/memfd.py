@@ -1,11 +1,11 @@
-"""Memory that a peer on the same host can map: created and written here, mapped read-only there.
+"""Shared memory that is created and written here and mapped read-only by peers on the same host.
 
-Owns the layout of such a file: the data, then one page whose first byte says whether the segment is
-still registered. Its seals are the rule: nobody can shrink it under a reader (SIGBUS) and, once the
-owner has mapped it, nobody can ever map it writable again. Linux ≥ 5.1.
+Owns the layout of such a file: the data, then one page whose first byte says whether the segment is still registered.
+Its rule is enforced by seals: no process can shrink the file under a reader (SIGBUS) and, once the owner has mapped it,
+none can map it writable again. Linux ≥ 5.1.
 
-Elastic memory, whose pages are made when they are written and can be given back, does without the second seal, which
-forbids holes too: peers are passed a descriptor that is only for reading instead. A hole reads as zeros everywhere.
+Elastic memory creates pages when they are written and can give them back. It lacks the second seal, which also forbids
+holes, so peers receive a read-only descriptor instead. A hole reads as zeros everywhere.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux ≥ 5.14
 _HUGE_BYTES = 4 << 20
-"""From here on a rounding up to 2 MiB is affordable; where the kernel gives huge pages to shared memory
-they fill ten times as fast and copy a tenth faster (LOG.md)."""
+"""Size from which rounding up to 2 MiB is affordable. Where the kernel gives huge pages to shared memory, they fill ten
+times as fast and copy a tenth faster (LOG.md)."""
 
 
 def _marker(nbytes: int) -> int:
-    """Offset of the byte that says whether the segment is registered."""
+    """Returns the offset of the byte that says whether the segment is registered."""
     return -(-nbytes // _PAGE) * _PAGE
 
 
 class OwnedMemory:
-    """A sealed memfd and the only writable mapping of it, with every page already present; or, `elastic`, with none."""
+    """A sealed memfd and its only writable mapping. All pages are resident; with `elastic`, none is at first."""
 
     def __init__(self, nbytes: int, name: str = "", *, elastic: bool = False) -> None:
-        """`name` shows in the process's maps. Raises ConfigError when this process or this host cannot have that much
-        more."""
+        """`name` appears in the process's maps. Raises ConfigError if the process or host cannot provide that much
+        memory."""
         try:
             label = f"moonserve:{name[:64]}" if name else "moonserve"
             self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # With the object, not with the registration: a thread may be passing it to a peer.
+            # Closed with this object, not on deregistration: a thread may be passing the descriptor to a peer.
             weakref.finalize(self, os.close, self.fd)
             os.ftruncate(self.fd, _marker(nbytes) + _PAGE)
             self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED)
@@ -72,39 +72,39 @@ class OwnedMemory:
         return fd
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """The pages of these whole pages' bytes are there afterwards, their content as it was: zeros where there was a
-        hole. Raises OSError when the machine has no memory for that."""
+        """Makes a range of whole pages resident. Content is unchanged, and a hole reads as zeros. Raises OSError if the
+        machine has no memory for them."""
         _advise(address_of(self.view) + offset, nbytes, _MADV_POPULATE_WRITE)
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Gives the pages of these whole pages' bytes back to the machine: zeros from now on, in every mapping. Only of
-        elastic memory."""
+        """Gives a range of whole pages back to the machine: it reads as zeros in every mapping from now on. Raises
+        ValueError unless the memory is elastic."""
         if not self.is_elastic:
             raise ValueError("only elastic memory has pages to give back")
         _advise(address_of(self.view) + offset, nbytes, mmap.MADV_REMOVE)
 
     @property
     def resident_bytes(self) -> int:
-        """What the machine spends on it, whoever maps it."""
-        return os.fstat(self.fd).st_blocks * 512  # the unit of st_blocks, whatever st_blksize says
+        """Bytes of this memory that are resident, however many processes map it."""
+        return os.fstat(self.fd).st_blocks * 512  # the unit of st_blocks, whatever st_blksize is
 
     def retire(self) -> None:
-        """Peers that still map it see from now on that its content means nothing."""
+        """Marks the content as meaningless for peers that still map it."""
         self._map[self._marker] = 0
 
 
 class PeerMemory:
-    """A peer's memfd, mapped read-only; owns neither the content nor the passed descriptor."""
+    """A peer's memfd, mapped read-only. Owns neither the content nor the passed descriptor."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Raises PeerLost when the file is not sealed as every `OwnedMemory` seals it or too small."""
+        """Maps the file. Raises PeerLost if it is too small or lacks the seals of every `OwnedMemory`."""
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
             size = os.fstat(fd).st_size
             if not sealed or not 0 < nbytes <= size - _PAGE:
                 raise PeerLost("the peer offered memory that could change under us")
-            # Not populated: the pages exist already and fault in 16 at a time when they are first read, which costs
-            # less than populating all of them and does not hold up the first transfer from a peer.
+            # Not populated: the pages exist already and fault in 16 at a time on first use. That costs less than
+            # populating all of them and does not delay the first transfer from a peer.
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except OSError as error:
             raise PeerLost("the peer offered memory that cannot be mapped") from error
@@ -121,7 +121,7 @@ class PeerMemory:
         return self._plane.copy_rows_verified(to, self._base, rows, to_column=to_column)
 
     def require_live(self) -> None:
-        """Raises InvalidRequest once the owner has deregistered the segment."""
+        """Checks that the owner has not deregistered the segment. Raises InvalidRequest if it has."""
         if not self.live:
             raise InvalidRequest("the peer's segment is no longer registered")
 
@@ -130,14 +130,14 @@ class PeerMemory:
         return self._map[self._marker] == _LIVE
 
     def close(self) -> None:
-        """Unmaps it, or leaves that to the last of the views that callers still hold."""
+        """Unmaps the memory, or leaves that to the last view that callers still hold."""
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Every page is there afterwards. Raises OSError when there is no memory for that."""
+    """Makes every page resident. Raises OSError if there is no memory for that."""
     if len(memory) >= _HUGE_BYTES:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -150,11 +150,11 @@ def _populate(memory: mmap.mmap) -> None:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Unlike mmap.madvise it releases the interpreter lock: a page of a pool takes a millisecond."""
+    """Calls madvise without the GIL, which mmap.madvise holds: one page of a pool takes a millisecond."""
     if _libc.madvise(address, nbytes, advice):
         number = ctypes.get_errno()
         if advice == _MADV_POPULATE_WRITE and number == errno.EINVAL:
-            return  # an older kernel: pages are made when they are written
+            return  # an older kernel creates pages when they are written
         raise OSError(number, f"madvise({advice}): {os.strerror(number)}")
 
 

@@ -1,7 +1,7 @@
-"""The initiator over shared memory: READs copy out of the peer's memory, WRITEs offer it ours.
+"""The initiator's side of shm: READs copy out of the peer's memory, WRITEs offer local memory to the peer.
 
-Memory that neither side can reach directly takes the stream's way over the same socket. Its rule:
-descriptors are passed only when that cannot block, since a peer may be sending us its answers.
+Memory that cannot be reached directly is sent over the same socket as a stream. Its rule: a descriptor is passed only
+when that cannot block, since the peer may be sending answers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from transfer.tcp.handshake import Agreement
 from transfer.tcp.session import StreamSession, without_frames
 
 _IN_FLIGHT_BYTES = 64 << 20
-"""Requests to copy out of offered memory carry no payload: enough of them that the target never waits."""
+"""Requests to copy out of offered memory carry no payload. This many bytes keep the target busy."""
 
 
 class _Offer(Enum):
-    """What the peer knows of a segment of ours."""
+    """State of the offer of a local segment to the peer."""
 
     ASKED = auto()
-    """Whether it can read our process's memory; until the answer comes the stream carries the bytes."""
+    """The peer has not answered whether it can read this process's memory. Until then the stream carries the bytes."""
     TAKEN = auto()
     REFUSED = auto()
 
 
 class ShmSession(StreamSession):
-    """Adds the peer's memory that we can reach, and what of ours the peer has been offered."""
+    """A stream session plus the reachable memory of the peer and the local segments offered to it."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class ShmSession(StreamSession):
         self._mapping: set[Slice] = set()
         """Slices whose next answer is a mapping."""
         self._offers: dict[int, _Offer] = {}
-        """Our segments by id."""
+        """Offers by local segment id."""
         self._offering: set[Slice] = set()
-        """Slices before whose answer an offer's comes."""
+        """Slices whose answer is preceded by the answer to an offer."""
 
     def close(self) -> None:
         super().close()
@@ -97,7 +97,7 @@ class ShmSession(StreamSession):
         source = self._sources.get(part.segment_id)
         if source is None:
             return super().ask(part, feed)
-        if not self.alive():  # copying would not notice
+        if not self.alive():  # a copy alone would not fail
             raise PeerLost("the peer is gone")
         try:
             self._read(part, source)
@@ -118,7 +118,7 @@ class ShmSession(StreamSession):
         return True
 
     def _accept_map(self, segment_id: int) -> None:
-        """Raises InvalidRequest when the peer lends no such memory."""
+        """Receives the answer to MAP. Raises InvalidRequest if the peer lends no such memory."""
         data = self._connection.receive_bytes(HEADER_BYTES)
         fd = self._connection.take_descriptor()
         try:
@@ -134,7 +134,7 @@ class ShmSession(StreamSession):
         self._copier.copy(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
 
     def _reachable_for_peer(self, part: Slice) -> bool:
-        """Whether the peer can copy out of the slice's local memory, which it is offered if need be."""
+        """Returns True if the peer can copy out of the slice's local memory. Offers the memory first if necessary."""
         segment = part.local
         state = self._offers.get(segment.segment_id)
         if state is None and self._offer(segment):
@@ -147,7 +147,7 @@ class ShmSession(StreamSession):
         return state is _Offer.TAKEN
 
     def _offer(self, segment: Segment) -> bool:
-        """False when it cannot be done now."""
+        """Offers a segment to the peer. Returns False if that is impossible now."""
         lent = segment.memory or self._markers.get(segment.segment_id)
         if lent is None:
             return False
@@ -173,15 +173,15 @@ class ShmSession(StreamSession):
         return source.view[offset : offset + length]
 
     def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Without the peer's help."""
+        """Copies a small READ out of known memory without a request. Returns False if it cannot."""
         source = self._sources.get(transfer.remote.segment_id)
         start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
         if source is None or not 0 <= length <= STEP_BYTES:
             return False
         if to < 0 or to + length > transfer.local.nbytes:
-            return False  # the long way has the words for it
+            return False  # `carry` reports the error
         row = scatter.rows((start, to, length))
         scatter.require_inside(row, REMOTE, source.nbytes)
         copy_step(source, transfer.local, row, LOCAL, self._checksums)
-        source.require_live()  # after the copy: what was copied counts
+        source.require_live()  # after the copy, so that the copy is covered
         return True

@@ -1,10 +1,9 @@
-"""Memory that two processes of a host lend each other: mapped where possible, else read by address.
+"""Memory that two processes of a host lend each other: mapped where possible, otherwise read by address.
 
-Used by both ends: the initiator reads the target's segments, the target what the initiator offered.
-Reading by address is process_vm_readv: permitted to whoever may attach a debugger, so for the same user
-unless the kernel (Yama) or a container's system call filter is stricter. Each segment that is read so
-has a marker, a page of shared memory that the owner clears when it deregisters the segment. Where
-neither way is possible, the bytes travel on the connection.
+Used by both ends: the initiator reads the target's segments, the target reads offered ones. Reading by address is
+process_vm_readv. It is permitted to a process that may attach a debugger, so for the same user unless the kernel (Yama)
+or a container's system call filter is stricter. Each segment read by address has a marker, a page of shared memory that
+its owner clears on deregistration. If neither way is possible, the bytes travel on the connection.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ _read.restype = ctypes.c_ssize_t
 
 
 class OtherProcess:
-    """A living process, and no other that later gets the same number. Owns a descriptor."""
+    """A process identified beyond reuse of its pid. Owns a pidfd."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError: there is no such process, or not in this pid namespace."""
+        """Opens the process. Raises OSError if it does not exist in this pid namespace."""
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self._ended = select.poll()
         self._ended.register(self._pidfd, select.POLLIN)
 
     def read(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
-        """Copies each row's bytes from its memory (`source` and on) to ours, without the GIL.
+        """Copies each row's bytes from the process's memory at `source` to local memory at `to`, without the GIL.
 
-        Raises OSError: EPERM when that is not permitted, EFAULT when a row is not all mapped there,
-        ESRCH when the process has ended, before or meanwhile. A row is less than 2 GiB.
+        Raises OSError: EPERM if that is not permitted, EFAULT if a row is not fully mapped there, ESRCH if the process
+        has ended before or during the copy. A row is less than 2 GiB.
         """
         for first in range(0, len(rows), MAX_IOVECS):
             part = rows[first : first + MAX_IOVECS]
             into = _pieces(to, part, to_column)
             self._read_pieces(into, _pieces(source, part, 1 - to_column))
-        if self._ended.poll(0):  # after the copy: until then the number cannot have been given away
+        if self._ended.poll(0):  # after the copy: a pid is not reused while its process lives
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     def _read_pieces(self, into: IoVectors, out_of: IoVectors) -> None:
@@ -77,10 +76,11 @@ def _pieces(base: int, rows: Rows, column: int) -> IoVectors:
 
 
 class ProcessMemory:
-    """`copying.Source` over another process's addresses. Does not own `process`."""
+    """A `copying.Source` over another process's addresses. Does not own `process`."""
 
     def __init__(self, process: OtherProcess, base: int, nbytes: int, marker: PeerMemory) -> None:
-        """Takes the marker over. Raises OSError when its ends cannot be read, PeerLost for nonsense."""
+        """Takes ownership of the marker. Raises OSError if the memory's ends cannot be read, PeerLost for impossible
+        values."""
         if nbytes <= 0 or base <= 0 or base + nbytes > 1 << 63:
             raise PeerLost("the peer offered memory that cannot be")
         self.nbytes = nbytes
@@ -88,7 +88,7 @@ class ProcessMemory:
         self._base = base
         self._marker = marker
         self._lock = threading.Lock()
-        """Of the scratch memory."""
+        """Protects the scratch memory."""
         self._scratch = bytearray()
         probe = bytearray(2)
         ends = scatter.rows((0, 0, 1), (nbytes - 1, 1, 1))
@@ -105,7 +105,7 @@ class ProcessMemory:
             raise InvalidRequest(f"the peer's memory cannot be read: {reason}") from error
 
     def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
-        """By a second copy, as the bytes cannot be read in place."""
+        """Verifies by a second copy, since the bytes cannot be compared in place."""
         self.copy(to, rows, to_column=to_column)
         lengths = rows[:, LENGTH]
         packed_at = np.cumsum(lengths) - lengths
@@ -133,7 +133,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sources:
-    """By the peer's segment id; None for memory that only the connection can carry."""
+    """Reachable memory by the peer's segment id; None if only the connection can carry it."""
 
     def __init__(self, peer_pid: Callable[[], int]) -> None:
         self._peer_pid = peer_pid
@@ -150,9 +150,9 @@ class Sources:
         return self._sources.get(segment_id)
 
     def add(self, segment_id: int, fd: int | None, base: int, nbytes: int) -> None:
-        """`fd` is the memory itself, or with a `base` in the peer's process its marker.
+        """Adds a segment. `fd` is its memory, or its marker if `base` is an address in the peer's process.
 
-        The descriptor stays the caller's. Raises PeerLost for memory that could change under us.
+        The caller keeps the descriptor. Raises PeerLost for memory that is not sealed against resizing.
         """
         self._drop_dead()
         if fd is None:
@@ -173,7 +173,7 @@ class Sources:
             return None
 
     def _drop_dead(self) -> None:
-        """Unmaps what its owner has deregistered, so that its pages can go."""
+        """Unmaps memory that its owner has deregistered, so that its pages can be freed."""
         for segment_id, source in list(self._sources.items()):
             if source is not None and not source.live:
                 source.close()

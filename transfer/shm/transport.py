@@ -1,9 +1,8 @@
-"""The `shm` transport: peers under one kernel, who read each other's memory.
+"""The `shm` transport: peers under one kernel read each other's memory.
 
-Each end copies what it receives out of the other's memory, which it maps read-only or reads by address.
-The Unix socket carries requests and descriptors, and the bytes of memory that cannot be reached so. Its
-rule is the stream's: nothing is stored but inside an open window. A WRITE is a copy that the target makes,
-after its checks.
+Each end copies received bytes out of the other's memory, which it maps read-only or reads by address. The Unix socket
+carries requests, descriptors and the bytes of unreachable memory. Its rule is the stream's: bytes are stored only
+inside an open window. A WRITE is a copy made by the target after its checks.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from transfer.tcp.session import authenticate
 from transfer.tcp.target import StreamTarget
 
 _BACKLOG_S = 0.5
-"""How long to wait for a peer that does not take connections (stopped, or flooded)."""
+"""Longest wait for a peer that accepts no connections (stopped, or flooded)."""
 _MAX_OFFERS = 4096
 """Segments that one peer may have mapped here at a time."""
 
@@ -52,7 +51,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._markers: dict[int, OwnedMemory] = {}
-        """By segment, of the segments that peers cannot map."""
+        """Markers of segments that peers cannot map, by segment id."""
         self._copier = Copier(threads=1)
 
     def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
@@ -78,7 +77,7 @@ class ShmTransport:
     def connect(self, dial: Dial) -> ShmSession:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Blocks only while the peer's backlog is full; a non-blocking connect could not wait.
+            # Blocks only while the peer's backlog is full; a non-blocking connect could not wait for room.
             left_s = min(dial.deadline_at - time.monotonic(), _BACKLOG_S)
             timeout = struct.pack("@ll", 0, max(1, int(left_s * 1e6)))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -91,7 +90,7 @@ class ShmTransport:
         return ShmSession(dial, connection, agreed, copier=self._copier, markers=self._markers)
 
     def segment_added(self, segment: Segment) -> None:
-        """Raises ConfigError when there is no descriptor left."""
+        """Creates a marker for memory that peers cannot map. Raises ConfigError if no descriptor is left."""
         if segment.memory is None:
             self._markers[segment.segment_id] = OwnedMemory(1)
 
@@ -102,7 +101,7 @@ class ShmTransport:
 
 
 class ShmTarget(StreamTarget):
-    """Serves one connection on its own thread."""
+    """Serves one connection over the Unix socket and shared memory, on its own thread."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class ShmTarget(StreamTarget):
                 self.dispatch(header)
 
     def _lend(self, header: Header) -> None:
-        """The memory itself, or a marker and where it lies in this process."""
+        """Answers MAP with the memory itself, or with a marker and the segment's address in this process."""
         try:
             segment = self.readable(header.segment_id)
         except MoonserveError as error:

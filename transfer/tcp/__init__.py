@@ -1,1 +1,1 @@
-"""The tcp transport, and the stream connection that shm and rdma use beside their own ways."""
+"""The tcp transport, and the stream connection that shm and rdma use next to their own data paths."""

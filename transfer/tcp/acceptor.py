@@ -1,7 +1,7 @@
-"""Takes connections on a listening socket: one thread that accepts, one per peer that serves it.
+"""Accepts connections on a listening socket: one thread accepts, one thread per peer serves.
 
-Its rule: whoever has not proved itself within the handshake's time is dropped, and no number of such
-strangers can take more than `_MAX_CONNECTIONS` threads. Knows no frames.
+Its rule: a peer that does not authenticate within the handshake's time limit is dropped, and unauthenticated peers
+cannot take more than `_MAX_CONNECTIONS` threads. Knows no frames.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from transfer.tcp.target import StreamTarget
 _log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 5.0
-"""A connection that has not proved itself by then is closed, since it takes one of `_MAX_CONNECTIONS` threads. This
-limits no call: a peer that dials waits until its own deadline, however long this process stands still."""
+"""Time limit of the handshake on this side. A connection that has not authenticated by then is closed, since it takes
+one of `_MAX_CONNECTIONS` threads. No call is limited by it: a dialling peer waits until its own deadline, however long
+this process is stopped."""
 _MAX_CONNECTIONS = 1024
 
 
@@ -35,7 +36,7 @@ def _nothing() -> None:
 
 
 class Acceptor:
-    """Serves peers on one rail, which is published in the engine's address, until closed. Owns the socket."""
+    """Serves peers on one published rail until closed. Owns the listening socket."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class Acceptor:
         make_target: Callable[[socket.socket], StreamTarget],
         on_closed: Callable[[], None] = _nothing,
     ) -> None:
-        """`on_closed` ends what the targets use."""
+        """Starts accepting. `make_target` creates the handler of an accepted socket; `on_closed` ends what the handlers
+        use."""
         self.rail = rail
         self._listener = listener
         self._hosted = hosted
@@ -58,9 +60,9 @@ class Acceptor:
         self._thread.start()
 
     def close(self) -> None:
-        """On return no thread of it runs and nothing more is stored."""
+        """Stops accepting and serving. On return none of its threads runs and nothing more is stored."""
         self._closed.set()
-        with suppress(OSError):  # closed before
+        with suppress(OSError):  # already closed
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -90,14 +92,14 @@ class Acceptor:
                 return
             try:
                 target = self._make_target(sock)
-            except OSError:  # it has hung up already, and the socket knows no peer any more
+            except OSError:  # the peer already hung up, so the socket has no peer address
                 sock.close()
                 return
             thread = threading.Thread(target=self._serve, args=(target,), name="transfer-target", daemon=True)
             self._serving[target.connection] = thread
             try:
                 thread.start()
-            except RuntimeError as error:  # the process may not have more threads
+            except RuntimeError as error:  # the process may not start more threads
                 _log.warning("cannot serve a connection: %s", error)
                 del self._serving[target.connection]
                 sock.close()
@@ -128,16 +130,16 @@ class Acceptor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedConnection:
-    """One connection while it is served."""
+    """One connection that is being served."""
 
     abort: Callable[[], None]
     connection_id: int = field(default_factory=lambda: secrets.randbits(63) | 1)
-    """Random: a peer that names it has been told it in its handshake."""
+    """Random, so only the peer that received it in its handshake can name it."""
     ended: threading.Event = field(default_factory=threading.Event)
 
 
 class ServedConnections:
-    """Thread-safe."""
+    """Connections that are being served, by id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -153,13 +155,13 @@ class ServedConnections:
         return served
 
     def remove(self, served: ServedConnection) -> None:
-        """Its thread stores nothing any more."""
+        """Removes a connection whose thread stores nothing any more."""
         with self._lock:
             self._served.pop(served.connection_id, None)
         served.ended.set()
 
     def end(self, connection_id: int, timeout_s: float) -> None:
-        """One that is unknown has ended. Raises PeerLost when it cannot be ended in time."""
+        """Ends a connection; an unknown one has ended already. Raises PeerLost if it does not end in time."""
         served = self._served.get(connection_id)
         if served is None:
             return

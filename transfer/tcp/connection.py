@@ -1,9 +1,8 @@
-"""Bytes over one stream socket with deadlines, straight between the kernel and registered memory.
+"""Moves bytes over one stream socket with deadlines, directly between the kernel and registered memory.
 
-Its rule: every wait has an end (the deadline, `abort`, or the peer's hang-up) and comes out as
-`PeerLost`. What is queued for sending goes out while input is awaited, so that two ends which both
-send can never block each other. One thread owns a connection; only `abort` may come from others.
-Knows no frames.
+Its rule: no wait is endless: the deadline, `abort` or the peer's hang-up ends it with `PeerLost`. Queued output is sent
+while input is awaited, so two ends that both send never block each other. One thread owns a connection; other threads
+may only call `abort`. Knows no frames.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from protocol.errors import PeerLost, StaleLease
 from transfer.native import End, Flow, IoVectors, address_of, data_plane, vectors
 
 STEP_S = 0.05
-"""How often a thread that waits for a silent peer looks up."""
+"""Interval of `look_up` while a peer is silent."""
 _STEP_NS = 50_000_000
 _IDLE_NS = 3_600_000_000_000
 _SPIN_NS = 100_000
-"""A peer that is at work answers within this; going to sleep and being woken costs as much (LOG.md)."""
+"""A working peer answers within this. Sleeping and being woken takes as long (LOG.md)."""
 _STORE_NS = 1_000_000
-"""The longest that one step of a guarded receive holds the guard."""
+"""Longest time that one step of a guarded receive holds the guard."""
 _SCRATCH_BYTES = 65536
 _HUNG_UP = select.POLLHUP | select.POLLERR | select.POLLNVAL | select.POLLRDHUP
 
@@ -38,12 +37,12 @@ def _nothing() -> None:
 
 
 def never() -> float | None:
-    """For a connection that waits as long as the peer lives."""
+    """A `deadline` that never ends a wait: the connection waits as long as the peer lives."""
     return None
 
 
 class Connection:
-    """A connected (or connecting) stream socket, which it owns."""
+    """A connected or connecting stream socket, which it owns."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -51,9 +50,9 @@ class Connection:
         self._plane = data_plane()
         self._flow = Flow()
         self._short: dict[int, tuple[bytearray, IoVectors]] = {}
-        """Memory for `receive_short`, by size."""
+        """Reusable memory of `receive_short`, by size."""
         self._kept: deque[tuple[int, object]] = deque()
-        """What the queued output points into, with how many of its pieces that is."""
+        """Objects that own the queued output's memory, each with its number of pieces."""
         self._num_kept_pieces = 0
         self._closing = threading.Lock()
         self._readable = select.poll()
@@ -61,17 +60,17 @@ class Connection:
         self._ended = select.poll()
         self._ended.register(sock, select.POLLRDHUP)
         self.deadline: Callable[[], float | None] = never
-        """Monotonic time by which the present wait must have ended; None: as long as the peer lives."""
+        """Returns the monotonic time at which the current wait must end; None: as long as the peer lives."""
         self.look_up: Callable[[], None] = _nothing
-        """Called every `STEP_S` of a wait with a deadline; may raise to end it."""
+        """Called every `STEP_S` of a wait with a deadline. May raise to end the wait."""
 
     @property
     def descriptor(self) -> int:
-        """For poll(2), by an owner that waits for other things as well."""
+        """File descriptor for poll(2), for an owner that also waits for other things."""
         return self._sock.fileno()
 
     def abort(self) -> None:
-        """Wakes the owner, whose next or current wait fails. Any thread."""
+        """Shuts the socket down: the owner's current or next wait fails. May be called from any thread."""
         with self._closing, suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -84,24 +83,24 @@ class Connection:
             os.close(descriptor)
 
     def num_moved(self) -> int:
-        """Bytes that came and went so far."""
+        """Returns the number of bytes received and sent so far."""
         return self._flow.into.moved + self._flow.out.moved
 
     def hung_up(self) -> bool:
-        """Whether the peer is known to be gone, without waiting."""
+        """Returns True if the peer is known to be gone. Does not wait."""
         return any(events & _HUNG_UP for _, events in self._ended.poll(0))
 
     def peer_pid(self) -> int:
-        """Of a Unix socket: the process at the other end when it connected."""
+        """Returns the pid of the process that was at a Unix socket's other end when it connected."""
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return array.array("i", credentials)[0]
 
     def set_deadline(self, deadline_at: float | None) -> None:
-        """A fixed one, for what follows."""
+        """Sets a fixed deadline for the following waits."""
         self.deadline = lambda: deadline_at
 
     def finish_connect(self) -> None:
-        """Waits for a connect that was begun. Raises PeerLost."""
+        """Waits for a pending connect. Raises PeerLost."""
         writable = select.poll()
         writable.register(self._sock, select.POLLOUT)
         while not writable.poll(STEP_S * 1000):
@@ -111,8 +110,9 @@ class Connection:
         self._require_another_end()
 
     def _require_another_end(self) -> None:
-        """Where nobody listens any more, the kernel may give us that very port to dial from. TCP then connects the
-        socket to itself (RFC 9293, simultaneous open): it would await its own answer, and never see a hang-up."""
+        """Checks that the socket is not connected to itself. Raises PeerLost if it is. If the dialled port is local and
+        has no listener, the kernel may choose it as our port, and TCP then connects the socket to itself (RFC 9293,
+        simultaneous open). It would await its own answer and never see a hang-up."""
         try:
             mine, theirs = self._sock.getsockname(), self._sock.getpeername()
         except OSError as error:
@@ -121,7 +121,7 @@ class Connection:
             raise PeerLost("cannot connect: nobody listens there, the connection reached itself")
 
     def queue(self, data: bytes, payload: IoVectors | None = None, keep: object = None) -> None:
-        """To be sent from the next wait on; `keep` holds the payload's memory."""
+        """Queues output for the next wait. `keep` holds the payload's memory."""
         flow, num_pieces = self._flow, 1
         flow.send(vectors((address_of(data), len(data))))
         if payload is not None and len(payload):
@@ -129,16 +129,16 @@ class Connection:
             num_pieces += len(payload)
         self._kept.append((num_pieces, (data, keep)))
         self._num_kept_pieces += num_pieces
-        # The queue may never run empty: what has been sent goes before that.
+        # The queue might never become empty, so owners of sent pieces are released here.
         while self._num_kept_pieces - self._kept[0][0] >= flow.out.count - flow.out.index:
             self._num_kept_pieces -= self._kept.popleft()[0]
 
     def push(self) -> None:
-        """Gives the kernel what it takes at once of what is queued. A failure shows in the next wait."""
+        """Passes queued output to the kernel as far as possible without waiting. A failure shows in the next wait."""
         self._pump(0)
 
     def flush(self) -> None:
-        """All that is queued has been given to the kernel."""
+        """Waits until the kernel has taken all queued output."""
         while not self._flow.out.empty:
             self._step()
         self._let_go()
@@ -148,7 +148,7 @@ class Connection:
         self._num_kept_pieces = 0
 
     def send(self, data: bytes, descriptor: int | None = None) -> None:
-        """All of it, before it returns; the descriptor goes with its first bytes."""
+        """Sends all of `data` before it returns. A descriptor travels with the first bytes."""
         if descriptor is not None:
             self.flush()
             data = data[self._pass(data, descriptor) :]
@@ -157,9 +157,9 @@ class Connection:
         self.flush()
 
     def pass_at_once(self, data: bytes, descriptor: int) -> bool:
-        """Sends a short message with a descriptor if nothing has to be waited for; else sends nothing.
+        """Sends a short message with a descriptor, or returns False and sends nothing if it would have to wait.
 
-        For whoever has answers outstanding: waiting for room while the peer waits to answer is for ever.
+        Needed by a sender with answers outstanding: waiting for room while the peer waits to answer is a deadlock.
         """
         if not self._flow.out.empty:
             end = self._pump(0)
@@ -178,7 +178,7 @@ class Connection:
         return True
 
     def receive_vectors(self, into: IoVectors) -> None:
-        """Fills them, in order."""
+        """Receives until all pieces are filled, in order."""
         if not len(into):
             return
         self._flow.receive(into)
@@ -186,9 +186,9 @@ class Connection:
             pass
 
     def receive_guarded(self, into: IoVectors, guard: AbstractContextManager[None]) -> None:
-        """Fills them; each store happens inside `guard`, in short steps.
+        """Receives until all pieces are filled; each store happens inside `guard`, in short steps.
 
-        When the guard refuses (StaleLease), what is left is read and thrown away, then it raises.
+        If the guard raises StaleLease, the remaining input is read and discarded before the error is raised.
         """
         if not len(into):
             return
@@ -209,7 +209,7 @@ class Connection:
             if end is not End.TIMEOUT:
                 self._raise_ended(end)
             self._input_within(STEP_S)
-            self.keep_time()  # also with a peer that sends a byte now and then
+            self.keep_time()  # also if the peer sends a byte now and then
 
     def _input_within(self, seconds: float) -> bool:
         return bool(self._readable.poll(seconds * 1000))
@@ -221,7 +221,8 @@ class Connection:
         return data
 
     def receive_short(self, count: int) -> bytearray:
-        """As `receive_bytes`, for the few sizes that every frame has: valid until the next call with that `count`."""
+        """Receives `count` bytes into reused memory, valid until the next call with that `count`. For the few sizes of
+        frames."""
         known = self._short.get(count)
         if known is None:
             data = bytearray(count)
@@ -230,11 +231,11 @@ class Connection:
         return known[0]
 
     def take_descriptor(self) -> int | None:
-        """One that came with what was received since the last call, now the caller's."""
+        """Returns a descriptor that was received since the last call and gives it to the caller to close."""
         return self._flow.take_descriptor()
 
     def discard(self, count: int) -> None:
-        """Reads `count` bytes and throws them away."""
+        """Receives `count` bytes and drops them."""
         scratch = bytearray(min(count, _SCRATCH_BYTES))
         while count:
             piece = min(count, len(scratch))
@@ -242,7 +243,7 @@ class Connection:
             count -= piece
 
     def _step(self) -> End:
-        """One call of the data plane; raises what ends the connection."""
+        """Runs the data plane once and raises the error that ends the connection."""
         end = self._pump(_IDLE_NS if self.deadline is never else _STEP_NS)
         if end is End.TIMEOUT:
             self.keep_time()
@@ -254,7 +255,7 @@ class Connection:
         return self._plane.pump(self._sock.fileno(), self._flow, timeout_ns=timeout_ns, spin_ns=_SPIN_NS)
 
     def keep_time(self) -> None:
-        """Raises PeerLost when the deadline has passed; looks up."""
+        """Calls `look_up`. Raises PeerLost if the deadline has passed. Does nothing without a deadline."""
         deadline_at = self.deadline()
         if deadline_at is None:
             return
@@ -272,7 +273,7 @@ class Connection:
         self._flow.state.wanted = self._flow.into.moved
 
     def _pass(self, data: bytes, descriptor: int) -> int:
-        """Sends the descriptor with as much of `data` as fits; the number of bytes."""
+        """Sends the descriptor with as much of `data` as fits and returns the number of bytes sent."""
         writable = select.poll()
         writable.register(self._sock, select.POLLOUT)
         while True:

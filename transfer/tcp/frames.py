@@ -1,7 +1,7 @@
-"""What travels on a connection: fixed headers, rows, payload. Little-endian, no pickle.
+"""Wire format of a connection: fixed headers, rows, payload. Little-endian, no pickle.
 
-Requests may run ahead; each is answered by exactly one reply, in order (OFFER by none). Anything that
-cannot be a frame is a `ProtocolViolation`, after which the connection is closed.
+Requests may be pipelined. Each gets exactly one reply, in order; OFFER of mapped memory gets none. Bytes that are no
+frame raise `ProtocolViolation`, after which the connection is closed.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _MAGIC = b"MT"
 
 
 class ProtocolViolation(PeerLost):
-    """What arrived is not a frame of this protocol; whoever sent it is no peer any more."""
+    """Received bytes are not a frame of this protocol. Their sender is no longer treated as a peer."""
 
     code = "transfer_protocol"
 
 
 class Kind(IntEnum):
-    READ = 1  # rows → their bytes as payload of the reply
+    READ = 1  # rows → REPLY with their bytes as payload
     WRITE = 2  # rows and payload → stored through a window
-    MAP = 3  # → the segment's memfd and its size (same host)
-    OFFER = 4  # a memfd of the initiator's, for later WRITE_FROM (same host); no reply
+    MAP = 3  # → REPLY with the segment's memfd and size (same host)
+    OFFER = 4  # memory of the initiator for later WRITE_FROM (same host); REPLY only if it is process memory
     WRITE_FROM = 5  # rows → the target copies from the offered memory (same host)
-    LIST = 6  # → entries of text: JSON of what is readable
-    FENCE = 7  # source_id is an earlier connection → answered when nothing of it is served any more
+    LIST = 6  # → REPLY with `entries` bytes of JSON text: the readable segments
+    FENCE = 7  # source_id is an earlier connection → REPLY when nothing of it is served any more
     CONNECT = 8  # queue pairs' addresses → the target's (rdma: see transfer/rdma/control.py)
-    KEY = 9  # rows → how to read them, and their checksum (rdma)
-    GRANT = 10  # rows and window → how to write them (rdma)
+    KEY = 9  # rows → REPLY with the key to read them and their checksum (rdma)
+    GRANT = 10  # rows and window → REPLY with the key to write them (rdma)
     REPLY = 16
-    RESULT = 17  # unasked: how a grant ended (rdma)
+    RESULT = 17  # unsolicited: outcome of a grant (rdma)
 
 
 class Code(IntEnum):
@@ -80,13 +80,12 @@ _CODES = {error: code for code, error in _ERRORS.items()}
 
 
 class Header(NamedTuple):
-    """A tuple because one is made per frame on the hot path.
+    """Frame header; a tuple because one is made per frame on the hot path.
 
-    `entries` rows (a request) or bytes of text (a reply) follow, then `nbytes` of payload, whose
-    XXH3-64 is `checksum` when the handshake agreed on checksums; READ and WRITE then have a seal of
-    8 bytes behind their rows as well.
+    It is followed by `entries` rows (request) or bytes of text (reply), then `nbytes` of payload. If the handshake
+    agreed on checksums, `checksum` is the payload's XXH3-64, and READ and WRITE have an 8-byte seal behind their rows.
 
-    A reply to MAP carries the segment's size in `nbytes` and no payload; OFFER likewise.
+    A reply to MAP, and OFFER, carry the segment's size in `nbytes` and no payload.
     """
 
     kind: Kind
@@ -122,13 +121,14 @@ def decode(data: bytes | bytearray) -> Header:
 
 
 def request(header: Header, rows: Rows, *, sealed: bool = False) -> bytes:
-    """`sealed`: with a checksum of its own, since a wrong row would have right bytes in a wrong place."""
+    """Encodes a request. `sealed` appends its checksum, since a damaged row would put right bytes in a wrong place."""
     frame = encode(header) + scatter.pack(rows)
     return frame + xxh3_64_digest(frame) if sealed else frame
 
 
 def receive_rows(connection: Connection, header: Header, *, sealed: bool = False) -> Rows:
-    """Raises ProtocolViolation when the seal does not fit: not even the frame's length can be believed."""
+    """Receives a request's rows. Raises ProtocolViolation if the seal is wrong: not even the frame's length is reliable
+    then."""
     size = header.entries * scatter.ROW_BYTES
     whole = size + _SEAL_BYTES if sealed else size
     data = connection.receive_short(whole)[:] if header.entries == 1 else connection.receive_bytes(whole)
@@ -140,7 +140,7 @@ def receive_rows(connection: Connection, header: Header, *, sealed: bool = False
 
 
 def refusal(error: MoonserveError) -> bytes:
-    """The reply that makes the initiator raise the same error."""
+    """Encodes the reply that makes the initiator raise the same error."""
     text = str(error).encode()[:MAX_TEXT_BYTES]
     return encode(Header(kind=Kind.REPLY, code=code_of(error), entries=len(text))) + text
 

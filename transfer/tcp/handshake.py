@@ -1,12 +1,12 @@
-"""Both ends prove that they know the cluster token before anything else is read.
+"""Handshake in which both ends prove that they know the cluster token before anything else is read.
 
 initiator → HELLO(version, flags, nonce)   target → CHALLENGE(status, version, flags, nonce)
 initiator → PROOF(hmac, wanted instance)   target → WELCOME(status, connection id, hmac)
 
-Every proof is HMAC-SHA256 over a role, flags, both nonces, the target's instance and the connection
-id, compared in constant time. Slices carry checksums when either end's flags ask for them. The instance
-is random per process: whoever took over a dead peer's port is not taken for it. What follows the
-handshake is not signed; without TLS the network is the cluster's own.
+Every proof is HMAC-SHA256 over a role, flags, both nonces, the target's instance and the connection id, compared in
+constant time. Slices carry checksums if either end's flags request them. The instance is random per process, so a
+process that reuses a dead peer's port is not mistaken for it. Frames after the handshake are not signed: without TLS
+the network must belong to the cluster alone.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _NO_PROOF = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What both ends know after the handshake."""
+    """Result of the handshake, known to both ends."""
 
     connection_id: int
     checksums: bool
 
 
 def initiate(connection: Connection, credentials: Credentials, instance: bytes, *, checksums: bool) -> Agreement:
-    """Raises Unauthenticated, Incompatible, or PeerLost (another incarnation answered)."""
+    """Runs the initiator's side. Raises Unauthenticated, Incompatible, or PeerLost (also if another incarnation
+    answered)."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, checksums, mine)
     connection.send(hello)
@@ -60,8 +61,8 @@ def initiate(connection: Connection, credentials: Credentials, instance: bytes, 
 
 
 def _receive_challenge(connection: Connection, hello: bytes) -> tuple[int, bytes]:
-    """The target's flags and nonce. Judged by its beginning: a HELLO is shorter, and whoever answers with one, another
-    initiator or an echo, then says nothing more."""
+    """Receives the target's flags and nonce. The head is checked first: an echo, or another initiator, answers with the
+    shorter HELLO and then sends nothing more."""
     head = connection.receive_bytes(_HELLO_HEAD.size)
     if not head.startswith(_MAGIC):
         raise ProtocolViolation("the peer is no transfer engine")
@@ -75,7 +76,7 @@ def _receive_challenge(connection: Connection, hello: bytes) -> tuple[int, bytes
 
 
 def respond(connection: Connection, credentials: Credentials, connection_id: int, *, checksums: bool) -> Agreement:
-    """The same errors, after the initiator has been told."""
+    """Runs the target's side. Raises the same errors; the initiator is notified first, unless it sent no handshake."""
     hello = connection.receive_bytes(_HELLO.size)
     magic, version, their_flags, theirs = _HELLO.unpack(hello)
     if magic != _MAGIC:
@@ -102,7 +103,7 @@ def respond(connection: Connection, credentials: Credentials, connection_id: int
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """HMAC over everything that both ends must agree on."""
+    """Proof input: everything that both ends must agree on."""
 
     key: bytes
     flags: int

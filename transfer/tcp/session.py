@@ -1,6 +1,6 @@
-"""The initiator's side of a connection, and how a payload travels on the connection itself.
+"""The initiator's side of a connection, and the transfer of payloads over the connection itself.
 
-Requests run ahead of their answers up to `max_in_flight_bytes`; answers come in order.
+Requests are pipelined up to `max_in_flight_bytes`; answers arrive in order.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from transfer.tcp.frames import (
 )
 
 _SILENCE_S = 2.0
-"""Longer than a kernel needs to send a lost packet again a few times; another rail is tried then."""
+"""Silence after which another rail is tried: a kernel has retransmitted a lost packet a few times by then."""
 _REFUSALS = (InvalidRequest, StaleLease, IntegrityError)
 
 
 class StreamSession:
-    """An authenticated way to one peer over one pair of rails; transports with a shorter way extend it.
+    """An authenticated connection to one peer over one pair of rails. Transports with a shorter data path extend it.
 
-    One thread at a time uses it; only `abort` may come from others.
+    Used by one thread at a time; other threads may only call `abort`.
     """
 
     def __init__(self, dial: Dial, connection: Connection, agreed: handshake.Agreement) -> None:
         self.connection_id = agreed.connection_id
-        """The target's name for this session, for `fence`."""
+        """Identifies this session at the target, for `fence`."""
         self._checksums = agreed.checksums
         self._connection = connection
         self._max_in_flight = dial.options.max_in_flight_bytes
         self._plane = data_plane()
 
     def alive(self) -> bool:
-        """Whether it could be used, as far as is known without waiting."""
+        """Returns False if the peer is known to be gone. Does not wait."""
         return not self._connection.hung_up()
 
     def abort(self) -> None:
@@ -59,25 +59,25 @@ class StreamSession:
         self._connection.close()
 
     def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Does one READ in the caller's thread while nothing else is under way; False: use `carry`.
+        """Executes one READ in the caller's thread while nothing else is in flight. Returns False if `carry` must be
+        used.
 
-        Raises what `carry` settles with and what it raises.
+        Raises the errors that `carry` raises or settles slices with.
         """
         return False
 
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
-        """The peer's memory, read-only and in place, mapped for as long as the view is held.
+        """Returns a read-only view of the peer's memory in place, mapped for as long as the view is held.
 
-        Raises InvalidRequest where that cannot be, PeerLost.
+        Raises InvalidRequest if the memory cannot be mapped, and PeerLost.
         """
         raise InvalidRequest("memory of another host cannot be viewed in place: READ it")
 
     def carry(self, feed: Feed) -> None:
-        """Carries slices, several at once, until `feed` has none and all that were taken are settled.
+        """Carries slices, several at once, until `feed` has none and all taken ones are settled.
 
-        Raises PeerLost (or another error that is not the peer's refusal) when the session is broken
-        or a slice's deadline has passed; the caller then closes it, and from `close` on no byte of an
-        unsettled slice can reach local memory.
+        Raises PeerLost (or another error that is not the peer's refusal) if the session breaks or a slice's deadline
+        passes. The caller then closes the session; after `close` no byte of an unsettled slice can reach local memory.
         """
         self._connection.deadline = feed.deadline_at
         self._connection.look_up = _Watch(self._connection, feed)
@@ -90,7 +90,7 @@ class StreamSession:
                     in_flight += part.nbytes + 1
             if not asked:
                 return
-            if (now := time.monotonic()) >= look_up_at:  # also when no single wait is long
+            if (now := time.monotonic()) >= look_up_at:  # also if no single wait is that long
                 self._connection.keep_time()
                 look_up_at = now + STEP_S
             part = asked.popleft()
@@ -100,7 +100,7 @@ class StreamSession:
                 asked.append(part)
 
     def ask(self, part: Slice, feed: Feed) -> bool:
-        """Queues the request; False when the slice has been settled instead."""
+        """Queues the request of a slice. Returns False if the slice was settled instead."""
         if part.op is Op.READ:
             header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
             self._connection.queue(self.request(header, part.rows))
@@ -126,13 +126,13 @@ class StreamSession:
         )
         self._connection.queue(self.request(header, part.rows), payload, (part, payload))
         if self._checksums:
-            self._connection.push()  # on its way, and in the cache still, while the next one is hashed
+            self._connection.push()  # send it now, while it is cached and the next slice is hashed
 
     def request(self, header: Header, rows: Rows) -> bytes:
         return request(header, rows, sealed=self._checksums)
 
     def _finish(self, part: Slice, feed: Feed) -> bool:
-        """Takes the answer to the oldest request; False when it has been asked anew."""
+        """Takes the answer to the oldest request. Returns False if the slice was requested again."""
         try:
             if not self.answer(part):
                 return False
@@ -143,9 +143,9 @@ class StreamSession:
         return True
 
     def answer(self, part: Slice) -> bool:
-        """False: the slice needs another request, which has been queued.
+        """Receives the answer to a slice. Returns False if another request for it was queued.
 
-        Raises what the peer refused with, or IntegrityError.
+        Raises the peer's refusal, or IntegrityError.
         """
         reply = self.reply()
         if reply.entries:
@@ -155,7 +155,7 @@ class StreamSession:
         return True
 
     def receive_payload(self, local: Segment, rows: Rows, nbytes: int, reply: Header) -> None:
-        """Raises IntegrityError when it is not what was sent."""
+        """Receives a payload into local memory. Raises IntegrityError if its checksum differs from the sender's."""
         if reply.nbytes != nbytes:
             raise ProtocolViolation("the peer answers with another number of bytes")
         self._connection.receive_vectors(self._plane.iovecs(local.base, rows, column=LOCAL))
@@ -166,7 +166,7 @@ class StreamSession:
         return self.accept(self._connection.receive_short(HEADER_BYTES))
 
     def accept(self, data: bytearray) -> Header:
-        """The reply whose header is `data`. Raises what the peer refused with."""
+        """Decodes a reply from its header. Raises the peer's refusal."""
         reply = decode(data)
         if reply.kind is not Kind.REPLY:
             raise ProtocolViolation(f"a reply was due, {reply.kind.name} came")
@@ -178,7 +178,7 @@ class StreamSession:
         return reply
 
     def list_segments(self, deadline_at: float) -> list[SegmentInfo]:
-        """Of the peer, what is readable. Raises PeerLost."""
+        """Returns the peer's readable segments. Raises PeerLost."""
         reply = self._control(Header(kind=Kind.LIST), deadline_at)
         text = self._connection.receive_bytes(reply.entries)
         try:
@@ -187,7 +187,7 @@ class StreamSession:
             raise ProtocolViolation("the peer's list of segments is unreadable") from error
 
     def fence(self, connection_id: int, deadline_at: float) -> None:
-        """On return the peer serves nothing of that earlier connection any more. Raises PeerLost."""
+        """Makes the peer end an earlier connection. On return nothing of it is served any more. Raises PeerLost."""
         self._control(Header(kind=Kind.FENCE, source_id=connection_id), deadline_at)
 
     def _control(self, header: Header, deadline_at: float) -> Header:
@@ -197,7 +197,7 @@ class StreamSession:
 
 
 class _Watch:
-    """Looks up, and gives up a connection where nothing moves and another way is left."""
+    """Runs the feed's `look_up`, and gives up a silent connection if another path is left."""
 
     def __init__(self, connection: Connection, feed: Feed) -> None:
         self._connection = connection
@@ -215,7 +215,7 @@ class _Watch:
 
 
 def authenticate(connection: Connection, dial: Dial) -> handshake.Agreement:
-    """The initiator's handshake. The connection is closed when it fails."""
+    """Connects and runs the initiator's handshake. Closes the connection on failure."""
     connection.set_deadline(dial.deadline_at)
     connection.look_up = dial.while_waiting
     try:
@@ -226,13 +226,13 @@ def authenticate(connection: Connection, dial: Dial) -> handshake.Agreement:
             dial.address.instance,
             checksums=dial.options.checksums,
         )
-    except BaseException:  # interrupted too: nobody else could close it
+    except BaseException:  # also on interruption, since no caller can close it
         connection.close()
         raise
 
 
 def without_frames(error: MoonserveError) -> MoonserveError:
-    """An error outlives its batch; the frames in its traceback would keep the memory alive with it."""
+    """Strips tracebacks from an error, which outlives its batch: their frames would keep the memory alive."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -243,7 +243,7 @@ def without_frames(error: MoonserveError) -> MoonserveError:
 def _segment_info(
     *, segment_id: object, nbytes: object, location: object, readable: object, name: object
 ) -> SegmentInfo:
-    """Raises TypeError or ValueError for what cannot be one."""
+    """Builds a SegmentInfo from untrusted JSON. Raises TypeError or ValueError for invalid fields."""
     match segment_id, nbytes, location, readable, name:
         case int(), int(), str(), bool(), str() if segment_id >= 0 and nbytes >= 0:
             return SegmentInfo(segment_id, nbytes, location, readable, name)

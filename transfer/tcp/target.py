@@ -1,7 +1,7 @@
-"""The side that owns the remote memory: checks each request, then stores or sends.
+"""The target's side of a connection: it owns the remote memory, checks each request, then stores or sends.
 
-Its rule: nothing is stored but inside an open window, in steps that `close_window` can wait for, and
-nothing is sent but from segments marked readable. Serves one connection on its own thread.
+Its rule: bytes are stored only inside an open window, in steps that `close_window` can wait for, and sent only from
+readable segments. Serves one connection on its own thread.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from transfer.windows import Window
 
 OK = encode(Header(kind=Kind.REPLY))
 _STALL_S = 60.0
-"""A peer that stops in the middle of a frame, or takes no answer, for this long is given up."""
+"""A peer that stops in the middle of a frame, or accepts no answer, for this long is given up."""
 _FENCE_S = 5.0
-"""To end another connection: its thread is at most one step of a store away from noticing."""
+"""Time limit for ending another connection. Its thread notices after at most one step of a store."""
 
 
 class StreamTarget:
-    """READ and WRITE with the payload on the connection itself."""
+    """Serves READ and WRITE with the payload on the connection itself."""
 
     def __init__(self, connection: Connection, hosted: Hosted) -> None:
         self.connection = connection
         self.checksums = False
-        """As agreed in the handshake."""
+        """True if slices carry checksums, as agreed in the handshake."""
         self.hosted = hosted
         self._segments = hosted.segments
         self._windows = hosted.windows
         self._plane = data_plane()
 
     def serve(self) -> None:
-        """Until the peer is gone: raises PeerLost, or ProtocolViolation when it talks nonsense."""
+        """Serves requests until it raises PeerLost, or ProtocolViolation for invalid input."""
         while True:
             self.next_request()
 
@@ -60,7 +60,7 @@ class StreamTarget:
         self.dispatch(decode(data))
 
     def idle_receive(self, count: int) -> bytearray:
-        """The beginning of a request may take for ever, the rest of it may not."""
+        """Receives the beginning of a request without a deadline and sets the deadline of the rest."""
         self.connection.deadline = never
         data = self.connection.receive_short(count)
         self.connection.set_deadline(time.monotonic() + _STALL_S)
@@ -80,7 +80,7 @@ class StreamTarget:
                 raise ProtocolViolation(f"{kind.name} is not for this transport")
 
     def close(self) -> None:
-        """Gives back what the connection's peer had mapped here: nothing, on a plain stream."""
+        """Releases what the peer had mapped here: nothing, on a plain stream."""
 
     def _read(self, header: Header) -> None:
         rows = receive_rows(self.connection, header, sealed=self.checksums)
@@ -115,7 +115,7 @@ class StreamTarget:
         self.answer(lambda: self._store(header, rows, window))
 
     def rows_to_write(self, header: Header) -> Rows:
-        """Raises ProtocolViolation when they do not add up to what the header says."""
+        """Receives the rows of a WRITE. Raises ProtocolViolation if they do not add up to the header's size."""
         rows = receive_rows(self.connection, header, sealed=self.checksums)
         lengths = rows[:, LENGTH]
         if int(lengths.min(initial=0)) < 0 or sum(lengths.tolist()) != header.nbytes:
@@ -146,7 +146,7 @@ class StreamTarget:
         self.connection.send(encode(Header(kind=Kind.REPLY, entries=len(text))) + text)
 
     def answer(self, work: Callable[[], None]) -> None:
-        """Does the work and says how it ended. A broken connection needs no answer."""
+        """Runs `work` and replies with its outcome. Sends no reply if the connection broke."""
         try:
             work()
         except PeerLost:

@@ -1,12 +1,12 @@
-"""A `Connection` inside TLS 1.3: the same waits and deadlines, with records in place of plain bytes.
+"""A `Connection` inside TLS 1.3, with the same waits and deadlines.
 
-Its rule: a byte reaches registered memory only after its record has been authenticated, straight from
-OpenSSL, and nothing is sent before the peer's certificate was verified. Both ends' certificates are
-(`protocol.tls`); what follows inside is the handshake with the cluster token, as without TLS. An end of
-the stream without a goodbye is a hang-up: frames carry lengths, so nothing can be cut short unseen.
+Its rule: a byte reaches registered memory only after its record was authenticated, directly from OpenSSL, and nothing
+is sent before the peer's certificate was verified. Both ends have certificates (`protocol.tls`); the handshake with the
+cluster token follows inside. An end of stream without close_notify counts as a hang-up: frames carry their lengths, so
+truncation is always noticed.
 
-The socket stays a plain one, since `abort` comes from other threads; ciphertext passes through two buffers.
-Encryption costs a core several times what the copy does (LOG.md), and it is Python that drives it.
+The socket stays plain since `abort` comes from other threads; ciphertext passes through two buffers. Encryption costs a
+core several times as much as the copy (LOG.md), and Python drives it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from transfer.tcp.connection import Connection
 from transfer.tcp.frames import ProtocolViolation
 
 _CHUNK_BYTES = 128 << 10
-"""Plain bytes that are encrypted, or encrypted ones that are taken from the kernel, at once: 8 records."""
+"""Bytes encrypted, or taken from the kernel for decryption, at once: 8 records."""
 
 
 class TlsConnection(Connection):
-    """Passes no descriptors; everything else as `Connection`. Raises Unauthenticated in the first wait."""
+    """A `Connection` over TLS that cannot pass descriptors. The first wait raises Unauthenticated."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, peer_ip: str | None = None) -> None:
-        """`peer_ip`: what an initiator dials; a target has none."""
+        """`peer_ip` is the address that an initiator dials; a target has none."""
         super().__init__(sock)
         self._peer_ip = peer_ip
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=peer_ip is None)
         self._established = False
         self._sealed = memoryview(b"")
-        """Records that the kernel has not taken yet."""
+        """Encrypted records that the kernel has not taken yet."""
         self._ciphertext = memoryview(bytearray(_CHUNK_BYTES))
 
     def flush(self) -> None:
@@ -72,7 +72,7 @@ class TlsConnection(Connection):
             return End.ERROR
 
     def _exchange(self, deadline_ns: int) -> End:
-        """As `pump` of data_plane.c, with records on the way."""
+        """Does what `pump` of data_plane.c does, with TLS records."""
         flow, broken = self._flow, False
         flow.out.advance(0)
         flow.into.advance(0)
@@ -89,7 +89,7 @@ class TlsConnection(Connection):
                 try:
                     sent = self._send_records()
                 except (BrokenPipeError, ConnectionResetError):
-                    broken = True  # there may still be something for us: why it hung up
+                    broken = True  # its reason for hanging up may still be unread
             if self._established and not receiving and not self._unsent:
                 return End.OUT_DONE
             now = time.monotonic_ns()
@@ -106,13 +106,13 @@ class TlsConnection(Connection):
             ready.poll((deadline_ns - now) / 1e6)
 
     def _open_records(self) -> int:
-        """What has come in goes where it is wanted; the number of plain bytes."""
+        """Decrypts received records into the requested places. Returns the number of plain bytes."""
         flow, before = self._flow, self._flow.into.moved
         try:
             self._shake_hands()
             while flow.wants_input:
                 place = _next_piece(flow.into, _CHUNK_BYTES)
-                count: Any = self._tls.read(len(place), place)  # bytes, to typeshed
+                count: Any = self._tls.read(len(place), place)  # typeshed declares bytes
                 if not count:
                     raise ConnectionResetError("the peer said goodbye")
                 flow.into.advance(count)
@@ -128,7 +128,7 @@ class TlsConnection(Connection):
             self._established = True
 
     def _receive(self) -> int | None:
-        """Ciphertext from the kernel: its bytes, 0 at the end of the stream, None when there is none now."""
+        """Receives ciphertext. Returns the number of bytes, 0 at the end of the stream, None if there is none now."""
         try:
             count = self._sock.recv_into(self._ciphertext)
         except BlockingIOError:
@@ -149,7 +149,7 @@ class TlsConnection(Connection):
         return count
 
     def _seal(self) -> None:
-        """Encrypts a chunk of what is queued; handshake messages go as they are."""
+        """Encrypts a chunk of queued output. Handshake messages pass unchanged."""
         out, room = self._flow.out, _CHUNK_BYTES
         while self._established and room > 0 and not out.empty:
             piece = _next_piece(out, room)
@@ -158,7 +158,7 @@ class TlsConnection(Connection):
         self._sealed = memoryview(self._outgoing.read())
 
     def _send_alert(self) -> None:
-        """So that the peer learns why, if there is room in its buffer."""
+        """Sends the alert that tells the peer the reason, if the socket's buffer has room."""
         try:
             self._sock.send(self._outgoing.read(), socket.MSG_NOSIGNAL)
         except OSError:
@@ -166,7 +166,7 @@ class TlsConnection(Connection):
 
 
 def _next_piece(queue: Queue, limit: int) -> memoryview:
-    """What is left of the first piece, at most `limit` bytes."""
+    """Returns the rest of the first piece, at most `limit` bytes."""
     address, length = queue.array[queue.index].tolist()
     count = min(length - queue.offset, limit)
     return memoryview((ctypes.c_char * count).from_address(address + queue.offset)).cast("B")

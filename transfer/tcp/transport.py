@@ -1,6 +1,6 @@
-"""The `tcp` transport: scatter lists straight from and into registered memory, any two hosts.
+"""The `tcp` transport: scatter lists sent from and received into registered memory, between any two hosts.
 
-One rail per local address, several connections per pair of rails where one cannot fill the link.
+One rail per local address; several connections per pair of rails where one cannot fill the link.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transfer.tcp.session import StreamSession, authenticate
 from transfer.tcp.target import StreamTarget
 from transfer.tcp.tls import TlsConnection
 
-_KEEPALIVE = {  # a host that vanished is noticed within 20 s even by an idle connection
+_KEEPALIVE = {  # a vanished host is noticed within 20 s even on an idle connection
     socket.TCP_KEEPIDLE: 10,
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 2,
@@ -37,12 +37,12 @@ _KEEPALIVE = {  # a host that vanished is noticed within 20 s even by an idle co
 
 
 _LOCAL_BUFFER_BYTES = 2 << 20
-"""Within a host the kernel's automatic sizing ends up with buffers that fall out of the cache (LOG.md)."""
+"""Socket buffers within a host. The kernel's automatic sizing ends up with buffers that exceed the cache (LOG.md)."""
 
 
 class TcpSession(StreamSession):
     def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Without a queue, a slice or another thread."""
+        """Executes a READ without a queue, a slice or another thread."""
         rows = scatter.rows((transfer.remote_offset, transfer.local_offset, transfer.length))
         scatter.require_inside(rows, LOCAL, transfer.local.nbytes)
         header = Header(kind=Kind.READ, entries=1, segment_id=transfer.remote.segment_id)
@@ -57,10 +57,11 @@ class TcpTransport:
 
     def __init__(self) -> None:
         self._certificates: Certificates | None = None
-        """Read when it listens; None: without TLS."""
+        """Certificates, loaded by `listen`; None: no TLS."""
 
     def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
-        """Raises ConfigError when an address cannot be bound or is none that peers can dial, or for TLS files."""
+        """Listens on every TCP rail. Raises ConfigError if an address cannot be bound or dialled by peers, or for TLS
+        files."""
         files = hosted.options.tls
         self._certificates = None if files is None else load(files)
         rails = local_tcp_rails(hosted.options.tcp_rails or (hosted.options.host,))
@@ -75,7 +76,7 @@ class TcpTransport:
         return acceptors
 
     def _listen_on(self, rail: Rail, hosted: Hosted) -> Acceptor:
-        """`rail` without a port yet."""
+        """Listens on a rail whose endpoint has no port yet."""
         listener, endpoint = listen_on(rail.endpoint)
         rail = replace(rail, endpoint=endpoint)
         return Acceptor(listener, rail, hosted, partial(self._target, hosted))
@@ -100,14 +101,14 @@ class TcpTransport:
         return TlsConnection(sock, self._certificates.initiator, peer_ip=ip)
 
     def segment_added(self, segment: Segment) -> None:
-        """Nothing to register."""
+        """Does nothing: tcp registers no memory."""
 
     def segment_removed(self, segment: Segment) -> None:
-        """Nothing was registered."""
+        """Does nothing: tcp registers no memory."""
 
 
 def listen_on(ip: str) -> tuple[socket.socket, str]:
-    """A listener on a port of the kernel's choice, and what peers dial. Raises ConfigError."""
+    """Listens on a port chosen by the kernel. Returns the listener and its endpoint. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         listener = socket.create_server((ip, 0), family=family)
@@ -122,7 +123,7 @@ def _plain(sock: socket.socket, ip: str) -> Connection:
 
 
 def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection] = _plain) -> Connection:
-    """Begins to connect to the remote rail, from the local one. Raises PeerLost."""
+    """Starts to connect from the local rail to the remote one. Raises PeerLost."""
     host, _, port = dial.remote.endpoint.rpartition(":")
     try:
         ip, port_number = ipaddress.ip_address(host.strip("[]")), int(port)
@@ -146,7 +147,8 @@ def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection]
 
 
 def _require_same_tls(dial: Dial) -> None:
-    """Said before dialling: the ends would only find each other's bytes unreadable. Raises Incompatible."""
+    """Checks before dialling that both ends agree on TLS, as the connection would only carry unreadable bytes. Raises
+    Incompatible."""
     if dial.address.tls and not dial.options.tls:
         raise Incompatible(
             "the peer speaks TLS on tcp and this process does not: give it a TLS certificate, key and authority"
@@ -158,7 +160,7 @@ def _require_same_tls(dial: Dial) -> None:
 
 
 def _leave_by(sock: socket.socket, rail: Rail) -> None:
-    """The connection takes the rail that the scheduler meant."""
+    """Binds the socket to the rail that the scheduler chose."""
     host, _, _ = rail.endpoint.rpartition(":")
     sock.bind((host.strip("[]"), 0))
 
