@@ -1,6 +1,6 @@
-"""One replica of a model: weights, forward pass, paged KV, prefix cache, attention, sampling.
+"""One model replica: weights, forward pass, paged KV, prefix cache, attention, sampling.
 
-The only package that imports torch, and importing the package itself does not: `engine.config`, `engine.batch`
-and `engine.block_pool` stay free of it, so that a process can check its configuration before it pays
-for the import. Knows nothing about processes, networks or scheduling.
+The only package that imports torch. Importing the package itself does not import it, nor do `engine.config`,
+`engine.batch` and `engine.block_pool`, so that a process can check its configuration before it pays for the import.
+Knows nothing about processes, networks or scheduling.
 """

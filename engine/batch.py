@@ -1,10 +1,10 @@
-"""What one step of the engine computes, and what it gives back. Pure data.
+"""Input and output types of one engine step. Pure data, no tensors.
 
-A step is any mix of prompt chunks and decode steps; to the engine they are the same thing, a `Slice` of a sequence.
+A step is any mix of prefill chunks and decode tokens; the engine treats both as a `Slice` of a sequence.
 
-`PromptScores` are the log-probabilities of a prompt's own tokens, as its chunks are computed. The engine puts in what
-a step has found, in its thread; whoever has the sequence takes the whole when the prompt's last chunk is computed. A
-prompt that is computed again from its beginning replaces what there was. Knows no tensors.
+`PromptScores` collects the log-probabilities of a prompt's own tokens while its chunks are computed. The engine's
+thread adds the result of each step; the sequence's owner reads the whole when the last chunk is computed. If the prompt
+is computed again from its beginning, new results replace old ones.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from protocol.prompt_logprobs import PromptLogprobs
 from protocol.request import Logprobs, Request, SamplingParams
 
 MAX_SCORED_TOKENS = 256
-"""Of one step. Each needs a row of logits: 156 MB of them with a vocabulary of 152,000."""
+"""Prompt tokens scored in one step. Each needs a row of logits: together 156 MB with a vocabulary of 152,000."""
 
 
 class PromptScores:
-    """Of one prompt. `num_top`: likeliest tokens to tell of beside each."""
+    """Log-probabilities of one prompt. `num_top`: number of most likely tokens reported at each position."""
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
-        self._runs: list[tuple[int, PromptLogprobs]] = []  # by the chunk's start
+        self._runs: list[tuple[int, PromptLogprobs]] = []  # (start of the chunk, its scores)
 
     def put(self, start: int, run: PromptLogprobs) -> None:
-        """Of the tokens at positions `start` + 1 and on. It replaces what later chunks had put in."""
+        """Adds scores of the tokens from position `start` + 1 on, and drops those of chunks at or after `start`."""
         self._runs = [each for each in self._runs if each[0] < start]
         self._runs.append((start, run))
 
     def result(self) -> PromptLogprobs:
-        """Of all tokens but the first, once all chunks are computed."""
+        """Returns the scores of all tokens but the first. Valid once all chunks are computed."""
         return PromptLogprobs.joined([run for _, run in self._runs], self.num_top)
 
 
 def scores_for(request: Request) -> PromptScores | None:
-    """None where nobody wants any."""
+    """Creates the `PromptScores` of a request, or returns None if it does not ask for prompt log-probabilities."""
     num_top = request.sampling.num_prompt_logprobs
     return PromptScores(num_top) if request.scores_prompt and num_top is not None else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slice:
-    """The tokens [start, end) of one sequence, whose KV up to `start` is already in its blocks."""
+    """Tokens [start, end) of one sequence, whose KV up to `start` is already in its blocks."""
 
     request_id: RequestId
     token_ids: Sequence[int]  # the whole sequence so far; at least `end` of them
@@ -53,35 +53,36 @@ class Slice:
     end: int
     block_table: Sequence[BlockId]  # in order; they cover at least `end` tokens
     sampling: SamplingParams
-    num_prompt_tokens: int  # the client's prompt; what follows it counts as output for penalties
-    samples: bool  # whether the token at position `end` is wanted
+    num_prompt_tokens: int  # the client's prompt; later tokens count as output for penalties
+    samples: bool  # True if the token at position `end` is to be sampled
     follows: bool = False
-    """Its only token is the one that the step begun before it samples for this request; it may be missing in
-    `token_ids` while that step is under way."""
+    """True if the slice's only token is sampled for this request by the step begun before. The token may be missing
+    from `token_ids` while that step is in flight."""
     scores: PromptScores | None = None
-    """The prompt's tokens behind those of this slice are scored into it; `token_ids` has the one at `end`, too."""
+    """Receives the scores of the prompt tokens that follow each token of this slice. `token_ids` must then include the
+    token at `end`."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The token that follows a slice, or why there is none."""
+    """The token sampled after a slice, or the reason why there is none."""
 
     request_id: RequestId
     token_id: int
     logprobs: Logprobs | None = None
-    failure: str | None = None  # its grammar cannot be followed; the rest means nothing then
+    failure: str | None = None  # why the grammar cannot be followed; the other fields are then meaningless
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStates:
-    """Memory of hidden states between a pipeline's stages: rows [hidden_size] in the compute dtype, at least as many as
-    the step has tokens."""
+    """Buffers of hidden states between pipeline stages: rows [hidden_size] in the compute dtype, at least one per token
+    of the step. The callables run in the engine's thread."""
 
-    fetch: Callable[[], memoryview] | None = None  # from the stage before; in the engine's thread
-    passed_on: memoryview | None = None  # to the stage behind; is filled
-    on_passed: Callable[[], None] | None = None  # called when it is; in the engine's thread
+    fetch: Callable[[], memoryview] | None = None  # returns the previous stage's rows
+    passed_on: memoryview | None = None  # filled for the next stage
+    on_passed: Callable[[], None] | None = None  # called when `passed_on` is filled

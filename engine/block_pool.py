@@ -1,15 +1,15 @@
-"""The blocks of one KV pool: who holds them, which are blank, and what can be found again.
+"""Block allocator of one KV pool: reference counts, blank blocks and the prefix cache.
 
 Owns ids and bookkeeping, never bytes. Every block is in exactly one of three states: *blank* (free, holds nothing
-findable), *cached* (unreferenced, findable by key, evictable) or *held* (referenced; findable too once published).
+findable), *cached* (unreferenced, findable by key, evictable) or *held* (referenced; also findable once published).
 
-When an allocation is short of blank blocks, cached ones are *evicted* for it. If that is not enough it gets None, and
-its caller either *waits* (`want` asks for more memory where memory comes and goes) or is *rejected* with
-`retry_after_s`. A share of the blocks may be *reserved*: new requests that are not urgent leave it free.
+An allocation that is short of blank blocks *evicts* cached ones. If that is not enough it returns None, and the caller
+either *waits* (`want` requests more memory where memory is elastic) or is *rejected* with `retry_after_s`. A share of
+the blocks may be *reserved*: new requests that are not urgent leave it free.
 
-What can be found, and what is evicted next, is the prefix index's business (`engine.prefix`): a block goes before the
-block it extends, since a prefix without its beginning cannot be matched. Does not know sequences, leases or requests; a
-reference is a reference.
+The prefix index (`engine.prefix`) decides what can be found and what is evicted next. A block is evicted before the
+block it extends, since a prefix without its beginning cannot be matched. The pool does not know sequences, leases or
+requests: all references are equal.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from protocol.ids import BlockId
 from protocol.keys import BlockKey
 
 TIMED_EVERY = 8
-"""Calls of which one is timed: reading the clock takes a third of a call."""
+"""One allocation in this many is timed: reading the clock takes a third of a call."""
 
 
 class Blanks:
-    """Where a pool's blank blocks come from: here a stack, of memory that is there for good; low ids come first.
-    `engine.elastic.paged_blanks` is where memory comes and goes.
+    """Free list of a pool: a stack over fixed memory that hands out low ids first. `engine.elastic.paged_blanks` is the
+    subclass for elastic memory.
 
-    Blocks are taken when somebody is about to hold them and put back when nothing is in them that counts. Does not know
-    who holds the blocks that are out, nor what they cache.
+    Blocks are taken to be held, and put back when their content is no longer needed. The list does not know the holders
+    of taken blocks, nor what is cached in them.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,32 +42,32 @@ class Blanks:
 
     @property
     def num_ready(self) -> int:
-        """Blocks that `take` gives now."""
+        """Number of blocks that `take` can return now."""
         return len(self._blocks)
 
     @property
     def num_in_reach(self) -> int:
-        """Those, and what `prepare` could make ready, as far as is known."""
+        """Number of ready blocks plus those that `prepare` could make ready, as far as is known."""
         return len(self._blocks)
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be out at once, as limits are now: what needs more never fits."""
+        """Number of blocks that can be taken at once under the current limits. A larger request never fits."""
         return self._num_blocks
 
     @property
     def is_leaving(self) -> bool:
-        """Whether `choose_leaving` has something to choose, or something that was chosen is not blank yet."""
+        """True if `choose_leaving` has blocks to choose, or chosen blocks are not blank yet."""
         return False
 
     def prepare(self, count: int) -> None:
-        """So many are about to be taken: makes them ready, as far as that is possible at once."""
+        """Makes `count` blocks ready to be taken, as far as that is possible without waiting."""
 
     def want(self, count: int) -> None:
-        """Somebody waits for so many blocks, beyond what is in reach."""
+        """Notes that a request waits for `count` blocks beyond those in reach."""
 
     def take(self, count: int) -> list[BlockId] | None:
-        """None: fewer are ready."""
+        """Returns `count` blocks, or None if fewer are ready."""
         blocks = self._blocks
         if count > len(blocks):
             return None
@@ -81,17 +81,17 @@ class Blanks:
         self._blocks.append(block)
 
     def keep_only(self, taken: Collection[BlockId]) -> None:
-        """All but these are blank, whatever was taken before."""
+        """Makes all blocks blank except `taken`, whatever was taken before."""
         blank = (b for b in range(self._num_blocks - 1, -1, -1) if b not in taken)
         self._blocks = array("I", blank)
 
     def choose_leaving(self, references: Sequence[int]) -> Collection[BlockId]:
-        """Blocks that are to become blank, and then are out of reach, since there is less memory. `references`: of each
-        block."""
+        """Returns the blocks whose memory is to be given up: they must become blank and are then out of reach.
+        `references`: reference count of each block."""
         return ()
 
     def __iter__(self) -> Iterator[BlockId]:
-        """Every blank block, in reach or not."""
+        """Iterates over every blank block, in reach or not."""
         return map(BlockId, self._blocks)
 
 
@@ -112,22 +112,22 @@ class BlockPool:
         zero: Callable[[Sequence[BlockId]], None] | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`eviction`: one of `engine.prefix.EVICTION_NAMES`. Raises ConfigError for another. `blanks`: where blank
-        blocks come from; None: all are there. `reserved_share`: of the capacity, which requests that are not urgent
-        leave free. `zero`: clears blocks before they are handed out."""
+        """`eviction`: one of `engine.prefix.EVICTION_NAMES`; ConfigError is raised for any other. `blanks`: the free
+        list; None means fixed memory. `reserved_share`: share of the capacity that requests that are not urgent leave
+        free. `zero`: clears blocks before they are handed out."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         if not 0.0 <= reserved_share < 1.0:
             raise ValueError(f"a reserved share is from 0 to below 1, not {reserved_share}")
         self.num_blocks = num_blocks
         self.durations = Durations()
-        self.num_allocated = self.num_evicted = self.num_refused = 0  # the last one in calls
-        self._num_revived = 0  # cached blocks that were held again
+        self.num_allocated = self.num_evicted = self.num_refused = 0  # refused: calls, the others: blocks
+        self._num_revived = 0  # cached blocks that became held again
         self._num_returned = 0
         self._reserved_share = reserved_share
         self._zero = zero
         self._clock_ns = clock_ns
-        self._until_timed = TIMED_EVERY  # calls
+        self._until_timed = TIMED_EVERY  # calls left
         self._turnover = Turnover()
         self._caching = enable_prefix_caching
         self._blanks = blanks or Blanks(num_blocks)
@@ -141,8 +141,8 @@ class BlockPool:
         )
 
     def take_over(self, earlier: BlockPool) -> None:
-        """Begins with what can be found in a pool over the same memory that nobody uses any more, whoever still seems
-        to hold it; nothing may have been allocated here. Announces every block."""
+        """Takes over the findable blocks of `earlier`, an unused pool over the same memory. References that it still
+        counts are ignored. Must be called before the first allocation here. Reports every block as added."""
         if self.num_held or len(self._index) or self.num_blocks != earlier.num_blocks:
             raise ValueError("a pool takes over before anything is in it, and from one of its size")
         if not self._caching:
@@ -157,48 +157,48 @@ class BlockPool:
             index.let_go(block)
         self._blanks.keep_only({block for _, _, block in index.items()})
 
-    # -- what is there
+    # -- state
 
     @property
     def num_held(self) -> int:
-        """Referenced blocks."""
+        """Number of referenced blocks."""
         return self.num_allocated + self._num_revived - self._num_returned
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, including cached ones that it would evict. What there is no memory for
-        now is neither free nor held."""
+        """Number of blocks that `allocate` can hand out, including cached ones that it would evict. Blocks that have no
+        memory now are neither free nor held."""
         return self._blanks.num_in_reach + self.num_cached
 
     @property
     def capacity(self) -> int:
-        """Blocks that can ever be held at once, as limits are now; what needs more never fits."""
+        """Number of blocks that can ever be held at once under the current limits. A larger request never fits."""
         return self._blanks.capacity
 
     @property
     def num_reserved(self) -> int:
-        """Blocks that requests which are not urgent leave free."""
+        """Number of blocks that requests that are not urgent leave free."""
         return math.ceil(self._reserved_share * self.capacity)
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced blocks that still hold a findable prefix."""
+        """Number of unreferenced blocks that still hold a findable prefix."""
         return self._index.num_idle
 
     def keys(self) -> list[tuple[BlockKey, BlockKey]]:
-        """(key, parent) of every findable block, parents first."""
+        """Returns (key, parent) of every findable block, parents first."""
         return [(key, parent) for key, parent, _ in self._index.items()]
 
     def key_of(self, block: BlockId) -> BlockKey | None:
-        """The key under which a block can be found."""
+        """Returns the key under which a block can be found, or None."""
         return self._index.key_of(block)
 
     def checksum_of(self, block: BlockId) -> int | None:
-        """The checksum that was published with a findable block."""
+        """Returns the checksum that was published with a findable block, or None."""
         return self._index.checksum_of(block)
 
     def hits_of(self, block: BlockId) -> int:
-        """How often a findable block was re-used since it was published; counted up to 255."""
+        """Returns how often a findable block was reused since it was published, at most 255."""
         return self._index.hits_of(block)
 
     def references_of(self, block: BlockId) -> int:
@@ -206,19 +206,19 @@ class BlockPool:
 
     @property
     def references(self) -> Sequence[int]:
-        """Of each block; to look at, as it changes."""
+        """Live, read-only view of the reference count of each block."""
         return self._references
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """The longest run of leading blocks of a chain that are findable. Takes no references: `retain` them before
-        anything is allocated."""
+        """Returns the longest run of leading blocks of a key chain that are findable. Takes no references: the caller
+        must `retain` the blocks before anything is allocated."""
         return self._index.match(keys)
 
     # -- references
 
     def allocate(self, count: int, *, leave_reserve: bool = False) -> list[BlockId] | None:
-        """`count` blocks with one reference each and nothing findable in them, or None (and no change) when there
-        are fewer than that free, not counting the reserve when it is to be left."""
+        """Returns `count` blocks with one reference each and nothing findable in them. Returns None, without any
+        change, if fewer are free, not counting the reserve if `leave_reserve`."""
         self._until_timed -= 1
         if self._until_timed == 0:
             return self._allocate_timed(count, leave_reserve)
@@ -247,9 +247,9 @@ class BlockPool:
         return blocks
 
     def _evict(self, count: int) -> list[BlockId] | None:
-        """`count` blocks, some of which were not ready: of memory that comes, and of cached ones that go."""
+        """Takes `count` blocks after making more ready: from new memory first, then by evicting cached blocks."""
         blanks = self._blanks
-        self.make_way()  # what is evicted below is not among what leaves
+        self.make_way()  # so that no block evicted below is one whose memory is given up
         blanks.prepare(count)
         missing = count - blanks.num_ready
         if missing > self._index.num_idle:
@@ -262,16 +262,16 @@ class BlockPool:
         return self._take(count)
 
     def retry_after_s(self, now: float, count: int) -> float:
-        """Seconds until `count` blocks may be free, by how fast blocks came back lately."""
+        """Returns the seconds until `count` blocks may be free, from the recent rate at which blocks are returned."""
         missing = max(count - self.num_free, 1)
         return self._turnover.retry_after_s(now, self._num_returned, missing)
 
     def reused(self, blocks: Iterable[BlockId]) -> None:
-        """Somebody who holds these findable blocks found them and saves computing them: worth keeping."""
+        """Counts a cache hit for findable blocks whose holder does not have to compute them."""
         self._index.hit(blocks)
 
     def retain(self, blocks: Iterable[BlockId]) -> None:
-        """One more reference to each of these held or cached blocks."""
+        """Adds one reference to each of these held or cached blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 if not self._index.is_findable(block):
@@ -281,9 +281,9 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """One reference less to each; give a sequence's blocks in order. Unreferenced blocks stay findable until
-        they are evicted; those that never were findable become blank."""
-        for block in reversed(blocks):  # the end of a sequence ages first
+        """Drops one reference from each block. `blocks` must be in sequence order. Findable blocks without references
+        stay cached until they are evicted; other blocks become blank."""
+        for block in reversed(blocks):  # so that the end of a sequence is evicted first
             if self._references[block] == 0:
                 raise ValueError(f"block {block} is not held and cannot be released")
             self._references[block] -= 1
@@ -297,15 +297,15 @@ class BlockPool:
         else:
             self._blanks.put(block)
 
-    # -- memory that comes and goes
+    # -- elastic memory
 
     def want(self, count: int) -> None:
-        """Somebody waits for so many blocks beyond what is free."""
+        """Notes that a request waits for `count` blocks beyond those that are free."""
         self._blanks.want(count)
 
     def make_way(self) -> set[BlockId]:
-        """Gives up what can be found in blocks that are to leave, since there is less memory. Returns those that are
-        held: their holders should let go of them as soon as they can."""
+        """Removes from the prefix cache the blocks whose memory is to be given up. Returns those that are held: their
+        holders should release them as soon as possible."""
         if not self._blanks.is_leaving:
             return set()
         leaving = self._blanks.choose_leaving(self._references)
@@ -316,20 +316,20 @@ class BlockPool:
     # -- the prefix cache
 
     def publish(self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int) -> None:
-        """Makes a held block findable. No-op when the key already is, or when prefix caching is off."""
+        """Makes a held block findable. Does nothing if the key already is findable or if prefix caching is off."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is not held and cannot be published")
         if self._caching:
             self._index.add(block, key, parent, checksum)
 
     def forget(self, block: BlockId) -> None:
-        """The content is bad: neither it nor what was computed from it can be found any more. Holders keep their
-        references."""
+        """Removes a block, and all blocks that extend it, from the prefix cache, for example because its content is
+        corrupt. Holders keep their references."""
         if self._index.is_findable(block):
             for each in self._index.remove(block):
                 self._blanks.put(each)
 
-    # -- proof
+    # -- validation
 
     def validate(self) -> None:
         """Raises AssertionError unless every block is accounted for exactly once."""

@@ -1,8 +1,7 @@
-"""From what the operator typed to a local model folder, and what its config.json says, reduced to what the forward pass
-needs. No torch.
+"""Model configuration: finds or downloads the model folder and reads its config.json into a `ModelConfig`. No torch.
 
-Owns the list of supported architectures and the wording of every complaint about a model folder's configuration; the
-forward pass never looks at the JSON. Does not know weights; `engine.weights` complains about those.
+Owns the list of supported architectures and the error messages about a model folder's configuration. The forward pass
+never reads the JSON. Weights are checked by `engine.weights`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from protocol.layout import DTYPE_BYTES, KvLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama lineage: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+    """Configuration of a Llama-type decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
 
     architecture: str
     vocab_size: int
@@ -35,18 +34,18 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]  # per layer; None = sees everything before it
+    sliding_windows: tuple[int | None, ...]  # per layer, in tokens; None = full attention
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each head's query and key (Qwen3)
     initializer_range: float
-    dtype: str  # of the checkpoint
-    eos_token_ids: tuple[int, ...]  # empty = none known
+    dtype: str  # the checkpoint's, with float16 replaced by bfloat16
+    eos_token_ids: tuple[int, ...]  # may be empty
 
     def resolve_dtype(self, wish: str) -> str:
-        """The compute dtype for `--dtype`: auto means the checkpoint's own; float16 becomes bfloat16."""
+        """Returns the compute dtype for a `--dtype` value; auto means the checkpoint's own. Raises ConfigError."""
         if wish == "auto":
             return self.dtype
         if wish not in DTYPE_BYTES:
@@ -55,17 +54,17 @@ class ModelConfig:
 
     @property
     def kv_identity(self) -> str:
-        """What KV depends on beside weights and their shapes."""
+        """Everything that KV depends on in addition to the weights and their shapes; part of the fingerprint."""
         return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|"
 
     def of_layers(self, layers: range) -> ModelConfig:
-        """A model of these layers only, as a pipeline's stage computes it; they count from 0 there."""
+        """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
         windows = self.sliding_windows[layers.start : layers.stop]
         return replace(self, num_layers=len(layers), sliding_windows=windows)
 
     def kv_layout(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> KvLayout:
-        """The shape of this model's KV cache. `dtype` as for `resolve_dtype`; `kv_dtype` as for `--kv-cache-dtype`:
-        auto means that dtype, fp8 and int8 quantise."""
+        """Returns the layout of this model's KV cache. `dtype` is a `--dtype` value, `kv_dtype` a `--kv-cache-dtype`
+        value: auto means the compute dtype, fp8 and int8 quantise. Raises ConfigError."""
         if block_size < 1:
             raise ConfigError(f"block size must be at least 1, not {block_size}")
         try:
@@ -89,12 +88,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one architecture departs from Llama."""
+    """Differences of one architecture from Llama."""
 
-    biases: tuple[bool | str, bool | str, bool | str]  # of qkv, o, mlp; a name = as that field says
+    biases: tuple[bool | str, bool | str, bool | str]  # of qkv, o, mlp; a string names the field that decides
     sliding_windows: Callable[[Fields, int], tuple[int | None, ...]]
     qk_norm: bool = False
-    # What transformers takes where config.json is silent.
+    # Defaults of transformers for fields that config.json lacks.
     default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
     default_kv_heads: int | None = None  # None = num_attention_heads
     default_positions: int = 2048
@@ -105,7 +104,7 @@ def _no_window(_fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _window(fields: Fields) -> int | None:
-    """null = none; absent = the default that transformers has for all families with windows."""
+    """Returns the sliding window: None if it is null, the default of transformers (4096) if it is absent."""
     return fields.optional_count("sliding_window") if fields.has("sliding_window") else 4096
 
 
@@ -154,7 +153,7 @@ SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Reads `path`/config.json and generation_config.json. Raises ConfigError, saying what is wrong and where."""
+    """Reads `path`/config.json and generation_config.json. Raises ConfigError that names the file and the field."""
     if not path.is_dir():
         raise ConfigError(f"model folder {path} does not exist or is not a folder")
     fields = Fields(_read_json(path / "config.json"), source=str(path / "config.json"))
@@ -234,7 +233,7 @@ def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int)
 
 
 def _num_kv_heads(fields: Fields, family: _Family, num_heads: int) -> int:
-    """null = as many as heads; absent = the family's default."""
+    """Returns the number of KV heads: the query heads' if it is null, the family's default if it is absent."""
     name = "num_key_value_heads"
     given = fields.optional_count(name) if fields.has(name) else family.default_kv_heads
     num_kv_heads = given or num_heads
@@ -250,7 +249,7 @@ def _require_silu(fields: Fields) -> None:
 
 
 def _dtype(fields: Fields) -> str:
-    """The checkpoint's dtype; what has no KV layout of its own runs in the nearest one that has."""
+    """Returns the checkpoint's dtype. float16, which has no KV layout, is replaced by bfloat16."""
     name = fields.text("dtype", default=fields.text("torch_dtype", default="float32"))
     known = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
     if name not in known:
@@ -259,8 +258,8 @@ def _dtype(fields: Fields) -> str:
 
 
 def _eos_token_ids(path: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Those of both files, generation_config.json first: chat models often name their end of turn only there. Some
-    mean "none" by -1, and what is not in the vocabulary no step can sample."""
+    """Returns the ids of both files, generation_config.json first: chat models often name their end-of-turn token only
+    there. Ids outside the vocabulary are dropped: they cannot be sampled, and some files use -1 for "none"."""
     ids: list[int] = []
     generation = path / "generation_config.json"
     if generation.exists():
@@ -269,15 +268,15 @@ def _eos_token_ids(path: Path, fields: Fields, vocab_size: int) -> tuple[int, ..
     return tuple(each for each in dict.fromkeys(ids) if 0 <= each < vocab_size)
 
 
-# -- the folder
+# -- the model folder
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """A local folder as it is; otherwise `organisation/name`, downloaded from the hub (or found in its cache).
-    Raises ConfigError."""
+    """Returns the folder of a model: `name_or_path` itself if it is a folder, otherwise the hub repository
+    `organisation/name`, downloaded or taken from the hub's cache. Raises ConfigError."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -289,13 +288,13 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    # Imported here: it is slow, and a local folder needs none of it.
+    # Imported here: the import is slow and a local folder does not need it.
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception as error:  # of three trees:
-        # The hub's client raises its own tree, its HTTP library's and OSError: one and the same to the operator.
+    except Exception as error:
+        # The hub's client raises its own errors, its HTTP library's and OSError. The operator treats all alike.
         raise ConfigError(
             f"model {name} is no local folder and cannot be downloaded from the hub: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,7 +1,7 @@
-"""Where a replica computes: `--device`. Imports torch only where there may be a GPU.
+"""Resolves `--device` and finds GPUs. Imports torch only if there may be a GPU.
 
-`cpu-staged` is a device for tests, on any machine: it computes on the CPU from memory that nothing but `engine.staging`
-reaches, as a GPU's is, so that whoever forgets to load or to store is found out without a GPU.
+`cpu-staged` is a device for tests on any machine. It computes on the CPU, but from memory that only `engine.staging`
+reaches, like a GPU's, so that a missing load or store is detected without a GPU.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from protocol.errors import ConfigError
 CPU, CUDA, STAGED = "cpu", "cuda", "cpu-staged"
 DEVICES = ("auto", CPU, CUDA, STAGED)
 
-# What drivers show: one folder per GPU, one device file per GPU, and the only one under WSL.
+# Traces of the drivers: a folder per GPU, a device file per GPU, and the single device file under WSL.
 _TRACES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"), ("/dev", "dxg"))
 
 
 def resolve_device(wish: str) -> str:
-    """One of `cpu`, `cuda`, `cpu-staged`; auto is cuda where that can be had. Raises ConfigError, saying what to do,
-    where cuda was asked for and cannot be had."""
+    """Returns `cpu`, `cuda` or `cpu-staged`; auto means cuda if it is usable, else cpu. Raises ConfigError, with the
+    remedy, if cuda is requested but not usable."""
     if wish in (CPU, STAGED) or (wish == "auto" and count_gpus() == 0):
         return wish if wish != "auto" else CPU
     from engine.cuda.requirements import why_not_cuda  # imports torch
@@ -36,7 +36,7 @@ def resolve_device(wish: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One that a worker can compute on."""
+    """A GPU that a worker can compute on."""
 
     name: str
     total_bytes: int
@@ -44,8 +44,8 @@ class Gpu:
 
 
 def usable_gpus() -> list[Gpu]:
-    """By torch's numbers. Imports torch, and takes some memory of each. Raises ConfigError, saying what to do, where
-    none can be used."""
+    """Returns the usable GPUs in the order of torch's device numbers. Imports torch and takes some memory of each GPU.
+    Raises ConfigError, with the remedy, if none is usable."""
     from engine.cuda.requirements import gpus, why_not_cuda
 
     if (reason := why_not_cuda()) is not None:
@@ -54,7 +54,7 @@ def usable_gpus() -> list[Gpu]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """As CUDA_VISIBLE_DEVICES names them: those of that variable, or all."""
+    """Returns the GPU names in CUDA_VISIBLE_DEVICES, or the numbers of all GPUs if it is not set."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip())
@@ -62,5 +62,5 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def count_gpus(root: Path = Path("/")) -> int:
-    """How many GPUs the machine's drivers show, whether torch can use them or not."""
+    """Returns how many GPUs the drivers show, whether torch can use them or not."""
     return max(len(list((root / folder.lstrip("/")).glob(pattern))) for folder, pattern in _TRACES)

@@ -1,7 +1,7 @@
-"""What a step that was begun has sampled: on the host, or still on the device, where the next step can have it already.
+"""Sampled tokens of a step that was begun: on the host, or still on the device, where the next step can use them.
 
-A greedy token is the place of a row's largest logit, which the device finds by itself; its copy to the host is asked
-for and not waited for. Any other sampling is the host's (`engine.sampler`), which waits for the logits.
+A greedy token is the index of a row's largest logit, which the device finds; its copy to the host is asynchronous. All
+other sampling is done on the host (`engine.sampler`), which waits for the logits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from protocol.ids import RequestId
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Tokens of a step that are on its device only."""
+    """Input tokens of a step that are on the device only."""
 
-    places: torch.Tensor  # [k] int64, on the host: which of the step's tokens they are
+    places: torch.Tensor  # [k] int64, on the host: their indices in the step
     tokens: torch.Tensor  # [k] int64, on the device
 
     def put_into(self, token_ids: torch.Tensor) -> None:
-        """`token_ids`: of the whole step, on the device."""
+        """Inserts the tokens into `token_ids` of the whole step, on the device."""
         token_ids.index_copy_(0, to_device(self.places, token_ids.device), self.tokens)
 
 
 class BegunStep:
-    """A step that an engine was given, and what it samples. Steps end in the order in which they were begun."""
+    """A step that was given to the engine, and its sampled tokens. Steps end in the order in which they were begun."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class BegunStep:
         following: Sequence[RequestId] = (),
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """`places`: which of the slices sampled each. `on_device`: greedy tokens [places] int64 of the requests
-        `following`, in place of `sampled`, where they are still on the device."""
+        """`places`: index of the slice of each sampled token. `on_device`: greedy tokens [places] int64 that are still
+        on the device, for the requests in `following`; they replace `sampled`."""
         self.on_device = on_device
         self._num_slices = num_slices
         self._places = places
@@ -59,18 +59,18 @@ class BegunStep:
             self._arrived = record_event() if is_cuda else None
 
     def end(self) -> list[Sampled | None]:
-        """As `Engine.execute`; waits until the device has come so far."""
+        """Waits for the sampled tokens and returns the result of `Engine.execute`."""
         results: list[Sampled | None] = [None] * self._num_slices
         for place, sampled in zip(self._places, self._drawn(), strict=True):
             results[place] = sampled
         return results
 
     def token_of(self, request_id: RequestId) -> int:
-        """On the host; waits for it. Raises InvalidRequest where the step sampled none for the request."""
+        """Waits for the token of a request and returns it. Raises InvalidRequest if the step sampled none for it."""
         return self._drawn()[self.row_of(request_id)].token_id
 
     def row_of(self, request_id: RequestId) -> int:
-        """Which of the tokens is the request's. Raises InvalidRequest where the step sampled none for it."""
+        """Returns the index of a request's token. Raises InvalidRequest if the step sampled none for it."""
         if request_id not in self._request_ids:
             raise InvalidRequest("the step before sampled no token for it to follow", request=request_id)
         return self._request_ids.index(request_id)
@@ -93,8 +93,8 @@ def draw(
     *,
     may_stay: bool,
 ) -> BegunStep:
-    """`sampling`: the slices at `places`, a row of `logits` each. `allowed`: as for `sample`. `may_stay`: greedy tokens
-    may stay on the device for now."""
+    """Samples the tokens of a step. `sampling`: the slices at `places`, one row of `logits` each. `allowed`: see
+    `sampler.sample`. `may_stay`: greedy tokens may stay on the device."""
     if not sampling:
         return BegunStep(num_slices)
     if may_stay and is_greedy_alone(sampling):
@@ -105,8 +105,8 @@ def draw(
 
 
 def with_history(slices: Sequence[Slice], before: BegunStep) -> list[Slice]:
-    """Where sampling looks at a sequence's tokens, and the last one may not be among them yet, with it. Such a token is
-    on the host already: it was sampled there, for the same reason."""
+    """Completes `token_ids` of slices whose sampling reads them but whose last token is only in `before`. This token is
+    already on the host, since sampling that reads the history is done there."""
     return [
         replace(piece, token_ids=[*piece.token_ids[: piece.start], before.token_of(piece.request_id)])
         if piece.follows and (piece.sampling.needs_history or piece.sampling.grammar)

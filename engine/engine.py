@@ -1,7 +1,7 @@
-"""One replica of a model, ready to compute: `Engine.execute` runs one step over any mix of slices.
+"""Inference engine of one model replica: `Engine.execute` runs one step over any mix of prefill and decode slices.
 
-Owns weights, KV memory and the order in which slices are laid out. Which sequences run, which blocks they have and when
-to stop is the caller's business; the engine keeps nothing about a sequence that it could not do without.
+Owns the weights, the KV memory and the order in which slices are laid out. The caller decides which sequences run,
+which blocks they use and when they stop; the engine keeps no state about a sequence that it can do without.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OnLayer = Callable[[int], None]
 
 
 class Engine:
-    """Not thread-safe: one caller at a time (`engine.runtime.EngineThread`)."""
+    """Runs forward passes and samples tokens. Not thread-safe: one caller at a time (`engine.runtime.EngineThread`)."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Engine:
         outside: memoryview | None = None,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        """`outside`: where others reach the pool's KV, by way of `engine.staging`; None: in the pool itself."""
+        """`outside`: host memory to which `engine.staging` copies the pool's KV; None if the pool itself is shared."""
         self.config = config
         self.kernels_name = model.kernels_name
         self.attention_name = attention.name
@@ -63,7 +63,7 @@ class Engine:
         self.num_blocks = pool.num_blocks
         self.memory = pool.memory
         self.device = pool.device
-        self.dtype = pool.dtype  # that the model is computed in
+        self.dtype = pool.dtype  # compute dtype
         self.fingerprint = fingerprint
         self.stage = stage or split(config.num_layers, 1)[0]
         self._model = model
@@ -104,18 +104,18 @@ class Engine:
         cache_folder: Path | None = None,
         progress: Progress | None = None,
     ) -> Engine:
-        """Loads the weights and lays the KV pool out over `memory` (its own when None). `dtype` is what is
-        computed in; None = the layout's, which is then not quantised. Raises ConfigError. `num_threads` is set for the
-        whole process.
+        """Loads the weights and creates the KV pool in `memory`, or in newly allocated memory if None. Raises
+        ConfigError. `dtype` is the compute dtype; None means the layout's dtype, which must not be quantised then.
+        `num_threads` is set for the whole process.
 
-        `kernels` and `attention`: auto, native or torch. What is native is compiled once into `cache_folder`
-        (`protocol.machine.cache_folder`); without a folder auto means torch. `device`: cpu,
-        cuda, where auto means triton, or cpu-staged (`engine.device`); but for cpu the KV is in memory of the engine's
-        own, and what is in `memory` goes there and comes from there by way of `make_staging`.
+        `kernels` and `attention`: auto, native, torch or triton. Native code is compiled once into `cache_folder`
+        (`protocol.machine.cache_folder`); without a folder, auto means torch. `device`: cpu, cuda (auto means triton)
+        or cpu-staged (`engine.device`). On cuda and cpu-staged the KV pool is in the engine's own memory, and
+        `make_staging` copies between it and `memory`.
 
-        `stage`: only these layers are loaded and have KV in `memory`; `config` and `layout` are the whole model's, as
-        the fingerprint is, which is equal at all stages. `team`: only this rank's share is loaded, and of `memory`,
-        which all ranks have, only its heads are written."""
+        `stage`: only its layers are loaded and have KV in `memory`. `config` and `layout` describe the whole model, and
+        so does the fingerprint, which is equal at all stages. `team`: only this rank's share of the weights is loaded,
+        and only its heads are written to `memory`, which all ranks map."""
         set_threads(num_threads)
         place = find_device(CPU if device == STAGED else device)
         is_staged = device == STAGED or (place.type == "cuda" and memory is not None)
@@ -160,16 +160,16 @@ class Engine:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the KV that it computes from is not in the memory that it was given."""
+        """True if the engine computes from its own KV memory instead of the memory that it was given."""
         return self._outside is not None
 
     def make_staging(self) -> HostStaging:
-        """A way of its own between the pool and the memory that `load` was given, for one caller."""
+        """Creates a copier between the pool and the memory given to `load`, for use by one caller."""
         assert self._outside is not None, "the pool is in that memory"
         return HostStaging(self._pool, self._outside)
 
     def lead(self, leading: Leading) -> None:
-        """From now on the other ranks of the team are told each step."""
+        """Makes this engine rank 0: each later step is sent to the other ranks of the team."""
         self._leading = leading
 
     def execute(
@@ -180,14 +180,16 @@ class Engine:
         before_attention: OnLayer | None = None,
         hidden: HiddenStates | None = None,
     ) -> list[Sampled | None]:
-        """One forward pass over all slices. `on_layer(l)` is called when layer l's K and V of this step are in the
-        memory that `load` was given: right after they were computed, or, where that is not the pool's, a little later.
-        `before_attention(l)` is called after they were computed and before any of the layer's KV is looked at.
-        The result has one entry per slice, None where it does not sample. Raises InvalidRequest, before
-        anything is computed, for a slice that does not fit its blocks or the vocabulary.
+        """Runs one forward pass over all slices and returns one entry per slice, None for a slice that does not sample.
+        Raises InvalidRequest, before anything is computed, for a slice that does not fit its blocks or the vocabulary.
 
-        A stage takes hidden states from the one before and leaves some for the next one in `hidden`, and only the last
-        one samples. Their rows are in the order of this engine's attention, which must be the same at all stages."""
+        `on_layer(l)` is called when this step's K and V of layer l are in the memory given to `load`: right after they
+        are computed, or slightly later if they have to be copied out of the pool. `before_attention(l)` is called after
+        they are computed and before the layer's attention reads any KV; not so in a team, which calls both at the end
+        of the layer.
+
+        A pipeline stage receives hidden states from the previous stage and leaves them for the next one in `hidden`;
+        only the last stage samples. Rows are in the attention backend's order, which must be equal at all stages."""
         return self.begin(slices, on_layer, before_attention=before_attention, hidden=hidden).end()
 
     def begin(
@@ -198,8 +200,9 @@ class Engine:
         before_attention: OnLayer | None = None,
         hidden: HiddenStates | None = None,
     ) -> BegunStep:
-        """As `execute`, as far as a GPU is given it; what is sampled is waited for by `BegunStep.end`. Slices that
-        follow the step begun before this one are fed where its tokens are. Of a CPU the step is over on return."""
+        """Starts a step with the arguments of `execute`; `BegunStep.end` returns its result. On a GPU, greedy tokens
+        are not waited for, any other sampling waits for the logits; on a CPU the step is complete on return. Slices
+        with `follows` take their token from the step begun before, on the device if it is still there."""
         if not slices:
             return BegunStep(0)
         for piece in slices:
@@ -237,14 +240,14 @@ class Engine:
     def _hooks(
         self, slices: Sequence[Slice], on_layer: OnLayer | None, before_attention: OnLayer | None
     ) -> Iterator[OnLayer | None]:
-        """What the forward pass calls after each layer's K and V. All of `on_layer` has been called at the end."""
+        """Yields the callback for the forward pass to call per layer. On exit every `on_layer` call has been made."""
         if on_layer is None or self._staging is None:
             yield _both(on_layer, before_attention)
             return
         staging, blocks = self._staging, self._touched(slices)
 
         def computed(layer: int) -> None:
-            """It is in the pool, or will be when the GPU has done what it was given."""
+            # The layer is in the pool, or will be once the GPU has done the submitted work.
             staging.store(layer, blocks, partial(on_layer, layer))
             staging.settle(wait=False)
 
@@ -254,7 +257,7 @@ class Engine:
             staging.settle(wait=True)
 
     def _touched(self, slices: Sequence[Slice]) -> list[BlockId]:
-        """The blocks that a step writes to, each once."""
+        """Returns the blocks that a step writes to, without duplicates."""
         size = self.layout.block_size
         blocks = (s.block_table[s.start // size : self.layout.blocks_for(s.end)] for s in slices)
         return list(dict.fromkeys(chain.from_iterable(blocks)))
@@ -265,8 +268,8 @@ class Engine:
         dirty: torch.Tensor | None,
         on_layer: OnLayer | None = None,
     ) -> torch.Tensor:
-        """A step that is checked and laid out: `execute` calls it, and a rank that does as another one says. `dirty`:
-        slots to be zeroed before. What `ForwardPass.forward` gives."""
+        """Runs a step that is already checked and laid out, and returns the result of `ForwardPass.forward`. Called by
+        `begin` and by a rank that follows rank 0. `dirty`: slots to zero beforehand."""
         with torch.inference_mode():
             if dirty is not None:
                 self._pool.clear(dirty)
@@ -285,7 +288,7 @@ def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
 
 
 def _require_possible(layout: KvLayout, stage: Stage, team: Team | None, *, apart: bool, triton: bool) -> None:
-    """Raises ConfigError for what does not go together. `apart`: the KV is in memory of a device's own."""
+    """Raises ConfigError for unsupported combinations. `apart`: the KV is in a device's own memory."""
     if stage.size > 1 and apart:
         raise ConfigError("a pipeline's stages compute on CPUs: --device cpu")
     if team is not None and (stage.size > 1 or apart):
@@ -300,9 +303,9 @@ def _tell_compiling(progress: Progress | None) -> None:
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of torch's operations, for the whole process."""
+    """Sets the number of threads of torch's operations for the whole process."""
     torch.set_num_threads(num_threads)
     if torch.get_num_interop_threads() != 1:
-        # Refused once work has begun in this process; idle threads do no harm.
+        # torch refuses this once work has begun in the process; idle threads do no harm.
         with suppress(RuntimeError):
             torch.set_num_interop_threads(1)

@@ -1,4 +1,4 @@
-"""Typed access to a JSON object whose author we do not trust: every complaint names the file and the field."""
+"""Typed, checked access to an untrusted JSON object. Every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Fields:
-    """The fields of one JSON object. null counts as absent. Raises ConfigError for a wrong type or range."""
+    """Fields of one JSON object. null counts as absent. Raises ConfigError for a wrong type or range."""
 
     def __init__(self, content: dict[str, Any], *, source: str) -> None:
         self._content = content
@@ -21,7 +21,7 @@ class Fields:
         return ConfigError(f"{self._source}: {complaint}")
 
     def has(self, name: str) -> bool:
-        """Whether it is there, if only as null: where that is another thing than to be absent."""
+        """True if the field is present, even as null, for fields where null and absent differ."""
         return name in self._content
 
     @property
@@ -29,7 +29,7 @@ class Fields:
         return not self._content
 
     def objects(self) -> list[str]:
-        """Names of those that are objects themselves."""
+        """Returns the names of fields that are objects."""
         return [name for name, value in self._content.items() if isinstance(value, dict)]
 
     def _get(self, name: str, what: str, fits: Callable[[Any], bool]) -> Any:
@@ -73,13 +73,13 @@ class Fields:
         return None if value is None else tuple(value)
 
     def token_ids(self, name: str) -> list[int]:
-        """One id or a list of them; absent = empty."""
+        """Returns a field that holds one id or a list of ids; empty if it is absent."""
         what = "a token id or a list of them"
         value = self._get(name, what, lambda each: _is_integer(each) or _is_list_of(each, int))
         return [] if value is None else value if isinstance(value, list) else [value]
 
     def nested(self, name: str) -> Fields | None:
-        """The fields of an object within this one."""
+        """Returns the fields of a nested object, or None if it is absent."""
         value = self._get(name, "an object", lambda each: isinstance(each, dict))
         return None if value is None else Fields(value, source=f"{self._source}: {name}")
 

@@ -1,10 +1,10 @@
-"""Which tokens a grammar allows next, for the sequences of a step.
+"""Computes masks of the tokens that a grammar allows next, for the sequences of a step.
 
-**A mask is a function of (grammar, tokens generated so far), nothing else.** A matcher that has followed a sequence is
-only a shortcut: where there is none, or it has read other tokens, one is made from the start and reads them all. So a
-sequence may be preempted, move to another worker or be continued after a loss, and its masks are the same.
+**A mask is a function of (grammar, tokens generated so far), nothing else.** A matcher that follows a sequence is only
+a cache: if there is none, or it has read other tokens, a new one reads all tokens from the start. So the masks stay the
+same if a sequence is preempted, moves to another worker or is continued after a loss.
 
-They do not depend on logits, so a thread of their own computes them while the forward pass runs.
+Masks do not depend on logits, so a separate thread computes them while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from protocol.ids import RequestId
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Steps without a sequence after which its matcher is forgotten: it has ended, or waits for long.
+# A matcher is dropped after this many steps without its sequence, which has ended or has to wait long.
 _MAX_IDLE_STEPS = 256
 
 Mask = npt.NDArray[np.bool_]
@@ -36,27 +36,27 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What one row of logits may become."""
+    """Tokens that one row of logits may become, or the reason why there are none."""
 
-    mask: Mask | None  # [vocab]; None where there is none to be had
-    failure: str | None = None  # why not
+    mask: Mask | None  # [vocab]; None after a failure
+    failure: str | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Follower:
-    """A matcher and what it has read."""
+    """A matcher and the tokens that it has read."""
 
     matcher: LLMatcher
     grammar: str
     read: list[int] = field(default_factory=list)
-    used_in: int  # step
+    used_in: int  # number of the last step with this sequence
 
 
 class GrammarMasks:
-    """Not thread-safe: one step at a time, as the engine's."""
+    """Mask computation of one engine. Not thread-safe: one step at a time, except for `prepare`."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """As for `Grammars`."""
+        """`folder`: the model folder; see `Grammars`."""
         self._grammars = Grammars(folder, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -65,17 +65,17 @@ class GrammarMasks:
         self._num_steps = 0
 
     def prepare(self, grammar: str) -> None:
-        """Compiles it, so that no step has to. For any thread. Raises InvalidRequest."""
+        """Compiles a grammar ahead of its first step. Callable from any thread. Raises InvalidRequest."""
         self._grammars.start(grammar)
 
     def begin(self, slices: Sequence[Slice]) -> Future[list[Allowed | None]] | None:
-        """One entry per slice, None for those without a grammar; None where no slice has one."""
+        """Starts computing one entry per slice, None for slices without a grammar. Returns None if no slice has one."""
         if not any(piece.sampling.grammar for piece in slices):
             return None
         return self._thread.submit(self.of, slices)
 
     def of(self, slices: Sequence[Slice]) -> list[Allowed | None]:
-        """As `begin`, at once. What fails fails alone."""
+        """Computes the entries of `begin` in the calling thread. A failure of one slice does not affect the others."""
         self._num_steps += 1
         found = [self._allowed(piece) if piece.sampling.grammar else None for piece in slices]
         self._forget()
@@ -97,7 +97,7 @@ class GrammarMasks:
             why = follower.matcher.get_error().partition("\n")[0]
             return Allowed(mask=None, failure=f"the grammar cannot be followed any further: {why}")
         for token_id in self._eos_token_ids:
-            if token_id not in piece.sampling.stop_token_ids:  # it would end nothing
+            if token_id not in piece.sampling.stop_token_ids:  # it would not end this request
                 mask[token_id] = False
         if not mask.any():
             return Allowed(mask=None, failure="the answer is complete, and no stop token may end it")
@@ -111,7 +111,7 @@ class GrammarMasks:
             self._followers[request_id] = follower
         fresh = generated[len(follower.read) :]
         if fresh:
-            follower.matcher.consume_tokens(fresh)  # it remembers a failure itself
+            follower.matcher.consume_tokens(fresh)  # a failure is kept in the matcher
         follower.read = generated
         follower.used_in = self._num_steps
         self._followers.move_to_end(request_id)

@@ -1,15 +1,15 @@
-"""The bytes of the KV pool as tensors: per layer a K and a V `[num_blocks, block_size, kv_heads, head_dim]`, or a range
-of these heads. Where K and V are quantised, heads are rows of bytes, `head_bytes` long.
+"""The KV pool as tensors: per layer one K and one V `[num_blocks, block_size, kv_heads, head_dim]`, or a range of these
+heads. If KV is quantised, a head is a row of `head_bytes` bytes.
 
-The memory belongs to whoever registered it with the transfer engine; here are only views, at exactly the offsets that
-`protocol.layout` gives to everyone else. A pool on a GPU has the same layout there; `engine.staging` is the way between
-the two. Does not know which blocks are in use.
+The memory belongs to the code that registered it with the transfer engine. This module only has views of it, at the
+offsets that `protocol.layout` defines. A pool on a GPU has the same layout; `engine.staging` copies between the two.
+The pool does not know which blocks are in use.
 
-Quantised K and V have a byte per element, and a scale per token and head: int8, or fp8 in E4M3. A head's row is its
-codes and behind them the scale (`protocol.layout`). Its rule: a row depends on that head of that token alone, so that
-a block's bytes are the same whoever wrote its tokens, in whatever order. The native kernels
-(`engine/native/quantise.h`) give the same bits: the scale is the highest magnitude over the highest code, codes are
-rounded to nearest, ties to even. Why so and not a scale per block: docs/kv-dtypes.md.
+Quantised K and V have one byte per element, int8 or fp8 (E4M3), and one scale per token and head. A row holds the codes
+of a head, followed by the scale (`protocol.layout`). Rule: a row depends only on that head of that token, so a block's
+bytes do not depend on which process wrote its tokens or in which order. The native kernels
+(`engine/native/quantise.h`) produce the same bits: the scale is the highest magnitude divided by the highest code, and
+codes are rounded to nearest, ties to even. docs/kv-dtypes.md says why the scale is not per block.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from protocol.errors import ConfigError
 from protocol.layout import SCALE_BYTES, KvLayout
 
-# Below, a head is as good as zero, and its scale must be no denormal.
+# Lower bound of a head's magnitude: smaller heads count as zero, and the scale must not be denormal.
 _LEAST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """How a byte stands for a number between -`highest` and `highest`."""
+    """Encoding of numbers from -`highest` to `highest` in one byte."""
 
     highest: float
     dtype: torch.dtype
@@ -43,7 +43,7 @@ CODES = {
 
 
 def quantise(heads: torch.Tensor, code: Code) -> torch.Tensor:
-    """[..., head_dim] of any float dtype → rows [..., head_dim + 4] uint8."""
+    """Quantises [..., head_dim] of any float dtype to rows [..., head_dim + 4] uint8."""
     wide = heads.float()
     scales = wide.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / code.highest
     codes = code.round(wide / scales).to(code.dtype)
@@ -51,7 +51,7 @@ def quantise(heads: torch.Tensor, code: Code) -> torch.Tensor:
 
 
 def dequantise(rows: torch.Tensor, code: Code, dtype: torch.dtype) -> torch.Tensor:
-    """rows [..., head_dim + 4] uint8, contiguous → [..., head_dim] in `dtype`."""
+    """Dequantises contiguous rows [..., head_dim + 4] uint8 to [..., head_dim] in `dtype`."""
     codes = rows[..., :-SCALE_BYTES].view(code.dtype).float()
     return codes.mul_(rows[..., -SCALE_BYTES:].view(torch.float32)).to(dtype)
 
@@ -60,8 +60,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KvPool:
-    """Views of one pool, or of the KV heads in it that a rank has. `slot` = block · block_size + place in the block.
-    `memory` is the host's; that of a pool on a GPU is empty."""
+    """Tensor views of one pool, or of a rank's KV heads in it. A slot is block · block_size + position in the block.
+    `memory` is host memory; it is empty for a pool on a GPU."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class KvPool:
         heads: range | None = None,
         dtype: str | None = None,
     ) -> None:
-        """`heads`: contiguous; all when None. `dtype`: what K and V are computed in; None = the layout's own, which is
-        then not quantised."""
+        """`heads`: range of KV heads; all if None. `dtype`: compute dtype of K and V; None means the layout's, which
+        must not be quantised then. Raises ConfigError if `memory` is too small or read-only."""
         needed = layout.pool_bytes(num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
@@ -112,7 +112,7 @@ class KvPool:
 
     @property
     def slot_stride(self) -> int:
-        """Elements of a piece from a slot to the next one; where it is quantised, bytes."""
+        """Distance between slots of a piece, in elements, or in bytes if KV is quantised."""
         return self.layout.token_bytes // self.keys[0].element_size()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -123,7 +123,8 @@ class KvPool:
         self._value_slots[layer].index_copy_(0, slots, values)
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of these blocks as attention computes with them: `[blocks, block_size, kv_heads, head_dim]` each."""
+        """Returns copies of K and V of these blocks in the compute dtype, `[blocks, block_size, kv_heads, head_dim]`
+        each."""
         keys = self.keys[layer].index_select(0, blocks)
         values = self.values[layer].index_select(0, blocks)
         if self._code is None:
@@ -132,12 +133,12 @@ class KvPool:
         return dequantise(keys, self._code, dtype), dequantise(values, self._code, dtype)
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Zeroes slots in all layers."""
+        """Zeroes `slots` in all layers."""
         own = slots.to(self.device)
         for piece in (*self._key_slots, *self._value_slots):
             piece.index_fill_(0, own, 0)
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Page-aligned zeroed memory of this process."""
+    """Allocates page-aligned, zeroed, private memory."""
     return memoryview(mmap.mmap(-1, nbytes))

@@ -1,6 +1,6 @@
-"""The forward pass of the Llama lineage over a flat batch of tokens.
+"""Forward pass of Llama-type decoders over a flat batch of tokens.
 
-Only the order of things: what computes a layer is `engine.kernels`, what looks at earlier tokens is `engine.attention`.
+Owns only the order of operations: `engine.kernels` computes the layers, `engine.attention` reads earlier tokens.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from engine.step import Step
 
 
 class Share(Protocol):
-    """A rank's share of a model, and the others'."""
+    """Access of a tensor-parallel rank to the other ranks' logits."""
 
     def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] from all ranks' parts of the vocabulary; at ranks but the first one nothing of use.
+        """Joins all ranks' parts of the vocabulary to logits [rows, vocab]. Only rank 0 gets a meaningful result.
         Raises PeerLost."""
 
 
 class ForwardPass(Protocol):
-    """What an engine runs: `Model`, or one that replays it."""
+    """Interface between the engine and a model: `Model`, or a wrapper that replays CUDA graphs."""
 
     kernels_name: str
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Logits `[rows, vocab]`, float32, until the next call; of a stage that is not the last one hidden states
-        `[tokens, hidden_size]`. `on_layer(l)` runs right after layer l's K and V are in the pool, all ranks' of them.
-        Raises PeerLost where another rank is lost."""
+        """Returns logits `[rows, vocab]`, float32, or hidden states `[tokens, hidden_size]` if the stage is not the
+        last one. The result is valid until the next call. `on_layer(l)` runs right after layer l's K and V, of all
+        ranks, are in the pool. Raises PeerLost if another rank is lost."""
 
 
 class Model:
-    """A decoder, or a run of its layers: its kernels, which have the weights and the KV pool, and its attention."""
+    """A decoder, or a range of its layers: kernels, which own the weights, and attention over one KV pool."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Model:
         gives_logits: bool = True,
         share: Share | None = None,
     ) -> None:
-        """`gives_logits`: whether the last layer is among them; otherwise a pass gives hidden states. `share`: of a
-        rank; None = the layers are whole."""
+        """`gives_logits`: True if the model's last layer is included; otherwise a pass returns hidden states. `share`:
+        for a tensor-parallel rank; None = the layers are whole."""
         self.kernels_name = kernels.name
-        self.windows = frozenset(config.sliding_windows)  # that any layer has
+        self.windows = frozenset(config.sliding_windows)  # distinct windows of the layers
         self._windows = config.sliding_windows
         self._kernels = kernels
         self._attention = attention
@@ -59,7 +59,7 @@ class Model:
         self._share = share
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """As `ForwardPass.forward`."""
+        """Plans attention for the step and runs the pass; see `ForwardPass.forward`."""
         plans = {window: self._attention.plan(step.spans, window) for window in self.windows}
         return self.run(step, plans, on_layer)
 
@@ -69,7 +69,7 @@ class Model:
         plans: Mapping[int | None, Plan],
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """As `forward`, with a plan for each window that was made before; `step.spans` is not looked at."""
+        """Runs the pass with an existing attention plan for each window; `step.spans` is not used."""
         work = self._kernels.begin(step)
         for layer, window in enumerate(self._windows):
             queries, keys, values = self._kernels.project(layer, work)
@@ -77,7 +77,7 @@ class Model:
                 on_layer(layer)
             wanted = step.rows if layer == self._last else None
             if wanted is not None and not len(wanted) and self._share is None:
-                return self._no_logits(queries)  # of the last layer only K and V are ever looked at
+                return self._no_logits(queries)  # only K and V of the last layer are needed
             seen = self._attention.attend(layer, plans[window], queries, keys, values)
             if wanted is not None:
                 seen = self._kernels.keep(work, self._finished(wanted), seen)
@@ -95,6 +95,6 @@ class Model:
         return like.new_empty((0, self._vocab_size), dtype=torch.float32)
 
     def _finished(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Rows that go through the last layer: those whose logits are wanted. Ranks meet in its sums, and know by that
-        that all have written their K and V, so that they take one along where nobody wants any."""
+        """Returns the rows that go through the rest of the last layer: the rows whose logits are needed. With ranks at
+        least one row is kept: the layer's sums synchronise them, and so confirm that all have written their K and V."""
         return wanted if len(wanted) or self._share is None else wanted.new_zeros(1)

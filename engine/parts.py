@@ -1,13 +1,13 @@
-"""Which part of a model an engine has: all of it, one stage of a pipeline, or the share of a tensor-parallel rank.
+"""Partition of a model: the layers of a pipeline stage, and the heads and widths of a tensor-parallel rank.
 
-A *stage* has a contiguous run of layers (chunked pipeline parallelism, Mooncake FAST'25 §4.2): the first one embeds,
-the last one has the final norm and the head, and hidden states go from each to the next.
+A *stage* has a contiguous range of layers (chunked pipeline parallelism, Mooncake FAST'25 §4.2). The first stage has
+the embedding, the last one the final norm and the head; hidden states go from each stage to the next.
 
-A *shard* is a part of every layer. Queries, keys and values, and the MLP's inner size, are cut by columns, and what
-follows them by rows, so that a layer needs two sums over all ranks (Megatron-LM, arXiv:1909.08053 §3). The head is cut
-by tokens of the vocabulary; every rank has the embedding, which costs nothing to read.
+A *shard* is a part of every layer. Query, key, value, gate and up projections are cut by columns, output and down
+projections by rows, so a layer needs two sums over all ranks (Megatron-LM, arXiv:1909.08053 §3). The head is cut by
+vocabulary. Every rank has the whole embedding, of which a step reads only a few rows.
 
-Only the numbers; knows neither weights nor who computes.
+Only numbers: knows neither weights nor kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One of `size` stages, the `rank`-th from 0."""
+    """One of `size` pipeline stages; `rank` counts from 0."""
 
     rank: int
     size: int
@@ -38,7 +38,7 @@ class Stage:
 
 
 def cut(counts: Sequence[int]) -> tuple[Stage, ...]:
-    """Stages with so many layers each. Raises ConfigError for one that would have none."""
+    """Returns stages with the given numbers of layers. Raises ConfigError if one of them is 0."""
     if min(counts) < 1:
         raise ConfigError(f"every stage of a pipeline has at least one layer, not {list(counts)}")
     ends = list(accumulate(counts))
@@ -49,8 +49,8 @@ def cut(counts: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def split(num_layers: int, size: int) -> tuple[Stage, ...]:
-    """`size` stages that differ by one layer at most, the larger ones first: the last one also has the head. Raises
-    ConfigError for more stages than layers."""
+    """Returns `size` stages that differ by at most one layer. Larger stages come first, since the last one also has the
+    head. Raises ConfigError if there are more stages than layers."""
     if not 1 <= size <= num_layers:
         raise ConfigError(f"{num_layers} layers cannot be shared by {size} pipeline stages")
     least, more = divmod(num_layers, size)
@@ -59,21 +59,21 @@ def split(num_layers: int, size: int) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The `rank`-th of `size`, from 0. Ranges are contiguous parts of the model's."""
+    """Share of one of `size` tensor-parallel ranks; `rank` counts from 0. Ranges are contiguous parts of the model."""
 
     rank: int
     size: int
     heads: range
     kv_heads: range
     inner: range  # of the MLP
-    vocabulary: range  # of the head; the last ranks may have fewer, or none
+    vocabulary: range  # of the head; the last ranks may have fewer tokens, or none
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def of(self, config: ModelConfig) -> ModelConfig:
-        """What this rank computes, as if it were a model; its vocabulary is the head's part."""
+        """Returns the configuration of this rank's share as a model; its vocabulary is the rank's part of the head."""
         return replace(
             config,
             num_heads=len(self.heads),
@@ -84,8 +84,8 @@ class Shard:
 
 
 def shards(config: ModelConfig, size: int) -> tuple[Shard, ...]:
-    """All ranks' parts. Raises ConfigError for a model that cannot be cut into so many equal ones: a KV head, and the
-    query heads that share it, stay together, since two ranks would have to write its KV otherwise."""
+    """Returns the shards of all ranks. Raises ConfigError if the model cannot be cut into `size` equal parts. A KV head
+    and the query heads that share it stay together; otherwise two ranks would have to write its KV."""
     for what, count in (
         ("num_key_value_heads", config.num_kv_heads),
         ("intermediate_size", config.intermediate_size),

@@ -1,4 +1,4 @@
-"""What a block pool counts of itself: how long allocations took, how fast blocks come back, and both as metrics."""
+"""Statistics and Prometheus metrics of a block pool: allocation times and the rate at which blocks are returned."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from engine.block_pool import BlockPool
 
 NUM_BUCKETS = 64 * 8
-"""More than 64 bits of nanoseconds need."""
+"""Enough for durations of 64 bits of nanoseconds."""
 QUANTILES = (50.0, 99.0, 99.9)
 
 
 class Durations:
-    """A histogram with eight buckets per power of two, in nanoseconds. A percentile is the upper bound of its
-    bucket: never too low, and at most an eighth too high."""
+    """Histogram of nanoseconds with eight buckets per power of two. A percentile is the upper bound of its bucket:
+    never too low and at most an eighth too high."""
 
     def __init__(self) -> None:
         self.counts = [0] * NUM_BUCKETS
@@ -31,7 +31,7 @@ class Durations:
         self.counts[(shift << 3) + (nanoseconds >> shift)] += 1
 
     def percentile_s(self, percent: float) -> float:
-        """Seconds within which so many per cent were done; 0 when there was none."""
+        """Returns the given percentile in seconds; 0 if there are no durations."""
         wanted = sum(self.counts) * percent / 100
         if not wanted:
             return 0.0
@@ -39,36 +39,36 @@ class Durations:
         return _bound_s(next(bucket for bucket, sum_ in enumerate(reached) if sum_ >= wanted))
 
     def sum_s(self) -> float:
-        """Seconds in all, as if each had taken as long as its bucket's upper bound."""
+        """Returns the sum in seconds, with each duration rounded up to its bucket's upper bound."""
         return sum(count * _bound_s(bucket) for bucket, count in enumerate(self.counts) if count)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """(seconds, how many took less) at each power of two from 128 ns to a second."""
+        """Yields (seconds, number of shorter durations) at each power of two from 128 ns to about a second."""
         reached = list(accumulate(self.counts))
         for power in range(7, 31):
             yield 2**power / 1e9, reached[((power - 3) << 3) + 7]
 
 
 def _bound_s(bucket: int) -> float:
-    """The first duration of the next bucket."""
+    """Returns the upper bound of a bucket in seconds: the first duration of the next bucket."""
     shift = max(0, (bucket >> 3) - 1)
     return ((bucket - (shift << 3) + 1) << shift) / 1e9
 
 
 class Turnover:
-    """How many blocks come back per second, from what was freed between two looks at least five seconds apart."""
+    """Rate at which blocks are returned, measured since the older of two samples at least SPAN_S apart."""
 
     SPAN_S = 5.0
     UNKNOWN_S = 1.0
-    """Answered before anything is known."""
+    """Answer while the rate is unknown."""
     SHORTEST_S, LONGEST_S = 0.05, 30.0
-    """Sooner is not worth asking, and later nobody can know."""
+    """Bounds of the answer: an earlier retry is not worthwhile, and later times cannot be predicted."""
 
     def __init__(self) -> None:
-        self._looks: list[tuple[float, int]] = []
+        self._looks: list[tuple[float, int]] = []  # (time, blocks returned)
 
     def retry_after_s(self, now: float, returned: int, short: int) -> float:
-        """Seconds until `short` more blocks may have come back. `returned`: how many did since the beginning."""
+        """Returns the seconds until `short` more blocks may be back. `returned`: blocks returned since the start."""
         if not self._looks:
             self._looks = [(now, returned)] * 2
             return self.UNKNOWN_S
@@ -83,7 +83,7 @@ class Turnover:
 
 
 def pool_collector(pool: Callable[[], BlockPool]) -> LoopCollector:
-    """To be registered for as long as a worker has the pool; made in its event loop."""
+    """Creates the Prometheus collector of a worker's pool. Call it in the worker's event loop."""
 
     def collect() -> Iterator[Metric]:
         now = pool()

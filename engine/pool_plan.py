@@ -1,4 +1,4 @@
-"""How much KV a replica has, and the longest sequence that it takes: a layout over the memory there is. Pure."""
+"""Plans a replica's KV pool: layout, number of blocks and longest sequence for the available memory. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from protocol.layout import KvLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """How much KV a replica has, and the longest sequence that it takes."""
+    """Size and layout of a replica's KV pool, and the longest sequence that the replica accepts."""
 
     layout: KvLayout  # of the whole model
-    dtype: str  # that the model is computed in
-    num_blocks: int  # the same at all stages
+    dtype: str  # compute dtype
+    num_blocks: int  # equal at all stages
     max_model_len: int
     stage: Stage
-    paging: Paging | None = None  # of elastic memory
+    paging: Paging | None = None  # None: fixed memory
 
     @property
     def own_layout(self) -> KvLayout:
-        """Of what lies in the replica's own memory."""
+        """Layout of the KV in the replica's own memory: the layers of its stage."""
         return self.layout.of_layers(len(self.stage.layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory for KV, and by which option it is what it is."""
+    """Memory available for KV, and the option that determines it, for error messages."""
 
     nbytes: int
     option: str
 
     @classmethod
     def wished(cls, config: ReplicaConfig) -> Room:
-        """What the configuration says, or would where it says nothing."""
+        """Returns the configured size, or the default if none is configured."""
         nbytes = config.kv_cache_memory
         nbytes = DEFAULT_KV_BYTES if nbytes is None else nbytes
         return cls(nbytes, f"--kv-cache-memory {nbytes}")
@@ -52,9 +52,9 @@ def plan_pool(
     num_stages: int = 1,
     room: Room | None = None,
 ) -> PoolPlan:
-    """Of one of a pipeline's stages, each of which has the configured memory; `room`: where that depends on the
-    machine. Raises ConfigError when the memory does not hold one sequence of the length that was asked for, or the
-    model has fewer layers than there are stages."""
+    """Plans the pool of one pipeline stage; each stage has the configured memory. `room`: memory found on the machine,
+    in place of the configured size. Raises ConfigError if the memory does not hold a sequence of the requested length,
+    or the model has fewer layers than there are stages."""
     room = room or Room.wished(config)
     layout = model.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
     stages = split(model.num_layers, num_stages)

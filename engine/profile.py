@@ -1,8 +1,8 @@
-"""How fast this engine is on this machine: what the conductor predicts times from.
+"""Measures the engine's speed on this machine, from which the conductor predicts times.
 
-Timed steps over a grid of shapes, bounded in total, and a fit to the formulae of conductor.proto. A worker measures a
-few shapes at its start; the result is kept in a folder, by model, processor and threads, so that only the first start
-pays. `moonserve profile` measures many. Knows nothing of schedulers.
+Times steps over a grid of shapes within a time budget, and fits the formulae of conductor.proto. A worker measures few
+shapes at its first start. The result is kept in a folder, by model, processor and threads, for later starts.
+`moonserve profile` measures many shapes. Knows nothing of schedulers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from protocol.request import SamplingParams
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
-_METHOD = 2  # what was kept of another way of measuring is measured again
-_ENOUGH_POINTS = 4  # for three coefficients; measured however long they take
+_METHOD = 2  # version of the method; kept results of other versions are not used
+_ENOUGH_POINTS = 4  # enough for three coefficients; measured whatever time they take
 
 Clock = Callable[[], float]
 _Steps = Sequence[Sequence[Slice]]
@@ -37,14 +37,14 @@ _Steps = Sequence[Sequence[Slice]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Shapes to time, each `runs` times. Shapes that the pool or the model's positions do not hold are left out."""
+    """Shapes to time, each `runs` times. Shapes that exceed the pool or the model's positions are skipped."""
 
     prompt_tokens: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048)
     cached_shares: tuple[float, ...] = (0.0, 0.5)  # of the prompt
     batches: tuple[int, ...] = (1, 4, 16)
     contexts: tuple[int, ...] = (32, 256, 1024)  # tokens of each sequence
     runs: int = 3
-    chunk_tokens: int | None = None  # None: a prompt is one step
+    chunk_tokens: int | None = None  # None: compute a prompt in one step
 
 
 START_GRID = Grid()
@@ -59,7 +59,7 @@ FINE_GRID = Grid(
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """A prompt of `num_tokens`, of which `num_cached` were in the pool, took so long."""
+    """Measured time of a prompt of `num_tokens`, of which `num_cached` were in the pool."""
 
     num_tokens: int
     num_cached: int
@@ -68,7 +68,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A step of `num_seqs` sequences with `context_tokens` in all took so long."""
+    """Measured time of a decode step of `num_seqs` sequences with `context_tokens` in total."""
 
     num_seqs: int
     context_tokens: int
@@ -82,9 +82,9 @@ def measure(
     budget_s: float = 2.5,
     clock: Clock = time.perf_counter,
 ) -> tuple[PrefillProfile, DecodeProfile]:
-    """Times steps on the engine, whose pool must not be in use: its contents are overwritten. Prompts run in chunks as
-    they will: one long step is slower than several. Takes about `budget_s` seconds of `clock`, more only when the very
-    first points do."""
+    """Times prefill and decode steps and fits both profiles. Overwrites the pool, which must not be in use. Prompts run
+    in chunks as they do in service: one long step is slower than several. Takes about `budget_s` seconds of `clock`;
+    more only if the first few points need more."""
     deadline = clock() + budget_s
     grid = replace(START_GRID, chunk_tokens=chunk_tokens)
     prompts = prefill_points(engine, grid, clock, deadline - budget_s / 2)
@@ -98,12 +98,13 @@ def measure(
 
 
 def measure_cached(engine: Engine, folder: Path, *, chunk_tokens: int) -> tuple[PrefillProfile, DecodeProfile]:
-    """The measurement kept in `folder` for this engine on this machine, or a new one, kept there if it can be."""
+    """Returns the measurement kept in `folder` for this engine and machine, or takes a new one and keeps it there if
+    the folder is writable."""
     path = folder / f"{_identity(engine, chunk_tokens)}.json"
     kept = _read(path)
     if kept is None:
-        # All workers of a host start, and measure, at the same time: the time of others is not to be kept for good.
-        # Beside a GPU, and where several threads work, processor time says nothing.
+        # All workers of a host start and measure at the same time, so wall time would include the others' work. With a
+        # GPU or several threads, processor time is meaningless.
         is_alone = torch.get_num_threads() == 1 and engine.team is None and engine.device.type == "cpu"
         clock = time.process_time if is_alone else time.perf_counter
         kept = measure(engine, chunk_tokens=chunk_tokens, clock=clock)
@@ -111,11 +112,11 @@ def measure_cached(engine: Engine, folder: Path, *, chunk_tokens: int) -> tuple[
     return kept
 
 
-# -- measuring
+# -- measurement
 
 
 def prefill_points(engine: Engine, grid: Grid, clock: Clock, deadline: float) -> Sequence[PrefillPoint]:
-    """Prompts of the grid, shortest first, as many as are done by `deadline` of `clock()`. Overwrites the pool."""
+    """Times the prompts of the grid, shortest first, until `deadline` of `clock()`. Overwrites the pool."""
     shapes = [
         (num_tokens, min(int(num_tokens * share), num_tokens - 1))
         for num_tokens, share in itertools.product(grid.prompt_tokens, grid.cached_shares)
@@ -127,7 +128,7 @@ def prefill_points(engine: Engine, grid: Grid, clock: Clock, deadline: float) ->
 
 
 def decode_points(engine: Engine, grid: Grid, clock: Clock, deadline: float) -> Sequence[DecodePoint]:
-    """Steps of the grid, shortest contexts first, as many as are done by `deadline`. Overwrites the pool."""
+    """Times the decode steps of the grid, shortest contexts first, until `deadline`. Overwrites the pool."""
     shapes = [
         (batch, context)
         for context, batch in itertools.product(grid.contexts, grid.batches)
@@ -143,7 +144,7 @@ def _longest(engine: Engine) -> int:
 
 
 def _chunks(engine: Engine, cached: int, num_tokens: int, chunk_tokens: int | None) -> Iterator[Sequence[Slice]]:
-    """The steps that a prefill worker runs for this prompt alone."""
+    """Yields the steps that a prefill worker runs for this prompt alone."""
     size = chunk_tokens or num_tokens
     for start in range(cached, num_tokens, size):
         end = min(start + size, num_tokens)
@@ -159,7 +160,7 @@ def _slice(
     samples: bool = True,
     num_prompt_tokens: int | None = None,
 ) -> Slice:
-    """Of a prompt, unless that is said to end before."""
+    """Creates a slice of a synthetic sequence. The prompt ends at `end` unless `num_prompt_tokens` is given."""
     per_row = engine.layout.blocks_for(end)
     return Slice(
         request_id=RequestId(f"profile-{row}"),
@@ -174,15 +175,16 @@ def _slice(
 
 
 def _time(engine: Engine, works: Iterable[_Steps], runs: int, clock: Clock, deadline: float) -> Sequence[float]:
-    """Seconds that each of the first works takes, the median of `runs`. The runs of one are far apart, so that a busy
-    neighbour disturbs one of each and not all of one; the first, unmeasured, tells how many works there is time for."""
+    """Returns the seconds that each of the first works takes, the median of `runs`. Runs of one work are far apart, so
+    that a busy neighbour disturbs one run of each and not all runs of one. An unmeasured first run determines how many
+    works there is time for."""
     share_s = (deadline - clock()) / (runs + 1)
     kept: list[_Steps] = []
     began = clock()
     for work in works:
         if len(kept) >= _ENOUGH_POINTS and clock() - began > share_s:
             break
-        _execute(engine, work)  # first calls compile and allocate
+        _execute(engine, work)  # a first call compiles and allocates
         kept.append(work)
     times: list[list[float]] = [[] for _ in kept]
     for _ in range(runs):
@@ -198,17 +200,17 @@ def _execute(engine: Engine, steps: _Steps) -> None:
         engine.execute(step)
 
 
-# -- fitting
+# -- fit
 
 
 def _fit(variables: Sequence[tuple[int, int]], seconds: Sequence[float]) -> dict[str, float]:
-    """seconds = c0 + c1·x1 + c2·x2."""
+    """Fits seconds = c0 + c1·x1 + c2·x2."""
     columns = np.array([(1.0, x1, x2) for x1, x2 in variables])
     found = fit_relative(columns, np.array(seconds))
     return {f"c{number}": float(value) for number, value in enumerate(found)}
 
 
-# -- keeping
+# -- kept results
 
 
 def _identity(engine: Engine, chunk_tokens: int) -> str:
@@ -218,7 +220,7 @@ def _identity(engine: Engine, chunk_tokens: int) -> str:
         engine.fingerprint,
         engine.kernels_name,
         engine.attention_name,
-        engine.layout.num_layers,  # a pipeline's stage has some of them
+        engine.layout.num_layers,  # a pipeline stage has only some of them
         processor(),
         torch.get_num_threads(),
         *(() if engine.device.type == "cpu" else (torch.cuda.get_device_name(engine.device),)),
@@ -232,7 +234,7 @@ def _read(path: Path) -> tuple[PrefillProfile, DecodeProfile] | None:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return PrefillProfile(**kept["prefill"]), DecodeProfile(**kept["decode"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent or damaged: it is measured again
+        return None  # absent or damaged: measure again
 
 
 def _write(path: Path, kept: tuple[PrefillProfile, DecodeProfile]) -> None:

@@ -1,7 +1,7 @@
-"""One replica of a model as a worker process runs it: its options, how much KV it has, how it is loaded and measured.
+"""Loads and measures one model replica for a worker process, from its options to a running engine thread.
 
-Imports torch only while it loads, so that a wrong option is told at once. Does not know whose memory it is given, nor
-what the worker does with the replica.
+Imports torch only during loading, so that a wrong option is reported at once. Does not know the owner of the memory or
+the use that the worker makes of the replica.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A loaded engine in its thread, which its user closes, and what the cluster is told about it."""
+    """A loaded engine in its thread, and its description for the cluster. The user closes the thread."""
 
     config: ReplicaConfig
     plan: PoolPlan
     thread: EngineThread
     profiles: Profiles
     device: str = CPU  # cpu, cuda or cpu-staged
-    elasticity: Elasticity | None = None  # None: its memory is there for good
-    staging: Staging = field(default_factory=InPlace)  # between its memory and the engine's
+    elasticity: Elasticity | None = None  # None: fixed memory
+    staging: Staging = field(default_factory=InPlace)  # between the replica's memory and the engine's
 
     @property
     def blanks(self) -> Blanks | None:
-        """For the pool over its memory; None: all blocks are there."""
+        """Free list for the block pool over the replica's memory; None if the memory is fixed."""
         return None if self.elasticity is None else self.elasticity.blanks
 
     def zeroing(self, memory: memoryview) -> BlockMemory | None:
-        """For the pool over `memory`; None: blocks are handed out with what is in them."""
+        """Returns the zeroing function for the pool over `memory`, or None without `--zero-kv-blocks`."""
         if not self.config.zero_kv_blocks:
             return None
         return BlockMemory(memory, self.plan.own_layout, self.plan.num_blocks)
@@ -69,7 +69,7 @@ class Replica:
         return self.thread.engine.config.vocab_size
 
     def registration(self, endpoint: Endpoint, role: common_pb2.Role.ValueType) -> conductor_pb2.RegisterRequest:
-        """What a worker says of itself to the conductor."""
+        """Returns the message with which a worker registers with the conductor."""
         prefill, decode = self.profiles
         return conductor_pb2.RegisterRequest(
             endpoint=endpoint_to_wire(endpoint),
@@ -86,14 +86,14 @@ class Replica:
 
 
 class FileMemory(ElasticMemory, Protocol):
-    """Memory with a descriptor that other ranks can map."""
+    """Elastic memory with a descriptor that other ranks can map."""
 
     @property
     def fd(self) -> int: ...
 
 
 class Memory(Protocol):
-    """Where a replica's KV lies: a segment of the transfer engine."""
+    """Memory of a replica's KV: a segment of the transfer engine."""
 
     @property
     def buffer(self) -> memoryview: ...
@@ -113,8 +113,8 @@ async def loaded_replica(
     rank: int = 0,
     num_stages: int = 1,
 ) -> AsyncIterator[tuple[Replica, M]]:
-    """As `load_replica`; its engine's thread and the ranks behind it end with the block. When a rank is lost,
-    `lifecycle` is told to stop, and PeerLost raised at the block's end."""
+    """Loads a replica like `load_replica`, and stops its engine thread and other ranks at the end of the block. If a
+    rank is lost, `lifecycle` is stopped and PeerLost is raised at the end of the block."""
     async with _other_ranks(config, lifecycle) as others:
         replica, memory = await load_replica(
             config, allocate, lifecycle, rank=rank, num_stages=num_stages, others=others
@@ -148,9 +148,9 @@ async def load_replica(
     num_stages: int = 1,
     others: RankProcesses | None = None,
 ) -> tuple[Replica, M]:
-    """The replica, or one stage of a pipeline of several, and the memory that it had `allocate` make for its KV. Of a
-    pipeline the first stage's speed is measured, which is the pace of all. `others`: the ranks behind this one, where
-    there are more. Raises ConfigError."""
+    """Loads a replica, or one stage of a pipeline, and returns it with its KV memory, which `allocate` creates. Only
+    the first stage of a pipeline is measured: its speed stands for all. `others`: the other ranks of the worker, if
+    there are any. Raises ConfigError."""
     lifecycle.progress("reading configuration")
     path = await asyncio.to_thread(resolve_model, config.model)
     model = load_model_config(path)
@@ -201,7 +201,7 @@ def _room(config: ReplicaConfig, model: ModelConfig, device: str) -> Room:
 
 
 def _allocate(allocate: Callable[..., M], plan: PoolPlan, *, is_shared: bool) -> M:
-    """`is_shared`: other ranks map it, which sealed memory does not allow."""
+    """Allocates the KV memory. `is_shared`: other ranks map it, which sealed memory does not allow."""
     nbytes = plan.own_layout.pool_bytes(plan.num_blocks)
     try:
         if plan.paging is None and not is_shared:
@@ -224,7 +224,7 @@ def _load(
     progress: Callable[[str, float], None],
     team: Team | None,
 ) -> EngineThread:
-    # Here and below, so that a wrong option is told before torch is imported.
+    # Imported here and below so that a wrong option is reported before torch is imported.
     from engine.engine import Engine
     from engine.runtime import EngineThread
 
@@ -249,7 +249,7 @@ def _load(
 
 
 def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
-    """How fast this engine is, for the conductor's predictions. Overwrites the pool."""
+    """Measures the engine's speed for the conductor's predictions. Overwrites the pool."""
     from engine.profile import measure_cached
 
     folder = cache_folder_of(config) / "profiles"

@@ -1,4 +1,4 @@
-"""Options of every worker's replica of a model, and what of them is wrong whatever the machine. Imports no torch."""
+"""Options of a worker's model replica, and the checks on them that do not depend on the machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_UTILIZATION = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class FormatConfig:
-    """How a worker holds weights and KV, and what computes on them. Flags that vLLM has too mean the same."""
+    """Formats of weights and KV, and the kernels that compute on them. Flags that vLLM also has mean the same."""
 
     dtype: str = option(
         "auto",
@@ -47,7 +47,7 @@ class FormatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
-    """Options of every worker. Flags that vLLM has too mean the same."""
+    """Options of every worker. Flags that vLLM also has mean the same."""
 
     model: str = option(help="local Hugging Face folder or hub name")
     max_model_len: int | None = option(
@@ -108,7 +108,7 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
             self.require_device(self.device)
 
     def require_device(self, device: str) -> None:
-        """Raises ConfigError for options that do not go with a device whose memory is its own."""
+        """Raises ConfigError for options that are not supported on a device with its own memory."""
         wrong = [
             flag
             for flag, is_given in (
@@ -140,21 +140,21 @@ class ReplicaConfig(ProcessConfig, FormatConfig, LedgerConfig, TracingConfig):
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline that the replica is part of."""
+        """Number of stages of the pipeline that the replica is part of."""
         return 1
 
     @property
     def can_switch_role(self) -> bool:
-        """Whether the worker serves `RoleSwitch`."""
+        """True if the worker serves `RoleSwitch`."""
         return False
 
 
 def require_share(utilization: float) -> None:
-    """Raises ConfigError unless it is a share of memory."""
+    """Raises ConfigError unless `utilization` is above 0 and at most 1."""
     if not 0.0 < utilization <= 1.0:
         raise ConfigError(f"--gpu-memory-utilization is a share above 0 and up to 1, not {utilization}")
 
 
 def cache_folder_of(config: ReplicaConfig) -> Path:
-    """Where compiled kernels and measured speeds are kept."""
+    """Returns the folder for compiled kernels and measured speeds."""
     return Path(config.cache_dir) if config.cache_dir else cache_folder(os.environ, Path.home())

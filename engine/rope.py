@@ -1,8 +1,8 @@
 """Rotary position embedding: the table of cosines and sines by position.
 
-Frequencies and attention scaling as in `transformers.modeling_rope_utils`, so that a checkpoint means the same here.
-A row of the table depends on its position alone, never on how the prompt was cut into chunks: cached KV stays valid
-for every continuation. For `dynamic` that makes position p what token-by-token generation would have made it.
+Frequencies and attention scaling follow `transformers.modeling_rope_utils`, so that a checkpoint means the same here.
+A row of the table depends only on its position, not on the chunks of a prompt, so cached KV stays valid for every
+continuation. With `dynamic`, position p gets the frequencies that token-by-token generation would have used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.rope_config import RopeConfig
 
 
 class RopeTable:
-    """Rows of cosines and of sines with rotate-half's sign folded in, grown as longer sequences come."""
+    """Tables of cosines, and of sines with the sign of rotate-half applied. They grow with longer sequences."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class RopeTable:
         self._grow(min(config.max_position_embeddings, 4096))
 
     def rows(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, signed sin) of `positions` [tokens], all below `end`; each [tokens, 1, head_dim]."""
+        """Returns (cos, signed sin) of `positions` [tokens], all below `end`; each [tokens, 1, head_dim]."""
         cos, sin = self.tables(end)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def tables(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, signed sin) of all positions below `end`, and more; each [positions, 1, head_dim], contiguous."""
+        """Returns (cos, signed sin) of at least the positions below `end`; contiguous [positions, 1, head_dim] each."""
         if end > self._size:
             self._grow(max(end, 2 * self._size))
         return self._cos, self._sin
@@ -62,7 +62,7 @@ def apply_rope(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor)
 
 
 def frequencies(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
-    """Inverse frequencies [head_dim / 2], or one row per position for `dynamic`."""
+    """Returns inverse frequencies [head_dim / 2], or one row per position for `dynamic`."""
     if config.rope_type == "dynamic":
         return _dynamic(config, head_dim, positions)
     plain = _plain(config.theta, head_dim)
@@ -85,7 +85,7 @@ def _plain(theta: float, head_dim: int) -> torch.Tensor:
 
 
 def _dynamic(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
-    """NTK scaling whose base grows with the sequence once it exceeds the trained length."""
+    """Applies NTK scaling: the base grows with the sequence once it exceeds the trained length."""
     trained = config.max_position_embeddings
     length = torch.clamp(positions + 1, min=trained)
     stretch = (config.factor * length / trained) - (config.factor - 1)
@@ -95,7 +95,7 @@ def _dynamic(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> torc
 
 
 def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Divides low frequencies by `factor`, keeps high ones and interpolates between (Llama 3.1)."""
     low, high = config.low_freq_factor, config.high_freq_factor
     context = config.original_max_position_embeddings
     wavelength = 2 * math.pi / plain
@@ -107,7 +107,7 @@ def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): interpolation below, extrapolation above a ramp of dimensions."""
+    """Applies YaRN (arXiv 2309.00071, section 3.2): a ramp over the dimensions from extrapolation to interpolation."""
     positive = config.theta ** _exponents(head_dim)
     low, high = _yarn_range(config, head_dim)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float) - low) / (high - low)

@@ -1,4 +1,4 @@
-"""How a checkpoint describes its rotary positions: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`.
+"""Reads a checkpoint's rotary position settings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`.
 
 Owns reading and checking; `engine.rope` does the arithmetic.
 """
@@ -16,12 +16,12 @@ _DEFAULT_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. Fields that a type does not use keep their defaults."""
+    """Configuration of the rotary position embedding. Fields that a type does not use keep their defaults."""
 
     rope_type: str = "default"
     theta: float = _DEFAULT_THETA
     factor: float = 1.0
-    max_position_embeddings: int  # dynamic: where its stretching begins
+    max_position_embeddings: int  # dynamic: length at which scaling begins
     original_max_position_embeddings: int  # llama3, yarn: the context of pre-training
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -32,7 +32,7 @@ class RopeConfig:
 
 
 def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
-    """The rotary configuration in a config.json. Raises ConfigError for unsupported types and missing factors."""
+    """Returns the rotary configuration of a config.json. Raises ConfigError for unsupported types, missing factors."""
     given = _given(fields)
     theta = fields.number("rope_theta", default=_DEFAULT_THETA)
     if given is None:
@@ -43,7 +43,7 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
         )
     rope_type = _rope_type(given)
     _require_whole_heads(given, fields, rope_type)
-    # As in transformers: where it stands beside the rope, that counts.
+    # Like in transformers, the field outside of the rope settings has precedence.
     name = "original_max_position_embeddings"
     original = fields.optional_count(name) or given.count(name, default=max_position_embeddings)
     factor = _factor(given, rope_type, max_position_embeddings / original)
@@ -63,7 +63,7 @@ def read_rope(fields: Fields, *, max_position_embeddings: int) -> RopeConfig:
 
 
 def _given(fields: Fields) -> Fields | None:
-    """The older form counts before the newer one, unless it is empty."""
+    """Returns the rope settings, from the older form unless it is empty. Raises ConfigError for settings per layer."""
     for name in ("rope_scaling", "rope_parameters"):
         given = fields.nested(name)
         if given is not None and not given.is_empty:
@@ -75,7 +75,7 @@ def _given(fields: Fields) -> Fields | None:
 
 
 def _require_whole_heads(given: Fields, fields: Fields, rope_type: str) -> None:
-    """As in transformers, a part of the head means nothing to the default rope of these families."""
+    """Raises ConfigError for a partial rotary factor, which only the default rope ignores (like transformers)."""
     beside = fields.number("partial_rotary_factor", default=1.0)
     part = given.number("partial_rotary_factor", default=beside)
     if part != 1.0 and rope_type != "default":
@@ -103,7 +103,7 @@ def _llama3_factor(given: Fields, rope_type: str, name: str, unused: float) -> f
 
 
 def _attention_factor(given: Fields, rope_type: str, factor: float) -> float:
-    """YaRN's temperature (section 3.4 of its paper), with the two-mscale form that DeepSeek introduced."""
+    """Returns YaRN's temperature (section 3.4 of its paper), or DeepSeek's form of it with two mscale fields."""
     if rope_type != "yarn":
         return 1.0
     explicit = given.optional_number("attention_factor")

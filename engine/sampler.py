@@ -1,14 +1,13 @@
-"""From logits to tokens.
+"""Sampler: chooses tokens from logits and computes log-probabilities.
 
-A token is a function of its row of logits, its sequence's history and (seed, position), never of the rest of the
-batch, of time or of what was sampled before; that is what lets a request move between workers. Penalties, filters and
-their order are vLLM's: penalties and bias, then temperature, min-p, top-k, top-p. What a grammar forbids is never
-taken, whatever they say; a token that completes a bad word only where nothing else is left. Log-probabilities are those
-of the model, before any of that.
+A token is a function of its row of logits, its sequence's history and (seed, position). It does not depend on the rest
+of the batch, on time or on earlier draws, so a request can move between workers. Penalties, filters and their order are
+vLLM's: penalties and bias, then temperature, min-p, top-k, top-p. A token that the grammar forbids is never chosen; a
+token that completes a bad word only if nothing else is left. Log-probabilities are the model's, before all of this.
 
-Draws come from Philox 4x64-10, a counter-based random generator (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3"). The same (key, counter) gives the same bits in every process and on every machine, which is what makes a
-sampled stream continuable elsewhere. Plain integers: one number per token is wanted, not arrays.
+Random numbers come from Philox 4x64-10, a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3"). The same (key, counter) gives the same bits on every machine, so a sampled stream can be continued elsewhere.
+Plain integers are used because one number per token is needed, not arrays.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _ROUNDS = 10
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) alone."""
+    """Returns a number in [0, 1) that depends only on (seed, position)."""
     return (random_bits(seed & _MASK, position) >> 11) * 2.0**-53
 
 
 def random_bits(key: int, counter: int) -> int:
-    """The first 64 bits for this key and counter."""
+    """Returns the first 64 bits of Philox 4x64-10 for this key and counter."""
     x0, x1, x2, x3 = counter & _MASK, 0, 0, 0
     k0, k1 = key, 0
     for _ in range(_ROUNDS):
@@ -59,7 +58,7 @@ Row = npt.NDArray[np.float32]
 
 
 def is_greedy_alone(slices: Sequence[Slice]) -> bool:
-    """Whether the largest logits are all that is wanted: then `argmax` may choose where they are."""
+    """True if `argmax` alone gives all tokens, so that they can be chosen on the device."""
     return all(_is_plain(piece) for piece in slices)
 
 
@@ -68,8 +67,8 @@ def sample(
     slices: Sequence[Slice],
     allowed: Sequence[Allowed | None] | None = None,
 ) -> list[Sampled]:
-    """The next token of each slice. `logits`: [slices, vocab] float32 on any device, left unchanged. `allowed`: what
-    grammars leave, per slice; None = everything."""
+    """Samples the next token of each slice. `logits`: [slices, vocab] float32 on any device, left unchanged. `allowed`:
+    tokens that each slice's grammar allows; None = all."""
     if logits.is_cuda and not is_greedy_alone(slices):
         logits = logits.cpu()
     allowed = allowed or [None] * len(slices)
@@ -88,7 +87,7 @@ def sample(
 
 
 def _is_plain(piece: Slice) -> bool:
-    """Whether the largest logit is all that is wanted."""
+    """True if the slice is greedy, unadjusted and without log-probabilities."""
     sampling = piece.sampling
     is_greedy = sampling.temperature <= GREEDY_TEMPERATURE
     return is_greedy and sampling.num_logprobs is None and not _is_adjusted(piece)
@@ -110,21 +109,21 @@ def _choose(logits: torch.Tensor, slices: Sequence[Slice], masks: Sequence[Mask 
 
 
 def _best(logits: torch.Tensor) -> list[int]:
-    """The largest of each row, the first of equals. On the host numpy finds it ten times as fast as torch."""
+    """Returns the index of each row's largest logit, the lowest of equals. numpy is ten times as fast as torch here."""
     best = logits.argmax(dim=-1) if logits.is_cuda else logits.numpy().argmax(axis=-1)
     token_ids: list[int] = best.tolist()
     return token_ids
 
 
 def _weights(logits: torch.Tensor, rows: Sequence[int], slices: Sequence[Slice]) -> npt.NDArray[np.float32]:
-    """Probabilities at each row's temperature."""
+    """Returns the probabilities [rows, vocab] at each row's temperature."""
     temperatures = torch.tensor([[slices[row].sampling.temperature] for row in rows])
     chosen = logits if len(rows) == len(slices) else logits[list(rows)]
     probabilities: npt.NDArray[np.float32] = torch.softmax(chosen / temperatures, dim=-1).numpy()
     return probabilities
 
 
-# -- what happens to logits before a choice
+# -- adjustment of logits
 
 
 def _is_adjusted(piece: Slice) -> bool:
@@ -155,8 +154,8 @@ def adjust(row: Row, piece: Slice, mask: Mask | None = None) -> None:
 
 
 def _forbid(row: Row, token_ids: list[int]) -> None:
-    """Unless nothing else is left: a complete answer ends, though `min_tokens` has not been reached, and a form that
-    leaves only a bad word is kept to."""
+    """Sets the logits of tokens to -inf, unless no other token is left: then a complete answer may end before
+    `min_tokens`, and a grammar that leaves only a bad word is followed."""
     before = row[token_ids]
     row[token_ids] = -np.inf
     if row.max() == -np.inf:
@@ -164,7 +163,7 @@ def _forbid(row: Row, token_ids: list[int]) -> None:
 
 
 def _completing(piece: Slice) -> list[int]:
-    """Tokens with which the output would have a bad word."""
+    """Returns the tokens that would complete a bad word."""
     output = piece.token_ids[piece.num_prompt_tokens : piece.end]
     return [
         word[-1]
@@ -174,7 +173,7 @@ def _completing(piece: Slice) -> list[int]:
 
 
 def _penalize(row: Row, history: npt.NDArray[np.int64], num_prompt_tokens: int, sampling: SamplingParams) -> None:
-    """Repetition over prompt and output, presence and frequency over the output only."""
+    """Applies penalties in place: repetition over prompt and output, presence and frequency over the output only."""
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(history)
         values = row[seen]
@@ -184,24 +183,25 @@ def _penalize(row: Row, history: npt.NDArray[np.int64], num_prompt_tokens: int, 
     row[tokens] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
 
 
-# -- choosing at random
+# -- random choice
 
 
 def draw(weights: Row, sampling: SamplingParams, position: int) -> int:
-    """A token with probability proportional to its weight after filtering: the inverse of the distribution function
-    in vocabulary order, at the number that belongs to (seed, position)."""
+    """Draws a token with probability proportional to its weight after filtering: the inverse of the distribution
+    function, in vocabulary order, at the random number of (seed, position)."""
     candidates = filter_tokens(weights, sampling)
     kept = weights if candidates is None else weights[candidates]
     cumulative = _cumulative(kept)
     target = uniform(sampling.seed, position) * cumulative[-1]
     index = int(np.searchsorted(cumulative, target, side="right"))
-    if target >= cumulative[-1]:  # by rounding; the last one that has any weight
+    if target >= cumulative[-1]:  # by rounding: take the last token that has any weight
         index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return index if candidates is None else int(candidates[index])
 
 
 def filter_tokens(weights: Row, sampling: SamplingParams) -> npt.NDArray[np.intp] | None:
-    """The tokens that min-p, top-k and top-p leave, in vocabulary order; None = all. Ties go to the lower token."""
+    """Returns the tokens that min-p, top-k and top-p keep, in vocabulary order, or None for all. Ties go to the lower
+    token id."""
     if sampling.min_p <= 0 and sampling.top_p >= 1 and not 0 < sampling.top_k < len(weights):
         return None
     total = float(weights.sum(dtype=np.float64))
@@ -217,7 +217,7 @@ def filter_tokens(weights: Row, sampling: SamplingParams) -> npt.NDArray[np.intp
 
 
 def _best_first(weights: Row, floor: float, top_k: int) -> Row:
-    """Weights not below `floor`, at most `top_k` of them if that is positive, in descending order."""
+    """Returns the weights not below `floor`, in descending order; at most `top_k` of them if that is positive."""
     if 0 < top_k < len(weights):
         best: Row = torch.from_numpy(weights).topk(top_k).values.numpy()
         return best[best >= floor]
@@ -225,22 +225,22 @@ def _best_first(weights: Row, floor: float, top_k: int) -> Row:
 
 
 def _floor(weights: Row, total: float, sampling: SamplingParams) -> float:
-    """A weight below which no token can stay. For top-p alone: all tokens below (1 - p) / vocab of the total together
-    weigh less than 1 - p of it, so the nucleus lies above; that spares sorting the whole vocabulary."""
+    """Returns a weight below which no token is kept. With top-p alone, all tokens below (1 - p) / vocab of the total
+    together weigh less than 1 - p of it, so the nucleus lies above. This avoids sorting the whole vocabulary."""
     if _is_top_p_alone(sampling):
-        return (1 - sampling.top_p) * total / len(weights) * 0.5  # half: rounding must not matter
+        return (1 - sampling.top_p) * total / len(weights) * 0.5  # halved so that rounding does not matter
     return sampling.min_p * float(weights.max())
 
 
 def _nucleus(best_first: Row, total: float, sampling: SamplingParams) -> int:
-    """How many of the best tokens it takes to reach top_p of what the other filters left."""
+    """Returns how many of the best tokens reach top_p of the weight that the other filters keep."""
     cumulative = _cumulative(best_first)
     whole = total if _is_top_p_alone(sampling) else float(cumulative[-1])
     return int(np.searchsorted(cumulative, sampling.top_p * whole, side="left")) + 1
 
 
 def _cumulative(weights: Row) -> npt.NDArray[np.float64]:
-    """Running sums in double precision; torch is three times as fast at them as numpy."""
+    """Returns running sums in double precision; torch is three times as fast as numpy here."""
     sums: npt.NDArray[np.float64] = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
     return sums
 
@@ -249,7 +249,7 @@ def _is_top_p_alone(sampling: SamplingParams) -> bool:
     return sampling.top_p < 1 and sampling.top_k <= 0 and sampling.min_p <= 0
 
 
-# -- reporting
+# -- log-probabilities
 
 
 def _logprobs(logits: torch.Tensor, slices: Sequence[Slice], token_ids: Sequence[int]) -> list[Logprobs | None]:
@@ -272,21 +272,21 @@ def _row_logprobs(values: torch.Tensor, token_id: int, num_top: int) -> Logprobs
     return Logprobs(sampled, tuple(zip(ids.tolist(), best.tolist(), strict=True)))
 
 
-# -- tokens that are there already: a prompt's own, of the model as above
+# -- log-probabilities of a prompt's own tokens
 
-_ROWS_AT_ONCE = 32  # of a large vocabulary's logits, normalized beside what the step has
+_ROWS_AT_ONCE = 32  # bounds the memory of normalized logits
 
 
 def num_scored(piece: Slice) -> int:
-    """How many of a slice's rows, the leading ones, say how likely a token of its prompt was."""
+    """Returns how many leading rows of a slice score a token of its prompt."""
     if piece.scores is None:
         return 0
     return max(0, min(piece.end, piece.num_prompt_tokens - 1) - piece.start)
 
 
 def score_prompts(logits: torch.Tensor, slices: Sequence[Slice]) -> torch.Tensor:
-    """Puts into each slice's `scores` what its rows say. `logits` [rows, vocab] float32: of each slice those that score
-    and then, where it samples, one more. The result is those that sample."""
+    """Adds prompt scores to each slice's `scores` and returns the rows of `logits` that are sampled from. `logits`
+    [rows, vocab] float32 holds, per slice, its scoring rows and then one more row if it samples."""
     if all(piece.scores is None for piece in slices):
         return logits
     sampling: list[int] = []

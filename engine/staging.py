@@ -1,9 +1,9 @@
-"""KV between the memory that the transfer engine reaches, and the memory that an engine computes from.
+"""Copies KV blocks between the transfer engine's memory and the memory that an engine computes from.
 
-On a CPU they are one: `InPlace`. On a GPU they are two of the same layout; a block has the same number in both. What
-arrives is loaded before anything computes from it, what leaves is stored before anybody reads it. **A block that can be
-found is equal in both**, so that who finds it may compute from it or send it. Rule: whoever asks holds the blocks until
-the copy is done. Does not know whose blocks they are.
+On a CPU both are the same memory: `InPlace`. On a GPU they are two pools of the same layout, and a block has the same
+id in both. Received blocks are loaded before a step computes from them; blocks to be sent are stored before they are
+read. **A findable block is equal in both**, so it can be computed from or sent. Rule: the caller holds the blocks until
+the copy is done. Does not know the owners of blocks.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ T = TypeVar("T")
 
 
 async def uninterrupted(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """What `work` gives. A caller that is cancelled waits for its end all the same, and is cancelled then."""
+    """Runs `work` in `executor` and returns its result. A cancelled caller still waits for the end of `work`, and is
+    cancelled then."""
     task = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # retrieved: the cancelled caller is not interested
+            task.exception()  # marked as retrieved, since the cancelled caller does not handle it
         raise
 
 
 class Staging(Protocol):
-    """Copies of whole blocks; nothing to do for no blocks. A caller that is cancelled waits for its copy's end."""
+    """Copies whole blocks; does nothing for no blocks. A cancelled caller still waits for the end of its copy."""
 
     async def load(self, blocks: Sequence[BlockId], layers: range | None = None) -> None:
-        """On return these blocks' `layers` (None = all) are where the engine computes from, as they were in the
-        transfer engine's memory."""
+        """Copies `layers` (None = all) of the blocks from the transfer engine's memory to the engine's."""
 
     async def store(self, blocks: Sequence[BlockId]) -> None:
-        """On return these blocks are in the transfer engine's memory, as steps that were begun before leave them."""
+        """Copies the blocks to the transfer engine's memory, as steps that were begun before leave them."""
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for copies in flight."""
 
 
 class InPlace:
@@ -64,8 +64,8 @@ class InPlace:
 
 
 class StagingThread:
-    """`Staging` through a ring of its own, in a thread of its own: steps go on meanwhile. Copies are done one after
-    the other in the order of the calls, each layer by layer."""
+    """`Staging` through its own ring in its own thread, so that steps continue meanwhile. Copies run one after another
+    in the order of the calls, each layer by layer."""
 
     def __init__(self, ring: HostStaging) -> None:
         self._ring = ring
@@ -85,5 +85,5 @@ class StagingThread:
 
 
 def staging_of(engine: Engine) -> Staging:
-    """What the engine's pool needs."""
+    """Returns the `Staging` that the engine's pool needs."""
     return StagingThread(engine.make_staging()) if engine.is_staged else InPlace()

@@ -1,4 +1,4 @@
-"""One step's tokens as tensors: what the engine gives to the forward pass. Pure data."""
+"""Input of the forward pass: the tokens of one step as tensors. Pure data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.drawn import Fed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """All sequences of a step lie back to back; only attention knows where one ends."""
+    """Flat batch of a step's tokens. Sequences lie back to back; only attention knows their boundaries."""
 
     token_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    longest: int  # one more than the largest position
-    slots: torch.Tensor  # [tokens] int64: where their KV goes
+    longest: int  # largest position + 1
+    slots: torch.Tensor  # [tokens] int64: pool slots to which KV is written
     spans: Sequence[Span]
-    rows: torch.Tensor | None  # int64, tokens whose logits are wanted; None = all of them
-    fed: Fed | None = None  # tokens that only the device knows; `token_ids` has 0 there
-    # [tokens, hidden_size] that an earlier stage computed; None = `token_ids` are embedded.
+    rows: torch.Tensor | None  # int64: tokens whose logits are needed; None = all
+    fed: Fed | None = None  # tokens that are on the device only; `token_ids` has 0 in their place
+    # [tokens, hidden_size] from the previous pipeline stage; None = embed `token_ids`.
     hidden: torch.Tensor | None = None

@@ -1,7 +1,7 @@
-"""The way from slices to a step: what is laid out where, and what of it cannot be.
+"""Validates slices and lays them out as the tensors of a `Step`.
 
-Knows which tokens the step begun before has drawn, and in which blocks nothing needs clearing any more; nothing else
-about a sequence outlives a step.
+Keeps two facts across steps: the tokens sampled by the step begun last, and which partly filled blocks are already
+clean. Nothing else about a sequence outlives a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protocol.layout import KvLayout
 
 
 class StepBuilder:
-    """Of one engine."""
+    """Builds the steps of one engine."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class StepBuilder:
         knows_grammars: bool,
     ) -> None:
         self.before: BegunStep | None = None
-        """The step begun last; the engine sets it."""
+        """The step begun last; set by the engine."""
         self._layout = layout
         self._stage = stage
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._dtype = TORCH_DTYPES[dtype]
         self._knows_grammars = knows_grammars
-        # The partly filled block behind which each sequence of the last step is known to be clean.
+        # Last block of each single-token sequence of the last step; its slots behind the sequence's end are clean.
         self._clean_tails: dict[RequestId, BlockId] = {}
 
     def check(self, piece: Slice) -> None:
-        """Raises InvalidRequest for what does not fit its blocks, or cannot be sampled here."""
+        """Raises InvalidRequest for a slice that does not fit its blocks or has a grammar that is not supported."""
         capacity = len(piece.block_table) * self._layout.block_size
         known = piece.end if piece.follows else len(piece.token_ids)
         if not 0 <= piece.start < piece.end <= min(known, capacity):
@@ -61,7 +61,7 @@ class StepBuilder:
             raise InvalidRequest("this engine knows no grammars", request=piece.request_id)
 
     def build(self, slices: Sequence[Slice], hidden: HiddenStates | None) -> Step:
-        """Raises InvalidRequest for a token that the vocabulary does not have."""
+        """Returns the step for these slices. Raises InvalidRequest for a token id outside the vocabulary."""
         block_size = self._layout.block_size
         following = [index for index, piece in enumerate(slices) if piece.follows]
         on_device = self.before.on_device if following and self.before is not None else None
@@ -73,7 +73,7 @@ class StepBuilder:
             num_blocks = self._layout.blocks_for(piece.end)
             blocks = np.asarray(piece.block_table[:num_blocks], dtype=np.int64)
             spans.append(Span(piece.start, piece.end, blocks, piece.num_prompt_tokens))
-            if piece.num_tokens == 1:  # one array would cost more than all of this
+            if piece.num_tokens == 1:  # cheaper than creating an array
                 block = piece.block_table[piece.start // block_size]
                 token_ids.append(0 if piece.follows and on_device is not None else self._first_token(piece))
                 positions.append(piece.start)
@@ -104,7 +104,7 @@ class StepBuilder:
         return self.before.token_of(piece.request_id)
 
     def _fed(self, slices: Sequence[Slice], following: Sequence[int], on_device: torch.Tensor) -> Fed:
-        """Tokens that the step begun before has on the device."""
+        """Returns the tokens that the step begun last left on the device."""
         assert self.before is not None, "somebody has them"
         ends = np.cumsum([piece.num_tokens for piece in slices])
         rows = [self.before.row_of(slices[index].request_id) for index in following]
@@ -124,15 +124,16 @@ class StepBuilder:
             raise InvalidRequest(f"token ids from {low} to {high} do not fit a vocabulary of {self._vocab_size}")
 
     def rows_of(self, memory: memoryview, num_tokens: int) -> torch.Tensor:
-        """The first rows [tokens, hidden_size] of somebody's memory."""
+        """Returns a view of the first rows [tokens, hidden_size] of `memory`."""
         count = num_tokens * self._hidden_size
         flat = torch.frombuffer(memory, dtype=self._dtype, count=count)
         return flat.view(num_tokens, self._hidden_size)
 
     def find_dirty(self, slices: Sequence[Slice]) -> torch.Tensor | None:
-        """What lies behind single tokens in their last block, for attention that reads whole blocks and masks what is
-        not there yet: what an earlier holder or a corrupted transfer left must not be a NaN: 0 · NaN is NaN. Once
-        clean, a tail stays so while its sequence grows into it."""
+        """Returns the slots from each single token to the end of its block, if they are not known to be clean.
+
+        For attention that reads whole blocks and masks the rest: a NaN left by an earlier holder or a corrupted
+        transfer would survive the mask, since 0 · NaN is NaN. A clean tail stays clean while its sequence grows."""
         block_size = self._layout.block_size
         clean: dict[RequestId, BlockId] = {}
         dirty: list[np.ndarray] = []
@@ -149,7 +150,8 @@ class StepBuilder:
 
 
 def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
-    """Tokens whose logits score the prompt's, and the last one of each slice that samples; None when that is all."""
+    """Returns the rows whose logits are needed: prompt tokens to be scored and the last token of each sampling slice;
+    None if these are all rows."""
     rows: list[int] = []
     end = 0
     for piece in slices:

@@ -1,8 +1,8 @@
-"""Reading a checkpoint: safetensors files, sharded or not, into the fused matrices that the forward pass wants.
+"""Loads a checkpoint from safetensors files, sharded or not, into the fused matrices of the forward pass.
 
-Owns tensor names, shapes and the digest of the stored bytes and of how KV comes of them. Everything is checked against
-the files' headers before anything is read, so that a wrong folder is refused at once and with a list. Does not know how
-weights are used.
+Owns tensor names and shapes, and the digest of the stored bytes and of the configuration that determines KV. Names and
+shapes are checked against the file headers before any tensor is read, so a wrong folder is refused at once with a list
+of problems. Does not know how weights are used.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMES_SHOWN = 5
 _DUMMY_SEED = 0
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # computed, stored by old exporters
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # stored by old exporters, but computed here
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done."""
+"""Progress callback: name of the current activity and the fraction done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in]."""
+    """Weights of one decoder layer; matrices are [out, in]."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor  # q rows, then k, then v
     qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: of q and k, repeated per head
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: norms of q and k, repeated per head
     o: torch.Tensor
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
@@ -52,19 +52,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A model, or one stage's or rank's share of it. With tied embeddings a whole model's `lm_head` is `embedding`."""
+    """Weights of a model, or of one stage or rank. With tied embeddings a whole model's `lm_head` is `embedding`."""
 
-    embedding: torch.Tensor  # [vocab, hidden]; no rows where the first stage is another one
-    layers: Sequence[LayerWeights]  # the stage's
+    embedding: torch.Tensor  # [vocab, hidden]; no rows except at the first stage
+    layers: Sequence[LayerWeights]  # of the stage
     norm: torch.Tensor
-    lm_head: torch.Tensor  # [vocab, hidden], a rank's rows; none where the last stage is another
-    # Of all stored tensors, whatever the share: names, dtypes, shapes and bytes; and of `kv_identity`.
+    lm_head: torch.Tensor  # [vocab, hidden], a rank has its rows only; no rows except at the last stage
+    # Hash of `kv_identity` and all stored tensors (names, dtypes, shapes, bytes), whatever the share.
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a stored tensor of `shape` goes, or the part of it that is wanted."""
+    """Destination of a stored tensor of `shape`, or of a part of it."""
 
     own: torch.Tensor
     shape: list[int]
@@ -88,8 +88,8 @@ def load_weights(
     stage: Stage | None = None,
     shard: Shard | None = None,
 ) -> Weights:
-    """The model's weights, or those of one stage or one rank's share of it, in `dtype` on `device`, the CPU when None.
-    Raises ConfigError listing what is missing, unexpected or misshapen."""
+    """Loads the weights of the model, or of one stage or rank, in `dtype` on `device` (None = CPU). Raises ConfigError
+    that lists missing, unexpected and misshapen tensors."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     with device or torch.device("cpu"):
@@ -99,14 +99,14 @@ def load_weights(
     return build(_fill_from_files(path, config, places, progress or (lambda _stage, _done: None)))
 
 
-# -- where each stored tensor goes
+# -- destinations of stored tensors
 
 
 def _allocate(
     config: ModelConfig, dtype: torch.dtype, stage: Stage | None, shard: Shard
 ) -> tuple[_Places, Callable[[str], Weights]]:
-    """Empty weights; the views of them that each stored tensor fills, by its name; and what completes them. What other
-    stages have is read like the rest, for the digest, into tensors without memory."""
+    """Allocates empty weights. Returns the destinations of each stored tensor by name, and a function from the digest
+    to the weights. Tensors of other stages are also read, for the digest, into tensors without memory."""
     places: _Places = {}
     whole = stage or split(config.num_layers, 1)[0]
 
@@ -146,13 +146,13 @@ def _allocate(
 
 
 def _elsewhere(is_so: bool) -> AbstractContextManager[object]:
-    """What is allocated within has no memory if `is_so`."""
+    """Context in which tensors are allocated without memory if `is_so`."""
     return torch.device("meta") if is_so else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The part of a dimension of a stored tensor that is wanted."""
+    """Range of one dimension of a stored tensor that is loaded."""
 
     size: int
     own: range
@@ -181,7 +181,7 @@ def _allocate_layer(config: ModelConfig, dtype: torch.dtype, layer: int, places:
         return tensor
 
     def once(bias: torch.Tensor) -> torch.Tensor | None:
-        """Of a product that is summed over ranks."""
+        # The product is summed over ranks, so only one of them may add the bias.
         return bias if shard.is_first else None
 
     hidden, inner = config.hidden_size, _Part(config.intermediate_size, shard.inner)
@@ -206,7 +206,7 @@ def _allocate_layer(config: ModelConfig, dtype: torch.dtype, layer: int, places:
 
 
 def _of_heads(config: ModelConfig, count: int, own: range) -> _Part:
-    """Rows of a projection to so many heads."""
+    """Returns the rows of heads `own` in a projection to `count` heads."""
     dim = config.head_dim
     return _Part(count * dim, range(own.start * dim, own.stop * dim))
 
@@ -225,7 +225,8 @@ def _allocate_qk_norm(
 
 
 def _fill_randomly(config: ModelConfig, places: _Places) -> str:
-    """Normal matrices, norms of one, no bias; the same on every machine for the same configuration."""
+    """Fills matrices with normal numbers, norms with 1 and biases with 0, equal on every machine for a configuration.
+    Returns the digest."""
     generator = torch.Generator().manual_seed(_DUMMY_SEED)
     for name, own in places.items():
         shape = own[0].shape
@@ -260,7 +261,7 @@ def _digest_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def _open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """(name, open file) of every stored tensor."""
+    """Yields (name, open file) of every stored tensor. Raises ConfigError."""
     for file_path in _files(path):
         try:
             file = stack.enter_context(safe_open(file_path, framework="pt"))

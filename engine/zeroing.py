@@ -1,4 +1,4 @@
-"""Clears the bytes of KV blocks before another request gets them (`--zero-kv-blocks`). Memory of the host only."""
+"""Zeroes KV blocks before another request gets them (`--zero-kv-blocks`). Host memory only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from protocol.layout import KvLayout
 
 
 class BlockMemory:
-    """The memory of a pool of `num_blocks` blocks in `layout`. Called with blocks, it zeroes them."""
+    """Zeroes blocks of a pool of `num_blocks` blocks in `layout` when it is called."""
 
     def __init__(self, memory: memoryview, layout: KvLayout, num_blocks: int) -> None:
-        """Raises ValueError when `memory` is too small or cannot be written."""
+        """Raises ValueError if `memory` is too small or read-only."""
         needed = layout.pool_bytes(num_blocks)
         if memory.nbytes < needed or memory.readonly:
             raise ValueError(f"{num_blocks} blocks to be zeroed need {needed} writable bytes")
@@ -27,7 +27,7 @@ class BlockMemory:
 
 
 def runs_of(blocks: Sequence[BlockId]) -> Iterator[tuple[BlockId, BlockId]]:
-    """(first, last + 1) of each run of neighbours, in the order of `blocks`."""
+    """Yields (first, last + 1) of each run of consecutive blocks, in the order of `blocks`."""
     begin = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:

@@ -1,4 +1,4 @@
-"""Attention over the paged KV pool, one file per implementation, chosen by name."""
+"""Attention over the paged KV pool: the implementations, selected by name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def make_attention(
     cache_folder: Path | None,
     crew: Crew | None = None,
 ) -> Attention:
-    """The implementation called `name`; auto is native, or torch without a `cache_folder`. Native attention works in
-    the threads of `crew`, or in as many of its own as torch has. Raises ConfigError for an unknown name and for native
-    where it cannot be had."""
+    """Creates the implementation called `name`. auto means triton for a pool on a GPU, otherwise native, or torch
+    without a `cache_folder`. Native attention runs in the threads of `crew`, or in as many own threads as torch has.
+    Raises ConfigError for an unknown name, or if the implementation is not available."""
     if name not in NAMES:
         raise ConfigError(f"attention backend {name!r} is not one of {', '.join(NAMES)}")
     if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
-        from engine.cuda.attention import TritonAttention  # it imports this package
+        from engine.cuda.attention import TritonAttention  # here, to avoid a circular import
 
         return TritonAttention(geometry, pool)
     if name == "torch" or (name == "auto" and cache_folder is None):

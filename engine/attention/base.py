@@ -1,7 +1,7 @@
-"""The seam between the forward pass and attention kernels.
+"""Interface between the forward pass and attention kernels.
 
-A step's work is planned once and the plan is used by every layer with the same window. A kernel reads K and V of
-earlier tokens from the pool, where those of this step already are. It knows neither requests nor sampling.
+A step is planned once per sliding window, and all layers with this window use the plan. A kernel reads K and V of
+earlier tokens from the pool, which already contains those of this step. It knows neither requests nor sampling.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 Plan = Any
-"""What a backend prepared for one step; only it looks inside."""
+"""A backend's prepared step; opaque to all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Head counts of the model."""
+    """Head counts and head size of the model."""
 
     num_heads: int
     num_kv_heads: int
@@ -29,14 +29,14 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [start, end) of one sequence; spans lie back to back in the step's tensors."""
+    """Tokens [start, end) of one sequence. Spans lie back to back in the step's tensors."""
 
     start: int
     end: int
     blocks: npt.NDArray[np.int64]  # block table, at least up to `end`
     prompt_end: int
-    """Tokens from here on are output. A backend may see to it that those have the same bits whether they are computed
-    one by one or, once lost, many together."""
+    """Position of the first output token. A backend may give output tokens the same bits whether they are computed one
+    by one or, after a loss, many at once."""
 
 
 class Attention(Protocol):
@@ -44,13 +44,13 @@ class Attention(Protocol):
 
     name: str
     reads_whole_blocks: bool
-    """Whether what lies behind a single token in its last block is read and then hidden: it must not be NaN."""
+    """True if slots behind a single token in its last block are read and then masked: they must not be NaN."""
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
-        """The order in which this backend wants the spans, given their (start, end)."""
+        """Returns the order in which this backend needs the spans, given their (start, end)."""
 
     def plan(self, spans: Sequence[Span], window: int | None) -> Plan:
-        """Prepares a step. A token sees itself and the window - 1 tokens before it; None = all."""
+        """Prepares a step. A token attends to itself and the window - 1 tokens before it; None = all earlier tokens."""
 
     def attend(
         self,
@@ -60,12 +60,12 @@ class Attention(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], this step's keys and values [tokens, kv_heads, head_dim] (also in the
-        pool by now) → [tokens, heads · head_dim]."""
+        """Computes attention of one layer: queries [tokens, heads, head_dim] → [tokens, heads · head_dim]. This step's
+        keys and values [tokens, kv_heads, head_dim] are also in the pool already."""
 
 
 def singles_first(lengths: Sequence[tuple[int, int]]) -> list[int]:
-    """An order of spans (start, end): single tokens by length, then chunks."""
+    """Returns an order of spans (start, end): single tokens first, then chunks, each by length of context."""
 
     def rank(index: int) -> tuple[bool, int]:
         start, end = lengths[index]

@@ -1,12 +1,11 @@
-"""Attention for CPUs in C++ (`paged.cpp`, and `quantised.cpp` over a quantised pool): K and V are read where they lie,
-nothing is gathered or padded.
+"""Attention for CPUs in C++ (`paged.cpp`, and `quantised.cpp` for a quantised pool), without gathering or padding.
 
-Makes a step's plan for the library and calls it; `protocol.native` compiles it. Prompts are cut into tiles of tokens
-and what an output token sees into pieces; threads share pieces, tiles and KV heads, and no result depends on how. The
-step's own K and V are read from the pool, too.
+Plans a step for the library and calls it; `protocol.native` compiles it. Prompts are cut into tiles of tokens, and the
+context of an output token into pieces. Threads share tiles, pieces and KV heads; results do not depend on how. K and V
+of the step itself are also read from the pool.
 
-A token of the prompt is in a tile and one of the output by itself, however many of them a step has: so output that is
-computed again, where its worker was lost or its blocks were needed, has the bits that it had when it was decoded.
+Prompt tokens are computed in tiles and output tokens one by one, however many of them a step has. So output that is
+recomputed, after the loss of a worker or a preemption, has the same bits as when it was decoded.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from protocol.native import CompilerError
 _SOURCE = Path(__file__).with_name("paged.cpp")
 _QUANTISED = Path(__file__).with_name("quantised.cpp")
 _CPP_TYPES = {"float32": "float", "bfloat16": "Bfloat16", "int8": "Int8", "fp8": "Fp8"}
-# Limits of paged.h.
+# Limits in paged.h.
 _MAX_HEADS = 128
 _MAX_HEAD_DIM = 256
-# A tile's tokens times the query heads of a KV head (MAX_ROWS of prefill.h).
+# Tokens of a tile times query heads per KV head (MAX_ROWS of prefill.h).
 _TILE_ROWS = 192
-# Decode splits what a token sees into pieces of at least so many tokens, at most so many pieces. By length alone:
-# threads and batch must not change a sum's order.
+# Decode splits the context of a token at multiples of a length of at least 256, chosen for about 16 pieces. The split
+# depends on the context alone: threads and batch must not change the order of a sum.
 _PIECE_TOKENS = 256
 _MAX_PIECES = 16
 _SINGLES_AT_ONCE = 256
-"""Output tokens whose pieces lie in memory together: as many as large batches have."""
+"""Output tokens of one call, which bounds the memory of their pieces. Large batches have this many."""
 _NO_WINDOW = 1 << 40
 
 
 class _Call(ctypes.Structure):
-    """`Plan` of paged.h."""
+    """C structure `Plan` of paged.h."""
 
     _fields_ = (
         ("block_size", ctypes.c_int64),
@@ -69,15 +68,15 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """`addresses` are those of `Plan`s of paged.h, which live as long as this."""
+    """A planned step. `addresses` point to `Plan`s of paged.h, which live as long as this object."""
 
     addresses: tuple[int, ...]
     num_rows: int
-    kept: tuple[object, ...]  # what the call points to
+    kept: tuple[object, ...]  # owners of the memory that the calls point to
 
 
 class NativePagedAttention:
-    """`Attention` for CPUs. Raises CompilerError when it cannot be had for this model or on this machine."""
+    """`Attention` for CPUs. Raises CompilerError if it is not available for this model or on this machine."""
 
     name = "native"
     reads_whole_blocks = False
@@ -95,7 +94,7 @@ class NativePagedAttention:
         self._tile_tokens = max(1, _TILE_ROWS * geometry.num_kv_heads // geometry.num_heads)
         self._keys = [piece.data_ptr() for piece in pool.keys]
         self._values = [piece.data_ptr() for piece in pool.values]
-        self._pool = pool  # keeps the memory
+        self._pool = pool  # keeps the pool's memory alive
         library, name = _kernel_of(pool, cache_folder)
         self._crew = Crew(library, torch.get_num_threads()) if crew is None else crew
         self._kernel = library[name]
@@ -108,7 +107,7 @@ class NativePagedAttention:
 
     def plan(self, spans: Sequence[Span], window: int | None) -> NativePlan:
         tables = np.concatenate([span.blocks for span in spans])
-        output: list[tuple[int, int, int]] = []  # row, table, end of what it sees
+        output: list[tuple[int, int, int]] = []  # row, table, end of its context
         tiles: list[npt.NDArray[np.int64]] = []  # `Tile` of paged.h
         row = table = 0
         for span in spans:
@@ -130,8 +129,8 @@ class NativePagedAttention:
         tiles: npt.NDArray[np.int64],
         output: Sequence[tuple[int, int, int]],
     ) -> NativePlan:
-        """A call for the tiles and the first of the output; more of that has calls of its own, one after the other in
-        the same memory."""
+        """Plans one call for the tiles and the first output tokens, and further calls for more output tokens. The calls
+        run one after another in the same memory."""
         geometry = self._geometry
         starts = range(0, max(1, len(output)), _SINGLES_AT_ONCE)
         parts = [_cut(output[start : start + _SINGLES_AT_ONCE], window) for start in starts]
@@ -146,7 +145,7 @@ class NativePagedAttention:
         return NativePlan(addresses, num_rows, (calls, tables, tiles, parts, partials))
 
     def _tiles(self, start: int, end: int, row: int, table: int) -> npt.NDArray[np.int64]:
-        """Of the prompt's tokens [start, end); the longest first, so that threads end together."""
+        """Returns the tiles of prompt tokens [start, end), longest context first, so that threads end together."""
         firsts = np.arange(0, end - start, self._tile_tokens)[::-1]
         tiles = np.empty((len(firsts), 4), dtype=np.int64)
         tiles[:, 0] = row + firsts
@@ -164,7 +163,7 @@ class NativePagedAttention:
         tiles: npt.NDArray[np.int64],
         partials: npt.NDArray[np.float32],
     ) -> _Call:
-        """The arrays must live as long as it does."""
+        """Creates a `Plan` of paged.h. The arrays must live as long as it does."""
         geometry = self._geometry
         return _Call(
             self._block_size,
@@ -210,7 +209,7 @@ class NativePagedAttention:
 
 
 def _kernel_of(pool: KvPool, cache_folder: Path | None) -> tuple[ctypes.CDLL, str]:
-    """The library for such a pool, and the function's name in it."""
+    """Returns the library for the pool's dtypes and the name of the function in it."""
     if not pool.layout.is_quantised:
         return load_kernels(_SOURCE, cache_folder), f"attend_{pool.dtype}"
     types = f"-DQUERIES={_CPP_TYPES[pool.dtype]}", f"-DPOOL={_CPP_TYPES[pool.layout.dtype]}"
@@ -220,7 +219,7 @@ def _kernel_of(pool: KvPool, cache_folder: Path | None) -> tuple[ctypes.CDLL, st
 def _cut(
     output: Sequence[tuple[int, int, int]], window: int | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`Piece`s and `Single`s of paged.h for these tokens (row, table, end of what each sees)."""
+    """Returns the `Piece`s and `Single`s of paged.h for output tokens (row, table, end of context)."""
     pieces: list[tuple[int, int, int, int]] = []
     singles: list[tuple[int, int, int]] = []
     for row, table, end in output:
@@ -231,7 +230,7 @@ def _cut(
 
 
 def pieces_of(end: int, window: int | None) -> list[tuple[int, int]]:
-    """What the token at `end` - 1 sees, cut at multiples of a length."""
+    """Returns the context of the token at `end` - 1 as pieces (first, end), cut at multiples of a length."""
     first = 0 if window is None else max(0, end - window)
     length = _PIECE_TOKENS * -(-(end - first) // (_PIECE_TOKENS * _MAX_PIECES))
     cuts = [first, *range((first // length + 1) * length, end, length), end]

@@ -1,9 +1,9 @@
-"""Attention in plain torch operations, on any machine: the reference for every other backend.
+"""Attention in plain torch operations, for any machine: the reference for all other backends.
 
-Single tokens (decode) are batched in groups of similar length. The query heads that share a KV head become the rows
-of one small query matrix, so that K and V are read once and never repeated; a group is kept small enough that what
-was gathered is still in cache when it is used. Prompt chunks go one by one: native and Triton kernels read a chunk's
-K and V where they lie. With many queries per sequence the time is in matrix products, which torch does well.
+Single tokens (decode) are batched in groups of similar length. The query heads that share a KV head form one small
+query matrix, so K and V are read once and never repeated. A group is small enough that gathered K and V are still in
+the cache when they are used. Prompt chunks are computed one by one from gathered K and V; with many queries per
+sequence, the time is spent in matrix products, which torch does well.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from engine.kv_pool import TORCH_DTYPES, KvPool
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Several tokens of one sequence, rows [first, end) of the step."""
+    """Plan for several tokens of one sequence, rows [first, end) of the step."""
 
     first: int
     end: int
-    blocks: torch.Tensor | None  # None = the chunk sees nothing but itself
+    blocks: torch.Tensor | None  # None = the chunk attends only to itself
     num_tokens: int  # of K and V after gathering
     mask: torch.Tensor | None  # [queries, num_tokens], added to scores; None = plain causal
 
 
 class ChunkAttention:
-    """Gathers a sequence's K and V once per layer, then scaled_dot_product_attention."""
+    """Attention of chunks: gathers a sequence's K and V once per layer and calls scaled_dot_product_attention."""
 
     def __init__(self, geometry: Geometry, pool: KvPool) -> None:
         self._grouped = geometry.num_heads != geometry.num_kv_heads
@@ -40,10 +40,11 @@ class ChunkAttention:
         self._dtype = TORCH_DTYPES[pool.dtype]
 
     def plan(self, span: Span, row: int, window: int | None) -> Chunk:
-        """`row`: the span's first row in the step."""
+        """Plans a span of several tokens. `row`: its first row in the step."""
         end_row = row + span.end - span.start
         sees_all = window is None or span.end <= window
-        # Where KV is quantised a chunk sees its own K and V as later ones will: cut elsewhere, it gives the same.
+        # With quantised KV, a chunk reads its own K and V from the pool like later chunks do, so that results do not
+        # depend on where a prompt is cut.
         if span.start == 0 and sees_all and not self._pool.layout.is_quantised:
             return Chunk(row, end_row, None, span.end, None)
         begin = first_block(span, window, self._block_size)
@@ -65,7 +66,7 @@ class ChunkAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """As `Attention.attend`, for the chunk's own rows: [queries, heads · head_dim]."""
+        """Computes attention of one chunk; returns its rows [queries, heads · head_dim]. See `Attention.attend`."""
         own = slice(chunk.first, chunk.end)
         if chunk.blocks is None:
             seen_keys, seen_values = keys[own], values[own]
@@ -85,7 +86,7 @@ class ChunkAttention:
 
 
 def plan_chunks(attention: ChunkAttention, spans: Sequence[Span], window: int | None) -> list[Chunk]:
-    """Plans all spans of more than one token; each span lies behind those before it."""
+    """Plans all spans of more than one token."""
     chunks: list[Chunk] = []
     row = 0
     for span in spans:
@@ -96,18 +97,18 @@ def plan_chunks(attention: ChunkAttention, spans: Sequence[Span], window: int | 
 
 
 def first_block(span: Span, window: int | None, block_size: int) -> int:
-    """The block of the oldest token that the span's first token sees."""
+    """Returns the index of the block with the oldest token that the span's first token attends to."""
     return 0 if window is None else max(0, span.start - window + 1) // block_size
 
 
-# Measured on one core with 1 MiB of L2: larger gathers are evicted before they are read.
+# Measured on one core with 1 MiB of L2 cache: larger gathers are evicted before they are read.
 _GROUP_BYTES = 1 << 20
-_MAX_PADDING = 1.25  # gathered blocks per needed block within one group
+_MAX_PADDING = 1.25  # most gathered blocks per needed block within a group
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Single-token rows [first, end) of the step, padded to `num_blocks` blocks each."""
+    """Plan for single-token rows [first, end) of the step, padded to `num_blocks` blocks each."""
 
     first: int
     end: int
@@ -123,7 +124,7 @@ class _Plan:
 
 
 class TorchPagedAttention:
-    """Reference implementation of `Attention`, on any device that torch knows."""
+    """Reference implementation of `Attention`, for any device of torch."""
 
     name = "torch"
     reads_whole_blocks = True
@@ -188,7 +189,7 @@ class TorchPagedAttention:
         return _Group(first, end, num_blocks, torch.from_numpy(blocks.reshape(-1)), mask[:, None, None, :])
 
     def _num_blocks(self, span: Span, window: int | None) -> int:
-        """Blocks that hold what a single token sees."""
+        """Returns the number of blocks in a single token's context."""
         return -(-span.end // self._block_size) - first_block(span, window, self._block_size)
 
     # -- computing

@@ -1,1 +1,1 @@
-"""What a replica needs on an NVIDIA GPU. Nothing here is imported unless it is asked for; see `requirements`."""
+"""Support for NVIDIA GPUs. Triton is imported only if it is used; see `requirements`."""

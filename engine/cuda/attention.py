@@ -1,7 +1,7 @@
-"""`Attention` in Triton: decode split over the context, prompt chunks tile by tile, all from the pool.
+"""`Attention` in Triton: decode is split over the context, prompt chunks are computed tile by tile.
 
-Single tokens come first in a step and are one launch, chunks another. Reads K and V from the pool alone, and nothing
-behind a sequence's end. Plans are made on the host; nothing of a step waits for the device.
+Single tokens come first in a step and are one attention call, chunks another. K and V are read from the pool only, and
+nothing behind a sequence's end. Plans are made on the host, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_HEAD_DIM = 256
 
 
 class Pool(Protocol):
-    """A K and a V [num_blocks, block_size, kv_heads, head_dim] per layer, as in `engine.kv_pool`."""
+    """Tensors of the KV pool: per layer a K and a V [num_blocks, block_size, kv_heads, head_dim]."""
 
     @property
     def keys(self) -> Sequence[torch.Tensor]: ...
@@ -39,15 +39,15 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: its first rows are single tokens, the others chunks."""
+    """A planned step: its first rows are single tokens, the others chunks."""
 
-    singles: DecodeBatch | None  # None = there are none
-    chunks: ChunkBatch | None  # None = there are none
+    singles: DecodeBatch | None  # None = no single tokens
+    chunks: ChunkBatch | None  # None = no chunks
     window: int | None
 
 
 class TritonAttention:
-    """`Attention` for CUDA devices, and in Triton's interpreter for any. Raises ConfigError where it cannot run."""
+    """`Attention` for CUDA devices, and for any device in Triton's interpreter. Raises ConfigError if it cannot run."""
 
     name = "triton"
     reads_whole_blocks = False
@@ -58,7 +58,7 @@ class TritonAttention:
         require_triton(self._device)
         if geometry.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"Triton attention takes heads of up to {MAX_HEAD_DIM}, not {geometry.head_dim}")
-        from engine.cuda.kernels import decode, prefill  # here, since importing them imports triton
+        from engine.cuda.kernels import decode, prefill  # imports triton
 
         self._decode = decode
         self._prefill = prefill
@@ -67,7 +67,7 @@ class TritonAttention:
         self._tokens_per_tile = tiling.tokens_per_tile(group)
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
-        """Single tokens, then chunks."""
+        """Returns single tokens first, then chunks."""
         return sorted(range(len(lengths)), key=lambda i: lengths[i][1] - lengths[i][0] > 1)
 
     def plan(self, spans: Sequence[Span], window: int | None) -> Plan:
@@ -102,7 +102,7 @@ class TritonAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """As `Attention.attend`; `keys` and `values` are not looked at, they are in the pool."""
+        """Implements `Attention.attend`. `keys` and `values` are not used, since they are in the pool."""
         if queries.stride()[1:] != (queries.shape[2], 1):
             queries = queries.contiguous()
         pool_keys, pool_values = self._pool.keys[layer], self._pool.values[layer]
@@ -115,12 +115,13 @@ class TritonAttention:
 
 
 def table_columns(num_blocks: int) -> int:
-    """Of a table for up to `num_blocks` blocks: Triton compiles a kernel again for rows that are not aligned."""
+    """Returns the row length of a table for up to `num_blocks` blocks, a multiple of 16: Triton would compile a kernel
+    again for rows that are not aligned."""
     return -(-num_blocks // 16) * 16
 
 
 def _tables(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """Block tables as one array, padded with block 0, which nobody reads."""
+    """Returns the block tables as one array, padded with block 0, which is not read."""
     columns = table_columns(max(len(span.blocks) for span in spans))
     tables = np.zeros((len(spans), columns), dtype=np.int32)
     for row, span in zip(tables, spans, strict=True):

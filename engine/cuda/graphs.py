@@ -1,8 +1,8 @@
 """CUDA graphs for decode steps: one per batch size of a short list, captured when it is first needed.
 
-A decode step is hundreds of launches, each of which costs the host more than it costs a GPU to run; a graph is one. Its
-inputs are tensors that stay where they are and are filled before each replay; a smaller batch is padded with rows that
-see nothing, store nothing and are cut off. Steps with prompts, and those whose layers are waited for, run as before.
+A decode step is hundreds of launches, each of which costs the host more time than the GPU; a graph is one launch. Its
+inputs are tensors at fixed addresses that are filled before each replay. A smaller batch is padded with rows that have
+no context and store nothing, and whose results are cut off. Steps with prompts or with `on_layer` run without a graph.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from engine.model import ForwardPass, Model
 from engine.step import Step
 
 Replay = Callable[[], torch.Tensor]
-"""Computes again from what is in its inputs now. The result is overwritten by the next replay."""
+"""Runs captured work on the current contents of its inputs. The next replay overwrites the result."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
-"""Makes a replay of work whose inputs and outputs stay where they are."""
+"""Captures work whose inputs and outputs have fixed addresses."""
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-"""Rows of the graphs. Larger batches run without one: launches are the lesser part there."""
+"""Batch sizes of the graphs. Larger batches run without a graph: launches are a small part of their time."""
 
 
 def with_graphs(model: Model, config: ModelConfig, pool: KvPool) -> ForwardPass:
-    """The model, by graphs where there can be some."""
+    """Returns the model with CUDA graphs if its pool is on a CUDA device, otherwise the model itself."""
     if pool.device.type != "cuda":
         return model
     return GraphedModel(model, config, pool, CudaCapture(pool.device))
 
 
 class GraphedModel:
-    """A `Model` on Triton kernels whose decode steps are replayed. The first step of each size captures, which takes
-    longer."""
+    """A `Model` on Triton kernels whose decode steps are replayed graphs. The first step of each batch size takes
+    longer, since it captures."""
 
     def __init__(self, model: Model, config: ModelConfig, pool: KvPool, capture: Capture) -> None:
         self.kernels_name = model.kernels_name
@@ -51,7 +51,7 @@ class GraphedModel:
         self._graphs: dict[int, tuple[_Inputs, Replay]] = {}  # by batch size
 
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """As `Model.forward`; the logits hold until the next call."""
+        """Runs the step, as a graph if possible. The logits are valid until the next call; see `Model.forward`."""
         batch = self._batch_for(step)
         if batch is None or on_layer is not None:
             return self._model.forward(step, on_layer)
@@ -63,7 +63,7 @@ class GraphedModel:
         return replay()[: len(step.spans)]
 
     def _batch_for(self, step: Step) -> int | None:
-        """None: not a decode step, or not of a size that graphs are for."""
+        """Returns the graph's batch size for a step, or None if it is not a decode step or too large."""
         rows = len(step.spans)
         if len(step.token_ids) != rows or step.rows is not None or step.longest > self._longest:
             return None
@@ -77,11 +77,11 @@ class GraphedModel:
 
 
 class _Inputs:
-    """What a captured step reads, and the memory of the host that it is filled from."""
+    """Input tensors of a captured step, and the host memory from which they are filled."""
 
     def __init__(self, batch: int, columns: int, num_slots: int, device: torch.device) -> None:
         tokens = torch.zeros((3, batch), dtype=torch.int64)  # tokens, positions, slots
-        tokens[2] = num_slots  # behind the pool's end: nothing is stored for rows that only pad
+        tokens[2] = num_slots  # behind the pool's end, so that padding rows store nothing
         self._num_slots = num_slots
         tables = torch.zeros((batch, columns), dtype=torch.int32)
         ends = torch.zeros(batch, dtype=torch.int32)
@@ -107,11 +107,11 @@ class _Inputs:
         return Plan(DecodeBatch(tables, ends, parts_for(longest, window)), None, window)
 
     def fill(self, step: Step) -> None:
-        """Brings the step to the device, behind the work that is under way there."""
+        """Copies the step to the device, queued after the work in flight there."""
         if self._arrived is not None:
-            self._arrived.synchronize()  # what was filled in last may still be on its way from here
+            self._arrived.synchronize()  # the previous copy may still read the host memory
         rows = len(step.spans)
-        tokens, tables, ends = (one.numpy() for one in self._on_host)  # cheaper to fill one by one
+        tokens, tables, ends = (one.numpy() for one in self._on_host)  # numpy is cheaper for small writes
         tokens[:2, rows:] = 0
         tokens[2, rows:] = self._num_slots
         ends[rows:] = 0
@@ -133,7 +133,7 @@ def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class CudaCapture:
-    """`Capture` by CUDA graphs, which share the memory of what they compute in between: only one runs at a time."""
+    """`Capture` with CUDA graphs. They share the memory of intermediate results, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -142,7 +142,7 @@ class CudaCapture:
     def __call__(self, work: Callable[[], torch.Tensor]) -> Replay:
         self._warm_up(work)
         graph = torch.cuda.CUDAGraph()
-        # Only of this thread: others stage blocks meanwhile, which allocates and waits.
+        # Captures this thread only: other threads stage blocks meanwhile, which allocates and waits.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = work()
 
@@ -153,8 +153,8 @@ class CudaCapture:
         return replay
 
     def _warm_up(self, work: Callable[[], torch.Tensor]) -> None:
-        """Compiles kernels and makes the libraries allocate, which cannot be captured; on another stream than the
-        usual one, as capturing will be."""
+        """Runs the work twice, so that kernels are compiled and libraries allocate, which cannot be captured. Uses a
+        stream other than the default one, like the capture."""
         stream = make_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
-"""Whether this process can run Triton kernels, said before anything is tried.
+"""Checks whether this process can run CUDA and Triton, before anything is tried.
 
-The extra `gpu` brings what is needed; without it, whoever asks is told what to install. On a machine without a GPU the
-kernels run in Triton's interpreter where TRITON_INTERPRET=1 was set before Triton was imported: slow, for tests.
+The extra `gpu` installs the dependencies; without it, the error messages name it. On a machine without a GPU, kernels
+run in Triton's interpreter if TRITON_INTERPRET=1 was set before Triton was imported: slow, for tests.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from protocol.errors import ConfigError
 
 INSTALL = "pip install 'moonserve[gpu]'"
 LEAST_CAPABILITY = (8, 0)
-"""Of compute: what the kernels are compiled for in tests. Older GPUs multiply no bfloat16."""
+"""Least compute capability, for which tests compile the kernels. Older GPUs do not multiply bfloat16."""
 
 
 def require_triton(device: torch.device) -> None:
-    """Raises ConfigError, naming what to do, where Triton kernels cannot run on tensors of `device`."""
+    """Raises ConfigError, with the remedy, if Triton kernels cannot run on tensors of `device`."""
     if find_spec("triton") is None:
         raise ConfigError(f"Triton is not installed: {INSTALL}")
     if device.type == "cuda" or is_interpreted():
@@ -30,7 +30,7 @@ def require_triton(device: torch.device) -> None:
 
 
 def why_not_cuda() -> str | None:
-    """Why this machine's GPU, if it has one, cannot compute, and what to do about it; None: it can."""
+    """Returns the reason why this machine has no usable GPU, with the remedy, or None if it has one."""
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else "; this torch was built without CUDA: install one with it"
         return f"torch sees no GPU here{built}"
@@ -44,7 +44,7 @@ def why_not_cuda() -> str | None:
 
 
 def gpus() -> list[tuple[str, int, int]]:
-    """Name, bytes of memory in all and free ones of each, where there are some."""
+    """Returns (name, total bytes of memory, free bytes) of each GPU."""
     found = []
     for number in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
@@ -53,7 +53,7 @@ def gpus() -> list[tuple[str, int, int]]:
 
 
 def find_device(name: str) -> torch.device:
-    """The device called `name`. Raises ConfigError where it is not here."""
+    """Returns the torch device called `name`. Raises ConfigError if the name is invalid or there is no CUDA device."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -64,7 +64,7 @@ def find_device(name: str) -> torch.device:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on any device."""
+    """Returns True if kernels run in Triton's interpreter, on any device."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

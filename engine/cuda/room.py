@@ -1,6 +1,7 @@
-"""How much of a GPU's memory is left for KV: of the worker's share, what weights and steps do not take.
+"""Computes the GPU memory that is left for KV: the worker's share minus the needs of weights and steps.
 
-Reckoned before anything is loaded, from shapes, and on the safe side: what turns out to be unused stays unused.
+The estimate is made from shapes before anything is loaded, and is conservative. Memory that turns out unused stays
+unused.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from engine.replica_config import ReplicaConfig
 from protocol.errors import ConfigError
 from protocol.layout import DTYPE_BYTES
 
-# Context, kernels, cuBLAS's workspace, memory of captured graphs and staging, and what torch's allocator wastes.
+# CUDA context, kernels, cuBLAS workspace, captured graphs, staging, and fragmentation of torch's allocator.
 RESERVE_BYTES = 1 << 30
 
 
 def room_on_gpu(config: ReplicaConfig, model: ModelConfig) -> Room:
-    """Of the GPU that this process computes on. Raises ConfigError, saying what to do, where it has too little."""
+    """Returns the memory for KV on this process's GPU. Raises ConfigError, with the remedy, if there is too little."""
     free, total = torch.cuda.mem_get_info()
     share = int(total * config.gpu_memory_utilization)
     flag = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
@@ -39,11 +40,11 @@ def room_on_gpu(config: ReplicaConfig, model: ModelConfig) -> Room:
 
 
 def weight_bytes(model: ModelConfig, dtype_bytes: int) -> int:
-    """Of all weights, as the engine holds them."""
+    """Returns the bytes of all weights as the engine holds them."""
     hidden, heads = model.hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attention = hidden * heads + model.num_heads * model.head_dim * hidden
     mlp = 3 * hidden * model.intermediate_size
-    biases = heads + 2 * model.intermediate_size + 2 * hidden  # where a family has them
+    biases = heads + 2 * model.intermediate_size + 2 * hidden  # counted for every family
     norms = 2 * hidden + 2 * model.head_dim
     vocabulary = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
     layers = model.num_layers * (attention + mlp + biases + norms)
@@ -51,8 +52,8 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int) -> int:
 
 
 def step_bytes(config: ReplicaConfig, model: ModelConfig, dtype_bytes: int) -> int:
-    """Of the largest step's intermediate results: a few rows of each width per token, logits in float32 per sequence,
-    twice, and the table of rotations."""
+    """Returns the bytes of the largest step's intermediate results: a few rows of each width per token, two float32
+    rows of logits per sequence, and the table of rotations."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     per_token = 4 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
     logits = 2 * config.max_num_seqs * model.vocab_size * DTYPE_BYTES["float32"]

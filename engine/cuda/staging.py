@@ -1,9 +1,9 @@
-"""KV between a pool on a GPU and the host's memory, layer by layer, while the GPU computes.
+"""Copies KV between a pool on a GPU and host memory, layer by layer, while the GPU computes.
 
-Both have the layout of `protocol.layout`. The host's memory is what the transfer engine has registered and is not
-pinned, so copies go through a ring of pinned slots: between pool and slot the GPU's copy engines, on streams of their
-own, behind what the compute stream had to do when they were asked; between slot and memory the caller's thread. Rule:
-whoever asks holds the blocks until the copy is done. Does not know whose blocks they are. On a CPU it is done at once.
+Both have the layout of `protocol.layout`. The host memory is registered with the transfer engine and not pinned, so
+copies go through a ring of pinned slots. The GPU's copy engines copy between pool and slots, on separate streams, after
+the work that was submitted before the request; the caller's thread copies between slots and host memory. Rule: the
+caller holds the blocks until the copy is done. Does not know the owners of blocks. On a CPU all copies are immediate.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _Slot = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Storing:
-    """A slot that the GPU fills, or has filled."""
+    """A slot that the GPU fills or has filled."""
 
     slot: _Slot
     layer: int
     blocks: torch.Tensor
-    filled: Event | None  # None = at once
-    stored: Stored | None  # told by the last part of what was asked for
+    filled: Event | None  # None = filled
+    stored: Stored | None  # callback, in the last part of a request only
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class _Loading:
 
 
 class HostStaging:
-    """Not thread-safe: one caller, such as the engine's thread. `memory` is the host's, for as many blocks as the
-    pool."""
+    """Ring of pinned slots between `pool` and host `memory` for as many blocks. Not thread-safe: one caller, such as
+    the engine's thread."""
 
     def __init__(self, pool: KvPool, memory: memoryview, *, blocks_per_slot: int = 16, num_slots: int = 8) -> None:
         self._pool = pool
         self._host = KvPool(pool.layout, pool.num_blocks, memory)
         self._blocks_per_slot = blocks_per_slot
         self._on_gpu = pool.device.type == "cuda"
-        # Of their own each: the directions have copy engines of their own.
+        # One stream per direction, since each direction has its own copy engine.
         self._outward: Any = make_stream(pool.device) if self._on_gpu else None
         self._inward: Any = make_stream(pool.device) if self._on_gpu else None
         self._free = [self._make_slot() for _ in range(num_slots)]
@@ -68,8 +68,8 @@ class HostStaging:
     # -- from the GPU
 
     def store(self, layer: int, blocks: Sequence[int], stored: Stored) -> None:
-        """Copies a layer's K and V of `blocks`, as the work that was submitted before leaves them, to the host.
-        `stored` is called by a later call, when they are there. Waits for older copies when the ring is full."""
+        """Starts copying a layer's K and V of `blocks` to the host, after the work submitted before. A later call of
+        this object calls `stored` once they are there. Waits for older copies if the ring is full."""
         parts = list(self._parts(blocks))
         for number, part in enumerate(parts):
             slot = self._take()
@@ -82,8 +82,8 @@ class HostStaging:
             self._storing.append(_Storing(slot, layer, part, filled, stored if is_last else None))
 
     def settle(self, *, wait: bool) -> None:
-        """Moves what has arrived in the ring to the host's memory, in the order in which it was asked for. `wait`: all
-        of it, whenever it arrives."""
+        """Moves filled slots to host memory, in the order of the requests. `wait`: also waits for all slots that are
+        not filled yet."""
         while self._storing and (wait or _is_reached(self._storing[0].filled)):
             self._settle_oldest()
 
@@ -101,8 +101,8 @@ class HostStaging:
     # -- to the GPU
 
     def load(self, layer: int, blocks: Sequence[int]) -> Callable[[], None]:
-        """Copies a layer's K and V of `blocks` from the host to the pool. What is returned makes the work that is
-        submitted after its call wait for them. Waits for older copies when the ring is full."""
+        """Starts copying a layer's K and V of `blocks` from the host to the pool. Work that is submitted after a call
+        of the returned function waits for them. Waits for older copies if the ring is full."""
         arrived: Event | None = None
         for part in self._parts(blocks):
             slot = self._take()
@@ -124,14 +124,14 @@ class HostStaging:
     # -- whole blocks
 
     def store_all(self, blocks: Sequence[int]) -> None:
-        """On return all layers of `blocks` are at the host."""
+        """Copies all layers of `blocks` to the host and waits for the end."""
         for layer in range(self._pool.layout.num_layers):
             self.store(layer, blocks, _nobody)
             self.settle(wait=False)
         self.settle(wait=True)
 
     def load_all(self, blocks: Sequence[int], layers: range | None = None) -> None:
-        """On return `layers` (None = all) of `blocks` are in the pool."""
+        """Copies `layers` (None = all) of `blocks` to the pool and waits for the end."""
         for layer in range(self._pool.layout.num_layers) if layers is None else layers:
             self.load(layer, blocks)
         while self._loading:
@@ -140,7 +140,7 @@ class HostStaging:
     # -- the ring
 
     def _take(self) -> _Slot:
-        """A free slot; the oldest copy's when there is none."""
+        """Returns a free slot, waiting for the oldest copy if there is none."""
         while self._loading and (not self._free or _is_reached(self._loading[0].read)):
             self._free_oldest_loading()
         if not self._free:
@@ -157,7 +157,7 @@ class HostStaging:
         yield from torch.split(torch.tensor(blocks, dtype=torch.int64), self._blocks_per_slot)
 
     def _beside(self, stream: Any) -> AbstractContextManager[Any]:
-        """On `stream`, behind what the current one has to do by now."""
+        """Returns a context that runs on `stream`, after the work submitted to the current stream so far."""
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream(self._pool.device))
@@ -174,4 +174,4 @@ def _is_reached(event: Event | None) -> bool:
 
 
 def _nobody() -> None:
-    """Is told that something is stored."""
+    """Callback that does nothing."""

@@ -1,4 +1,4 @@
-"""Streams and events of torch, with types, and the way of small tensors to a device that is busy."""
+"""Typed access to torch's CUDA streams and events, and asynchronous copies of small tensors to a device."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`. The copy waits for its turn there and nobody waits for the copy: from memory that is not
-    pinned, it would hold the caller until all work before it is done."""
+    """Copies a tensor to `device` without waiting for the copy. It goes through pinned memory: from other memory, the
+    caller would wait for all work submitted before."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Returns True if the event has been reached."""
 
     def synchronize(self) -> None:
-        """Waits until it is reached."""
+        """Waits until the event is reached."""
 
 
 def record_event() -> Event:
-    """The end of what the current stream has to do by now."""
+    """Records an event after the work submitted to the current stream so far."""
     make: Any = torch.cuda.Event
     event: Any = make()
     event.record()
@@ -35,12 +35,12 @@ def record_event() -> Event:
 
 
 def wait_for(event: Event, device: torch.device) -> None:
-    """What the current stream is given from now on waits for the event."""
+    """Makes later work on the current stream wait for the event."""
     current: Any = torch.cuda.current_stream(device)
     current.wait_event(event)
 
 
 def make_stream(device: torch.device) -> Any:
-    """A stream beside the usual one."""
+    """Creates a stream in addition to the default one."""
     make: Any = torch.cuda.Stream
     return make(device)

@@ -1,7 +1,6 @@
-"""`Kernels` for CUDA devices: matrix products are the vendor's, everything between them is fused in Triton.
+"""`Kernels` for CUDA devices: vendor matrix products, with the operations between them fused in Triton.
 
-The second half of a layer leaves its sum with the residual stream to the norm that comes next, which has to read both
-anyway.
+The output of a half layer is added to the residual stream by the next norm, which has to read both anyway.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ class _Pass:
 
 
 def longest_sequence(config: ModelConfig, pool: KvPool) -> int:
-    """Tokens of the longest sequence that the model was made for and the pool holds."""
+    """Returns the length of the longest sequence that the model supports and the pool holds."""
     return min(config.max_position_embeddings, pool.num_blocks * pool.layout.block_size)
 
 
 class TritonKernels:
-    """Implementation of `Kernels` for CUDA devices, and in Triton's interpreter for any. Raises ConfigError where it
-    cannot run."""
+    """Implementation of `Kernels` for CUDA devices, and for any device in Triton's interpreter. Raises ConfigError if
+    it cannot run."""
 
     name = "triton"
 
     def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool) -> None:
         device = weights.embedding.device
         require_triton(device)
-        from engine.cuda.kernels import fused  # importing it imports triton
+        from engine.cuda.kernels import fused  # imports triton
 
         self._fused = fused
         self._config = config
         self._weights = weights
         self._pool = pool
         self._angles = RopeTable(config.rope, config.head_dim, weights.embedding.dtype, device)
-        # Captured graphs read this table; one grown later, for longer sequences, is another.
+        # Kept alive for captured graphs, which read this table. Growing for longer sequences creates another table.
         self._captured_angles = self._angles.tables(longest_sequence(config, pool))
 
     def begin(self, step: Step) -> _Pass:

@@ -1,5 +1,5 @@
-"""KV memory that comes and goes by pages, shared by a host's workers (after kvcached).
+"""Elastic KV memory: pages are populated and given back on demand, within a budget of all workers of a host (after
+kvcached).
 
-What is free and which page goes next: paged_blanks.py; who may take how much: ledger.py; the machine's memory:
-elasticity.py.
+paged_blanks.py chooses blocks and pages, ledger.py divides the budget, elasticity.py populates and discards memory.
 """

@@ -1,4 +1,4 @@
-"""The flags of workers whose KV takes memory only where blocks live, and what is made of them."""
+"""Flags for elastic KV memory, and the `Elasticity` that is created from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerConfig:
-    """Mixed into the configuration of workers; `moonserve serve` passes them on."""
+    """Options mixed into the configuration of workers. `moonserve serve` passes them on."""
 
     elastic_kv_memory: bool = option(
         False,
@@ -41,7 +41,7 @@ class LedgerConfig:
         return self.elastic_kv_memory or self.kv_memory_budget is not None
 
     def check_budget(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for a floor without a budget or above it."""
         budget, floor = self.kv_memory_budget, self.kv_memory_floor
         if floor is not None and budget is None:
             raise ConfigError("--kv-memory-floor needs --kv-memory-budget, of which it is a part")
@@ -49,13 +49,13 @@ class LedgerConfig:
             raise ConfigError(f"--kv-memory-floor {floor} of a budget of {budget} bytes")
 
     def check_ledger(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for an invalid budget, or for a budget without a ledger or the reverse."""
         self.check_budget()
         if (self.kv_memory_budget is None) != (self.kv_memory_ledger is None):
             raise ConfigError("--kv-memory-budget and --kv-memory-ledger go together")
 
     def elasticity(self, name: str, paging: Paging, memory: Memory) -> Elasticity:
-        """Of a pool over this memory, of which the machine gets everything back. Raises ConfigError."""
+        """Creates the manager of a pool over `memory`, and discards the memory's content. Raises ConfigError."""
         self.check_ledger()
         seat: Seat | None = None
         floor = min(self.kv_memory_floor or 0, paging.range_bytes)
@@ -71,5 +71,5 @@ class LedgerConfig:
                 floor=floor,
                 ceiling=paging.range_bytes,
             )
-        memory.discard(0, paging.range_bytes)  # nothing that was written counts yet
+        memory.discard(0, paging.range_bytes)  # nothing in it is needed yet
         return Elasticity(paging, memory, seat, floor=floor)

@@ -1,8 +1,7 @@
-"""The memory of a worker's pool as it comes and goes: limits from outside, and the work that is done beside requests.
+"""Background management of a worker's elastic KV memory: applies limits, populates pages ahead and gives pages back.
 
-`run` it beside the worker: pages are populated ahead and given back by another thread, one at a time, since populating
-one that is just given back would leave it resident without being counted. Decides nothing; that is
-`engine.elastic.paged_blanks`.
+`run` is a task next to the worker's own. Pages are handled in another thread, one at a time: populating a page while it
+is given back would leave it resident without being counted. `engine.elastic.paged_blanks` makes the decisions.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from protocol.pb.worker_pb2 import KvLimits
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.5
-"""Who waits looks so often by itself: a dead neighbour rings no bell."""
+"""Poll interval while this worker waits for pages: a worker that died rings no bell."""
 TELL_S = 1.0
-"""How often others are told what could be spared, as heartbeats tell the rest."""
+"""Interval at which spare pages are reported to the other workers."""
 
 
 class Memory(Protocol):
-    """What pages are made of (`transfer.shm.memfd.OwnedMemory`)."""
+    """Memory that can be populated and discarded in parts (`transfer.shm.memfd.OwnedMemory`)."""
 
     @property
     def resident_bytes(self) -> int: ...
@@ -38,7 +37,7 @@ class Memory(Protocol):
 
 
 class Elasticity:
-    """One pool's. `references`: of each block, once there is a pool."""
+    """Manager of one pool's elastic memory. `references`: reference counts of the blocks, set once there is a pool."""
 
     def __init__(
         self,
@@ -75,9 +74,9 @@ class Elasticity:
         )
 
     def limit(self, *, floor: int | None = None, ceiling: int | None = None, budget: int | None = None) -> None:
-        """New figures in bytes, from now on; those that are None stay. Raises InvalidRequest for a ceiling below a page
-        or above the addresses, ConfigError for floors that do not fit. Events must be told afterwards, so that what is
-        too much is let go of."""
+        """Changes limits, in bytes; None leaves a limit unchanged. Raises InvalidRequest for a ceiling below a page or
+        above the address range, and ConfigError for floors that do not fit. The caller must notify the worker's state
+        afterwards, so that it releases blocks above the limits."""
         if budget is not None:
             if self._seat is None:
                 raise InvalidRequest("this worker shares no budget; see --kv-memory-budget")
@@ -102,12 +101,12 @@ class Elasticity:
     # -- the work
 
     async def run(self, on_change: Callable[[], None]) -> None:
-        """`on_change`: blocks may be had that could not be, or are to be let go of. Ends when it is cancelled."""
+        """Runs until cancelled. `on_change` is called when blocks may have become available or must be released."""
         with self._listening():
             self._due.set()
             while True:
                 await self._wait()
-                await asyncio.sleep(0)  # whatever comes of a look, requests have their turn
+                await asyncio.sleep(0)  # lets requests run between two looks
                 self._due.clear()
                 self._look(on_change)
                 while (action := self.blanks.next_action(self._clock())) is not None:
@@ -127,13 +126,13 @@ class Elasticity:
         blanks.want_nothing()
         on_change()
         if waited:
-            blanks.tell_wish()  # again, or that it is over
+            blanks.tell_wish()  # repeats the wish, or withdraws it
 
     async def _do(self, action: Populate | GiveBack) -> None:
         doing = asyncio.ensure_future(asyncio.to_thread(self._perform, action))
         try:
             await asyncio.shield(doing)
-        finally:  # a page on its way out must not be lost to who runs this next
+        finally:  # also when cancelled: the page's state must be right for the next `run`
             await asyncio.wait({doing})
             if isinstance(action, GiveBack):
                 self.num_given_back += 1

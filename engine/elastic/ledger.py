@@ -1,17 +1,17 @@
-"""One budget of memory among the workers of a host: a file that they all map, with a row for each.
+"""Shared memory budget of the workers of a host: a file that all of them map, with one row per worker.
 
-    header: what the file is, the budget
-    row:    whose it is, floor, ceiling, held, spare, wanted, and until when those two count; bytes, monotonic seconds
+    header: magic, budget
+    row:    name, floor, ceiling, held, empty, wanted in bytes; monotonic seconds at which wanted and empty expire
 
-Its rules: a row is its owner's to write, and counts while that process lives, which the kernel knows: it holds a lock
-on the row's byte of the file, which ends with it. So a dead worker's share is free at once. Whoever takes memory
-looks at all rows and changes its own under one lock; giving back needs none. A process that was stopped inside of
-that lock holds up nobody who serves: others find no memory for as long. Only who starts waits for it, half a minute.
-Linux ≥ 3.15.
+Only the owner writes a row. The row counts while the owner lives: the owner holds a lock on the row's byte of the file,
+which the kernel releases when the process ends, so a dead worker's share is free at once. A worker that takes memory
+reads all rows and changes its own under one lock; giving memory back needs no lock. If a process is stopped while it
+holds the lock, running workers do not wait but find no memory meanwhile. Only a starting worker waits for the lock, for
+30 seconds. Needs Linux 3.15.
 
-`Budget` decides how much each may have, by pure arithmetic. Its rule: nothing is given to a worker if the others'
-floors could then no longer be met, nor beyond its ceiling. While a worker waits, one that holds more than it gets
-nothing beyond its own floor, so that nobody starves (max-min). Does not know pages or blocks.
+`Budget` computes how much each worker may have. Its rule: a worker gets nothing if the others' floors could then no
+longer be met, and nothing above its ceiling. While one worker waits, workers that hold more get nothing above their
+own floors, so that none starves (max-min). Does not know pages or blocks.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from protocol.errors import ConfigError
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Share:
-    """One living worker's part, in bytes."""
+    """Row of one living worker; sizes in bytes."""
 
-    number: int = 0  # of its row
+    number: int = 0  # of the row
     name: str = ""
-    floor: int  # always to be had
-    ceiling: int  # never exceeded by what is given; what is held may be more after it was lowered
+    floor: int  # guaranteed
+    ceiling: int  # never exceeded by new grants; `held` may exceed it after it was lowered
     held: int = 0  # mapped, or about to be
-    empty: int = 0  # of those, what could be given back at once without preempting anybody
-    wanted: int = 0  # what it waits for, beyond what it holds
+    empty: int = 0  # part of `held` that can be given back without a preemption
+    wanted: int = 0  # requested beyond `held`
 
     @property
     def unmet(self) -> int:
-        """What the floor promises and the worker does not hold yet."""
+        """Bytes of the floor that the worker does not hold yet."""
         return max(0, self.floor - self.held)
 
     @property
     def spare(self) -> int:
-        """Empty bytes above the floor: whoever needs them may take them."""
+        """Empty bytes above the floor, which other workers may take."""
         return max(0, min(self.empty, self.held - self.floor))
 
 
 class Budget:
-    """`nbytes` among the shares, which are seen while they change: they need not fit together."""
+    """Division of `nbytes` among shares. Shares are read while they change, so they may be inconsistent."""
 
     def __init__(self, nbytes: int, shares: Iterable[Share]) -> None:
         self.nbytes = nbytes
@@ -61,38 +61,38 @@ class Budget:
 
     @property
     def free(self) -> int:
-        """Held by nobody; negative while more is held than there should be (`resize`)."""
+        """Bytes that no worker holds; negative while more is held than the budget (after `resize`)."""
         return self.nbytes - sum(share.held for share in self._shares)
 
     def most(self, share: Share) -> int:
-        """What the worker could ever hold as the figures are."""
+        """Returns the bytes that the worker could hold at most under the current floors."""
         floors = sum(other.floor for other in self._others(share))
         return min(share.ceiling, self.nbytes - floors)
 
     def room(self, share: Share) -> int:
-        """What the worker may take now, others' empty bytes included."""
+        """Returns the bytes that the worker may take now, including others' spare bytes."""
         return self._room(share, self.free + sum(other.spare for other in self._others(share)))
 
     def room_untouched(self, share: Share) -> int:
-        """What it may take without anybody giving any back."""
+        """Returns the bytes that the worker may take without others giving any back."""
         return self._room(share, self.free)
 
     def _room(self, share: Share, within_reach: int) -> int:
         others = self._others(share)
         holds_most = any(self.lacking(each) and share.held > each.held for each in others)
-        owed = sum(each.unmet for each in others)  # what the others' floors still need
+        owed = sum(each.unmet for each in others)
         beyond = 0 if holds_most else within_reach - owed
         room = max(beyond, min(within_reach, share.unmet))
         return max(0, min(room, share.ceiling - share.held))
 
     def lacking(self, share: Share) -> int:
-        """What the worker waits for and may come to hold."""
+        """Returns the bytes that the worker waits for and could be given."""
         return max(0, min(share.wanted, self.most(share) - share.held)) if share.wanted else 0
 
     def spare_asked(self, share: Share) -> int:
-        """Bytes above its floor that this worker should give, if nothing in use lies in them: what another lacks and
-        cannot take now, or what is held too much. Who lacks some itself gives only to who holds less, until both hold
-        alike."""
+        """Returns the bytes above its floor that this worker should give back, if they are not in use: the bytes that
+        another worker lacks and cannot take now, or the excess over the budget. A worker that lacks bytes itself gives
+        only to a worker that holds less, until both hold the same."""
         asked = -self.free
         for other in self._others(share):
             missing = self.lacking(other) - self.room_untouched(other)
@@ -109,31 +109,30 @@ MAGIC = b"moonserve-kv-1\0\0"
 NUM_ROWS = 64
 NAME_BYTES = 40
 WISH_S = 2.0
-"""A wish that is not repeated for so long counts no more: who waits repeats it every half second."""
+"""Lifetime of `wanted`. A waiting worker repeats it every half second."""
 SPARE_S = 3.0
-"""Likewise what can be spared, which is said every second: nobody waits for what a process that was stopped has."""
+"""Lifetime of `empty`, repeated every second, so that no worker waits for memory of a stopped process."""
 _HEADER = struct.Struct(f"<{len(MAGIC)}sQ")
 _ROW = struct.Struct(f"<{NAME_BYTES}sQQQQQdd")
 _ROW_BYTES = 128
-_FIELDS_AT = NAME_BYTES  # floor, ceiling, held, spare, wanted, until when wanted, and spare
+_FIELDS_AT = NAME_BYTES  # floor, ceiling, held, empty, wanted, expiry of wanted, expiry of empty
 _FILE_BYTES = _ROW_BYTES * (1 + NUM_ROWS)
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _LOCK_TRIES, _LOCK_PAUSE_S = 50, 0.001
 _START_TRIES = 30_000
-"""Of who starts: on a busy machine a holder may have to wait for its turn, and that is no reason not to start."""
+"""Tries of a starting worker: on a busy machine the holder of the lock may have to wait for the processor."""
 
 
 class Ledger:
-    """The file as one process sees it."""
+    """Access of one process to the ledger file."""
 
     def __init__(self, path: Path, *, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Makes the file where there is none. The budget is the one in the file while anybody lives in it. Raises
-        ConfigError."""
+        """Opens or creates the file. Its budget is kept if a living worker has a row. Raises ConfigError."""
         if budget < 1:
             raise ConfigError(f"a budget of {budget} bytes for KV is none")
         self.path = path
         self._clock = clock
-        self._own: set[int] = set()  # rows
+        self._own: set[int] = set()  # numbers of own rows
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with self._locked(_START_TRIES) as is_locked:
@@ -145,9 +144,9 @@ class Ledger:
 
     def _begin(self, budget: int) -> None:
         if os.fstat(self._fd).st_size < _FILE_BYTES:
-            # First: who is killed in between leaves a file that is too short, and is made again.
+            # The magic is written first: if the process is killed here, the file is too short and is initialised again.
             os.pwrite(self._fd, MAGIC, 0)
-            # All of it now: a page that a full disk has no room for ends whoever writes to it by SIGBUS.
+            # All pages are allocated now: on a full disk, writing to a missing page ends the process with SIGBUS.
             os.posix_fallocate(self._fd, 0, _FILE_BYTES)
         self._map = mmap.mmap(self._fd, _FILE_BYTES)
         if self._map[: len(MAGIC)] != MAGIC:
@@ -161,8 +160,8 @@ class Ledger:
         return budget
 
     def resize(self, budget: int) -> None:
-        """Another budget from now on; what is held beyond it is asked back. Raises ConfigError when it does not hold
-        all floors, or the lock is not to be had."""
+        """Changes the budget; memory held beyond it is requested back. Raises ConfigError if the budget is below the
+        sum of all floors, or the lock is not available."""
         with self._locked() as is_locked:
             floors = sum(row.floor for row in self.rows())
             if not is_locked or budget < max(1, floors):
@@ -170,7 +169,7 @@ class Ledger:
             self._write(0, _HEADER.pack(MAGIC, budget))
 
     def rows(self) -> list[Share]:
-        """Of the living."""
+        """Returns the rows of living workers."""
         found = []
         now = self._clock()
         for number in range(NUM_ROWS):
@@ -192,8 +191,8 @@ class Ledger:
         return found
 
     def claim(self, name: str, floor: int, ceiling: int) -> int:
-        """The number of a row that is this process's from now on. Raises ConfigError when floors do not fit, or all
-        rows are taken."""
+        """Takes a free row for this process and returns its number. Raises ConfigError if the floors do not fit, all
+        rows are taken, or the lock is not available."""
         with self._locked(_START_TRIES) as is_locked:
             rows = self.rows()
             self._require_fit(floor, ceiling, rows)
@@ -208,7 +207,7 @@ class Ledger:
         return number
 
     def limit(self, number: int, floor: int, ceiling: int) -> None:
-        """Raises ConfigError for a floor that does not fit beside the others'."""
+        """Changes a row's floor and ceiling. Raises ConfigError if the floor does not fit with the others' floors."""
         with self._locked() as is_locked:
             self._require_fit(floor, ceiling, [r for r in self.rows() if r.number != number])
             if not is_locked:
@@ -216,7 +215,7 @@ class Ledger:
             self._write(_place(number) + _FIELDS_AT, struct.pack("<QQ", floor, ceiling))
 
     def take(self, number: int, count: int, unit: int) -> int:
-        """At most `count` times `unit` bytes more for this row; how often, now."""
+        """Takes up to `count` units of `unit` bytes for this row and returns how many it got."""
         with self._locked() as is_locked:
             if not is_locked:
                 return 0
@@ -226,28 +225,28 @@ class Ledger:
             return taken
 
     def give(self, number: int, nbytes: int) -> None:
-        """Its own row's alone, and less: needs no lock."""
+        """Gives back bytes of this row. Needs no lock: only the owner writes the row, and `held` only shrinks."""
         self._set(number, 2, self._get(number, 2) - nbytes)
 
     def spare(self, number: int, nbytes: int) -> None:
-        """For a while (SPARE_S)."""
+        """Sets `empty` of this row; it expires after SPARE_S."""
         self._set(number, 3, nbytes)
         until = self._clock() + SPARE_S
         self._write(_place(number) + _FIELDS_AT + 48, struct.pack("<d", until))
 
     def want(self, number: int, nbytes: int) -> None:
-        """For a while (WISH_S)."""
+        """Sets `wanted` of this row; it expires after WISH_S."""
         until = self._clock() + WISH_S
         self._write(_place(number) + _FIELDS_AT + 32, struct.pack("<Qd", nbytes, until))
 
     def share_of(self, number: int) -> tuple[Share, Budget]:
-        """The row, and the budget among it and all others."""
+        """Returns this row, and the budget over all living rows."""
         rows = self.rows()
         own = next(row for row in rows if row.number == number)
         return own, Budget(self.budget, rows)
 
     def _require_fit(self, floor: int, ceiling: int, others: Iterable[Share]) -> None:
-        """Raises ConfigError for figures that could never be kept."""
+        """Raises ConfigError for a floor or ceiling that could never be kept."""
         floors = floor + sum(other.floor for other in others)
         if not 0 <= floor <= ceiling or floors > self.budget:
             raise ConfigError(
@@ -257,12 +256,12 @@ class Ledger:
 
     @property
     def identity(self) -> str:
-        """The same for all who share it, whatever they call the file."""
+        """Identifier of the file, equal for all workers that share it, whatever path they use."""
         status = os.fstat(self._fd)
         return f"{status.st_dev:x}-{status.st_ino:x}"
 
     def close(self) -> None:
-        """Its rows are nobody's from now on."""
+        """Closes the file and so frees this process's rows."""
         self._map.close()
         os.close(self._fd)
 
@@ -276,12 +275,13 @@ class Ledger:
         self._write(_place(number) + _FIELDS_AT + 8 * field, struct.pack("<Q", value))
 
     def _write(self, place: int, data: bytes) -> None:
-        """At once, since others look without the lock: `struct.pack_into` would write zeros first."""
+        """Writes in one assignment, since others read without the lock; `struct.pack_into` would write zeros first."""
         self._map[place : place + len(data)] = data
 
     @contextlib.contextmanager
     def _locked(self, tries: int = _LOCK_TRIES) -> Iterator[bool]:
-        """Whether it was to be had; given up by who serves soon, since its holder may have been stopped."""
+        """Takes the file lock and yields True, or yields False after `tries`. A running worker gives up soon, since the
+        holder may have been stopped."""
         for _ in range(tries):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -296,7 +296,8 @@ class Ledger:
         yield False
 
     def _keep_alive(self, number: int) -> bool:
-        """Until this process ends. Locks of this kind belong to the open file, and are told apart from flock's."""
+        """Locks a row's byte until the file is closed or the process ends; returns False if another process has it.
+        Open file description locks are independent of flock."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _byte(number))
         except (BlockingIOError, PermissionError):

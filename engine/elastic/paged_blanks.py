@@ -1,15 +1,15 @@
-"""The blank blocks of a pool whose memory comes and goes by pages: which may be used, and which page goes next. Pure.
+"""Free list of a pool with elastic memory: chooses blocks to hand out and pages to give back. Pure.
 
-A block is handed out of the fullest page that has one, so that others empty; a page whose blocks are all blank is given
-back to the machine: beyond a small reserve at once, the reserve when nothing was taken or put back for a while, and any
-of them when another worker waits. Where there must be fewer pages than have blocks in use, because the ceiling was
-lowered, those with the fewest held blocks *leave*: none of their blocks is handed out any more, and who holds the rest
-lets go of them (`BlockPool.make_way`). For another worker's need only pages leave in which nothing is held.
+Blocks are taken from the fullest page that has a free one, so that other pages become empty. An empty page is given
+back to the machine: immediately if there are more than a small reserve, the reserve once the pool is idle, and any of
+them if another worker waits. If the ceiling is lowered below the pages with blocks in use, the pages with the fewest
+held blocks *leave*: their blocks are no longer handed out, and holders of the rest release them (`BlockPool.make_way`).
+For another worker's need, only pages without held blocks leave.
 
-A page counts from when its first block may be handed out until the machine has it back. What is written in a page that
-was never populated makes it resident all the same, so nothing here needs to be waited for.
+A page counts as taken from the moment when its blocks may be handed out until the machine has it back. Writing to a
+page that is not populated makes it resident too, so no caller has to wait here.
 
-A `Supply` is where pages get their memory from: as much as one likes, or a share of what several workers have.
+A `Supply` provides the memory of pages: without limit, or as a share of the budget of several workers.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from protocol.ids import BlockId
 
 
 class Supply:
-    """Counts pages. What is taken is the worker's until it is given back. These are one worker's; a `Seat` shares."""
+    """Counter of the pages that a worker without a shared budget may take; `Seat` is for a shared one."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = self._left = num_pages
 
     def take(self, count: int) -> int:
-        """At most `count` pages, as many as can be had now."""
+        """Takes up to `count` pages and returns how many are available now."""
         taken = min(count, self._left)
         self._left -= taken
         return taken
 
     def give(self, count: int) -> None:
-        """The machine has so many back."""
+        """Returns `count` pages, which the machine has back."""
         self._left += count
 
     def room(self) -> int:
-        """What `take` would give, as far as is known."""
+        """Returns the number of pages that `take` could give, as far as is known."""
         return self._left
 
     def most(self) -> int:
-        """Pages that could ever be held, as floors are."""
+        """Returns the number of pages that could be held at most under the current floors."""
         return self._num_pages
 
     def want(self, count: int) -> None:
-        """The worker waits for so many, until it says another number."""
+        """Reports that the worker waits for `count` pages, until the next call."""
 
     def spare(self, count: int) -> None:
-        """So many of what it holds could be given back without anybody's loss but cached blocks'."""
+        """Reports that `count` held pages could be given back with the loss of cached blocks only."""
 
     def asked_back(self) -> int:
-        """Pages that others wait for and that this worker should give back, of those that are spare."""
+        """Returns how many spare pages this worker should give back because others wait for them."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """How many empty pages an active pool keeps: fewer than `low` are filled up, more than `high` are given
-    back. The numbers are kvcached's."""
+    """Number of empty pages that an active pool keeps: below `low` pages are opened, above `high` given back. The
+    numbers are kvcached's."""
 
     low: int = 5
     high: int = 10
@@ -71,20 +71,21 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Populate:
-    """Have the page's memory there before somebody writes it."""
+    """Request to make the page's memory resident before it is written."""
 
     page: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveBack:
-    """Its blocks are blank and nobody can take one: the machine may have it. Report it as `given_back`."""
+    """Request to give the page's memory back to the machine. Its blocks are blank and cannot be taken. Completion is
+    reported with `given_back`."""
 
     page: int
 
 
 class PagedBlanks(Blanks):
-    """Of a whole pool. Not thread-safe."""
+    """Free list of one pool over pages. Not thread-safe."""
 
     def __init__(
         self,
@@ -94,36 +95,36 @@ class PagedBlanks(Blanks):
         reserve: Reserve | None = None,
         on_work: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_work`: `next_action` may have something to do."""
+        """`on_work` is called when `next_action` may have something to do."""
         self.paging = paging
         self.ceiling = paging.num_pages  # in pages
         self.on_work = on_work
         self._supply = supply
         self._reserve = reserve or Reserve()
         self._pages = Pages(paging)
-        self._unpopulated: list[int] = []  # opened ahead
-        self._is_used = False  # since somebody last told the time
+        self._unpopulated: list[int] = []  # opened ahead, not populated yet
+        self._is_used = False  # since the last `next_action`
         self._used_at = 0.0
         self._is_idle = True
-        self._is_full = False  # the last page that was to be opened ahead could not be
-        self._num_wanted = 0  # pages; the most that was asked for since `want_nothing`
-        self._num_told = 0  # likewise, as others know it
+        self._is_full = False  # the last attempt to open a page ahead failed
+        self._num_wanted = 0  # pages: largest request since `want_nothing`
+        self._num_told = 0  # `_num_wanted` as last reported to the supply
 
-    # -- what is there
+    # -- state
 
     @property
     def num_held_pages(self) -> int:
-        """What the machine spends, or is about to."""
+        """Number of pages whose memory the pool uses or is about to use, including pages being given back."""
         return self._pages.num_held + self._pages.num_leaving
 
     @property
     def num_leaving_pages(self) -> int:
-        """Of which no block is handed out any more, but some are held or the machine has them not back yet."""
+        """Number of pages that are leaving, or are being given back and not back at the machine yet."""
         return len(self._pages.leaving) + self._pages.num_leaving
 
     @property
     def num_wanted_pages(self) -> int:
-        """What somebody waits for."""
+        """Number of pages that requests wait for."""
         return self._num_wanted
 
     @property
@@ -147,7 +148,7 @@ class PagedBlanks(Blanks):
     def prepare(self, count: int) -> None:
         self._open(self.paging.pages_for(count - self.num_ready))
         if self._num_wanted and count <= self.num_ready:
-            self.on_work()  # perhaps nobody waits any more
+            self.on_work()  # the wish may have become obsolete
 
     def want(self, count: int) -> None:
         self._num_wanted = max(self._num_wanted, self.paging.pages_for(count))
@@ -156,11 +157,11 @@ class PagedBlanks(Blanks):
             self.on_work()
 
     def want_nothing(self) -> None:
-        """Who still waits says so again."""
+        """Clears the wish. Requests that still wait repeat it."""
         self._num_wanted = 0
 
     def tell_wish(self) -> None:
-        """Has others know of it, and that it lasts."""
+        """Reports the current wish to the supply; repeating it keeps it alive."""
         self._num_told = self._num_wanted
         below = max(0, self.ceiling - self.num_held_pages)
         self._supply.want(min(self._num_wanted, below))
@@ -196,7 +197,7 @@ class PagedBlanks(Blanks):
     # -- fewer pages
 
     def limit(self, num_pages: int) -> None:
-        """A new ceiling, from now on."""
+        """Sets a new ceiling. Raises ValueError if it is out of range."""
         if not 0 < num_pages <= self.paging.num_pages:
             raise ValueError(f"{num_pages} pages of {self.paging.num_pages}")
         self.ceiling, self._is_full = num_pages, False
@@ -207,7 +208,7 @@ class PagedBlanks(Blanks):
 
     @property
     def _surplus(self) -> int:
-        """Pages that have to leave, beyond those that do."""
+        """Number of pages above the ceiling that are not leaving yet."""
         return self._pages.num_held - len(self._pages.leaving) - self.ceiling
 
     @property
@@ -215,7 +216,7 @@ class PagedBlanks(Blanks):
         return bool(self._pages.leaving) or self._surplus > 0 or self._num_asked() > 0
 
     def _num_asked(self) -> int:
-        """Pages that others wait for, beyond those that are on their way out."""
+        """Returns the number of pages that others wait for, beyond pages that already leave or are being given back."""
         return self._supply.asked_back() - len(self._pages.leaving) - self._pages.num_leaving
 
     def choose_leaving(self, references: Sequence[int]) -> list[BlockId]:
@@ -232,20 +233,20 @@ class PagedBlanks(Blanks):
         return [block for page in self._pages.leaving for block in range(page * per_page, (page + 1) * per_page)]
 
     def tell_spare(self, references: Sequence[int]) -> None:
-        """Has others know how many pages could be given back without preempting anybody."""
+        """Reports to the supply how many pages could be given back without a preemption."""
         held = np.count_nonzero(self._held_in(references))
         self._supply.spare(self._pages.num_held - int(held))
 
     def _held_in(self, references: Sequence[int]) -> np.ndarray:
-        """Blocks with a reference, by page."""
+        """Returns the number of referenced blocks of each page."""
         by_page = np.asarray(references).reshape(self.paging.num_pages, -1)
         counts: np.ndarray = np.count_nonzero(by_page, axis=1)
         return counts
 
-    # -- what is done when nobody asks
+    # -- background work
 
     def next_action(self, now: float) -> Populate | GiveBack | None:
-        """One thing to be done in the background; call it again until None. `now` in monotonic seconds."""
+        """Returns the next background action; call again until it returns None. `now` in monotonic seconds."""
         self._tell_time(now)
         page = self._next_to_go()
         if page is not None:
@@ -279,7 +280,7 @@ class PagedBlanks(Blanks):
         self._is_full = False
 
     def wake_at(self) -> float | None:
-        """When `next_action` has something that it has not now, if nothing happens until then."""
+        """Returns the time at which `next_action` may have work if nothing happens before, or None."""
         return None if self._is_idle else self._used_at + self._reserve.idle_s
 
     def _tell_time(self, now: float) -> None:

@@ -1,14 +1,13 @@
-"""The pages of one pool and the blocks in them. Pure.
+"""Page states and free blocks of one elastic pool. Pure.
 
-A page is *unmapped*, *mapped*, *leaving* (no block of it is handed out any more, and it is unmapped once none is in
-use) or *unmapping*; only one that is mapped or leaving may have blocks in use. Blocks come from the fullest page that
-has one free, so that the others empty and can be given back. Does not know other pools.
+A page is *unmapped*, *mapped*, *leaving* (its blocks are no longer handed out, and it is unmapped once none is in use)
+or *unmapping*. Only mapped and leaving pages may have blocks in use. Blocks come from the fullest page that has a free
+one, so that other pages become empty and can be given back. Does not know other pools.
 
-`Paging` tells which bytes of a pool's range make up one page, and which blocks lie in it. A pool is layer-major
-(`protocol.layout`): a block's pieces lie in 2·layers slabs, one after another in the range. A *page* is the same span
-of blocks in every slab, given and taken together (as kvcached does it). Why not block-major inside page groups: then
-a page would be one run of bytes, but what kernels, `KvPool` and every transfer see, one tensor per layer, would be
-gone.
+`Paging` defines the bytes and blocks of a page. A pool is layer-major (`protocol.layout`): a block's pieces lie in
+2·layers slabs, one after another in the range. A *page* is the same span of blocks in every slab, taken and given back
+together, as in kvcached. A block-major layout inside page groups would make a page one run of bytes, but kernels,
+`KvPool` and transfers need one tensor per layer.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from protocol.ids import BlockId
 from protocol.layout import KvLayout
 
 SPAN_BYTES = 64 << 10
-"""What a worker gives and takes of each layer's K and V at once: fewer bytes cost more calls, more keep more memory
-where a single block is used."""
+"""Approximate bytes of a page in each layer's K and V: smaller pages cost more calls, larger ones hold more memory for
+a single used block."""
 MIN_PAGES = 16
-"""With fewer, one block in each would keep everything."""
+"""Least number of pages of a pool: with fewer, few used blocks would hold all memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """The pages of one pool's range of `num_pages` pages. A page has one *span* in each of `num_slabs` slabs; blocks
-    [page · blocks_per_page, (page + 1) · blocks_per_page) lie in it."""
+    """Division of a pool's range into `num_pages` pages. A page has one *span* in each of `num_slabs` slabs and holds
+    blocks [page · blocks_per_page, (page + 1) · blocks_per_page)."""
 
     num_pages: int
     num_slabs: int
@@ -42,8 +41,8 @@ class Paging:
 
     @classmethod
     def within(cls, layout: KvLayout, nbytes: int) -> Paging:
-        """Pages of a worker's pool, at most `nbytes` of them: spans of about SPAN_BYTES, smaller ones where there would
-        be fewer than MIN_PAGES pages. Raises ConfigError when not even one fits."""
+        """Divides at most `nbytes` into pages with spans of about SPAN_BYTES, or smaller spans if there would be fewer
+        than MIN_PAGES pages. Raises ConfigError if not even one page fits."""
         smallest = math.lcm(layout.piece_bytes, mmap.PAGESIZE)
         most = nbytes // (MIN_PAGES * layout.pieces_per_block)
         span_bytes = smallest * max(1, min(-(-SPAN_BYTES // smallest), most // smallest))
@@ -62,7 +61,7 @@ class Paging:
 
     @property
     def num_blocks(self) -> int:
-        """Of the whole range; as many as a `KvPool` over it has."""
+        """Number of blocks of the whole range, equal to that of a `KvPool` over it."""
         return self.num_pages * self.blocks_per_page
 
     @property
@@ -74,13 +73,13 @@ class Paging:
         return self.num_pages * self.page_bytes
 
     def spans(self, page: int) -> list[int]:
-        """Byte offsets of the page's spans, in the order of the slabs."""
+        """Returns the byte offsets of the page's spans, in the order of the slabs."""
         slab_bytes = self.num_pages * self.span_bytes
         first = page * self.span_bytes
         return [slab * slab_bytes + first for slab in range(self.num_slabs)]
 
     def pages_for(self, num_blocks: int) -> int:
-        """Pages that hold this many blocks."""
+        """Returns the number of pages that hold this many blocks."""
         return -(-num_blocks // self.blocks_per_page)
 
 
@@ -92,13 +91,13 @@ class PageState(Enum):
 
 
 class _ByFullness:
-    """Pages that have a free block, by how many are in use."""
+    """Index of the pages with a free block, by their number of blocks in use."""
 
     def __init__(self, blocks_per_page: int) -> None:
         self._levels: list[dict[int, None]] = [{} for _ in range(blocks_per_page)]
 
     def add(self, page: int, used: int) -> None:
-        if used < len(self._levels):  # a full page has nothing to give
+        if used < len(self._levels):  # a full page has no free block
             self._levels[used][page] = None
 
     def remove(self, page: int, used: int) -> None:
@@ -110,7 +109,7 @@ class _ByFullness:
 
     @property
     def empty(self) -> Mapping[int, None]:
-        """Those with no block in use, the one that emptied first at the front."""
+        """Pages with no block in use, in the order in which they became empty."""
         return self._levels[0]
 
     def __contains__(self, page: int) -> bool:
@@ -118,35 +117,35 @@ class _ByFullness:
 
 
 class Pages:
-    """States and blocks of one pool's pages."""
+    """States and free blocks of one pool's pages."""
 
     def __init__(self, paging: Paging) -> None:
         self.paging = paging
         self._states = [PageState.UNMAPPED] * paging.num_pages
         self._unmapped = list(range(paging.num_pages - 1, -1, -1))  # a stack: low pages first
-        self._blocks: dict[int, list[BlockId]] = {}  # free ones of pages that are held
-        self._ready = _ByFullness(paging.blocks_per_page)  # mapped
+        self._blocks: dict[int, list[BlockId]] = {}  # free blocks of held pages
+        self._ready = _ByFullness(paging.blocks_per_page)  # mapped pages only
         self._leaving: dict[int, None] = {}
         self._is_used = bytearray(paging.num_blocks)
         self.num_used = 0
-        self.num_leaving = 0
+        self.num_leaving = 0  # pages in state UNMAPPING; see `leaving` for LEAVING
 
-    # -- what is there
+    # -- state
 
     @property
     def num_held(self) -> int:
-        """Mapped and leaving pages."""
+        """Number of mapped and leaving pages."""
         return len(self._blocks)
 
     @property
     def num_free_blocks(self) -> int:
-        """In held pages that are not leaving."""
+        """Number of free blocks in mapped pages, without leaving ones."""
         free = self.num_held * self.paging.blocks_per_page - self.num_used
         return free - sum(len(self._blocks[page]) for page in self._leaving)
 
     @property
     def leaving(self) -> Collection[int]:
-        """Pages of which no block is handed out any more."""
+        """Pages in state LEAVING, whose blocks are no longer handed out."""
         return self._leaving.keys()
 
     @property
@@ -157,23 +156,23 @@ class Pages:
         return self._states[page]
 
     def used_in(self, page: int) -> int:
-        """Blocks in use."""
+        """Returns the number of blocks in use in a page."""
         free = self._blocks.get(page)
         return 0 if free is None else self.paging.blocks_per_page - len(free)
 
     @property
     def num_empty(self) -> int:
-        """Mapped pages with no block in use."""
+        """Number of mapped pages with no block in use."""
         return len(self._ready.empty)
 
     def first_empty(self) -> int:
-        """The longest empty one of them."""
+        """Returns the mapped page that has been empty longest."""
         return next(iter(self._ready.empty))
 
     # -- blocks
 
     def take(self, count: int) -> list[BlockId]:
-        """`count` free blocks, of which there must be enough."""
+        """Takes `count` free blocks. Raises ValueError if there are fewer."""
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks of {self.num_free_blocks} free ones")
         blocks: list[BlockId] = []
@@ -194,7 +193,7 @@ class Pages:
         return taken
 
     def give_one(self, block: BlockId) -> int:
-        """A block that is in use comes back; how many of its page still are."""
+        """Returns a used block to its page, and returns how many blocks of the page are still in use."""
         if not self._is_used[block]:
             raise ValueError(f"block {block} is not in use and cannot be given back")
         page = block // self.paging.blocks_per_page
@@ -208,10 +207,10 @@ class Pages:
         self.num_used -= 1
         return used - 1
 
-    # -- the life of a page
+    # -- page states
 
     def open(self) -> int:
-        """Takes an unmapped page into use; its blocks can be taken from now on."""
+        """Maps an unmapped page and returns its number. Its blocks can be taken from now on."""
         page = self._unmapped.pop()
         first = page * self.paging.blocks_per_page
         self._states[page] = PageState.MAPPED
@@ -220,7 +219,7 @@ class Pages:
         return page
 
     def leave(self, page: int) -> None:
-        """Its blocks come back and are not handed out again, until it is unmapped or stays after all."""
+        """Marks a mapped page as leaving: its blocks are not handed out until it is reopened or stays after all."""
         self._require(page, PageState.MAPPED)
         self._ready.remove(page, self.used_in(page))
         self._states[page] = PageState.LEAVING
@@ -244,7 +243,7 @@ class Pages:
         self.num_leaving += 1
 
     def unmapped(self, page: int) -> None:
-        """The machine has its memory back."""
+        """Marks an unmapping page as unmapped, once the machine has its memory back."""
         self._require(page, PageState.UNMAPPING)
         self.num_leaving -= 1
         self._states[page] = PageState.UNMAPPED
@@ -254,13 +253,13 @@ class Pages:
         if self._states[page] is not state:
             raise ValueError(f"page {page} is {self._states[page].value}, not {state.value}")
 
-    # -- proof
+    # -- validation
 
     def in_state(self, state: PageState) -> list[int]:
         return [page for page, each in enumerate(self._states) if each is state]
 
     def used(self) -> list[BlockId]:
-        """Blocks in use."""
+        """Returns the blocks in use."""
         return [block for block, used in enumerate(self._is_used) if used]
 
     def validate(self) -> None:

@@ -1,8 +1,7 @@
-"""A worker's seat at the ledger of its host: what it takes, gives and asks for, in pages of its own, and a bell that
-others ring when something has changed for it.
+"""One worker's access to the ledger of its host, in units of its own pages, with a bell for notifications.
 
-The bell is a datagram socket in Linux's abstract namespace, so nothing is left behind by who dies; a ring that is lost
-costs the time until whoever waits looks again by itself.
+Other workers ring the bell when something has changed for this one. The bell is a datagram socket in Linux's abstract
+namespace, so a dead worker leaves nothing behind. If a ring is lost, the waiting worker notices at its next poll.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from protocol.errors import ConfigError
 
 
 class Seat(Supply):
-    """The supply of one worker among several. Not thread-safe."""
+    """Page supply of one worker that shares a budget with others. Not thread-safe."""
 
     def __init__(self, ledger: Ledger, name: str, *, page_bytes: int, floor: int, ceiling: int) -> None:
-        """`floor` and `ceiling` in bytes. Raises ConfigError."""
+        """Claims a row of the ledger and binds the bell. `floor` and `ceiling` in bytes. Raises ConfigError."""
         self._ledger = ledger
         self._page_bytes = page_bytes
         self._number = ledger.claim(name, self._whole(floor), ceiling)
@@ -61,34 +60,34 @@ class Seat(Supply):
         return self._asked
 
     def look(self) -> None:
-        """What others wait for, from now on until the next look. Who waits itself gives only to those that hold less;
-        who does not, all that it can spare."""
+        """Updates `asked_back`, the number of pages that others request from this worker. A worker that waits itself
+        gives only to workers that hold less, any other worker all that it can spare."""
         own, budget = self._ledger.share_of(self._number)
         asked = -(-budget.spare_asked(own) // self._page_bytes)
         self._asked = min(asked, max(0, own.held - own.floor) // self._page_bytes)
 
     def limit(self, floor: int, ceiling: int) -> None:
-        """In bytes. Raises ConfigError."""
+        """Changes floor and ceiling, in bytes. Raises ConfigError."""
         self._ledger.limit(self._number, self._whole(floor), ceiling)
 
     def _whole(self, floor: int) -> int:
-        """What a floor is worth in pages. Of one with a part of a page others would think that what lies above it, less
-        than a page, could be given, and wait for the sum of such parts."""
+        """Rounds a floor down to whole pages. Otherwise others would count the part of a page above the floor as spare,
+        and wait for bytes that can never be given back."""
         return floor // self._page_bytes * self._page_bytes
 
     @property
     def budget(self) -> int:
-        """In bytes, of all."""
+        """Budget of all workers, in bytes."""
         return self._ledger.budget
 
     def resize(self, budget: int) -> None:
-        """The budget of all, in bytes. Raises ConfigError."""
+        """Changes the budget of all workers, in bytes. Raises ConfigError."""
         self._ledger.resize(budget)
         self._ring()
         self.look()
 
     def answer(self) -> None:
-        """Takes what rang."""
+        """Drains the bell."""
         with contextlib.suppress(BlockingIOError):
             while self.bell.recv(1):
                 pass
@@ -100,7 +99,7 @@ class Seat(Supply):
     def _ring(self, *, only_waiting: bool = False) -> None:
         for row in self._ledger.rows():
             if row.number != self._number and (row.wanted or not only_waiting):
-                with contextlib.suppress(OSError):  # gone, or its bell rings already
+                with contextlib.suppress(OSError):  # the worker is gone, or its bell is already ringing
                     self.bell.sendto(b"!", self._address(row.number))
 
     def _address(self, number: int) -> str:

@@ -1,6 +1,6 @@
-"""A worker's elastic memory while it serves: the background work, the RPC that changes limits, and the metrics.
+"""Serves a worker's elastic memory: runs the background work, the RPC that changes limits, and the metrics.
 
-Also of a worker whose memory is fixed, which then only says so. Decides nothing.
+Also used by workers with fixed memory; their RPCs are refused with that reason. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
-    """Serves `KvMemory`, and sees to it that pages come and go. `elasticity`: None where the memory is fixed.
-    `on_change`: tells the worker's state."""
+    """Serves `KvMemory` and runs the page management. `elasticity`: None if the memory is fixed. `on_change` notifies
+    the worker's state."""
 
     def __init__(self, elasticity: Elasticity | None, on_change: Callable[[], None]) -> None:
         self._elasticity = elasticity
@@ -34,7 +34,7 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
 
     @contextlib.asynccontextmanager
     async def coming_and_going(self, pool: BlockPool) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
-        """Pages come and go under `pool` while the block lasts; gives the task that sees to it."""
+        """Runs page management for `pool` while the block lasts; yields its task, or nothing if memory is fixed."""
         if self._elasticity is None:
             yield ()
             return
@@ -46,7 +46,7 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
         return self._require().limits()
 
     async def SetLimits(self, request: worker_pb2.SetLimitsRequest, context: Context) -> worker_pb2.KvLimits:
-        """Raises InvalidRequest, or ConfigError for floors that the budget does not hold."""
+        """Changes the limits. Raises InvalidRequest for invalid limits, ConfigError for floors above the budget."""
         elasticity = self._require()
         elasticity.limit(
             floor=request.floor_bytes if request.HasField("floor_bytes") else None,
@@ -63,7 +63,7 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
 
 
 def show_memory(elasticity: Elasticity | None, registry: CollectorRegistry) -> None:
-    """Its metrics, from now on."""
+    """Registers the metrics of elastic memory, if there is any."""
     if elasticity is not None:
         registry.register(ElasticityCollector(elasticity))
 
@@ -82,7 +82,7 @@ _COUNTERS = (
 
 
 class ElasticityCollector(Collector):
-    """What Prometheus reads of it, in the asking thread."""
+    """Prometheus collector of elastic memory. It runs in the thread of the scrape."""
 
     def __init__(self, elasticity: Elasticity) -> None:
         self._elasticity = elasticity

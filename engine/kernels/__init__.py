@@ -1,4 +1,4 @@
-"""What computes a model's layers, one file per implementation, chosen by name."""
+"""Kernels of a model's layers: the implementations, selected by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = ("auto", "native", "torch", "triton")
 
 
 FEW_TOKENS = 16
-"""A product of so many rows and fewer takes the time of reading its weights."""
+"""Up to this many rows, a product takes the time of reading its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class _Chosen:
 
 
 class MixedKernels:
-    """Two `Kernels` over the same model and pool, each for the steps that it is fast at: `few` tokens or `many`. For
-    processors whose matrix units a library knows to use and our own products do not. The weights lie twice then."""
+    """Two `Kernels` over one model and pool, for steps of `few` and of `many` tokens. Used on processors with matrix
+    units that a library uses and our own products do not. The weights are then stored twice."""
 
     def __init__(self, few: Kernels, many: Kernels) -> None:
         self.name = f"{few.name}+{many.name}"
@@ -84,10 +84,10 @@ def make_kernels(
     compiling: Callable[[], None] | None = None,
     sums: Sums | None = None,
 ) -> Kernels:
-    """The implementation called `name`; auto is native, with torch for prompts where that is faster at them, and torch
-    alone without a `cache_folder`. Native kernels work in `num_threads` threads of their own, torch's in the process's.
-    `compiling` is called before something is compiled, which takes seconds. `sums`: for a rank, whose share of the
-    model these are. Raises ConfigError for an unknown name and for native where it cannot be had."""
+    """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
+    is faster for prompts; or torch without a `cache_folder`. Native kernels run in `num_threads` own threads, torch's
+    in the process's. `compiling` is called before a compilation, which takes seconds. `sums`: for a rank with a share
+    of the model. Raises ConfigError for an unknown name, or if the implementation is not available."""
     if name not in NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(NAMES)}")
     if name == "triton" or pool.device.type == "cuda":
@@ -104,7 +104,7 @@ def make_kernels(
 
 
 def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvPool) -> Kernels:
-    from engine.cuda.triton_kernels import TritonKernels  # it imports this package
+    from engine.cuda.triton_kernels import TritonKernels  # here, to avoid a circular import
 
     if name not in ("auto", "triton"):
         raise ConfigError(f"the {name} kernels are for CPUs: --kernels triton, or auto")
@@ -112,7 +112,7 @@ def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvPo
 
 
 def crew_of(kernels: Kernels) -> Crew | None:
-    """The threads of native kernels, which attention shares: between two of their calls they have nothing to do."""
+    """Returns the threads of native kernels, or None. Attention shares them, since they are idle between calls."""
     if isinstance(kernels, MixedKernels):
         return crew_of(kernels.few)
     return kernels.crew if isinstance(kernels, NativeKernels) else None

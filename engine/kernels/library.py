@@ -1,8 +1,7 @@
-"""`engine/native/layers.cpp` as Python calls: its structures, its functions, its threads.
+"""Python bindings of `engine/native/layers.cpp`: structures, functions and threads. Knows no tensors.
 
-Field by field what the C++ says; knows no tensor.
-
-`load_kernels` says how all of the engine's C++ is compiled and where its libraries are kept.
+The structures must match the C++ field by field. `load_kernels` defines how all C++ code of the engine is compiled and
+where its libraries are kept.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 from protocol.native import CompilerError, load_library
 
-# Multiplications and additions may be fused, no more, so that a result does not depend on how a loop was cut. Not
-# -ffast-math, which would reorder sums and make every thread of the process flush denormals once a library is loaded.
+# Only multiplications and additions may be fused, so that results do not depend on how a loop is cut. -ffast-math would
+# reorder sums, and would make every thread of the process flush denormals once a library is loaded.
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -37,7 +36,7 @@ def load_kernels(
     *,
     flags: Sequence[str] = FLAGS,
 ) -> ctypes.CDLL:
-    """As `protocol.native.load_library`, kept in the engine's part of `cache_folder`. Raises CompilerError."""
+    """Loads a C++ library of the engine, compiled or taken from `cache_folder`. Raises CompilerError."""
     folder = None if cache_folder is None else cache_folder / "kernels"
     return load_library(source, flags, folder, compiling)
 
@@ -45,11 +44,11 @@ def load_kernels(
 SOURCE = Path(__file__).parent.parent / "native" / "layers.cpp"
 
 Call = Callable[..., None]
-"""A function of the library; the interpreter lock is released meanwhile."""
+"""A function of the library. It runs without the interpreter lock."""
 
 
 class CMatrix(ctypes.Structure):
-    """`Matrix` of product.h."""
+    """C structure `Matrix` of product.h."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
@@ -63,7 +62,7 @@ class CMatrix(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
-    """`Layer` of layers.cpp."""
+    """C structure `Layer` of layers.cpp."""
 
     _fields_ = (
         ("qkv", CMatrix),
@@ -79,7 +78,7 @@ class CLayer(ctypes.Structure):
 
 
 class CModel(ctypes.Structure):
-    """`Model` of layers.cpp."""
+    """C structure `Model` of layers.cpp."""
 
     _fields_ = (
         ("hidden_size", ctypes.c_int64),
@@ -102,7 +101,7 @@ class CModel(ctypes.Structure):
 
 
 class CStep(ctypes.Structure):
-    """`Step` of layers.cpp."""
+    """C structure `Step` of layers.cpp."""
 
     _fields_ = (
         ("tokens", ctypes.c_int64),
@@ -116,7 +115,7 @@ class CStep(ctypes.Structure):
 
 
 class Library:
-    """The compiled functions for one dtype, "float32" or "bfloat16". Raises CompilerError."""
+    """Compiled functions for one dtype, "float32" or "bfloat16". Raises CompilerError."""
 
     def __init__(
         self,
@@ -140,16 +139,16 @@ class Library:
 
     @property
     def suits_many_rows(self) -> bool:
-        """Whether nothing else on this machine multiplies more than a few rows faster."""
+        """True if no other library on this machine multiplies more than a few rows faster."""
         return bool(self._library.suits_many_rows(self._dtype == "bfloat16"))
 
     @property
     def reads_compact(self) -> bool:
-        """Whether products take compact weights (`engine.kernels.packing`), which are faster then."""
+        """True if products accept compact weights (`engine.kernels.packing`), which are faster then."""
         return bool(self._library.reads_compact(self._dtype == "bfloat16"))
 
     def function(self, name: str, *arguments: type[Any]) -> Call:
-        """`name` for the dtype; it returns nothing."""
+        """Returns the function `name` for the dtype; its result is void."""
         return self._plain(f"{name}_{self._dtype}", *arguments)
 
     def _plain(self, name: str, *arguments: type[Any]) -> Call:
@@ -159,12 +158,13 @@ class Library:
         return found
 
     def make_crew(self, members: int) -> Crew:
-        """`members` threads, the caller's one of them. Raises CompilerError where the system has no more threads."""
+        """Creates a crew of `members` threads, including the caller's. Raises CompilerError if the system refuses more
+        threads."""
         return Crew(self._library, members)
 
 
 class Crew:
-    """Threads that share out the work of each call (`engine/native/crew.h`); they end with this object."""
+    """Threads that share the work of each call (`engine/native/crew.h`). They end with this object."""
 
     def __init__(self, library: ctypes.CDLL, members: int) -> None:
         library.crew_begin.restype = ctypes.c_void_p
@@ -173,5 +173,5 @@ class Crew:
         if address is None:
             raise CompilerError(f"the system refused {members - 1} more threads")
         self.address: int = address
-        # Not at the interpreter's end: the process ends with the threads asleep.
+        # Not run at interpreter exit: the process can end while the threads sleep.
         weakref.finalize(self, library.crew_end, address).atexit = False

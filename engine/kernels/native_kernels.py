@@ -1,7 +1,7 @@
-"""A decoder's layers in C++ (`engine/native/layers.cpp`): two calls per layer, whatever the number of rows.
+"""Kernels for CPUs in C++ (`engine/native/layers.cpp`): two calls per layer, whatever the number of rows.
 
-Weights lie once, in the layout of the products. Owns the memory that the calls read and write; what it computes is
-what `torch_kernels` computes, but for the order of sums.
+Weights are stored once, in the layout of the products. Owns the memory that the calls read and write. Results equal
+those of `torch_kernels` except for the order of sums.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _QUANTISED_FORMATS = {"int8": 1, "fp8": 2}  # `pool_format` of layers.cpp
 class _Pass:
     step: Step
     structure: CStep
-    address: int  # of the structure
+    address: int  # of `structure`
     hidden: torch.Tensor  # [tokens, hidden_size]
-    heads: Heads  # views of one buffer, which every layer fills anew
+    heads: Heads  # views of one buffer, which every layer overwrites
     tables: tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a layer's structure points to."""
+    """Memory that a layer's C++ structure points to."""
 
     matrices: tuple[Matrix, Matrix, Matrix, Matrix]  # qkv, o, gate_up, down
     norms: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # input, qk, post; float32
@@ -65,7 +65,7 @@ class _Layer:
 
 
 class NativeKernels:
-    """`Kernels` for CPUs. Raises CompilerError when it cannot be had for this model or on this machine."""
+    """`Kernels` for CPUs. Raises CompilerError if it is not available for this model or on this machine."""
 
     name = "native"
 
@@ -79,7 +79,7 @@ class NativeKernels:
         compiling: Callable[[], None] | None = None,
         sums: Sums | None = None,
     ) -> None:
-        """`sums`: over the ranks that share the model, of which this is one's part; None = it is whole."""
+        """`sums`: sums over the ranks that share the model; None = the model is whole."""
         _check_limits(config, weights)
         self._sums = sums
         self._library = Library(pool.dtype, cache_folder, compiling)
@@ -102,7 +102,7 @@ class NativeKernels:
 
     @property
     def suits_many_rows(self) -> bool:
-        """Whether it is the fastest way for prompts too, and not only for single tokens."""
+        """True if these kernels are the fastest for prompts too, not only for single tokens."""
         return self._library.suits_many_rows
 
     def _make_structure(self, inner_size: int) -> CModel:
@@ -191,7 +191,7 @@ def _matrices(weights: Weights) -> list[torch.Tensor]:
 
 
 def _check_limits(config: ModelConfig, weights: Weights) -> None:
-    """A row of input must be whole words."""
+    """Raises CompilerError if the weights are not on the CPU, or a row of input is not a whole number of words."""
     if weights.embedding.device.type != "cpu":
         raise CompilerError("native kernels are for CPUs")
     sizes = {

@@ -1,11 +1,11 @@
-"""Weights laid out for the native products (`engine/native/product.h`): panels of 32 outputs, word by word of input.
+"""Weight layout of the native products (`engine/native/product.h`): panels of 32 outputs, word by word of input.
 
-A word is one float32 or two bfloat16. Owns that layout and the memory that it lies in, in huge pages where the system
-has them, since a step reads all of it once. Knows no model.
+A word is one float32 or two bfloat16. Owns the layout and its memory, which is in huge pages if the system has them,
+since a step reads all of it once. Knows no model.
 
-Panels of bfloat16 may be *compact*: three quarters of the bytes, without loss (`engine/native/compact.h`), on
-processors that read such panels faster than plain ones. 4 bits name one of 16 exponents; the weights that have others
-stand beside, eight bytes each.
+Panels of bfloat16 may be *compact*: lossless in three quarters of the bytes (`engine/native/compact.h`), on processors
+that read compact panels faster than plain ones. 4 bits select one of 16 exponents; weights with other exponents are
+stored separately, in eight bytes each.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ _NUM_EXPONENTS = 256
 _NAMED = 16
 _MANTISSA_BITS = 7
 _MOST_SELDOM = 1 / 512
-"""Of all weights. Putting one back costs about as much as reading a cell of 128, so that reading takes a quarter longer
-at that. A normal distribution leaves less than one in 10,000 out."""
+"""Largest share of weights stored separately. Inserting one costs about as much as reading a cell of 128 weights, so
+at this share reading takes a quarter longer. With a normal distribution the share is below one in 10,000."""
 
 Take = Callable[[int, int, int], torch.Tensor]
-"""Memory for so large a tensor of int32."""
+"""Allocates an int32 tensor of the given shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compact:
-    """Panels as cells, and what it takes to read them."""
+    """Compact panels: cells and the tables to decode them."""
 
     cells: torch.Tensor  # [panels, words / 2, 48] int32
-    exponents: torch.Tensor  # [32] int16: 16 of them, twice
-    seldom: torch.Tensor  # [n] int64: weights whose exponent is not among them, with their places
-    starts: torch.Tensor  # [panels + 1] int64: each panel's first one of those
+    exponents: torch.Tensor  # [32] int16: the 16 exponents, twice
+    seldom: torch.Tensor  # [n] int64: weights with other exponents, and their places
+    starts: torch.Tensor  # [panels + 1] int64: index in `seldom` of each panel's first one
 
 
 class Compactor:
-    """Of matrices for one library, which must read such panels."""
+    """Compacts matrices for one library, which must be able to read compact panels."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def __call__(self, panels: torch.Tensor, take: Take) -> Compact | None:
-        """Contiguous panels [panels, words, 32] int32 in memory from `take`. None: they stay as they are better."""
+        """Compacts contiguous panels [panels, words, 32] int32 into memory from `take`. Returns None if they are better
+        left plain."""
         num_panels, words, _ = panels.shape
         if words % 2 or not num_panels:
             return None
@@ -83,7 +84,7 @@ class Compactor:
         return found
 
     def _counts(self, panels: torch.Tensor) -> torch.Tensor:
-        """How many weights have each exponent."""
+        """Returns the number of weights with each exponent."""
         counts = torch.zeros(_NUM_EXPONENTS, dtype=torch.int64)
         self._library.count_exponents(panels.data_ptr(), 2 * panels.numel(), counts.data_ptr())
         return counts
@@ -91,15 +92,15 @@ class Compactor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """A weight in its layout, with its bias."""
+    """A packed weight with its bias."""
 
     num_panels: int
     words: int  # of a row of the input
-    panels: torch.Tensor | Compact  # [panels, words, 32] int32, or what says the same
+    panels: torch.Tensor | Compact  # [panels, words, 32] int32, or its compact form
     bias: torch.Tensor | None  # [panels · 32] float32
 
     def structure(self) -> CMatrix:
-        """Valid as long as this matrix."""
+        """Returns the C++ structure, valid as long as this matrix."""
         bias = None if self.bias is None else self.bias.data_ptr()
         own = self.panels
         if isinstance(own, torch.Tensor):
@@ -110,13 +111,13 @@ class Matrix:
 
 
 class Arena:
-    """Memory for all matrices of a model, given out from front to back: what is read one after another lies so. What is
-    not given out, since matrices turned out compact, costs addresses only."""
+    """Memory for all matrices of a model, allocated from front to back so that they lie in the order of reading. Memory
+    that stays unused because matrices are compact only costs addresses."""
 
     def __init__(self, nbytes: int, compactor: Compactor | None = None) -> None:
-        """`compactor`: of matrices of bfloat16; None = they lie as they are."""
+        """`compactor`: for bfloat16 matrices; None = all panels stay plain."""
         self._compactor = compactor
-        # Mapped memory begins anywhere in a huge page.
+        # Two more huge pages, since mapped memory may begin anywhere in a huge page.
         memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
         with suppress(OSError, AttributeError):  # a kernel or a platform without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -125,7 +126,7 @@ class Arena:
         self._rest = flat[skipped:]
 
     def take(self, *shape: int) -> torch.Tensor:
-        """[shape] int32."""
+        """Allocates an int32 tensor of this shape."""
         count = 1
         for size in shape:
             count *= size
@@ -133,7 +134,7 @@ class Arena:
         return taken.view(shape)
 
     def lay(self, panels: torch.Tensor) -> torch.Tensor | Compact:
-        """Panels [panels, words, 32] int32, of any strides."""
+        """Stores panels [panels, words, 32] int32, of any strides, in compact form if that is better."""
         if self._compactor is not None:
             compact = self._compactor(panels.contiguous(), self.take)
             if compact is not None:
@@ -142,24 +143,24 @@ class Arena:
 
 
 def packed_bytes(weights: Iterable[torch.Tensor]) -> int:
-    """At most how much of an arena these take."""
+    """Returns an upper bound of the arena bytes that these weights need."""
     return sum((weight.shape[0] + 2 * PANEL) * weight.shape[1] * weight.element_size() for weight in weights)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
-    """A projection [out, in]."""
+    """Packs a projection [out, in]."""
     padded = _pad(weight, PANEL)
-    panels = padded.view(len(padded) // PANEL, PANEL, weight.shape[1])  # none of no rows
+    panels = padded.view(len(padded) // PANEL, PANEL, weight.shape[1])  # no panels for no rows
     return _pack(panels, _bias(bias), arena)
 
 
 def pack_gates(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
-    """Gates above ups [2 · inner, in]: a panel is 16 gates and then the ups that they multiply."""
+    """Packs gates above ups [2 · inner, in]. A panel has 16 gates, then the 16 ups that they multiply."""
     return _pack(_pair(weight), None if bias is None else _pair(bias.float()[:, None])[..., 0], arena)
 
 
 def _pack(panels: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
-    """panels [panels, 32, in], bias of any shape in their order."""
+    """Packs panels [panels, 32, in], with a bias of any shape in the same order."""
     words = panels.contiguous().view(torch.int32).transpose(1, 2)
     padded = None if bias is None else _pad(bias.reshape(-1, 1), PANEL).flatten()
     return Matrix(words.shape[0], words.shape[1], arena.lay(words), padded)
@@ -170,7 +171,7 @@ def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _pair(rows: torch.Tensor) -> torch.Tensor:
-    """[2 · inner, in] → [panels, 32, in]."""
+    """Interleaves gates and ups: [2 · inner, in] → [panels, 32, in]."""
     gates, ups = (_pad(half, LANES).view(-1, LANES, rows.shape[1]) for half in rows.chunk(2))
     return torch.cat((gates, ups), dim=1)
 

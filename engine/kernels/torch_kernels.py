@@ -1,10 +1,10 @@
-"""The operations of a decoder layer in torch: the reference for every other implementation, on any device.
+"""Kernels in plain torch operations, for any device: the reference for all other implementations.
 
-Projections are fused, tensors are updated in place and nothing is computed per layer that can be computed per step.
+Projections are fused, tensors are updated in place, and nothing is computed per layer that can be computed per step.
 
-A `Linear` is a product with constant weights in the layout that the CPU's library likes best. At a handful of rows a
+A `Linear` is a product with constant weights in the layout that is fastest for the CPU's library. With a few rows, a
 product is bound by reading its weights; oneDNN reads weights that were reordered once two to three times as fast as
-row-major ones. Where oneDNN is absent the plain operation does the same. Knows no model.
+row-major ones. Without oneDNN the plain operation is used.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from engine.step import Step
 from engine.weights import LayerWeights, Weights
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x [rows, in] → x · weightᵀ + bias [rows, out]."""
+"""Computes x [rows, in] → x · weightᵀ + bias [rows, out]."""
 
-# Rows that the reordering is tuned for. Measured: 8 is as good as any from 1 to 512 in bfloat16, and in float32 twice
-# as good as 1.
+# Number of rows for which weights are reordered. Measured: in bfloat16, 8 is as good as any number from 1 to 512; in
+# float32, it is twice as good as 1.
 _TYPICAL_ROWS = 8
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The fastest `Linear` for this weight [out, in]. It may keep a reordered copy instead of the weight itself."""
+    """Creates the fastest `Linear` for a weight [out, in], which may keep a reordered copy instead of the weight."""
     if weight.device.type == "cpu" and len(weight) and can_pack(weight.dtype):
         return _packed(weight, bias)
 
@@ -42,7 +42,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this CPU have reordered products in `dtype`."""
+    """True if this build of torch and this CPU have reordered products in `dtype`."""
     operations = torch.ops.mkldnn
     if not torch._C._has_mkldnn or not hasattr(operations, "_linear_pointwise"):
         return False
@@ -64,7 +64,7 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """One decoder layer, ready to run."""
+    """One decoder layer with prepared weights."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -101,7 +101,7 @@ class TorchKernels:
     name = "torch"
 
     def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool, sums: Sums | None = None) -> None:
-        """`sums`: over the ranks that share the model, of which this is one's part; None = it is whole."""
+        """`sums`: sums over the ranks that share the model; None = the model is whole."""
         self._sums = sums
         self._embedding = weights.embedding
         self._final_norm = weights.norm
@@ -159,6 +159,6 @@ class TorchKernels:
         return self._lm_head(self._norm(work.hidden, self._final_norm)).float()
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm in float32, rounded to the compute dtype before the weight is applied (as transformers does)."""
+        """Computes RMSNorm in float32, rounded to the compute dtype before the weight is applied, like transformers."""
         shape = (hidden.shape[-1],)
         return F.rms_norm(hidden, shape, None, self._epsilon) * weight

@@ -1,2 +1,2 @@
-"""Which requests a decode worker lets in, and which give way, by predicted need. Pure; imports neither torch nor a
-worker. Policies: `OnDemand` (base.py) and `Lookahead`."""
+"""Admission and preemption policies of decode workers, by predicted need: `OnDemand` (base.py) and `Lookahead`. Pure;
+imports neither torch nor a worker."""

@@ -1,7 +1,7 @@
-"""What an admission policy sees of requests and the pool, and `OnDemand`, the plainest policy. Pure.
+"""Interface of admission policies, their view of requests and the pool, and `OnDemand`, the simplest policy. Pure.
 
-A policy decides whether a request is let in now, and which request gives way when blocks run out. Which blocks these
-are is the worker's business (`decode_worker.allotment`); what a policy may know of that are `Books`.
+A policy decides whether a request is admitted now, and which request is preempted when blocks run out. The worker
+assigns blocks (`decode_worker.allotment`); `Books` is the policy's view of them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from protocol.ids import BlockId, RequestId
 
 
 class Growing(Protocol):
-    """A request that holds blocks, or wants some. Policies look at it whenever they need to and never change it: a
-    worker's own sequences serve, and nobody has to tell of every token."""
+    """A request that holds blocks or waits for some. Policies read it at any time and never change it, so a worker can
+    pass its own sequences and need not report each token."""
 
     @property
     def request_id(self) -> RequestId: ...
 
     @property
     def rank(self) -> tuple[int, int]:
-        """(priority, order of arrival): lower ones give way last."""
+        """(priority, order of arrival): requests with lower ranks are preempted last."""
 
     @property
     def tenant(self) -> str: ...
@@ -33,11 +33,11 @@ class Growing(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that it may generate."""
+        """Largest number of tokens that the request may generate."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of context now, the latest one included: its next step needs room for so many."""
+        """Current length with the latest token: the next step needs blocks for this many tokens."""
 
 
 def num_generated(request: Growing) -> int:
@@ -45,7 +45,7 @@ def num_generated(request: Growing) -> int:
 
 
 class Holder(NamedTuple):
-    """A request that has blocks, or was promised some."""
+    """A request that has blocks or was promised some."""
 
     request: Growing
     blocks: Sequence[BlockId]
@@ -53,8 +53,7 @@ class Holder(NamedTuple):
 
 
 class Books:
-    """What a policy may look at, at one moment: who holds blocks of a pool, where tables share those of equal
-    prefixes."""
+    """Snapshot of a pool for a policy: the holders of blocks, and the blocks of equal prefixes that they share."""
 
     def __init__(self, pool: BlockPool, block_size: int, holders: Iterable[Holder]) -> None:
         self.block_size = block_size
@@ -63,7 +62,7 @@ class Books:
         self.holders = {each.request.request_id: each for each in holders}
         self._shared: dict[RequestId, int] = {}
         self.num_shared = 0
-        """All blocks that several tables have, each once: they are free when the last of these ends."""
+        """Number of distinct blocks in several tables. Such a block is freed when the last of its holders ends."""
         if sum(len(holder.blocks) for holder in self.holders.values()) > pool.num_held:
             self.num_shared = self._count_shared()
 
@@ -79,16 +78,17 @@ class Books:
         return -(-num_tokens // self.block_size)
 
     def shared(self, request: Growing) -> int:
-        """Leading blocks of its table, or of the one that it would get, that others hold, too."""
+        """Returns how many leading blocks of the request's table, or of its future table, others hold too."""
         return self._shared.get(request.request_id, 0)
 
     def leave(self, num_blocks: int) -> None:
-        """So many are not for this newcomer."""
+        """Reserves `num_blocks` that the new request may not use."""
         self.num_blocks -= num_blocks
         self.num_free -= num_blocks
 
     def finds(self, request: Growing, blocks: Sequence[BlockId]) -> None:
-        """A reference to each of these blocks is this newcomer's; what has others, too, it shares."""
+        """Records the cached blocks of a new request, which already holds a reference to each. Those with further
+        references are shared."""
         shared = _leading(blocks, lambda block: self._pool.references_of(block) > 1)
         self._shared[request.request_id] = len(shared)
 
@@ -103,36 +103,38 @@ def _leading(blocks: Sequence[BlockId], holds: Callable[[BlockId], bool]) -> lis
 
 
 class Policy:
-    """One way to share a pool. It may keep what it learned, never who holds what; unless it says otherwise, nothing."""
+    """Base class of policies. A policy may keep learned statistics, but not the holders of blocks. The callbacks do
+    nothing by default."""
 
     def admits(self, request: Growing, books: Books) -> bool:
-        """Whether the request is let in now; otherwise it waits."""
+        """Returns True if the request is admitted now; otherwise it waits."""
         raise NotImplementedError
 
     def victim(self, needy: Growing, books: Books) -> Holder:
-        """The holder that gives way so that `needy` goes on; it may be itself, and never the best-ranked holder unless
-        that is the only one."""
+        """Returns the holder to preempt so that `needy` can continue. It may be `needy` itself, but never the
+        best-ranked holder unless that is the only one."""
         raise NotImplementedError
 
     def admitted(self, request: Growing) -> None:
-        """It has blocks (again)."""
+        """Called when a request got blocks, also after a preemption."""
 
     def preempted(self, request: Growing) -> None:
-        """It has none any more and will want them back."""
+        """Called when a request lost its blocks and will need them again."""
 
     def ended(self, request: Growing, *, stopped: bool | None) -> None:
-        """It generated its last token, or was `stopped` by its limit; None: by somebody's will, which says nothing."""
+        """Called when a request ended: by itself (False), `stopped` by its limit (True), or cancelled (None), which
+        tells nothing about its length."""
 
     def validate(self) -> None:
-        """Raises AssertionError unless what it keeps is sound."""
+        """Raises AssertionError if the policy's state is inconsistent."""
 
 
 class OnDemand(Policy):
-    """Gives a block when it is needed, and the latest arrival gives way when there is none (as vLLM does it). Admission
-    keeps a block free for every holder (vLLM keeps none), or a share of the pool if that is more (vLLM's watermark)."""
+    """Allocates blocks when they are needed and preempts the latest arrival of the least urgent, like vLLM. Admission
+    keeps a block free per holder (vLLM keeps none), or a share of the pool if that is more (vLLM's watermark)."""
 
     def __init__(self, kept_free: float = 0.0, per_holder: int = 1) -> None:
-        """What admissions leave: a share of the pool, or blocks for each holder."""
+        """`kept_free`: share of the pool that admissions leave free. `per_holder`: blocks left free per holder."""
         self._kept_free = kept_free
         self._per_holder = per_holder
 

@@ -1,15 +1,15 @@
-"""`Lookahead`: admission by what requests will probably need.
+"""`Lookahead` policy: admits requests by their predicted need for blocks.
 
 Requirements, and how each is met:
-1. *The pool is full of tokens, not of promises.* A request is admitted when what all holders are expected to hold at
-   once, now and at any later step, keeps to the pool with it (`outlook`).
-2. *Preemption is the exception.* The expectation has a margin of some standard deviations; fewer where a preemption
-   costs less than an empty place (`Costs`). Each preemption widens it, each admission narrows it again a little:
-   predictions that are off cost a few preemptions, not one after another.
-3. *What gives way costs least.* Of those whose blocks suffice the one with the fewest tokens to compute again, never
-   the best-ranked one, and no one twice while there are others.
+1. *The pool is full of tokens, not of promises.* A request is admitted if the blocks that all holders and the request
+   are expected to hold at once, now and at any later step, fit in the pool (`outlook`).
+2. *Preemption is the exception.* The expectation has a margin of some standard deviations, less if a preemption costs
+   less than an empty place (`Costs`). Each preemption widens the margin and each admission narrows it a little, so
+   wrong predictions cost a few preemptions, not one after another.
+3. *Preemption is cheap.* Of the least urgent requests whose blocks suffice, the one with the fewest tokens to recompute
+   is preempted; never the best-ranked holder, and none twice while there are others.
 
-Never knows what a request will generate: only what others did. Pure.
+Knows only the lengths of ended requests, not a request's future. Pure.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from engine.lookahead.base import Books, Growing, Holder, Policy, num_generated
 from engine.lookahead.prediction import Outlook, Predictor, outlook
 from protocol.profile import DecodeProfile, PrefillProfile
 
-# In standard deviations: tuned on synthetic traces (benchmarks.engine.lookahead).
+# In standard deviations; tuned on synthetic traces (benchmarks.engine.lookahead).
 MARGIN = 2.5
 _MOST_MARGIN = 4.0
-_WIDENED = 0.5  # by a preemption
-_NARROWED = 0.01  # by an admission, at least
+_WIDENED = 0.5  # added by a preemption
+_NARROWED = 0.01  # least amount removed by an admission
 
 _NORMAL = NormalDist()
 
-# Others that end before one that was refused is admitted. Tuned on synthetic traces (benchmarks.engine.lookahead): with
-# 1 short prompts with long answers yield 2 % less at half of the preemptions, and long prompts do not mind.
+# Number of requests that end before a refused one is admitted. Tuned on synthetic traces (benchmarks.engine.lookahead):
+# with 1, short prompts with long answers yield 2 % less at half of the preemptions; long prompts are not affected.
 _ENDS = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What one sequence more is worth, in preemptions, by a worker's measured profiles.
+    """Value of one more sequence, in preemptions, from a worker's measured profiles.
 
-    A request that is not admitted now waits for some others to end. Until then each step would have given a token more
-    for the same constant part of its time, `c0`; a preemption takes the time to compute a sequence's tokens again from
-    all. So long prompts, dear to compute again, call for caution, and short ones in small batches for little.
+    A request that is not admitted now waits for some others to end. Until then each step could have produced one more
+    token for the same constant part of its time, `c0`. A preemption delays all sequences by the time to recompute one.
+    Long prompts are expensive to recompute and need a large margin, short ones in small batches a small one.
     """
 
     decode: DecodeProfile
     prefill: PrefillProfile
 
     def tolerable(self, num_seqs: int, tokens_each: float, steps: float) -> float:
-        """Preemptions per admission at which it gains as much as it costs: beside `num_seqs` sequences of so many
-        tokens each, of which the next is expected to end after `steps`.
+        """Returns the preemptions per admission at which gain and cost are equal, with `num_seqs` running sequences of
+        `tokens_each` tokens, of which the next is expected to end after `steps`.
 
-        Gained: steps · c0 / step_s tokens. Lost: seconds of recomputation · num_seqs / step_s."""
+        Gain: steps · c0 / step_s tokens. Cost: seconds of recomputation · num_seqs / step_s tokens."""
         lost_s = self.prefill.seconds(round(tokens_each), 0) * num_seqs
         return _ENDS * steps * self.decode.c0 / lost_s if lost_s > 0.0 else 1.0
 
@@ -64,27 +64,27 @@ class Lookahead(Policy):
         predictor: Predictor | None = None,
         until_known: Policy | None = None,
     ) -> None:
-        """`margin`: standard deviations; with `costs` at most so many. `until_known`: who admits requests of which
-        nothing is known yet; None: they are taken to use up their limits."""
+        """`margin`: standard deviations, an upper bound if there are `costs`. `until_known`: policy that admits
+        requests without a prediction; None: they are assumed to use up their limits."""
         self.predictor = Predictor() if predictor is None else predictor
         self._margin = margin
         self._costs = costs
         self._until_known = until_known
         self._widened = 0.0
-        self._tolerable = 0.0  # preemptions per admission, at the latest look
+        self._tolerable = 0.0  # preemptions per admission, at the latest admission check
 
     @property
     def margin(self) -> float:
-        """Standard deviations that admissions keep, as of the latest look."""
+        """Standard deviations that admissions keep, as of the latest admission check."""
         margin = self._margin
         if self._tolerable > 0.0:
             margin = min(margin, -_NORMAL.inv_cdf(min(self._tolerable, 0.5)))
         return min(margin + self._widened, _MOST_MARGIN)
 
     def outlook(self, books: Books, *others: Growing) -> Outlook:
-        """What the holders, and these, will need, steps ahead."""
+        """Predicts the blocks that the holders and `others` will need."""
         requests = [*(holder.request for holder in books.holders.values()), *others]
-        # What several have stays until the last of them ends: it counts once, beside the outlook.
+        # A shared block stays until the last of its holders ends. It is counted once, in `Books.num_shared`.
         shared = [books.shared(each) for each in requests]
         return outlook(requests, self.predictor, books.block_size, shared)
 
@@ -104,11 +104,11 @@ class Lookahead(Policy):
         holders = list(books.holders.values())
         best = min(holders, key=lambda holder: holder.request.rank)
         others = [holder for holder in holders if holder is not best] or holders
-        # Each holder will want a block soon: who gives way should suffice for all of them.
+        # Each holder will need a block soon, so the victim should free enough for all of them.
         return min(others, key=lambda each: _cost(each, len(holders)))
 
     def admitted(self, request: Growing) -> None:
-        # Such that the preemptions that are tolerable keep the margin where it is.
+        # Narrowed so that the tolerable rate of preemptions leaves the margin unchanged.
         narrowed = max(_WIDENED * min(self._tolerable, 1.0), _NARROWED)
         self._widened = max(self._widened - narrowed, 0.0)
 
@@ -126,7 +126,7 @@ class Lookahead(Policy):
 
 
 def _cost(holder: Holder, missing: int) -> tuple[int, bool, bool, int, int, int]:
-    """Least first: the least urgent, who frees enough, for the first time, with the fewest tokens to compute again."""
+    """Sort key of victims, lowest first: least urgent, frees enough, not preempted yet, fewest tokens to recompute."""
     request, suffices = holder.request, len(holder.blocks) >= missing
     return (
         -request.rank[0],

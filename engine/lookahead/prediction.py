@@ -1,13 +1,13 @@
-"""How much longer running requests go on, and how many blocks they will hold at once, steps ahead. Pure.
+"""Predicts how long running requests continue, and how many blocks they will hold at each later step. Pure.
 
-`Predictor` is what `protocol.length_curve` learned, for many requests at once: by tenant or length of prompt, whichever
-is the most particular that rests on enough requests. All is bounded by a request's own limit. Its rule: what is not
-known is not guessed at: before enough requests have ended, a request is taken to use up its limit.
+`Predictor` applies `protocol.length_curve` to many requests at once: by tenant or prompt length, whichever is the most
+specific class with enough ended requests. Predictions are bounded by a request's own limit. Before enough requests have
+ended there is no guess: a request is assumed to use up its limit.
 
-`outlook` sums that up: mean, spread, and the most that can be. Every step gives every request a token until it ends,
-and those who end give all of theirs back: a sum of independent holdings, each there with the probability that its
-request still runs (as the past-future scheduler of LightLLM has it, ASPLOS 2025, with quantiles of a sum where that
-draws samples). Does not know who may come later.
+`outlook` sums predictions up to mean, variance and maximum. Every step gives each request a token until it ends and
+frees all its blocks. The total is a sum of independent holdings, each present with the probability that its request
+still runs, as in LightLLM's past-future scheduler (ASPLOS 2025), but with quantiles of the sum instead of samples.
+Later arrivals are not considered.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from protocol.length_curve import EDGES, TAIL, LengthCurve, OutputLengths
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-LEAST = 10  # ended requests, beside those who run
+LEAST = 10  # ended requests that a prediction needs
 
 
 class Predictor:
-    """Learns from every request that ended."""
+    """Learns output lengths from every request that ended."""
 
     def __init__(self) -> None:
         self._lengths = OutputLengths()
 
     def ended(self, request: Growing, *, stopped: bool) -> None:
-        """It generated its last token by itself, or was `stopped` by its limit."""
+        """Records the length of an ended request, which ended by itself or was `stopped` by its limit."""
         generated = max(num_generated(request), 1)
         self._lengths.observe(
             generated,
@@ -44,12 +44,12 @@ class Predictor:
         )
 
     def curve(self, request: Growing) -> LengthCurve | None:
-        """What is known of such requests; None: not enough."""
+        """Returns the length curve of similar requests, or None if too few have ended."""
         curve = self._lengths.curve(prompt_tokens=request.num_prompt_tokens, tenant=request.tenant)
         return curve if curve.num_observed >= LEAST else None
 
     def alive(self, requests: Sequence[Growing], steps: Ints) -> Floats:
-        """P(request still runs after so many more tokens), of [requests, steps]."""
+        """Returns the probability [requests, steps] that each request still runs after each number of steps."""
         generated = np.array([num_generated(each) for each in requests], np.int64)
         limits = np.array([each.max_tokens for each in requests], np.int64)
         lengths = generated[:, None] + steps
@@ -71,11 +71,11 @@ class Predictor:
 
 
 def _given(curve: LengthCurve, generated: Ints, lengths: Ints) -> Floats:
-    """P(length > lengths | length > generated)."""
+    """Returns P(length > lengths | length > generated)."""
     survival = curve.survival_beside(generated)
     alive = np.interp(generated, EDGES, survival)[:, None]
     seen = np.interp(lengths, EDGES, survival) / np.where(alive > 0.0, alive, 1.0)
-    start = np.maximum(generated, 1)[:, None]  # longer than all that was seen
+    start = np.maximum(generated, 1)[:, None]  # for requests longer than all that were observed
     unseen: Floats = (start / np.maximum(lengths, start)) ** TAIL
     return np.where(alive > 0.0, seen, unseen)
 
@@ -84,7 +84,7 @@ _FURTHEST = 1 << 17
 
 
 def _make_horizons() -> Ints:
-    """Steps ahead: every one at first, then by halves of a doubling."""
+    """Returns numbers of steps ahead: 0, 1, then powers of √2."""
     halves = np.round(2.0 ** (np.arange(2, 35) / 2)).astype(np.int64)
     return np.concatenate(([0, 1], halves[halves <= _FURTHEST]))
 
@@ -94,20 +94,20 @@ HORIZONS = _make_horizons()
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Blocks at each of HORIZONS (or the leading ones of them)."""
+    """Predicted number of blocks at each of HORIZONS."""
 
     mean: Floats
     variance: Floats
-    most: Floats  # if nobody ends before its limit
-    ends: Floats  # expected by then
+    most: Floats  # if no request ends before its limit
+    ends: Floats  # requests expected to have ended
 
     def peak(self, deviations: float) -> float:
-        """Blocks that are not exceeded at any time, as far as so many standard deviations tell."""
+        """Returns the largest number of blocks at any time, with a margin of `deviations` standard deviations."""
         return float(np.minimum(self.mean + deviations * np.sqrt(self.variance), self.most).max())
 
     @property
     def steps_to_end(self) -> float:
-        """Until one of them has ended, as is to be expected."""
+        """Expected number of steps until one of the requests has ended."""
         at = int(np.searchsorted(self.ends, 1.0))
         if at >= len(self.ends):
             return float(HORIZONS[-1])
@@ -120,8 +120,8 @@ def outlook(
     block_size: int,
     shared: Sequence[int] | None = None,
 ) -> Outlook:
-    """Of these requests, if no others come. `shared`: leading blocks of each that do not count, since others have them
-    as well."""
+    """Returns the outlook of these requests without later arrivals. `shared`: number of leading blocks of each request
+    that are not counted, since others hold them too."""
     if not requests:
         nothing = np.zeros(len(HORIZONS))
         return Outlook(nothing, nothing, nothing, nothing)

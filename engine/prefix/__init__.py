@@ -1,4 +1,4 @@
-"""Which blocks of a pool can be found by key, and which is evicted next: a radix tree over block keys. Pure."""
+"""Prefix index of a block pool: a radix tree over block keys, and eviction policies. Pure."""
 
 from engine.prefix.eviction import DEFAULT_EVICTION, EVICTION_NAMES, make_eviction
 from engine.prefix.tree import RadixTree

@@ -1,7 +1,7 @@
-"""Which cached block goes first: the policies of eviction, by name. Pure.
+"""Eviction policies for cached blocks, by name. Pure.
 
-A policy ranks blocks when they become idle: findable, and held by nobody. The smallest rank goes first, among those
-that no other block extends. It knows neither keys nor chains; every call is O(1).
+A policy ranks blocks when they become idle, that is, findable but not held. Among the blocks that no other block
+extends, the smallest rank is evicted first. A policy knows neither keys nor chains; every call is O(1).
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ Rank = tuple[int, ...]
 
 
 class LeastRecentlyUsed:
-    """What was let go longest ago goes first."""
+    """Evicts the block that was released longest ago."""
 
     name = "lru"
 
     def __init__(self, num_blocks: int) -> None:
-        self._clock = 0  # counts uses that ended
+        self._clock = 0  # counts calls of `let_go`
         self._used_at = array("Q", bytes(8 * num_blocks))
 
     def let_go(self, block: BlockId, hits: int) -> None:
-        """The block's use has ended; it was found `hits` times since it was published."""
+        """Records that a block became idle, with `hits` cache hits since it was published."""
         self._clock += 1
         self._used_at[block] = self._clock
 
     def rank(self, block: BlockId) -> Rank:
-        """As it was when the block was let go last; no two blocks have the same."""
+        """Returns the rank that the block got when it last became idle. Ranks are unique."""
         return (self._used_at[block],)
 
     def evicted(self, block: BlockId) -> None:
-        """The block goes to make room."""
+        """Records that the block is evicted."""
 
 
 class LeastFrequentlyUsed(LeastRecentlyUsed):
-    """What was found least often goes first, among equals what was let go longest ago.
+    """Evicts the block with the fewest hits; among equals, the one that was released longest ago.
 
-    Plain counts never fall, so what was popular yesterday would stay for ever. Dynamic ageing (LFU-DA; Arlitt and
-    others, "Evaluating content management techniques for Web proxy caches", 2000): a block's worth is its count plus
+    Plain counts never fall, so blocks that were popular once would stay for ever. With dynamic ageing (LFU-DA; Arlitt
+    and others, "Evaluating content management techniques for Web proxy caches", 2000) a block's worth is its count plus
     the worth of the last victim, so that new blocks catch up with old counts at the pace of eviction.
     """
 
@@ -48,7 +48,7 @@ class LeastFrequentlyUsed(LeastRecentlyUsed):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._age = 0  # worth of the most worthy victim so far
+        self._age = 0  # highest worth of a victim so far
         self._worth = array("Q", bytes(8 * num_blocks))
 
     def let_go(self, block: BlockId, hits: int) -> None:
@@ -69,7 +69,7 @@ DEFAULT_EVICTION = LeastRecentlyUsed.name
 
 
 def make_eviction(name: str, num_blocks: int) -> LeastRecentlyUsed:
-    """Raises ConfigError for an unknown name."""
+    """Creates the policy called `name`. Raises ConfigError for an unknown name."""
     if name not in _POLICIES:
         raise ConfigError(f"prefix eviction {name!r} is not one of {', '.join(EVICTION_NAMES)}")
     return _POLICIES[name](num_blocks)

@@ -1,6 +1,6 @@
-"""A run: blocks of which each extends the one before, and none but the last may be extended in several ways.
+"""Nodes of the radix tree: a run is a chain of blocks in which only the last one may have several extensions.
 
-Runs are the nodes of the radix tree. A run grows and shrinks at its end only. Knows nothing of references or of order.
+A run grows and shrinks at its end only. It knows nothing of references or eviction order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _NONE: Mapping[Run, None] = MappingProxyType({})
 
 
 class Run:
-    """`first`: what its first block counts as; those behind it count on, wherever the run lies and however it is split.
-    A root is a run without blocks, whose `keys` are what its children follow."""
+    """Chain of blocks with their keys. `first`: depth number of the first block; later blocks count on from it, and
+    splits do not change it. A root is a run without blocks; its `keys` hold the key that its children extend."""
 
     __slots__ = ("blocks", "children", "first", "keys", "parent")
 
@@ -26,14 +26,14 @@ class Run:
         self.first = first
         self.keys = bytearray()
         self.blocks = array("I")
-        self.children: Mapping[Run, None] = _NONE  # in the order of their coming; most have none
+        self.children: Mapping[Run, None] = _NONE  # in insertion order; most runs have none
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     @property
     def end(self) -> int:
-        """What the next block would count as."""
+        """Depth number that the next block would get."""
         return self.first + len(self.blocks)
 
     def key_at(self, offset: int) -> BlockKey:
@@ -44,18 +44,18 @@ class Run:
         self.blocks.append(block)
 
     def pop(self) -> tuple[BlockKey, BlockId]:
-        """Takes the last block off."""
+        """Removes the last block and returns it with its key."""
         key = BlockKey(bytes(self.keys[-KEY_BYTES:]))
         del self.keys[-KEY_BYTES:]
         return key, self.blocks.pop()
 
     def common(self, offset: int, packed: bytes, start: int) -> int:
-        """How many blocks from `offset` on are those of `packed` keys from its `start`-th on."""
+        """Returns how many blocks from `offset` on match the `packed` keys from the `start`-th key on."""
         equal, low = self.keys.startswith, 0
         length = min(len(self.blocks) - offset, len(packed) // KEY_BYTES - start)
         if equal(packed[start * KEY_BYTES : (start + length) * KEY_BYTES], offset * KEY_BYTES):
             return length
-        while length - low > 1:  # `low` are equal, `length` are not
+        while length - low > 1:  # invariant: `low` keys match, `length` do not
             middle = (low + length) // 2
             part = packed[(start + low) * KEY_BYTES : (start + middle) * KEY_BYTES]
             if equal(part, (offset + low) * KEY_BYTES):
@@ -65,7 +65,7 @@ class Run:
         return low
 
     def adopt(self, child: Run) -> None:
-        """`child` extends this run's last block from now on."""
+        """Makes `child` an extension of this run's last block."""
         if not isinstance(self.children, dict):
             self.children = {}
         self.children[child] = None
@@ -78,7 +78,7 @@ class Run:
             self.children = _NONE
 
     def split(self, offset: int) -> Run:
-        """Keeps the blocks before `offset`, of which there are some; the others become its only child."""
+        """Keeps the blocks before `offset`, at least one, and returns a new only child with the others."""
         rest = Run(self, self.first + offset)
         rest.keys, rest.blocks = self.keys[offset * KEY_BYTES :], self.blocks[offset:]
         for child in self.children:
@@ -89,7 +89,7 @@ class Run:
         return rest
 
     def absorb(self, child: Run) -> None:
-        """The inverse of `split`: `child` is its only one."""
+        """Appends the blocks and children of `child`, its only child: the inverse of `split`."""
         self.keys += child.keys
         self.blocks += child.blocks
         self.children = child.children

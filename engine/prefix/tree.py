@@ -1,13 +1,12 @@
-"""The prefix index of a block pool as a radix tree over block keys.
+"""Prefix index of a block pool: a radix tree over block keys.
 
-A node is a run of blocks without a branch (path compression): a prompt is compared with a run's keys as bytes. A run is
-split where a prompt diverges. Deletion is lazy: eviction takes blocks off the ends of runs, as many in a row as are
-next in order; a run that is left with one child is only joined with it once there are many of those.
+A node is a run of blocks without a branch (path compression); a prompt is compared with a run's keys as bytes. A run is
+split where a prompt diverges. Eviction removes blocks from the ends of runs, several in a row if they are next in
+order. Runs that are left with one child are joined with it lazily, once there are many of them.
 
-Since keys are chained, any of them leads to its place at once, through a dict: nothing has to come down from a root.
-(An open-addressing table instead of the dict halves the memory and takes twice the time: docs/engine-performance.md.)
-There is a root for each parent that runs have and the tree has not: NO_PARENT, or a block that is published later or
-never.
+Since keys are chained, a dict leads from any key directly to its place, without a descent from a root. (An
+open-addressing table instead of the dict halves the memory and doubles the time: docs/engine-performance.md.) There is
+one root for each parent key that is not in the tree: NO_PARENT, or a block that is published later or never.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from protocol.keys import KEY_BYTES, BlockKey
 
 SLACK = 64
 MAX_HITS = 255
-"""What a byte counts."""
+"""Hit counts are stored in one byte."""
 
 
 class RadixTree:
-    """The findable blocks of a pool of `num_blocks`. It tells its owner of every block that becomes findable or ceases
-    to be. The pool counts references, and tells it when a block's first one comes and its last one goes: a findable
-    block that nobody holds is *idle*."""
+    """Findable blocks of a pool of `num_blocks`. Its callbacks report every block that becomes findable or ceases to
+    be. The pool counts references and reports a block's first and last one: a findable block without references is
+    *idle*."""
 
     def __init__(
         self,
@@ -40,28 +39,28 @@ class RadixTree:
         on_removed: Callable[[BlockKey], None],
         slack: int = SLACK,
     ) -> None:
-        """`slack`: stale entries of the line, and runs to be joined, that are tolerated whatever their share."""
+        """`slack`: number of stale queue entries, and of joinable runs, that is tolerated whatever their share."""
         self._slack = slack
         self._policy = policy
         self._on_added = on_added
         self._on_removed = on_removed
         self._by_key: dict[BlockKey, BlockId] = {}
-        self._roots: dict[BlockKey, Run] = {}  # without blocks, by the parent of their children
+        self._roots: dict[BlockKey, Run] = {}  # runs without blocks, by the parent key of their children
         self._runs: list[Run | None] = [None] * num_blocks  # by block
-        # Of findable blocks: their offset in their run plus what the run's first block counts as.
+        # Offset of each findable block in its run, plus the run's `first`.
         self._depths = array("I", bytes(4 * num_blocks))
-        # No array of words: in a pipeline group each stage has a checksum of its own, and they are joined.
+        # A list, since a pipeline group joins the checksums of its stages to one integer of more than 64 bits.
         self._checksums: list[int | None] = [None] * num_blocks
         self._hits = bytearray(num_blocks)
         self._is_idle = bytearray(num_blocks)
         self._num_idle = 0
         self._num_runs = 0
-        self._joinable: set[Run] = set()  # with exactly one child
-        # (rank, block) of blocks that may go; entries that no longer hold are skipped when their turn comes
+        self._joinable: set[Run] = set()  # runs with exactly one child
+        # Eviction queue: (rank, block) of idle ends of runs. Stale entries are skipped when they are popped.
         self._line: list[tuple[Rank, BlockId]] = []
 
     def __len__(self) -> int:
-        """Findable blocks."""
+        """Returns the number of findable blocks."""
         return len(self._by_key)
 
     @property
@@ -72,7 +71,7 @@ class RadixTree:
         return self._runs[block] is not None
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """The longest run of leading blocks that are findable; `keys` is a chain."""
+        """Returns the longest run of leading findable blocks of the chain `keys`."""
         found: list[BlockId] = []
         packed = b"".join(keys)
         while len(found) < len(keys):
@@ -94,18 +93,18 @@ class RadixTree:
         return self._checksums[block]
 
     def hits_of(self, block: BlockId) -> int:
-        """How often it was found since it was added, up to MAX_HITS; 0 when it is not findable."""
+        """Returns the block's cache hits since it was added, up to MAX_HITS; 0 if it is not findable."""
         return self._hits[block]
 
     def hit(self, blocks: Iterable[BlockId]) -> None:
-        """These findable blocks were found by a request that uses them."""
+        """Counts a cache hit for each of these findable blocks."""
         hits = self._hits
         for block in blocks:
             if hits[block] < MAX_HITS:
                 hits[block] += 1
 
     def items(self) -> Iterator[tuple[BlockKey, BlockKey, BlockId]]:
-        """(key, parent, block) of every findable block, parents first."""
+        """Yields (key, parent, block) of every findable block, parents first."""
         for run in self._all_runs():
             parent = _parent_key(run)
             for offset, block in enumerate(run.blocks):
@@ -114,14 +113,14 @@ class RadixTree:
                 parent = key
 
     def by_age(self) -> list[BlockId]:
-        """Every findable block: idle ones, what would go first first, then held ones, ends of chains first."""
+        """Returns all findable blocks: idle blocks in eviction order, then held blocks, ends of chains first."""
         blocks = [block for _, _, block in self.items()]
         held = [block for block in blocks if not self._is_idle[block]]
         idle = [block for block in blocks if self._is_idle[block]]
         return [*sorted(idle, key=self._policy.rank), *reversed(held)]
 
     def _all_runs(self) -> Iterator[Run]:
-        """Parents first."""
+        """Yields all runs with blocks, parents first."""
         for root in self._roots.values():
             for child in root.children:
                 yield from _subtree(child)
@@ -132,11 +131,11 @@ class RadixTree:
             raise ValueError(f"block {block} cannot be found")
         return run, self._depths[block] - run.first
 
-    # -- growth
+    # -- insertion
 
     def add(self, block: BlockId, key: BlockKey, parent: BlockKey, checksum: int, *, hits: int = 0) -> bool:
-        """Makes a held block findable. False and no change when the key is findable already. Its parent may come later
-        or never; NO_PARENT never comes. Raises ValueError when the block can be found under another key."""
+        """Makes a held block findable. Returns False, without any change, if the key already is findable. The parent
+        may be added later or never; NO_PARENT never is. Raises ValueError if the block has another key."""
         if key in self._by_key:
             return False
         if self._runs[block] is not None:
@@ -152,14 +151,14 @@ class RadixTree:
         return True
 
     def _bring_together(self, run: Run, root: Run) -> None:
-        """What waited for the block at the end of `run` follows it."""
+        """Moves the children of `root`, which waited for the last block of `run`, to `run`."""
         for child in root.children:
             run.adopt(child)
         if len(run.children) == 1:
             self._joinable.add(run)
 
     def _run_behind(self, parent: BlockKey) -> Run:
-        """The run, perhaps a new one, whose end a child of `parent` is to become."""
+        """Returns the run to which a child of `parent` is to be appended, creating or splitting runs as needed."""
         before = self._by_key.get(parent)
         if before is None:
             run = self._root_of(parent)
@@ -194,12 +193,12 @@ class RadixTree:
     # -- use
 
     def hold(self, block: BlockId) -> None:
-        """A findable block that was idle is not any more."""
+        """Marks an idle block as held."""
         self._is_idle[block] = False
         self._num_idle -= 1
 
     def let_go(self, block: BlockId) -> None:
-        """A findable block that was held is idle from now on, and was used until now."""
+        """Marks a held findable block as idle, last used now."""
         self._is_idle[block] = True
         self._num_idle += 1
         self._policy.let_go(block, self._hits[block])
@@ -208,7 +207,7 @@ class RadixTree:
             self._line_up(block)
 
     def _line_up(self, block: BlockId) -> None:
-        """An idle block that none extends is put in line."""
+        """Adds an idle block that no other block extends to the eviction queue."""
         if len(self._line) <= 2 * self._num_runs + self._slack:
             heapq.heappush(self._line, (self._policy.rank(block), block))
             return
@@ -223,8 +222,8 @@ class RadixTree:
     # -- eviction
 
     def evict(self, count: int) -> list[BlockId]:
-        """Takes at least `count` idle blocks out, of which there are so many. A block goes before the block it
-        extends; where that one is held, it is taken out along with it but not among those returned."""
+        """Removes and returns at least `count` idle blocks, which must exist. A block goes before the block it extends.
+        A held block that extends an evicted one is removed from the tree too, but not returned."""
         gone: list[BlockId] = []
         while len(gone) < count:
             run = self._next_in_line()
@@ -236,7 +235,7 @@ class RadixTree:
         return gone
 
     def _next_in_line(self) -> Run | None:
-        """The run whose end goes next, if there is one."""
+        """Returns the run whose last block is evicted next, or None if no run ends in an idle block."""
         while self._line:
             rank, block = heapq.heappop(self._line)
             run = self._runs[block]
@@ -247,7 +246,7 @@ class RadixTree:
         return None
 
     def _shorten(self, run: Run, count: int, gone: list[BlockId]) -> None:
-        """Takes its last block off, and more while they are next in order and fewer than `count` are gone."""
+        """Removes the run's last block, and more blocks while they are next in order and `count` is not reached."""
         line, rank_of, is_idle = self._line, self._policy.rank, self._is_idle
         while True:
             block = self._take_off(run)
@@ -264,13 +263,13 @@ class RadixTree:
                 return
 
     def _oldest(self) -> BlockId:
-        """What goes where every idle block is followed by a held one (its holder let the beginning go): the follower
-        can no longer be found once its beginning goes, so it is taken out with it."""
+        """Returns the idle block to evict if every idle block is followed by a held one, whose holder released only
+        the beginning. The follower is removed too, since it cannot be found without its beginning."""
         idle = (block for block, is_idle in enumerate(self._is_idle) if is_idle)
         return min(idle, key=self._policy.rank)
 
     def remove(self, block: BlockId) -> list[BlockId]:
-        """Takes a findable block and all that extend it out; returns the idle ones of them."""
+        """Removes a findable block and all blocks that extend it; returns the idle ones among them."""
         top, offset = self._place(block)
         idle: list[BlockId] = []
         for run in reversed([top, *(below for c in top.children for below in _subtree(c))]):
@@ -301,13 +300,13 @@ class RadixTree:
         return block
 
     def _ends_now(self, run: Run) -> None:
-        """Nothing extends the run any more."""
+        """Updates a run that has lost its last child."""
         self._joinable.discard(run)
         if self._is_idle[run.blocks[-1]]:
             self._line_up(run.blocks[-1])
 
     def _unlink(self, run: Run) -> None:
-        """The run has no blocks and no children left."""
+        """Removes a run without blocks and children from its parent."""
         parent = run.parent
         assert parent is not None, "a root is not unlinked"
         parent.disown(run)
@@ -322,7 +321,7 @@ class RadixTree:
             self._joinable.add(parent)
 
     def _join(self) -> None:
-        """Makes one run of each that has a single child, and that child, once there are many."""
+        """Joins each run that has a single child with that child, once there are many such runs."""
         if 4 * len(self._joinable) <= self._num_runs + 4 * self._slack:
             return
         while self._joinable:
@@ -336,10 +335,10 @@ class RadixTree:
                 self._joinable.remove(child)
                 self._joinable.add(run)
 
-    # -- proof
+    # -- validation
 
     def validate(self) -> None:
-        """Raises AssertionError when the bookkeeping is broken. O(n)."""
+        """Raises AssertionError if the state is inconsistent. O(n)."""
         runs = list(self._all_runs())
         assert len(runs) == self._num_runs, "runs are lost"
         assert not self._roots.keys() & self._by_key.keys(), "a run waits for what is there"
@@ -372,7 +371,7 @@ class RadixTree:
 
 
 def _subtree(top: Run) -> Iterator[Run]:
-    """`top` and all below it, parents first."""
+    """Yields `top` and all runs below it, parents first."""
     waiting = [top]
     while waiting:
         run = waiting.pop()
@@ -381,6 +380,6 @@ def _subtree(top: Run) -> Iterator[Run]:
 
 
 def _parent_key(run: Run) -> BlockKey:
-    """Of its first block."""
+    """Returns the parent key of the run's first block."""
     assert run.parent is not None, "a root has no parent"
     return BlockKey(bytes(run.parent.keys[-KEY_BYTES:]))

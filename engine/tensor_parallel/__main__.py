@@ -1,4 +1,4 @@
-"""`python -m engine.tensor_parallel`: a rank, started by rank 0."""
+"""Entry point of a rank process, `python -m engine.tensor_parallel`. Started by rank 0."""
 
 import sys
 from functools import partial

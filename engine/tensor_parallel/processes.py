@@ -1,7 +1,7 @@
-"""The ranks behind rank 0 as processes: started, joined, told, watched, ended.
+"""Manages the rank processes of a worker from rank 0: start, join, steps, supervision and end.
 
-They run on rank 0's host, start while it loads its own share, and die with it, whatever ends it. The rule: a team is
-whole or lost. When a rank has died, or does not come, every step fails from then on, and the worker ends.
+The processes run on rank 0's host, start while it loads its own share, and end with it for whatever reason. Rule: a
+team is whole or lost. If a rank dies or does not answer, every later step fails and the worker ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Started:
 
 
 class RankProcesses:
-    """All ranks but the first of one worker; `engine.tensor_parallel.team.Others`, too."""
+    """Rank processes of one worker, without rank 0. Implements `engine.tensor_parallel.team.Others`."""
 
     def __init__(self, config: ReplicaConfig, lifecycle: Lifecycle) -> None:
         self._config = config
@@ -61,8 +61,8 @@ class RankProcesses:
         self.lost: PeerLost | None = None
 
     async def start(self, model: ModelConfig, *, num_blocks: int, pool_fd: int) -> Team:
-        """Starts them; what rank 0's engine is loaded with. `pool_fd`: memory that they can map and write. Raises
-        ConfigError for a model that cannot be shared so."""
+        """Starts the processes and returns the `Team` with which rank 0's engine is loaded. `pool_fd`: memory that the
+        ranks can map and write. Raises ConfigError if the model cannot be divided among the ranks."""
         config, size = self._config, self._config.tensor_parallel_size
         shard = shards(model, size)[0]
         folder = cache_folder_of(config)
@@ -96,14 +96,14 @@ class RankProcesses:
                 sys.executable, "-m", "engine.tensor_parallel", *flags, pass_fds=handed
             )
         finally:
-            other.close()  # so that it is closed when that process ends
+            other.close()  # then only the rank holds it, and it is closed when the rank ends
             os.close(write_fd)
         ready = asyncio.create_task(until_ready(read_fd))
         self._started.append(_Started(rank, process, ready))
 
     async def join(self, engine: Engine) -> None:
-        """Once rank 0's `engine` is loaded: from now on it leads. Raises ConfigError when a rank cannot start or would
-        compute something else."""
+        """Waits for the ranks and makes rank 0's loaded `engine` lead them. Raises ConfigError if a rank cannot start
+        or would compute something else."""
         for each in self._started:
             try:
                 told = await each.ready
@@ -115,7 +115,7 @@ class RankProcesses:
         engine.lead(Leading(self))
 
     async def _watch(self) -> None:
-        """The team is lost as soon as one has ended."""
+        """Marks the team as lost as soon as a process has ended."""
         await until_one_has_ended(each.process for each in self._started)
         lost = [
             f"rank {each.rank} (exit code {each.process.returncode})"
@@ -125,7 +125,7 @@ class RankProcesses:
         self._lose(f"{', '.join(lost)} ended")
 
     def _lose(self, what: str) -> None:
-        """Ends the worker, in order: what is under way fails, and the conductor hears that it leaves."""
+        """Ends the worker in an orderly way: steps in flight fail, and the worker leaves the conductor."""
         if self.lost is None:
             self.lost = PeerLost(what)
             log.error("this worker ends, one of its ranks is lost: %s", what)
@@ -133,7 +133,7 @@ class RankProcesses:
             self._lifecycle.stopping.set()
 
     def _hang_up(self) -> None:
-        """Whoever waits for steps, or for another rank, ends."""
+        """Shuts all sockets down, which ends every wait for steps or for another rank."""
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -152,7 +152,7 @@ class RankProcesses:
     # -- the end
 
     async def stop(self) -> None:
-        """Ends all of them."""
+        """Ends all processes and closes the sockets."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
@@ -166,8 +166,8 @@ class RankProcesses:
 
 @contextlib.asynccontextmanager
 async def other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncIterator[RankProcesses]:
-    """Of a worker that has several. They have ended when the block is left. Raises PeerLost then, if the team was lost
-    meanwhile."""
+    """Provides the `RankProcesses` of a worker and ends them at the end of the block. Raises PeerLost then if the team
+    was lost meanwhile."""
     processes = RankProcesses(config, lifecycle)
     try:
         yield processes
@@ -178,7 +178,7 @@ async def other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncItera
 
 
 def _library(size: int, cache_folder: Path) -> RanksLibrary:
-    """Raises ConfigError for too many ranks, and where they cannot share memory."""
+    """Loads the ranks library. Raises ConfigError for too many ranks, or if they cannot share memory."""
     if size > MAX_RANKS:
         raise ConfigError(f"--tensor-parallel-size {size} is above {MAX_RANKS}")
     try:
@@ -192,7 +192,7 @@ def _library(size: int, cache_folder: Path) -> RanksLibrary:
 
 async def _stop(started: _Started) -> None:
     is_ready = started.ready.done() and started.ready.exception() is None
-    if not is_ready:  # it does not listen yet
+    if not is_ready:  # it does not watch its socket yet
         started.ready.cancel()
         await asyncio.wait({started.ready})
         terminate(started.process)

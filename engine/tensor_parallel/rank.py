@@ -1,7 +1,7 @@
-"""A rank behind rank 0 from start to stop: its share of the weights, its heads of the pool, the steps that it is told.
+"""Process of a rank other than 0: loads its share of the weights, maps the pool and runs the steps that rank 0 sends.
 
-It ends with rank 0: when that closes its end of the socket, orderly or not. Signals that reach the whole group, such as
-Ctrl-C, are rank 0's to answer.
+A rank ends when rank 0 closes its end of the socket, orderly or not. Signals that reach the whole process group, such
+as Ctrl-C, are handled by rank 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig(ReplicaConfig):
-    """`python -m engine.tensor_parallel`, as rank 0 starts it."""
+    """Options of `python -m engine.tensor_parallel`, set by rank 0."""
 
     tensor_parallel_rank: int = option(help="which rank it is, from 1")
     num_blocks: int = option(help="of the worker's pool")
@@ -49,7 +49,7 @@ def rank_config(
     meeting_fd: int,
     status_fd: int,
 ) -> RankConfig:
-    """Of a process that `worker`'s starts. It is no member of the cluster, and nobody scrapes it."""
+    """Returns the options of a rank of `worker`. A rank is not a member of the cluster and has no metrics port."""
     values = {each.name: getattr(worker, each.name) for each in fields(ReplicaConfig)}
     values |= {
         "instance_id": f"{worker.instance_id}-rank-{rank}",
@@ -71,7 +71,7 @@ def rank_config(
 
 
 async def serve(config: RankConfig, lifecycle: Lifecycle) -> None:
-    """Does as rank 0 says until that ends. Raises ConfigError when it cannot start."""
+    """Loads the engine and runs rank 0's steps until rank 0 ends. Raises ConfigError if it cannot start."""
     with socket.socket(fileno=config.steps_fd) as connection:
         lifecycle.progress("reading configuration")
         path = await asyncio.to_thread(resolve_model, config.model)
@@ -81,7 +81,7 @@ async def serve(config: RankConfig, lifecycle: Lifecycle) -> None:
 
 
 def facts(engine: Engine) -> dict[str, str]:
-    """What ranks must agree in."""
+    """Returns the properties in which all ranks must agree."""
     return {
         "fingerprint": engine.fingerprint,
         "kernels": engine.kernels_name,

@@ -1,8 +1,8 @@
-"""How the ranks of a worker reach each other: through shared memory, in C++ (`engine/native/ranks.cpp`).
+"""Collective operations of a worker's ranks through shared memory, in C++ (`engine/native/ranks.cpp`).
 
-Some microseconds per sum where both ranks have a core; sockets take hundreds. All ranks make the same calls in the same
-order, with the same shapes. Sums are taken in float32 in the order of ranks, so they are the same bits at every rank,
-every time and whatever else is in a step.
+A sum takes some microseconds if each rank has a core; over sockets it would take hundreds. All ranks make the same
+calls in the same order with the same shapes. Sums are computed in float32 in the order of ranks, so they have the same
+bits at every rank, every time and whatever else is in a step.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from engine.kernels.library import load_kernels
 from protocol.errors import PeerLost
 
-# Longer than any step takes on a machine that could serve; a rank that is stopped must not hold the others for ever.
+# Longer than any step on a machine that can serve. Bounds the time that a stopped rank holds up the others.
 PATIENCE_S = 60.0
 
 
 SOURCE = Path(__file__).parent.parent / "native" / "ranks.cpp"
-MAX_RANKS = 16  # of ranks.cpp
-# What all ranks leave at once stays in a core's second-level cache, and whoever is behind is waited for seldom.
+MAX_RANKS = 16  # limit in ranks.cpp
+# Small enough for all ranks' slots to stay in a core's L2 cache, large enough to wait for slow ranks seldom.
 _SLOT_BYTES = 256 << 10
 _OUTCOMES = {1: "a rank has died", 2: f"a rank has not come for {PATIENCE_S:g} s"}
 
 
 class _CRanks(ctypes.Structure):
-    """`Ranks` of ranks.cpp."""
+    """C structure `Ranks` of ranks.cpp."""
 
     _fields_ = (
         ("memory", ctypes.c_void_p),
@@ -46,7 +46,7 @@ class _CRanks(ctypes.Structure):
 
 
 class RanksLibrary:
-    """The compiled functions. Raises CompilerError."""
+    """Compiled functions of ranks.cpp. Raises CompilerError."""
 
     def __init__(self, cache_folder: Path | None, compiling: Callable[[], None] | None = None) -> None:
         library = load_kernels(SOURCE, cache_folder, compiling)
@@ -63,20 +63,20 @@ class RanksLibrary:
             add.argtypes = [pointer, pointer, pointer, count]
 
     def memory_bytes(self, size: int) -> int:
-        """That so many ranks share; zeroed before the first of them begins."""
+        """Returns the size of the memory that `size` ranks share. It must be zeroed before the first rank begins."""
         nbytes: int = self._memory_bytes(size, _SLOT_BYTES)
         return nbytes
 
     def make_memory(self, size: int) -> int:
-        """A descriptor of such memory, which belongs to the caller."""
+        """Creates the shared memory of `size` ranks and returns its descriptor, which the caller owns."""
         fd = os.memfd_create("moonserve:ranks", os.MFD_CLOEXEC)
         os.ftruncate(fd, self.memory_bytes(size))
         return fd
 
 
 class Ranks:
-    """The ranks of one worker as one of them sees them, over `memory`, a mapping that all share. One caller at a time.
-    Every call raises PeerLost when another rank has died or has not come for `PATIENCE_S`; nothing works after that."""
+    """Collective operations of one rank over `memory`, a mapping that all ranks share. One caller at a time. Every call
+    raises PeerLost if another rank has died or has not arrived for `PATIENCE_S`; no call works after that."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class Ranks:
         sockets: Sequence[socket.socket],
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`sockets`: each connected to another rank, which has it open as long as it lives."""
+        """`sockets`: connections to other ranks, which keep them open as long as they live."""
         self._library = library
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
-        self._sockets = tuple(sockets)  # open as long as this
+        self._sockets = tuple(sockets)  # kept open
         self._rank, self._size = rank, size
         self._ranks = _CRanks(
             memory=self._memory.data_ptr(),
@@ -106,12 +106,12 @@ class Ranks:
         self._address = ctypes.addressof(self._ranks)
 
     def add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
-        """Adds the sum of all ranks' parts to `hidden`, which is equal at all of them. Shapes are equal, contiguous."""
+        """Adds all ranks' parts to `hidden`, which is equal at all ranks. All are contiguous and of one shape."""
         function = self._library.add[hidden.dtype]
         self._check(function(self._address, hidden.data_ptr(), part.data_ptr(), part.numel()))
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Rank 0 gets all parts in order, of one shape, contiguous; the others an empty list."""
+        """Returns all ranks' parts in order at rank 0, else an empty list. Parts are contiguous and of one shape."""
         parts = part.new_empty(self._size if self._rank == 0 else 0, *part.shape)
         to = parts.data_ptr() if self._rank == 0 else None
         self._check(self._library.gather(self._address, part.data_ptr(), part.nbytes, to))

@@ -1,7 +1,7 @@
-"""A step as rank 0 tells it to the others: one message of int64 over a socket.
+"""Wire format of the steps that rank 0 sends to other ranks: one message of int64 words over a socket.
 
-What is in it is laid out already, so that nobody does it twice. The two ends are processes of one worker, and believe
-each other.
+A message holds the final layout of a step, so that it is computed only once. Both ends are processes of one worker and
+trust each other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from protocol.errors import PeerLost
 Words = npt.NDArray[np.int64]
 
 _WORD_BYTES = 8
-# Decode steps of small models follow each other sooner than that, and waking a thread costs a tenth of one; who has had
-# nothing for so long sleeps.
+# A receiver polls for this long before it sleeps. Decode steps of small models follow each other faster, and waking a
+# thread costs a tenth of such a step.
 _SPIN_S = 0.0003
 _FIELDS = 8  # of the header, below
 _SPAN_FIELDS = 4  # start, end, number of blocks, prompt_end
 
 
 def encode(step: Step, dirty: torch.Tensor | None) -> bytes:
-    """`step` without hidden states."""
+    """Encodes `step`, which has no hidden states, and the slots to clear."""
     assert step.hidden is None, "ranks begin with tokens"
     spans = [(span.start, span.end, len(span.blocks), span.prompt_end) for span in step.spans]
     parts = [
@@ -60,7 +60,7 @@ def encode(step: Step, dirty: torch.Tensor | None) -> bytes:
 
 
 def decode(message: bytes | bytearray) -> tuple[Step, torch.Tensor | None]:
-    """What `encode` was given. The tensors are the message's memory."""
+    """Decodes a message of `encode`. The tensors are views of the message."""
     words = np.frombuffer(message, dtype=np.int64)
     tokens, longest, num_spans, num_blocks, has_rows, rows, has_dirty, dirty = words[:_FIELDS].tolist()
     sizes = (tokens, tokens, tokens, _SPAN_FIELDS * num_spans, num_blocks, rows, dirty)
@@ -94,7 +94,7 @@ def _spans(rows: Words, blocks: Words) -> list[Span]:
 
 
 def send(sockets: Sequence[socket.socket], message: bytes) -> None:
-    """To all of them. Raises PeerLost when one has closed its end, or does not take it for `PATIENCE_S`."""
+    """Sends the message to all sockets. Raises PeerLost if an end is closed or takes no data for `PATIENCE_S`."""
     framed = len(message).to_bytes(_WORD_BYTES, "little") + message
     for each in sockets:
         try:
@@ -104,14 +104,14 @@ def send(sockets: Sequence[socket.socket], message: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytearray | None:
-    """The next message; None when the other end was closed. Looks for `_SPIN_S` before it sleeps."""
+    """Returns the next message, or None if the other end was closed. Polls for `_SPIN_S` before it sleeps."""
     _spin(connection)
     length = _read(connection, _WORD_BYTES)
     return None if length is None else _read(connection, int.from_bytes(length, "little"))
 
 
 def _spin(connection: socket.socket) -> None:
-    """Until something is there, at most `_SPIN_S`."""
+    """Polls until data has arrived, for at most `_SPIN_S`."""
     give_up_at = time.perf_counter() + _SPIN_S
     while time.perf_counter() < give_up_at:
         with contextlib.suppress(BlockingIOError):
@@ -134,7 +134,7 @@ def _read(connection: socket.socket, count: int) -> bytearray | None:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Rank 0's end and another one's."""
+    """Creates a connected pair of sockets: rank 0's end and the other rank's."""
     own, other = socket.socketpair()
     own.settimeout(PATIENCE_S)
     return own, other

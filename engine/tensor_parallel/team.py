@@ -1,5 +1,5 @@
-"""What an engine knows of the other ranks: its share of the model, how parts become whole, and, at rank 0, how the
-others are told each step."""
+"""An engine's view of the other ranks: its share of the model, the joining of parts and, at rank 0, the sending of
+steps."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ OnLayer = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """One rank's view."""
+    """One rank's share of the model and its access to the other ranks."""
 
     shard: Shard
     ranks: Ranks
     vocab_size: int
 
     def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
-        """As `engine.model.Share.whole_logits`."""
+        """Implements `engine.model.Share.whole_logits`."""
         if not len(own):
-            return own.new_empty(0, self.vocab_size)  # nobody samples
+            return own.new_empty(0, self.vocab_size)  # no slice samples
         width = -(-self.vocab_size // self.shard.size)
         parts = self.ranks.gather(F.pad(own, (0, width - own.shape[1])).contiguous())
         return torch.cat(parts, dim=1)[:, : self.vocab_size] if parts else own
 
 
 class Others(Protocol):
-    """The ranks that do as rank 0 says."""
+    """The ranks that follow rank 0."""
 
     def tell(self, step: Step, dirty: torch.Tensor | None) -> None:
-        """The step that all compute next. Raises PeerLost."""
+        """Sends the step that all ranks compute next. Raises PeerLost."""
 
     def give_up(self, error: BaseException) -> None:
-        """They are of no use any more: nobody knows what they wait for since `error`. From any thread."""
+        """Gives the team up after `error`, since the state of the other ranks is unknown. Callable from any thread."""
 
 
 class Leading:
-    """How rank 0 runs a step. Its rule: a step that has been told runs to its end, or the team is given up."""
+    """Runs steps at rank 0. Rule: a step that was sent runs to its end, or the team is given up."""
 
     def __init__(self, others: Others) -> None:
         self._others = others
@@ -57,14 +57,14 @@ class Leading:
         dirty: torch.Tensor | None,
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
-        """`compute` at all ranks. Raises what `on_layer` raised, when the step has ended."""
+        """Runs `compute` at all ranks. An exception of `on_layer` is raised after the step has ended."""
         failures: list[Exception] = []
 
         def guarded(layer: int) -> None:
             if on_layer is not None and not failures:
                 try:
                     on_layer(layer)
-                except Exception as error:  # the caller's; raised when all ranks have ended the step
+                except Exception as error:  # the caller's error; raised once the step has ended
                     failures.append(error)
 
         try:

@@ -1,1 +1,1 @@
-"""Triton kernels and the functions that launch them; importing any of these modules imports triton."""
+"""Triton kernels and the functions that launch them. Importing any of these modules imports triton."""

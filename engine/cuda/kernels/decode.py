@@ -1,9 +1,9 @@
 """Paged decode attention, split over the context: one token per sequence, many programs per sequence.
 
-Two kernels. `_attend_part`: one program per (sequence, KV head, part of the context) reads its K and V once for the
-whole group of query heads and leaves an unfinished softmax. `_join_parts` finishes it (Flash-Decoding). A part's size
-depends on its own sequence alone, never on the batch, so a sequence's result is the same bit for bit in any batch.
-Lengths are read on the device: a captured graph stays valid while sequences grow.
+There are two kernels. In `_attend_part`, one program per (sequence, KV head, part of the context) reads its K and V
+once for the whole group of query heads and writes a partial softmax. `_join_parts` combines the parts (Flash-Decoding).
+The size of a part depends on its sequence alone, so a sequence's result has the same bits in any batch. Lengths are
+read on the device, so a captured graph stays valid while sequences grow.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import triton.language as tl
 from engine.cuda.kernels.tiles import LOG2_E, fold, load_tokens, token_offsets
 
 PART = 256
-"""Least tokens of a part: below, writing and reading its result costs more than 3 % of reading its K and V."""
+"""Least tokens of a part: with fewer, writing and reading its result costs over 3 % of reading its K and V."""
 MAX_PARTS = 32
-"""Of one sequence: bounds the memory of unfinished results. Longer sequences have longer parts."""
+"""Most parts of a sequence, which bounds the memory of partial results. Longer sequences have longer parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Single tokens, the first rows of a step."""
+    """Single tokens: the first rows of a step."""
 
     tables: torch.Tensor  # [rows, blocks] int32: block tables from each sequence's beginning
-    # [rows] int32: tokens of each sequence with this one; 0 = no sequence, its output is 0.
+    # [rows] int32: length of each sequence including this token; 0 = padding, whose output is 0.
     ends: torch.Tensor
-    num_parts: int  # at least what the longest sequence needs
+    num_parts: int  # at least the parts of the longest sequence
 
 
 def parts_for(num_tokens: int, window: int | None) -> int:
-    """Parts of a sequence of `num_tokens`, as the kernels count them."""
+    """Returns an upper bound of the parts into which the kernels split a sequence of `num_tokens`."""
     seen = num_tokens if window is None else min(num_tokens, window)
     return min(-(-seen // PART), MAX_PARTS)
 
@@ -46,9 +46,9 @@ def decode_attention(
     window: int | None,
     output: torch.Tensor,
 ) -> None:
-    """Fills the first rows of output [tokens, heads · head_dim], which is contiguous, from those of queries
-    [tokens, heads, head_dim], whose heads are adjacent, and a layer's keys and values [blocks, block_size, kv_heads,
-    head_dim]. Scores are scaled by head_dim^-½."""
+    """Computes decode attention for the first rows of queries [tokens, heads, head_dim] over a layer's keys and values
+    [blocks, block_size, kv_heads, head_dim], into the same rows of output [tokens, heads · head_dim]. The heads of a
+    token are adjacent, output is contiguous. Scores are scaled by head_dim^-½."""
     heads, head_dim = queries.shape[1:]
     rows = batch.ends.shape[0]
     block_size, kv_heads = keys.shape[1:3]
@@ -75,7 +75,7 @@ def decode_attention(
 
 
 def _tile_tokens(columns: int, element_bytes: int) -> int:
-    """Tokens read at a time: 16 KiB of K, a power of two that divides PART."""
+    """Returns the number of tokens read at a time: about 16 KiB of K, a power of two that divides PART."""
     return max(16, min(64, 16384 // (columns * element_bytes)))
 
 
@@ -87,7 +87,7 @@ def _visible_part(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ) -> tl.tensor:
-    """(oldest token seen, tokens per part): a multiple of TILE."""
+    """Returns (oldest token in the context, tokens per part); the latter is a multiple of TILE."""
     oldest = end * 0
     if WINDOW is not None:
         oldest = tl.maximum(end - WINDOW, 0)

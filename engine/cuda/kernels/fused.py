@@ -1,5 +1,5 @@
-"""What lies between a layer's products, each in one pass over memory: the norm with the sum before it, silu(gate) · up,
-and what happens to heads before attention: their norm (Qwen3), rotation, K and V into the pool."""
+"""Fused operations between a layer's products, each in one pass over memory: sum and norm; silu(gate) · up; and for
+heads before attention their norm (Qwen3), rotation and the writing of K and V to the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 def add_norm(hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of hidden + added, times weight [size]; hidden [rows, size] becomes the sum. `added`: None = nothing.
+    """Adds `added` (None = nothing) to hidden [rows, size] in place; returns RMSNorm of the sum, times weight [size].
 
     The norm is computed in float32 and rounded to the compute dtype before the weight is applied, as in transformers.
     All tensors are contiguous."""
@@ -49,8 +49,8 @@ _TILE = 1024
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [rows, 2 · inner], contiguous, gate first → [rows, inner]. silu is rounded to the compute dtype before
-    the product, as in transformers."""
+    """Computes silu(gate) · up: contiguous gate_up [rows, 2 · inner], gate first → [rows, inner]. silu is rounded to
+    the compute dtype before the product, as in transformers."""
     rows, width = gate_up.shape
     inner = width // 2
     output = gate_up.new_empty((rows, inner))
@@ -70,16 +70,16 @@ def _swiglu(gate_up: tl.tensor, output: tl.tensor, INNER: tl.constexpr, TILE: tl
     tl.store(output + row * INNER + places, product.to(output.dtype.element_ty), mask=inside)
 
 
-_HEADS = 8  # of one program
+_HEADS = 8  # per program
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Of a step's tokens."""
+    """Rotations and pool slots of a step's tokens."""
 
     cos: torch.Tensor  # [tokens, head_dim], of each token's position
-    signed_sin: torch.Tensor  # the same of sines, the first half negated
-    # [tokens] int64: block · block_size + place; behind the pool's end: nowhere.
+    signed_sin: torch.Tensor  # sines in the same shape, the first half negated
+    # [tokens] int64: block · block_size + position in the block; nothing is stored behind the pool's end.
     slots: torch.Tensor
 
 
@@ -138,7 +138,7 @@ def _rotate_and_store(
     right_cos = tl.load(cos + angles + HALF, mask=within, other=0.0).to(tl.float32)[None, :]
     left_sin = tl.load(signed_sin + angles, mask=within, other=0.0).to(tl.float32)[None, :]
     right_sin = tl.load(signed_sin + angles + HALF, mask=within, other=0.0).to(tl.float32)[None, :]
-    # Rounded between, as the reference is.
+    # Rounded in between, like the reference.
     new_left = ((left * left_cos).to(dtype).to(tl.float32) + right * left_sin).to(dtype)
     new_right = ((right * right_cos).to(dtype).to(tl.float32) + left * right_sin).to(dtype)
     tl.store(heads + places, new_left, mask=is_rotated)

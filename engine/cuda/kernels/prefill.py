@@ -1,8 +1,8 @@
-"""Attention of prompt chunks over the pool: causal, several sequences per step, cached and new tokens alike.
+"""Paged prefill attention: causal, several sequences per step, over cached and new tokens alike.
 
-One program per (tile of query tokens, KV head): its rows are all query heads of the group for each token, so that K and
-V are read once for all of them and small chunks still fill a tile. Tokens that every row sees are folded without a
-mask; only the diagonal and windows need one. Which tiles there are is planned on the host.
+There is one program per (tile of query tokens, KV head). Its rows are all query heads of the group for each token, so K
+and V are read once for all of them and small chunks still fill a tile. Tokens that every row attends to are folded
+without a mask; only the diagonal and windows need one. The host plans the tiles.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from engine.cuda.kernels.tiles import LOG2_E, fold, load_tokens, token_offsets
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of a program's tiles; powers of two."""
+    """Tile sizes of a program; powers of two."""
 
     rows: int  # (token, head of the group) pairs
-    tokens: int  # of K and V at a time
+    tokens: int  # K and V tokens read at a time
     num_warps: int
     num_stages: int
 
     def tokens_per_tile(self, group: int) -> int:
-        """Query tokens of one program; `group` is at most `rows`."""
+        """Returns the number of query tokens of one program; `group` is at most `rows`."""
         return self.rows // group
 
 
 def tiling_for(head_dim: int, element_bytes: int, group: int) -> Tiling:
-    """What fits 99 KiB of shared memory, the least of today's GPUs. float32 has no tensor cores here: its products
-    are exact, its tiles small."""
+    """Returns tile sizes that fit in 99 KiB of shared memory, the least of current GPUs. float32 uses no tensor cores:
+    its products are exact and its tiles small."""
     columns = max(16, triton.next_power_of_2(head_dim))
     least_rows = triton.next_power_of_2(group)
     if element_bytes == 4:
@@ -55,7 +55,7 @@ class ChunkBatch:
 
 
 def plan_tiles(chunks: Sequence[tuple[int, int, int]], tokens_per_tile: int) -> npt.NDArray[np.int32]:
-    """`ChunkBatch.tiles` for chunks (first row, start, end), those that see most first: they take longest."""
+    """Returns `ChunkBatch.tiles` for chunks (first row, start, end), longest context first, since they take longest."""
     tiles = [
         (index, row + first, start + first, min(tokens_per_tile, end - start - first))
         for index, (row, start, end) in enumerate(chunks)
@@ -73,8 +73,9 @@ def prefill_attention(
     window: int | None,
     output: torch.Tensor,
 ) -> None:
-    """Fills the chunks' rows of output [tokens, heads · head_dim]; queries [tokens, heads, head_dim] with adjacent
-    heads; a layer's keys and values [blocks, block_size, kv_heads, head_dim]. Scores are scaled by head_dim^-½."""
+    """Computes prefill attention into the chunks' rows of output [tokens, heads · head_dim], from queries [tokens,
+    heads, head_dim] with adjacent heads and a layer's keys and values [blocks, block_size, kv_heads, head_dim]. Scores
+    are scaled by head_dim^-½."""
     heads, head_dim = queries.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
@@ -118,7 +119,7 @@ def _attend_tile(
     sums = tl.zeros([ROWS, HEAD_COLUMNS], tl.float32)
     head_offset = kv_head * HEAD_DIM
     if WINDOW is None:
-        diagonal = (start + 1) // TILE * TILE  # what lies before is seen by every row
+        diagonal = (start + 1) // TILE * TILE  # every row attends to all tokens before
         for first in range(0, diagonal, TILE):
             positions = first + tl.arange(0, TILE)
             seen = positions < diagonal

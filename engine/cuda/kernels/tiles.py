@@ -1,6 +1,6 @@
-"""What both attention kernels do with a tile of tokens: find it in the pool, load it, fold it into a softmax.
+"""Tile operations of both attention kernels: locate tokens in the pool, load them, fold them into a softmax.
 
-Scores are kept in units of log2, since exp2 is what the hardware has; sums are float32.
+Scores are in units of log2, since the hardware computes exp2; sums are float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def token_offsets(
     token_stride: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Elements from the beginning of a layer's K (or V) to each token, for those that are `seen`; the others are 0."""
+    """Returns offsets in elements from the beginning of a layer's K (or V) to each token; tokens that are not `seen`
+    are looked up in block 0."""
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     return (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * token_stride
 
@@ -33,7 +34,7 @@ def load_tokens(
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """[tokens, HEAD_COLUMNS] of one head; zeros where a token is not seen, whatever lies there, and behind HEAD_DIM."""
+    """Loads [tokens, HEAD_COLUMNS] of one head; zeros for tokens that are not `seen` and columns behind HEAD_DIM."""
     columns = tl.arange(0, HEAD_COLUMNS)
     inside = seen[:, None]
     if HEAD_COLUMNS != HEAD_DIM:
@@ -43,7 +44,7 @@ def load_tokens(
 
 @triton.jit
 def product(left: tl.tensor, right: tl.tensor, added: tl.tensor) -> tl.tensor:
-    """left · right + added, in float32; `added`: None = nothing. float32 factors are not rounded to tf32."""
+    """Returns left · right + added (None = nothing) in float32. float32 factors are not rounded to tf32."""
     if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as if they were integers
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -61,13 +62,13 @@ def fold(
     total: tl.tensor,
     output: tl.tensor,
 ) -> tl.tensor:
-    """One step of the online softmax (Milakov & Gimelshein; FlashAttention): the running maximum, sum and weighted
-    values of each query row, with these tokens added. `visible`: None = every row sees every token."""
+    """Adds tokens to an online softmax (Milakov & Gimelshein; FlashAttention) and returns the running maximum, sum and
+    weighted values of each query row. `visible`: None = every row attends to every token."""
     scores = product(queries, tl.trans(keys), None) * scale
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen nothing yet (a window that begins later): its weights are 0, not exp2(inf - inf).
+    # A row without any token yet (its window begins later) gets weights of 0 instead of exp2(inf - inf).
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
