@@ -1,5 +1,5 @@
-"""The language that every process of the cluster shares.
+"""Types, wire formats and process plumbing that every process of the cluster shares.
 
-Owns ids, block keys, the KV layout, requests, errors, configuration, metrics and RPC plumbing. Knows nothing about
-tensors, HTTP or scheduling; every other package may import it and it imports none of them.
+This package owns ids, block keys, the KV layout, requests, errors, configuration, metrics and RPC. It does not know
+tensors, HTTP or scheduling. Every other package may import it; it imports none of them.
 """

@@ -1,6 +1,6 @@
-"""The checksum of KV blocks: XXH3-64, made by a block's writer and verified by every reader.
+"""Checksum of KV blocks: XXH3-64, computed by a block's writer and verified by every reader.
 
-It guards against corruption, not against an adversary; the transfer handshake authenticates peers. XXH3 runs at
+It protects against corruption, not against an adversary; the transfer handshake authenticates peers. XXH3 runs at
 memory speed, so verification is on by default everywhere.
 """
 
@@ -12,7 +12,7 @@ import xxhash
 
 
 def checksum(pieces: Iterable[memoryview | bytes]) -> int:
-    """XXH3-64 over the concatenation of `pieces`, in order."""
+    """Returns the XXH3-64 of the concatenation of `pieces`."""
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)
@@ -20,7 +20,7 @@ def checksum(pieces: Iterable[memoryview | bytes]) -> int:
 
 
 class RunningChecksum:
-    """The same checksum for a writer that has its pieces one after the other; `add` them in order."""
+    """Incremental form of `checksum` for pieces that become available one after the other, in order."""
 
     __slots__ = ("_state",)
 
@@ -32,7 +32,7 @@ class RunningChecksum:
 
     @property
     def value(self) -> int:
-        """Of all pieces so far."""
+        """Checksum of all pieces added so far."""
         return self._state.intdigest()
 
 
@@ -40,11 +40,12 @@ _BITS = 64
 
 
 def join(parts: Sequence[int]) -> int:
-    """One number for the checksums of a block's parts, each of which somebody else has: the first part's bits lowest.
-    Of one part it is its checksum."""
+    """Packs the checksums of a block's parts into one number, the first part in the lowest bits.
+
+    Each part is held by another process. The result for a single part is that part's checksum."""
     return sum(part << index * _BITS for index, part in enumerate(parts))
 
 
 def split(joined: int, num_parts: int) -> tuple[int, ...]:
-    """The checksums that `join` was given."""
+    """Unpacks the checksums that `join` packed."""
     return tuple(joined >> index * _BITS & (1 << _BITS) - 1 for index in range(num_parts))

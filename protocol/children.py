@@ -1,7 +1,7 @@
-"""Processes that a process starts to share its work: told apart from those that a launcher supervises, they never start
-again.
+"""Ends and watches the child processes that a process starts to share its work.
 
-Owns how one of them ends and how all of them are watched. Knows nothing of what they do, nor how they are started.
+Unlike the processes that a launcher supervises, they are never restarted. This module does not know what they do or how
+they are started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 async def until_one_has_ended(processes: Iterable[Process]) -> None:
-    """Whatever ends it."""
+    """Waits until one of the processes has ended, for whatever reason."""
     ends = [asyncio.ensure_future(each.wait()) for each in processes]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -23,14 +23,14 @@ async def until_one_has_ended(processes: Iterable[Process]) -> None:
 
 
 def terminate(process: Process) -> None:
-    """SIGTERM; no-op for one that has ended."""
+    """Sends SIGTERM; no-op if the process has ended."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
 
 
 async def ended(process: Process, patience_s: float) -> None:
-    """Returns once it has ended; it is killed when it does not do so in time."""
+    """Waits until the process has ended and kills it after `patience_s`."""
     try:
         async with asyncio.timeout(patience_s):
             await process.wait()

@@ -1,10 +1,9 @@
-"""The conductors of a cluster as its other processes know them: calls reach the one that leads.
+"""Client of a cluster's conductors that sends each call to the current leader.
 
-Rules: an address that leads is asked, and while it is the only one no more is decided. Whoever does not lead says so
-and names the leader; a call that met no leader is made again until its deadline; a leader that is silent is believed
-in until another one says that it leads, since giving up a slow one helps nobody. Calls that are given up are cancelled,
-so that a late answer of a former leader reaches nobody. Calls must be such that making them twice is harmless. Knows
-no registry.
+With a single configured address, calls go there directly until it answers NotLeader. Conductors that do not lead say so
+and name the leader. A call that finds no leader is retried until its deadline. A silent leader is kept until another
+conductor claims to lead, because abandoning a slow leader gains nothing. An abandoned call is cancelled, so that the
+late answer of a former leader is dropped. Calls must be safe to repeat. This module does not know the registry.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ Reply = TypeVar("Reply")
 Stub: TypeAlias = "conductor_pb2_grpc.ConductorAsyncStub"
 
 PATIENCE_S = 0.3
-"""Silence after which the others are asked, again and again; a placement takes milliseconds."""
+"""Interval at which the other conductors are queried while a leader is silent. A placement takes milliseconds."""
 ASK_TIMEOUT_S = 0.5
 RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """Who said that it leads, and the epoch of its claim."""
+    """Conductor that claims to lead, and the epoch of its claim."""
 
     address: str
     epoch: int
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:
-    """From `--conductor`: one `host:port` or several with commas between. Raises ConfigError."""
+    """Parses `--conductor`: one `host:port`, or several separated by commas. Raises ConfigError if one is malformed."""
     addresses = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -50,16 +49,16 @@ def parse_addresses(text: str) -> tuple[str, ...]:
 
 
 class Conductors:
-    """One client of the conductors at `addresses` (see `parse_addresses`). Used in one event loop."""
+    """Client of the conductors at `addresses` (see `parse_addresses`). It belongs to one event loop."""
 
     def __init__(self, channels: Channels, addresses: str) -> None:
         self._channels = channels
         self._addresses = parse_addresses(addresses)
-        self._is_alone = len(self._addresses) == 1  # and never spoke of a leader
+        self._is_alone = len(self._addresses) == 1  # and it has not answered NotLeader yet
         self._leader: Leader | None = None
-        self._newest_epoch = 0  # of all leaders so far
-        self._hinted: str | None = None  # the last leader's; the operator may not have named it
-        self._search: asyncio.Task[Leader | None] | None = None  # shared by all calls that wait
+        self._newest_epoch = 0  # highest epoch of all leaders so far
+        self._hinted: str | None = None  # address of the last leader; it may not be in the configuration
+        self._search: asyncio.Task[Leader | None] | None = None  # shared by all waiting calls
 
     async def call(
         self,
@@ -69,8 +68,9 @@ class Conductors:
         timeout_s: float,
         wait_for_ready: bool = False,
     ) -> Reply:
-        """`lambda conductor: conductor.Place` and its request. Raises what the leader raised, PeerLost when no
-        conductor answered in time, NotLeader when none of them led."""
+        """Calls a method of the leader and returns its reply. `method` picks it: `lambda conductor: conductor.Place`.
+
+        Raises the leader's error, PeerLost if no conductor answers in time, or NotLeader if none of them leads."""
         if self._is_alone:
             try:
                 chosen = method(self._stub(self._addresses[0]))
@@ -110,22 +110,22 @@ class Conductors:
             raise
 
     async def _until_answered(self, answer: asyncio.Task[Reply], leader: Leader) -> None:
-        """Raises PeerLost when another one leads meanwhile."""
+        """Waits for the answer. Raises PeerLost if another conductor leads in the meantime."""
         while True:
             await asyncio.wait({answer}, timeout=PATIENCE_S)
             if answer.done():
                 return
-            # Another call may have found one meanwhile, whom a search would then leave out.
+            # Another call may have found the successor already; a search skips the current leader.
             successor = self._leader if self._leader != leader else None
             successor = successor or await self._find()
             if successor is not None and successor != leader and not answer.done():
                 raise PeerLost(f"{leader.address} is silent, and {successor.address} leads instead of it")
 
     async def _find(self) -> Leader | None:
-        """Who leads, by their own word; asks all at once, and once for all who wait."""
+        """Returns the conductor that claims to lead. Queries all others at once; waiting calls share one query."""
         if self._search is None or self._search.done():
             self._search = asyncio.create_task(self._ask_all())
-        # One caller's cancellation is not the others'.
+        # The cancellation of one caller must not end the query of the others.
         found = await asyncio.shield(self._search)
         if found is not None and found != self._leader:
             log.info("%s leads, epoch %d", found.address, found.epoch)
@@ -135,12 +135,12 @@ class Conductors:
     async def _ask_all(self) -> Leader | None:
         newest = self._newest_epoch
         known = dict.fromkeys((*self._addresses, *filter(None, (self._hinted,))))
-        if self._leader is not None:  # it is silent, and waited for already
+        if self._leader is not None:  # silent; a call to it is already in flight
             known.pop(self._leader.address, None)
         found, hints = await self._ask(tuple(known))
         if found is None or found.epoch < newest:
             unknown = hints - {"", *self._addresses, self._hinted}
-            if unknown:  # a conductor that was started after us
+            if unknown:  # a conductor that was started after this process
                 hinted, _ = await self._ask(tuple(unknown))
                 found = max(filter(None, (found, hinted)), key=_epoch, default=None)
         if found is not None:
@@ -149,8 +149,9 @@ class Conductors:
         return found
 
     async def _ask(self, addresses: tuple[str, ...]) -> tuple[Leader | None, set[str]]:
-        """The one that leads, and whom the others take for it. One that is no earlier than the last leader ends the
-        asking: a dead one would be waited for in vain."""
+        """Returns the leader, and the leader addresses that the conductors named.
+
+        A leader whose epoch is not below the last known one ends the query, so that dead conductors are not awaited."""
         found: Leader | None = None
         hints: set[str] = set()
         if not addresses:

@@ -1,8 +1,8 @@
-"""Configuration: frozen dataclasses whose fields are the flags, environment variables and TOML keys.
+"""Configuration from frozen dataclasses whose fields are the flags, environment variables and TOML keys.
 
-A field `max_model_len` is `--max-model-len` on the command line, `MOONSERVE_MAX_MODEL_LEN` in the environment and
-`max_model_len` (or `max-model-len`) in the TOML file that `--config` names, in falling precedence; then its default.
-A configuration is built once, at the entry point; nothing else reads the environment.
+The value of a field `max_model_len` comes from `--max-model-len`, then `MOONSERVE_MAX_MODEL_LEN`, then `max_model_len`
+(or `max-model-len`) in the TOML file that `--config` names, then its default. A configuration is built once, at the
+entry point of a process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.errors import ConfigError
 T = TypeVar("T")
 
 ENV_PREFIX = "MOONSERVE_"
-EXIT_CONFIG = 2  # exit code for a configuration that the user has to mend
+EXIT_CONFIG = 2  # the user must correct the configuration
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -55,11 +55,11 @@ def option(
     masked: bool = False,
     unit: str = "",
 ) -> Any:
-    """A dataclass field that is an option. Required when it has no default.
+    """Declares a dataclass field as an option. An option without a default is required.
 
-    `secret`: only from the environment or the TOML file, never a flag, since process lists show flags.
-    `masked`: a flag, but not shown when the configuration is printed.
-    `unit="bytes"`: accepts `512MiB` besides plain numbers.
+    A `secret` is read from the environment or the TOML file only, because process lists show flags. A `masked` option
+    has a flag, but its value is hidden when the configuration is printed. `unit="bytes"` accepts sizes like `512MiB`
+    in addition to plain numbers.
     """
     metadata = {
         "help": help,
@@ -73,7 +73,7 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a configuration class, as users name it."""
+    """One field of a configuration class and its names for users."""
 
     name: str
     type: Any  # the bare type, without `| None`
@@ -90,7 +90,7 @@ class Option:
 
     @property
     def negated_flag(self) -> str:
-        """`--enable-x` is undone by `--no-enable-x`."""
+        """Flag that sets a bool option to false: `--no-enable-x` for `enable_x`."""
         return "--no-" + self.name.replace("_", "-")
 
     @property
@@ -99,7 +99,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as one would type it; empty when there is none."""
+        """Default as a user would type it; empty if there is none."""
         if self.default in (MISSING, None, "", ()):
             return ""
         if isinstance(self.default, tuple):
@@ -110,7 +110,7 @@ class Option:
 
 
 def options_of(cls: type) -> Iterator[Option]:
-    """The options of a configuration class."""
+    """Yields the options of a configuration class."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = _bare_type(hints[field.name])
@@ -126,10 +126,11 @@ def run_command(
     positional: str | None = None,
     interrupted: str | None = None,
 ) -> int:
-    """Runs a command with the configuration that `argv` gives, and returns its exit code.
+    """Runs a command with the configuration from `argv` and the environment, and returns its exit code.
 
-    A ConfigError is one line and exit code 2. `positional`: the flag that the first argument may leave out.
-    `interrupted`: what Ctrl-C leaves behind, for the message; None: KeyboardInterrupt is raised.
+    A ConfigError prints one line on stderr and gives exit code 2. `positional` is the flag that is inserted before a
+    first argument that is not a flag. `interrupted` completes the message after Ctrl-C and says what is left behind;
+    with None, KeyboardInterrupt is raised.
     """
     arguments = list(argv)
     if positional is not None and arguments and not arguments[0].startswith("-"):
@@ -152,7 +153,7 @@ def run_command(
 def load(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, str]) -> T:
     """Builds `cls` from flags, environment, TOML file and defaults.
 
-    Raises ConfigError (one line that says what to do) and HelpRequested.
+    Raises ConfigError with a one-line message that says what to do, or HelpRequested.
     """
     options = {option.name: option for option in options_of(cls)}
     flags, config_file = _parse_flags(argv, options, prog)
@@ -169,13 +170,13 @@ def load(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, 
 
 
 def effective(config: object) -> dict[str, Any]:
-    """The configuration as a dict, secrets masked, for printing at start."""
+    """Returns the configuration as a dict with masked secrets, to be printed at start."""
     values = {option: getattr(config, option.name) for option in options_of(type(config))}
     return {o.name: "***" if o.masked and value else value for o, value in values.items()}
 
 
 def to_flags(config: object) -> list[str]:
-    """Flags that make `load` build this configuration again; secrets are left to the environment."""
+    """Returns flags from which `load` builds this configuration again. Secrets are left to the environment."""
     flags: list[str] = []
     for option in options_of(type(config)):
         value = getattr(config, option.name)
@@ -191,14 +192,14 @@ def to_flags(config: object) -> list[str]:
 
 
 def require_at_least_1(config: object, *names: str) -> None:
-    """Raises ConfigError for the first of these options that is less."""
+    """Raises ConfigError for the first of the named options whose value is below 1."""
     for name in names:
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
 
 
 def parse_bytes(text: str) -> int:
-    """`4096`, `512MiB`, `4GB` → bytes. Raises ValueError."""
+    """Parses a size such as `4096`, `512MiB` or `4GB` into bytes. Raises ValueError if `text` is not a size."""
     stripped = text.strip()
     digits = stripped.rstrip("BbIiKkMmGgTt ")
     unit = stripped[len(digits) :].strip().upper()
@@ -209,7 +210,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    """The inverse of `parse_bytes`, in the largest unit without a fraction."""
+    """Formats a size in the largest binary unit that needs no fraction; the inverse of `parse_bytes`."""
     for unit in ("GiB", "MiB", "KiB"):
         if num_bytes and num_bytes % _UNITS[unit.upper()] == 0:
             return f"{num_bytes // _UNITS[unit.upper()]}{unit}"
@@ -280,7 +281,7 @@ def _nearest(word: str, known: list[str]) -> str:
 def _convert(option: Option, value: Any) -> Any:
     try:
         converted = _convert_type(option, value)
-    except (ValueError, TypeError, OverflowError) as error:  # TOML has types of its own
+    except (ValueError, TypeError, OverflowError) as error:  # TypeError: a TOML value of another type
         raise ConfigError(f"{option.flag}: {value!r} is not valid: {error}") from error
     if option.choices and converted not in option.choices:
         raise ConfigError(f"{option.flag} is one of {', '.join(option.choices)}, not {value!r}")

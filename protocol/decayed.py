@@ -1,7 +1,7 @@
-"""Counts in which the past weighs less with every new one. Pure; knows neither bins' meaning nor time.
+"""Counts with exponential decay by number of observations. Pure; it knows neither the meaning of the bins nor time.
 
-Instead of shrinking all counts at every observation, the newest weighs more than the one before: O(1) each, and all are
-scaled back before they become large.
+Instead of shrinking all counts at each observation, each new observation weighs more than the one before. That is O(1),
+and all counts are scaled back before they become large.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_LARGEST = 1e12  # far from where a count of 1 would be lost beside it
+_LARGEST = 1e12  # far below the weight next to which a count of 1 is lost to rounding
 
 
 class DecayedCounts:
-    """An observation weighs half after `half_life` more of them."""
+    """Array of counts in which an observation weighs half after `half_life` further observations."""
 
     __slots__ = ("_growth", "_newest", "_weights", "num_observed")
 
@@ -35,7 +35,7 @@ class DecayedCounts:
 
     @property
     def counts(self) -> Floats:
-        """Such that the latest observation counts 1; at most half_life / log 2 in all."""
+        """Weights relative to the latest observation, which counts 1. Their sum is at most about half_life / log 2."""
         counts: Floats = self._weights / self._newest
         return counts
 

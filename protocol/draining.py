@@ -1,7 +1,7 @@
-"""Taking a worker out of service and putting it back while it runs: the face of it that every worker serves.
+"""Draining of a running worker: takes it out of service and puts it back.
 
-Owns whether a command holds; what it means to take no new work is its owner's. A process that is stopping drains anyway
-and cannot be put back.
+This module owns the draining flag and its service. The worker decides how to refuse new work. A process that is
+stopping drains in any case and cannot be put back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Drain:
-    """Of one worker. `is_idle`: nothing is under way there."""
+    """Draining state of one worker. `is_idle` returns true if no request is in flight there."""
 
     def __init__(self, is_idle: Callable[[], bool]) -> None:
         self.is_draining = False
@@ -28,7 +28,7 @@ class Drain:
 
     @contextmanager
     def switched_by(self, switch: Callable[[bool], None]) -> Iterator[None]:
-        """Commands count within the block."""
+        """Accepts commands within the block and passes each change to `switch`."""
         self._switch = switch
         try:
             yield
@@ -36,7 +36,7 @@ class Drain:
             self._switch = None
 
     def set(self, draining: bool) -> None:
-        """Idempotent. Raises NoWorker while the worker starts or stops."""
+        """Starts or ends draining; idempotent. Raises NoWorker while the worker starts or stops."""
         if self._switch is None:
             raise NoWorker("this worker is starting or stopping")
         if draining != self.is_draining:
@@ -44,7 +44,7 @@ class Drain:
             self._switch(draining)
 
     def begin_end(self) -> None:
-        """The process is to stop."""
+        """Starts the final draining of a process that stops; later commands are refused."""
         self.set(True)
         self._switch = None
 
@@ -54,13 +54,13 @@ class Drain:
 
 
 class DrainingServicer(worker_pb2_grpc.DrainingServicer):
-    """Serves `Draining`."""
+    """gRPC service `Draining`."""
 
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
 
     async def SetDraining(self, request: worker_pb2.SetDrainingRequest, context: Context) -> worker_pb2.DrainState:
-        """Without a wish it tells how things are. Raises NoWorker while the worker starts or stops."""
+        """Sets the state if the request has one, and returns the state. Raises NoWorker as `Drain.set` does."""
         if request.HasField("draining"):
             self._drain.set(request.draining)
         return worker_pb2.DrainState(draining=self._drain.is_draining, idle=self._drain.is_idle)

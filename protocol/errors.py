@@ -1,7 +1,7 @@
-"""The one error tree of the cluster: whose fault it is decides what happens next.
+"""Error classes of the cluster, in one tree, divided by who caused the error.
 
-Every class has a stable `code` that crosses process borders (`protocol.rpc` carries it in gRPC metadata and in event
-streams) and comes out as the same class on the other side.
+Every class has a stable `code`. It crosses process boundaries in gRPC metadata, lean replies and event streams, and
+becomes the same class on the other side (`protocol.failures`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import ClassVar
 
 
 class MoonserveError(Exception):
-    """Base of all errors that cross a boundary. `ids` names what it concerns (request, instance, lease, …)."""
+    """Base of all errors that cross a process boundary. `ids` names the request, instance or lease that it concerns."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
-    """Another placement may succeed."""
+    """True if another placement of the request may succeed."""
 
     def __init__(self, message: str, **ids: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class MoonserveError(Exception):
 
 
 class InvalidRequest(MoonserveError):
-    """The caller's fault; repeating it cannot help. `param` names the offending parameter where there is one."""
+    """The request itself is wrong, so a retry cannot help. `param` names the offending parameter, if there is one."""
 
     code = "invalid_request"
     param: str | None = None
@@ -39,13 +39,13 @@ class InvalidRequest(MoonserveError):
 
 
 class ConfigError(MoonserveError):
-    """What the operator asked for cannot be started; the message says what to do. Exit code 2."""
+    """The operator's configuration cannot be used. The message says what to do; the exit code is 2."""
 
     code = "config"
 
 
 class Overloaded(MoonserveError):
-    """Nothing is broken, there is only too much to do. Carries when to come back and what was predicted."""
+    """The cluster has too much load for a request. Carries when to retry and the latencies that were predicted."""
 
     code = "overloaded"
     predicted_ttft_s: float | None = None
@@ -87,20 +87,21 @@ class PeerLost(PeerError):
 
 
 class NotLeader(PeerError):
-    """This conductor does not lead, or has led for too short a time to know the cluster. Who asks again, here or at the
-    leader, may be answered; `ids["leader"]` is the leader's address where it is known."""
+    """This conductor does not lead, or has led for too short a time to know the cluster.
+
+    A retry, here or at the leader, may succeed. `ids["leader"]` is the leader's address, if it is known."""
 
     code = "not_leader"
 
 
 class IntegrityError(PeerError):
-    """Bytes did not match their checksum; they were dropped."""
+    """Data did not match its checksum and was dropped."""
 
     code = "integrity"
 
 
 class StaleLease(MoonserveError):
-    """A lease, window or epoch that is no longer valid; its holder must discard what it has."""
+    """A lease, window or epoch is no longer valid. Its holder must discard what it has."""
 
     code = "stale"
     retryable = True
@@ -125,13 +126,13 @@ class DeadlineExceeded(MoonserveError):
 
 
 class Cancelled(MoonserveError):
-    """The client went away or asked for it."""
+    """The client disconnected or cancelled the request."""
 
     code = "cancelled"
 
 
 def error_classes() -> dict[str, type[MoonserveError]]:
-    """The class that introduces each `code`; classes without a code of their own stay within one process."""
+    """Maps each `code` to the class that introduces it. Classes without their own code stay within one process."""
     found: dict[str, type[MoonserveError]] = {}
     pending: list[type[MoonserveError]] = [MoonserveError]
     while pending:

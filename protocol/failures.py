@@ -1,4 +1,4 @@
-"""Errors as messages: what a handler raises arrives at the caller as the same class, over every transport."""
+"""Conversion of errors to and from messages: an error keeps its class from handler to caller on every transport."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def handler_failure(error: BaseException, request: object) -> common_pb2.Failure:
-    """What the caller learns of an error that a handler raised. Logs an unexpected one under its request's id."""
+    """Returns the message for an error that a handler raised. Logs an unexpected error under the request's id."""
     if not isinstance(error, MoonserveError):
         request_id = getattr(request, "request_id", "")
         text, whose = "the handler of a %s failed", of(request_id) if request_id else None
@@ -23,7 +23,7 @@ def handler_failure(error: BaseException, request: object) -> common_pb2.Failure
 
 
 def failure_to_wire(error: BaseException) -> common_pb2.Failure:
-    """`error` as other processes may see it."""
+    """Converts an error to a message. Errors outside the tree become "internal error" without details."""
     if not isinstance(error, MoonserveError):
         return common_pb2.Failure(code=MoonserveError.code, message="internal error")
     return common_pb2.Failure(
@@ -35,17 +35,17 @@ def failure_to_wire(error: BaseException) -> common_pb2.Failure:
 
 
 def failure_from_wire(failure: common_pb2.Failure) -> MoonserveError:
-    """The error that `failure_to_wire` described; an unknown code becomes the base class."""
+    """Rebuilds the error from its message. An unknown code gives the base class."""
     cls = error_classes().get(failure.code, MoonserveError)
     error = cls.__new__(cls)
     MoonserveError.__init__(error, failure.message)
-    error.ids = dict(failure.ids)  # whatever a peer calls them
+    error.ids = dict(failure.ids)  # set here: a peer's names need not be valid arguments of __init__
     error.retry_after_s = failure.retry_after_s or None
     return error
 
 
 def failure_from_bytes(serialized: bytes) -> MoonserveError:
-    """The same; PeerLost for what is no failure, since whoever waits for the reply must hear of its end."""
+    """Rebuilds an error from a serialized message. Malformed bytes give PeerLost, so that the call still ends."""
     try:
         failure = common_pb2.Failure.FromString(serialized)
     except DecodeError as error:

@@ -1,7 +1,7 @@
-"""Fitting the formulae of `protocol.profile` to measured points: non-negative least squares of the relative error.
+"""Fits the formulae of `protocol.profile` to measured points by non-negative least squares of the relative error.
 
-Its rule: no coefficient below zero, since one would predict negative times somewhere. Workers fit what they measure at
-start with it, the conductor's cost models what `moonserve profile` measures. Pure; knows neither engines nor instances.
+No coefficient is negative, since a negative one predicts negative times somewhere. Workers fit their measurements at
+start, and the conductor's cost models fit those of `moonserve profile`. Pure; it knows neither engines nor instances.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from protocol.errors import InvalidRequest
 
 Floats = npt.NDArray[np.float64]
 
-_MOST_COLUMNS = 6  # every set of them is tried
+_MOST_COLUMNS = 6  # every subset of the columns is tried
 
 
 def fit_relative(columns: Floats, seconds: Floats) -> Floats:
-    """The c ≥ 0, shape [k], that makes Σ (columns · c / seconds − 1)² least.
+    """Returns the c ≥ 0, shape [k], that minimizes Σ (columns · c / seconds − 1)².
 
     `columns` has shape [points, k], `seconds` [points]. The minimum over c ≥ 0 is the unconstrained minimum over the
-    columns that are not zero in it (Lawson & Hanson 1974, ch. 23), and few columns have few sets. Raises InvalidRequest
-    when there is no point, or one without a time above zero."""
+    columns with nonzero coefficients (Lawson & Hanson 1974, ch. 23), so all subsets of the few columns are tried.
+    Raises InvalidRequest for no points, too many columns, infinite or NaN values, and times that are not above zero."""
     columns, seconds = np.asarray(columns, float), np.asarray(seconds, float)
     _check(columns, seconds)
     rows = columns / seconds[:, None]
-    # n² beside 1: columns of one size keep small singular values from being taken for zero.
+    # Columns such as n² and 1 differ widely. Scaled to equal norms, no singular value is small enough to count as zero.
     sizes = np.linalg.norm(rows, axis=0)
     sizes[sizes == 0.0] = 1.0
     coefficients: Floats = _least(rows / sizes) / sizes

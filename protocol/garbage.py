@@ -1,4 +1,4 @@
-"""The interpreter's search for cyclic garbage, in processes whose event loop answers others within milliseconds."""
+"""Garbage collection settings for processes whose event loop must answer within milliseconds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-# With the interpreter's own 700 a look took up to 3.5 ms in the conductor (64 instances, 2,600 placements/s), within
-# which 9 placements arrive, and 50 ms in the gateway. But gRPC's server leaves a cycle of six objects, 950 bytes,
-# behind every call (grpcio 1.85): after 100,000 it were 16 MB.
+# With the interpreter's default of 700, a collection took up to 3.5 ms in the conductor (64 instances, 2,600
+# placements/s: 9 placements arrive meanwhile) and 50 ms in the gateway. The value must not be too large, since gRPC's
+# server leaves a cycle of six objects, 950 bytes, behind every call (grpcio 1.85): with 100,000 that adds up to 16 MB.
 _COLLECT_AFTER = 10_000
-# A look at the survivors of so many finds only calls that were under way at one of them, and takes 40 ms of a busy
-# conductor, whose record of decisions is among them.
+# Survivors of this many collections contain only calls that were in flight during one of them. Collecting the older
+# generation takes 40 ms in a busy conductor, because its record of decisions is part of it.
 _LOOKS_BEFORE_OLDER = 100
 
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Meanwhile the interpreter looks for cyclic garbage seldom, and never again at what exists now."""
+    """Makes collections rare within the block and excludes all objects that exist now from them."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Grammars that hold an answer to a form, compiled over one model's vocabulary.
+"""Grammars that constrain a model's output, compiled over the vocabulary of one model.
 
-A grammar is a text in llguidance's dialect of Lark, which has JSON schemas (`start: %json {…}`) and regular expressions
-in it. The gateway compiles it to refuse what is none, workers to know which tokens may follow; both do it here, so that
-what one accepts the other can follow. Knows neither requests nor logits.
+A grammar is text in llguidance's dialect of Lark, which includes JSON schemas (`start: %json {…}`) and regular
+expressions. The gateway compiles grammars to reject invalid ones, workers to learn which tokens may follow. Both do it
+here, so that workers can follow whatever the gateway accepts. This module knows neither requests nor logits.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
-"""It travels with its request, to both workers."""
+"""A grammar is sent with its request to both workers."""
 
 _MAX_COMPILED = 128
-_MAX_COMPLAINT = 400  # characters; the library quotes the grammar in its own
+_MAX_COMPLAINT = 400  # characters of an error message; the library's messages quote the grammar
 
 
 class Grammars:
-    """Thread-safe; the vocabulary is read, and each grammar compiled, when somebody first asks."""
+    """Thread-safe cache of compiled grammars. The vocabulary is read, and each grammar compiled, on first use."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`folder`: the model's, with its tokenizer. `vocab_size`: of the logits, which may be padded."""
+        """`folder` is the model's folder with its tokenizer; `vocab_size` is the (maybe padded) size of the logits."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -39,8 +39,8 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
 
     def start(self, grammar: str) -> LLMatcher:
-        """A matcher before the first token, the caller's own. Raises InvalidRequest for what is no grammar, matches
-        nothing, or where the model has no end-of-sequence token or no tokenizer that can be read."""
+        """Returns a new matcher in its initial state. Raises InvalidRequest if the grammar is invalid or matches
+        nothing, or if the model has no end-of-sequence token or no readable tokenizer."""
         compiled = self._find(grammar)
         if compiled is None:
             compiled = self._compile(grammar)
@@ -48,7 +48,7 @@ class Grammars:
         return compiled.deep_copy()
 
     def knows(self, grammar: str) -> bool:
-        """Whether it is compiled and has proved good."""
+        """Returns true if the grammar is in the cache of successfully compiled grammars."""
         return self._find(grammar) is not None
 
     def _find(self, grammar: str) -> LLMatcher | None:
@@ -71,7 +71,7 @@ class Grammars:
             raise InvalidRequest(f"a grammar of {len(grammar)} characters is longer than {MAX_GRAMMAR_CHARS}")
         with self._reading:
             vocabulary = self._vocabulary
-        # What a request may cost is bounded by the library's own limits, which count work, not seconds.
+        # The library's default limits bound the cost of a request. They count work, not seconds.
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, limits=limits, log_level=0)
         if matcher.is_error():
@@ -90,7 +90,7 @@ class Grammars:
                 n_vocab=self._vocab_size,
                 eos_token=list(self._eos_token_ids),
             )
-        except Exception as error:  # of several trees: whatever the libraries say of a bad file
+        except Exception as error:  # the libraries raise errors of several unrelated classes for a bad file
             raise InvalidRequest(
                 "answers cannot be held to a form here: the tokenizer in the model's folder cannot be read"
                 f" ({_shortened(str(error))}); put its tokenizer.json there, or ask without a form"
@@ -98,7 +98,7 @@ class Grammars:
 
 
 def _tokenizer_json(folder: Path) -> str:
-    """As text, or the path of it; converted where the folder has another kind."""
+    """Returns the path of tokenizer.json, or its text, converted from another kind of tokenizer in the folder."""
     path = folder / "tokenizer.json"
     if path.exists():
         return str(path)

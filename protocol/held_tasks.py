@@ -1,6 +1,6 @@
-"""Tasks that nobody awaits where they begin: an event loop itself holds tasks only weakly.
+"""Keeps references to background tasks, because an event loop holds tasks only weakly.
 
-Owns the tasks until they have ended, and their common end. Knows nothing of what they do: each deals with its own
+It owns the tasks until they end and can cancel all of them. It does not know what they do; each task handles its own
 errors.
 """
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class HeldTasks:
-    """Those that have not ended yet."""
+    """Set of background tasks that have not ended yet."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Does not wait."""
+        """Starts `work` as a task and returns the task at once."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -33,7 +33,7 @@ class HeldTasks:
         return len(self._tasks)
 
     async def cancel(self) -> None:
-        """Returns once all have ended, whatever they raise."""
+        """Cancels all tasks and returns once they have ended. Their errors are ignored."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Names of things that more than one process talks about."""
+"""Identifier types that several processes share."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from enum import StrEnum
 from typing import NewType
 
 InstanceId = NewType("InstanceId", str)
-"""One long-lived process of the cluster, stable across its restarts: `prefill-0`, `store-1`."""
+"""Name of a long-lived process of the cluster, stable across restarts: `prefill-0`, `store-1`."""
 
 RequestId = NewType("RequestId", str)
 LeaseId = NewType("LeaseId", str)
 GatewayId = NewType("GatewayId", str)
 
 BlockId = int
-"""A block's place in one pool."""
+"""Index of a block in one pool."""
 
 
 class Role(StrEnum):
-    """What an instance does in the cluster."""
+    """Role of an instance in the cluster."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -26,5 +26,5 @@ class Role(StrEnum):
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other process will make, such as `req-9f86d081884c7d65`."""
+    """Returns a new random id, unique in the cluster, such as `req-9f86d081884c7d65`."""
     return f"{prefix}-{secrets.token_hex(8)}"

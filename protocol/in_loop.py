@@ -1,4 +1,4 @@
-"""Asks the event loop's thread to do something, and waits for what it gives. Knows nothing of what it does."""
+"""Runs functions in the event loop's thread on behalf of other threads, which wait for the result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class InLoop:
-    """Thread-safe. The loop must run for as long as somebody may wait."""
+    """Thread-safe access to one event loop. The loop must run for as long as a thread may wait."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises PeerLost when the loop has ended."""
-        done = threading.Lock()  # the cheapest way to wait for another thread
+        """Runs `work` in the loop's thread and returns or raises its outcome. Raises PeerLost if the loop is closed."""
+        done = threading.Lock()  # a lock is the cheapest way to wait for another thread
         done.acquire()
         results: list[T] = []
         errors: list[BaseException] = []
@@ -28,7 +28,7 @@ class InLoop:
         def act() -> None:
             try:
                 results.append(work())
-            except BaseException as error:  # raised where the result is waited for
+            except BaseException as error:  # raised again in the waiting thread
                 errors.append(error)
             finally:
                 done.release()

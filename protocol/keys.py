@@ -1,8 +1,8 @@
-"""Block keys: the chained identity of a block of tokens in the whole cluster.
+"""Block keys: chained identities of blocks of tokens, valid in the whole cluster.
 
 A key commits to the model's fingerprint, the tenant's salt and every token up to the end of its block, so equal keys
-mean equal KV. BLAKE2b and not a fast hash: tenants choose the tokens, and a collision would hand one of them
-another's cache.
+mean equal KV. The hash is BLAKE2b and not a faster one, because tenants choose the tokens and a collision would give
+one tenant the cache of another.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ BlockKey = NewType("BlockKey", bytes)
 
 KEY_BYTES = 16
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
-"""On the wire, the parent of a chain's first block."""
+"""Parent of a chain's first block, on the wire."""
 
 TOKEN_DTYPE = np.dtype("<u4")
 
 
 def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
-    """The parent of every first block; differs wherever the model or the salt does."""
+    """Returns the parent key of every first block. It differs if the model or the salt differs."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"moonserve-root")
     for part in (fingerprint, cache_salt):
         encoded = part.encode()
@@ -34,7 +34,7 @@ def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
 
 
 def block_keys(root: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.uint32], block_size: int) -> list[BlockKey]:
-    """Keys of the full blocks of `token_ids`; a trailing partial block has none."""
+    """Returns the keys of the full blocks of `token_ids`. A trailing partial block has no key."""
     packed = memoryview(pack_tokens(token_ids))
     stride = block_size * TOKEN_DTYPE.itemsize
     keys: list[BlockKey] = []
@@ -46,36 +46,36 @@ def block_keys(root: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.uint32]
 
 
 def child_key(parent: BlockKey, packed_tokens: bytes | memoryview) -> BlockKey:
-    """The key of the block that holds `packed_tokens` (one full block, as `pack_tokens` makes it) after `parent`."""
+    """Returns the key of the block that follows `parent` and holds `packed_tokens`, one full block (`pack_tokens`)."""
     digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"moonserve-block")
     digest.update(packed_tokens)
     return BlockKey(digest.digest())
 
 
 def pack_tokens(token_ids: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
-    """Token ids as little-endian uint32, the form in which they travel."""
+    """Packs token ids as little-endian uint32, their wire format."""
     return np.asarray(token_ids, dtype=TOKEN_DTYPE).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """The inverse of `pack_tokens`. Raises ValueError when the length is not a multiple of 4."""
+    """Unpacks token ids from their wire format. Raises ValueError if the length is not a multiple of 4."""
     tokens: list[int] = np.frombuffer(packed, dtype=TOKEN_DTYPE).tolist()
     return tokens
 
 
 def pack_keys(keys: Sequence[BlockKey]) -> bytes:
-    """Keys back to back, the form in which they travel."""
+    """Concatenates keys, which is their wire format."""
     return b"".join(keys)
 
 
 def unpack_keys(packed: bytes) -> list[BlockKey]:
-    """The inverse of `pack_keys`. Raises ValueError when the length is not a multiple of a key's."""
+    """Unpacks keys from their wire format. Raises ValueError if the length is not a multiple of KEY_BYTES."""
     if len(packed) % KEY_BYTES:
         raise ValueError(f"{len(packed)} bytes are not a whole number of {KEY_BYTES}-byte block keys")
     return list(iter_keys(packed))
 
 
 def iter_keys(packed: bytes) -> Iterator[BlockKey]:
-    """The keys in `packed`, whose length is a multiple of a key's."""
+    """Yields the keys in `packed`, whose length must be a multiple of KEY_BYTES."""
     for start in range(0, len(packed), KEY_BYTES):
         yield BlockKey(packed[start : start + KEY_BYTES])

@@ -1,13 +1,13 @@
-"""Shape of the paged KV cache, and where each piece of a block lies.
+"""Shape of the paged KV cache and the offset of each piece of a block.
 
-A *piece* is one block's K or V in one layer: `[block_size, num_kv_heads, head_dim]`, contiguous, tokens outermost, so
-that the first n tokens of a piece are its first n·token_bytes bytes. Where KV is quantised, a head of a token is its
-codes, a byte each, and behind them their scale, a float32: a token is quantised once, when it is written, and nothing
-that is written later changes it.
+A *piece* is one block's K or V in one layer: `[block_size, num_kv_heads, head_dim]`, contiguous, tokens outermost. The
+first n tokens of a piece are its first n·token_bytes bytes. In quantised KV, a head of a token consists of its codes,
+one byte each, followed by their scale, a float32. A token is quantised once, when it is written; later writes do not
+change it.
 
 A worker's pool is layer-major: for each layer all K pieces, then all V pieces, so that a kernel sees one tensor
 `[num_blocks, block_size, num_kv_heads, head_dim]`. A stored object is block-major: the block's pieces back to back in
-the order K0 V0 K1 V1 …, which is also the order in which a block's checksum is taken.
+the order K0 V0 K1 V1 …, which is also the order of a block's checksum.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import hashlib
 from dataclasses import astuple, dataclass, replace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of what a model may be computed in, and keep its KV in as it is."""
+"""Bytes per element of the dtypes in which models compute and in which unquantised KV is kept."""
 
 QUANTISED_DTYPES = ("fp8", "int8")
-"""What KV may be kept in instead: fp8 is E4M3 (4 bits of exponent, 3 of mantissa, no infinity)."""
+"""Dtypes of quantised KV; fp8 is E4M3 (4 bits of exponent, 3 of mantissa, no infinity)."""
 
 SCALE_BYTES = 4
 KV_DTYPES = (*DTYPE_BYTES, *QUANTISED_DTYPES)
@@ -27,7 +27,7 @@ KV_DTYPES = (*DTYPE_BYTES, *QUANTISED_DTYPES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """KV geometry of one rank of one model; equal on both ends of every transfer."""
+    """KV geometry of one rank of one model, equal at both ends of every transfer."""
 
     num_layers: int
     block_size: int
@@ -44,7 +44,7 @@ class KvLayout:
             raise ValueError(f"KV in {self.dtype} needs a head_dim that is a multiple of 4: {self}")
 
     def of_layers(self, num_layers: int) -> KvLayout:
-        """The same blocks with so many of their layers: what one stage of a pipeline keeps."""
+        """Returns the layout of blocks with this many layers, as one stage of a pipeline keeps them."""
         return replace(self, num_layers=num_layers)
 
     @property
@@ -76,11 +76,11 @@ class KvLayout:
         return self.pieces_per_block * self.piece_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens, the last one possibly partial."""
+        """Number of blocks that hold `num_tokens` tokens; the last one may be partial."""
         return -(-num_tokens // self.block_size)
 
     def pool_bytes(self, num_blocks: int) -> int:
-        """Bytes of a pool of `num_blocks` blocks."""
+        """Size in bytes of a pool of `num_blocks` blocks."""
         return num_blocks * self.block_bytes
 
     def pool_offset(self, num_blocks: int, piece: int, block_id: int) -> int:
@@ -89,8 +89,9 @@ class KvLayout:
 
 
 def fingerprint(weights_digest: str, layout: KvLayout, dtype: str | None = None) -> str:
-    """Identity of everything that determines a block's bytes. Workers pair only when theirs are equal. `dtype`: what
-    the model is computed in, where that is not the layout's own."""
+    """Returns the identity of everything that determines a block's bytes. Workers pair only if theirs are equal.
+
+    `dtype` is the dtype of computation, if it differs from the layout's."""
     parts = ["moonserve-kv-1", weights_digest, *map(str, astuple(layout))]
     if dtype is not None and dtype != layout.dtype:
         parts.append(dtype)

@@ -1,4 +1,4 @@
-"""How many tokens requests produce, learned online: `LengthCurve` for one kind of request, `OutputLengths` for all.
+"""Distribution of output lengths, learned online: `LengthCurve` for one kind of request, `OutputLengths` for all.
 
 Pure.
 """
@@ -17,19 +17,20 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 MOST_TOKENS = 1 << 20
-# P(length > x) falls so steeply where nothing was seen. With 1 a burst of long answers to a worker that knew few ends
-# led to 130 preemptions instead of 2, with 0.25 it began with a sixth fewer sequences (benchmarks.engine.lookahead).
+# Exponent with which P(length > x) falls beyond the longest observation. On a burst of long answers to a worker that
+# knew few ends, 1 led to 130 preemptions instead of 2, and 0.25 admitted a sixth fewer sequences at first
+# (benchmarks.engine.lookahead).
 TAIL = 0.5
-ENOUGH = 50  # the median of so many is within 7 ranks (σ = √(n/4) = 3.5, two of them)
-MOST_TENANTS = 256  # of 5 KiB each
-_NUM_CLASSES = 8  # of prompts: below 64 tokens, then by factors of 4
+ENOUGH = 50  # the median of this many is within 7 ranks (two σ, where σ = √(n/4) = 3.5)
+MOST_TENANTS = 256  # 5 KiB each
+_NUM_CLASSES = 8  # of prompt lengths: below 64 tokens, then by factors of 4
 _PER_DOUBLING = 8
 _ENDED, _STOPPED = 0, 1
-_STALE_SHARE = 0.01  # the curve is drawn again after so many new observations, as a share of all
+_STALE_SHARE = 0.01  # the curve is recomputed after this many new observations, as a share of all
 
 
 def _make_edges() -> Counts:
-    """Bin b holds lengths in (edge b, edge b+1]."""
+    """Returns the edges of the bins. Bin b holds lengths in (edge b, edge b+1]."""
     doublings = np.arange(4 * _PER_DOUBLING, 20 * _PER_DOUBLING + 1) / _PER_DOUBLING
     edges: Counts = np.concatenate((np.arange(16), np.round(2.0**doublings))).astype(np.int64)
     return edges
@@ -41,11 +42,11 @@ _WIDTHS = np.diff(EDGES)
 
 
 class LengthCurve:
-    """P(length > x) and what remains. Lengths and limits are tokens from 1 to MOST_TOKENS.
+    """Survival curve P(length > x) over bins. Lengths and limits are in tokens, from 1 to MOST_TOKENS.
 
-    A survival curve over bins: single tokens up to 16 and then eight to a doubling, so that a length is known to 9 %.
-    A request that stopped at its limit did not end: it counts as one that lived at least so long (Kaplan & Meier 1958),
-    so that low limits do not make answers look short. Old observations fade. Within a bin, ends are spread evenly.
+    Bins are single tokens up to 16 and then eight per doubling, so a length is known to 9 %. A request that stopped at
+    its limit counts as censored, with at least this length (Kaplan & Meier 1958), so that low limits do not make
+    answers look short. Old observations decay. Within a bin, ends are spread evenly.
     """
 
     __slots__ = ("_below", "_counts", "_drawn_at", "_most_weight", "_survival")
@@ -62,17 +63,17 @@ class LengthCurve:
         return self._counts.num_observed
 
     def observe(self, num_tokens: int, *, stopped: bool) -> None:
-        """A request ended by itself after `num_tokens`, or was `stopped` there by its limit."""
+        """Records a request that ended by itself after `num_tokens`, or was `stopped` there by its limit."""
         num_tokens = min(max(num_tokens, 1), MOST_TOKENS)
-        if stopped:  # it lived through the bins that end at or below
+        if stopped:  # it survived the bins that end at or below num_tokens
             self._counts.add(_STOPPED, bisect_right(_EDGE_LIST, num_tokens) - 2)
         else:
             self._counts.add(_ENDED, bisect_left(_EDGE_LIST, num_tokens) - 1)
 
     def mean_remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
-        """E[min(length, max_tokens) − generated | length > generated], shapes alike; 0 where the limit is reached.
+        """Returns E[min(length, max_tokens) − generated | length > generated], elementwise; 0 if the limit is reached.
 
-        Longer than all that was seen: as much again as there was, since nothing else sets a scale."""
+        A request longer than all observations is expected to double, since nothing else sets a scale."""
         self._draw()
         start = np.clip(np.asarray(generated), 0, MOST_TOKENS)
         end = np.clip(np.asarray(max_tokens), start, MOST_TOKENS)
@@ -83,7 +84,7 @@ class LengthCurve:
         return np.where(known, np.clip(mean, 0.0, end - start), unseen)
 
     def mean(self, max_tokens: int) -> float:
-        """E[min(length, max_tokens)] of a request that has produced none. Scalars cost a tenth of columns of one."""
+        """Returns E[min(length, max_tokens)] of a new request. Scalar code costs a tenth of arrays of one element."""
         self._draw()
         limit = min(max(max_tokens, 0), MOST_TOKENS)
         found = min(bisect_right(_EDGE_LIST, limit) - 1, len(_EDGE_LIST) - 2)
@@ -93,10 +94,11 @@ class LengthCurve:
         return float(self._below[found]) + into * first + slope * into * (into - 1) / 2.0
 
     def survival_beside(self, running: Counts) -> Floats:
-        """P(length > edge) at each of EDGES, when requests that have produced `running` tokens and go on are counted
-        as well: of those who began lately only the short ones have ended, and without the others all would seem short.
-        They live through the bin that they are in: where many are in one, its few ends must not seem to be all. Beyond
-        all that was seen nothing sets a scale: four times as long with even odds (`TAIL`)."""
+        """Returns P(length > edge) at each of EDGES, counting requests that have produced `running` tokens so far.
+
+        Of the requests that started recently, only short ones have ended, so without the running ones all would seem
+        short. They count as survivors of their current bin, so that few ends in a full bin do not look like all.
+        Beyond all observations, four times the length has probability 1/2 (`TAIL`), since nothing sets a scale."""
         ended, stopped = self._counts.counts
         bins = np.searchsorted(EDGES, np.clip(running, 0, MOST_TOKENS), side="left") - 1
         stopped = stopped + np.bincount(bins[bins >= 0], minlength=len(_WIDTHS))
@@ -111,7 +113,7 @@ class LengthCurve:
 
     def _draw(self) -> None:
         new = self._counts.num_observed - self._drawn_at
-        # The sum of all weights, as near as this needs it: it grows with every observation up to its limit.
+        # The minimum approximates the sum of all weights, which grows with each observation up to a limit.
         if not new or new < _STALE_SHARE * min(self._counts.num_observed, self._most_weight):
             return
         self._drawn_at = self._counts.num_observed
@@ -121,19 +123,19 @@ class LengthCurve:
         np.cumsum(within, out=self._below[1:])
 
     def _place(self, tokens: Counts) -> tuple[Counts, Counts]:
-        """The bin that begins at or below, and how far into it."""
+        """Returns the bin that starts at or below each length, and the offset into it."""
         bins = np.clip(np.searchsorted(EDGES, tokens, side="right") - 1, 0, len(_WIDTHS) - 1)
         return bins, tokens - EDGES[bins]
 
     def _alive(self, tokens: Counts) -> Floats:
-        """P(length > tokens)."""
+        """Returns P(length > tokens)."""
         bins, into = self._place(tokens)
         first, last = self._survival[bins], self._survival[bins + 1]
         alive: Floats = first + (last - first) * into / _WIDTHS[bins]
         return alive
 
     def _sum_below(self, tokens: Counts) -> Floats:
-        """Σ P(length > x) over x < tokens."""
+        """Returns Σ P(length > x) over x < tokens."""
         bins, into = self._place(tokens)
         first, last = self._survival[bins], self._survival[bins + 1]
         slope = (last - first) / _WIDTHS[bins]
@@ -149,10 +151,10 @@ class LengthCurve:
 
 
 def _survival(ended: Floats, stopped: Floats) -> Floats:
-    """P(length > edge) at each of EDGES, from those who ended in each bin and those who lived at least through it."""
+    """Returns P(length > edge) at each of EDGES from the counts, by bin, of ended and of censored requests."""
     at_risk = np.cumsum((ended + stopped)[::-1])[::-1]
     hazard = np.divide(ended, at_risk, out=np.zeros_like(ended), where=ended > 0.0)
-    # Sums in another order may differ in the last bit, and nobody survives those who ended last.
+    # Beyond the last end survival is exactly 0, although sums in another order may differ in the last bit.
     hazard[at_risk - ended <= 1e-9 * at_risk] = 1.0
     hazard[at_risk <= 0.0] = 0.0
     found: Floats = np.ones(len(EDGES))
@@ -161,10 +163,10 @@ def _survival(ended: Floats, stopped: Floats) -> Floats:
 
 
 class OutputLengths:
-    """Expected output lengths, from every finished request: by tenant, by length of the prompt, or of all requests.
+    """Expected output lengths, learned from all finished requests: by tenant, by prompt length, and over all requests.
 
-    The most particular curve that rests on enough requests answers. Tenants that finished nothing for longest are
-    forgotten. Without data a request is expected to use up its limit, which errs to the safe side.
+    The most specific curve with enough observations is used. Tenants without a finished request for the longest time
+    are forgotten. Without data a request is expected to reach its limit, which is the safe side.
     """
 
     def __init__(self) -> None:
@@ -173,7 +175,7 @@ class OutputLengths:
         self._tenants: dict[str, LengthCurve] = {}  # least recently finished first
 
     def observe(self, num_tokens: int, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> None:
-        """A request finished by itself, or at its limit."""
+        """Records a finished request. It counts as stopped if it reached `max_tokens`."""
         stopped = num_tokens >= max_tokens
         curves = [self._all, self._classes[_class_of(prompt_tokens)]]
         if tenant:
@@ -182,7 +184,7 @@ class OutputLengths:
             curve.observe(num_tokens, stopped=stopped)
 
     def curve(self, *, prompt_tokens: int, tenant: str = "") -> LengthCurve:
-        """The one that knows most about such requests; it keeps learning."""
+        """Returns the most specific curve with ENOUGH observations. It keeps learning."""
         own = self._tenants.get(tenant)
         if own is not None and own.num_observed >= ENOUGH:
             return own
@@ -190,12 +192,12 @@ class OutputLengths:
         return alike if alike.num_observed >= ENOUGH else self._all
 
     def expected(self, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> float:
-        """E[output tokens] of a request that has produced none."""
+        """Returns E[output tokens] of a new request."""
         curve = self.curve(prompt_tokens=prompt_tokens, tenant=tenant)
         return curve.mean(max_tokens)
 
     def remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
-        """E[tokens still to come] of requests that have produced `generated`, whosoever they are; shapes alike."""
+        """Returns E[remaining tokens] of requests with `generated` tokens, elementwise, from the curve of all."""
         return self._all.mean_remaining(generated, max_tokens)
 
     def _tenant(self, tenant: str) -> LengthCurve:

@@ -1,8 +1,8 @@
-"""Log lines of every process: for people by default, one JSON object per line on request.
+"""Log format of every process: plain text by default, or one JSON object per line.
 
-Its rule: a line that concerns one request has its id as `request_id`, one that concerns several has `request_ids`
-(`of`, `of_all`), in every process the one under which the cluster knows it: what a client gave as X-Request-Id is its
-beginning, `.N` behind it is a further choice, `~N` a further attempt.
+A line about one request carries its id as `request_id`; a line about several carries `request_ids` (`of`, `of_all`).
+Every process logs the id that the cluster uses. It starts with the client's X-Request-Id, if there is one; the suffix
+`.N` marks a further choice and `~N` a further attempt.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
-# Their debug lines tell of every wake-up; ours are what `--log-level debug` asks for.
+# These libraries log every wake-up at level DEBUG. `--log-level debug` is meant for moonserve's own lines.
 _CHATTY = ("asyncio", "filelock", "grpc", "httpcore", "httpx", "markdown_it", "urllib3")
 
 
 def of(request_id: str) -> Mapping[str, Any]:
-    """For `extra` of a line about one request."""
+    """Returns the `extra` argument of a log line about one request."""
     return {"request_id": request_id}
 
 
 def of_all(request_ids: Iterable[str]) -> Mapping[str, Any]:
-    """For `extra` of a line about several requests."""
+    """Returns the `extra` argument of a log line about several requests."""
     return {"request_ids": list(request_ids)}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record; what a call passes in `extra` becomes members of it."""
+    """Formats a record as one JSON object, with the members of `extra`."""
 
     def __init__(self, instance_id: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """Time, level, process, module, message; and at the end whose line it is, where it is a request's."""
+    """Formats a record as time, level, process, module and message, followed by the request ids, if there are any."""
 
     def __init__(self, instance_id: str) -> None:
         name = instance_id.replace("%", "%%")
@@ -68,7 +68,7 @@ class HumanFormatter(logging.Formatter):
 
 
 def configure(instance_id: str, *, log_format: str, level: str) -> None:
-    """Sends the root logger to stderr in `human` or `json` form."""
+    """Makes the root logger write to stderr. `log_format` is `human` or `json`."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = log_format == "json"
     handler.setFormatter(JsonFormatter(instance_id) if is_json else HumanFormatter(instance_id))

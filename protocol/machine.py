@@ -1,4 +1,4 @@
-"""This machine: its identity, the name of its processor, and where caches go."""
+"""Facts about the local machine: host identity, processor and cache folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 
 @functools.cache
 def boot_id() -> str:
-    """Identity of this boot of the kernel: equal for all processes under one kernel, in whatever containers they run.
+    """Returns the id of this boot of the kernel, equal for all processes under one kernel, in any container.
 
-    Raises OSError where there is no /proc.
+    Raises OSError if there is no /proc.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for processes that can share memory: the boot of this kernel and the network namespace.
+    """Returns an identity that is equal for processes that can share memory: boot id and network namespace.
 
-    Abstract Unix sockets, over which memory is shared, are private to a network namespace.
+    The namespace is part of it because memory is shared over abstract Unix sockets, which are private to a namespace.
+    Without /proc it is the host name.
     """
     try:
         namespace = os.readlink("/proc/self/ns/net")
@@ -33,7 +34,7 @@ def host_identity() -> str:
 
 
 def processor() -> str:
-    """The processor's model, as precisely as the platform tells."""
+    """Returns the processor's model and features, as precisely as the platform reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -43,6 +44,6 @@ def processor() -> str:
 
 
 def cache_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """Where compiled kernels and timing profiles are kept, by the XDG base directory specification."""
+    """Returns the folder of compiled kernels and timing profiles (XDG base directory specification)."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else home / ".cache") / "moonserve"

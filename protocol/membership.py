@@ -1,8 +1,7 @@
-"""How an instance belongs to the cluster: it registers with the conductor, keeps saying that it lives, and tells which
-blocks it can serve.
+"""Membership of an instance in the cluster: registration with the conductor, heartbeats and block events.
 
-Block events are numbered within an epoch. Whoever misses some (a restarted conductor, a lost message) asks for a
-snapshot, so the conductor's index is soft state that is always rebuilt from here.
+Block events are numbered within an epoch. A conductor that misses some (after a restart or a lost message) requests a
+snapshot, so its index is soft state that can always be rebuilt from the instances.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ from protocol.timer import set_within
 
 log = logging.getLogger(__name__)
 
-# Waiting a little after the first change gathers the changes of one engine step into one message.
+# A short wait after the first change gathers the changes of one engine step into one message.
 GATHER_S = 0.02
 RETRY_S = 0.5
 CALL_TIMEOUT_S = 5.0
-# Bounds one message to about 2 MiB.
+# Limits a message to about 2 MiB.
 MAX_EVENTS = 50_000
-# While the conductor is away, more changes than this are worth less than a snapshot.
+# If more changes than this accumulate while the conductor is away, a snapshot replaces them.
 MAX_PENDING = 200_000
 
 
 Inventory = Callable[[], Iterable[tuple[BlockKey, BlockKey]]]
-"""(key, parent) of all blocks that an instance can serve; the parent NO_PARENT when a chain starts there."""
+"""Function that returns (key, parent) of all blocks that an instance can serve. A chain's start has NO_PARENT."""
 
 
 class BlockLog:
-    """The blocks an instance can serve, and the changes that the conductor has not acknowledged. Pure.
+    """Blocks that an instance can serve, and the changes that the conductor has not acknowledged. Pure.
 
-    `on_change` is called at each change; a Membership that tells of this log takes it over.
+    `on_change` is called at each change; a Membership that reports this log sets it.
     """
 
     def __init__(self, inventory: Inventory | None = None) -> None:
-        """`inventory` is for owners of very many blocks, who can list them and tell only of real changes."""
+        """`inventory` is for owners of very many blocks that can list them and report only real changes."""
         self.on_change: Callable[[], None] = lambda: None
-        self._present: dict[BlockKey, BlockKey] = {}  # key → parent, unless there is an inventory
+        self._present: dict[BlockKey, BlockKey] = {}  # key → parent; unused with an inventory
         self._inventory = inventory
         self._pending: list[tuple[BlockKey, BlockKey | None]] = []  # parent None = removed
         self._next_seq = 1  # number of the first pending event
-        self._snapshot_due = False  # changes were dropped, only a snapshot tells everything
+        self._snapshot_due = False  # changes were dropped, so only a snapshot is complete
 
     def added(self, key: BlockKey, parent: BlockKey | None) -> None:
-        """`key` can be served from now on; `parent` None when its chain starts here."""
+        """Records that `key` can be served from now on. `parent` is None if its chain starts here."""
         if self._inventory is not None or key not in self._present:
             if self._inventory is None:
                 self._present[key] = parent or NO_PARENT
@@ -78,9 +77,9 @@ class BlockLog:
         return bool(self._pending)
 
     def changes(self) -> conductor_pb2.BlockEvents:
-        """The oldest pending changes, up to a key's second one; `acknowledge` them when delivered.
+        """Returns the oldest pending changes, at most one per key. Call `acknowledge` when they are delivered.
 
-        A message lists additions and removals apart, so it could not tell the order of two changes of one key.
+        A message lists additions and removals separately, so it cannot express the order of two changes of one key.
         """
         if self._snapshot_due:
             return self.snapshot()
@@ -94,7 +93,7 @@ class BlockLog:
         return events
 
     def _leading_run(self) -> list[tuple[BlockKey, BlockKey | None]]:
-        """Pending changes in which no key occurs twice."""
+        """Returns the first pending changes, up to MAX_EVENTS or the second change of a key."""
         seen: set[BlockKey] = set()
         for count, (key, _) in enumerate(self._pending):
             if key in seen or count == MAX_EVENTS:
@@ -103,7 +102,7 @@ class BlockLog:
         return self._pending[:]
 
     def snapshot(self) -> conductor_pb2.BlockEvents:
-        """Everything present; acknowledging it acknowledges all pending changes too."""
+        """Returns all present blocks. Its acknowledgement covers all pending changes as well."""
         present = self._present if self._inventory is None else dict(self._inventory())
         return conductor_pb2.BlockEvents(
             first_seq=self._next_seq,
@@ -114,16 +113,16 @@ class BlockLog:
         )
 
     def acknowledge(self, events: conductor_pb2.BlockEvents) -> None:
-        """`events`, made here before, arrived."""
+        """Removes the changes in `events` from the pending ones, because they were delivered."""
         if events.next_seq < self._next_seq:
-            return  # it was under way while its changes were dropped
+            return  # the changes were dropped while the message was in flight
         del self._pending[: events.next_seq - self._next_seq]
         self._next_seq = events.next_seq
         self._snapshot_due &= not events.snapshot
 
 
 class Membership:
-    """Keeps one instance registered. `run` it as a held task for as long as the instance serves."""
+    """Keeps one instance registered. `run` must run in a task for as long as the instance serves."""
 
     def __init__(
         self,
@@ -144,11 +143,11 @@ class Membership:
         block_log.on_change = self.wake
 
     def wake(self) -> None:
-        """Something changed: tell the conductor soon. Call it in the event loop's thread."""
+        """Triggers a heartbeat soon. Must be called in the event loop's thread."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Registers and heartbeats until cancelled. Raises Incompatible, StaleLease or Unauthenticated when the
+        """Registers and sends heartbeats until cancelled. Raises Incompatible, StaleLease or Unauthenticated if the
         conductor refuses this instance for good."""
         while True:
             try:
@@ -163,7 +162,7 @@ class Membership:
                 await asyncio.sleep(RETRY_S)
 
     async def leave(self) -> None:
-        """Says good-bye, best effort: the lease would end the membership anyway."""
+        """Deregisters, best effort: otherwise the lease ends the membership."""
         endpoint = self._registration.endpoint
         request = conductor_pb2.DeregisterRequest(instance_id=endpoint.instance_id, epoch=endpoint.epoch)
         try:
@@ -213,15 +212,15 @@ class Membership:
 
 
 class Seat:
-    """A process's place in its cluster. One without a conductor has no membership and nobody to tell."""
+    """Handle on the membership of a process. Without a conductor it is empty and `drain` has no effect."""
 
     def __init__(self, membership: Membership | None = None, task: asyncio.Task[None] | None = None) -> None:
         self._membership = membership
         self.watched: tuple[asyncio.Task[None], ...] = () if task is None else (task,)
-        """What ends, with the reason, when the conductor refuses this instance for good."""
+        """Tasks that end with an error if the conductor refuses this instance for good."""
 
     def drain(self, draining: bool = True) -> None:
-        """Tells the conductor to send nothing new here, or to send something again."""
+        """Reports to the conductor that this instance refuses, or again accepts, new requests."""
         if self._membership is not None:
             self._membership.draining = draining
             self._membership.wake()
@@ -234,7 +233,7 @@ async def member(
     load: Callable[[], conductor_pb2.Load],
     block_log: BlockLog,
 ) -> AsyncIterator[Seat]:
-    """Keeps the instance registered with its conductor, if it has one, while the block lasts; then it leaves."""
+    """Keeps the instance registered with its conductor, if it has one, within the block and deregisters it after."""
     if config.conductor is None:
         yield Seat()
         return
@@ -244,13 +243,13 @@ async def member(
         async with running(membership.run()) as task:
             yield Seat(membership, task)
     finally:
-        # Not before the heartbeats have ended: one that came after would register the instance again.
+        # Only after the heartbeats have ended: `run` registers an unknown instance again.
         await membership.leave()
         await channels.close()
 
 
 def own_endpoint(instance_id: str, *, rpc_address: str, transfer_address: str) -> Endpoint:
-    """Where peers find this process. Its epoch is the time of this call, so that it grows with every start."""
+    """Returns the endpoint of this process. Its epoch is the current time, so that it grows with each start."""
     return Endpoint(
         instance_id=instance_id,
         epoch=time.time_ns(),

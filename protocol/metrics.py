@@ -1,7 +1,8 @@
-"""Metrics that server, replay report and dashboards share. Other packages define their own in their `metrics` modules.
+"""Metrics of requests (gateway) and of placement decisions (conductor), fast metric types, and the HTTP exporter.
 
-Names that existing vLLM and Mooncake dashboards read are kept; everything else starts with `moonserve_`. Units are
-seconds and bytes.
+Names that existing vLLM and Mooncake dashboards read are kept; all others start with `moonserve_`. Units are seconds
+and bytes. Other modules define further metrics: `protocol.worker_metrics` those of workers, and more than ten modules
+in other packages those of what they implement.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from protocol.request import FinishReason
 
 
 class Count(Collector):
-    """A counter that one thread increments tens of thousands of times a second.
+    """Counter without locks, for one thread that increments it tens of thousands of times a second.
 
-    prometheus_client's own takes a lock for each of its parts: an eighth of what a streamed token cost the gateway. Any
-    thread may read this one meanwhile.
+    The locks of prometheus_client's counter took an eighth of what a streamed token costs the gateway. Any thread may
+    read this counter at any time.
     """
 
     def __init__(self, name: str, text: str, labels: Mapping[str, str]) -> None:
-        """`name` without `_total`."""
+        """`name` excludes the suffix `_total`."""
         self._name, self._text, self._labels = name, text, labels
         self._count = 0
 
@@ -43,13 +44,13 @@ class Count(Collector):
 
 
 class Durations(Collector):
-    """A histogram for the same use. While it is read, its sum can be an observation ahead of its buckets."""
+    """Histogram without locks, for one writing thread. A concurrent reader may see a sum ahead of the buckets."""
 
     def __init__(self, name: str, text: str, labels: Mapping[str, str], bounds_s: Sequence[float]) -> None:
-        """`bounds_s`: the greatest duration of each bucket, growing."""
+        """`bounds_s`: the upper bound of each bucket, ascending."""
         self._name, self._text, self._labels = name, text, labels
         self._bounds_s = tuple(bounds_s)
-        self._counts = [0] * (len(bounds_s) + 1)  # by bucket; the last one has no bound
+        self._counts = [0] * (len(bounds_s) + 1)  # by bucket; the last one is unbounded
         self._sum_s = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
@@ -79,7 +80,7 @@ _DURATION_BUCKETS = (
 _TOKEN_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )  # fmt: skip
-# From what is next to nothing to a request that only queued.
+# From negligible phases to a request that only queued.
 _PHASE_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
@@ -90,7 +91,7 @@ _ERROR_BUCKETS = (
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Makes metrics with the labels of one model."""
+    """Factory of metrics that carry the labels of one model."""
 
     registry: CollectorRegistry
     labels: tuple[str, str]
@@ -115,13 +116,13 @@ class _Model:
         return dict(zip(_MODEL_LABELS, self.labels, strict=True))
 
     def counter_by(self, label: str, name: str, text: str) -> Counter:
-        """With a further label, to be bound with the model's."""
+        """Makes a counter with a further label; the caller binds it together with the model's labels."""
         return Counter(name, text, (*_MODEL_LABELS, label), registry=self.registry)
 
     def histograms_by(
         self, label: str, values: Sequence[str], name: str, text: str, buckets: tuple[float, ...]
     ) -> dict[str, Histogram]:
-        """One for each value of a further label."""
+        """Makes a histogram with a further label and returns it by that label's value."""
         labels = (*_MODEL_LABELS, label)
         made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
         return {value: made.labels(*self.labels, value) for value in values}
@@ -132,10 +133,10 @@ class _Model:
 
 
 class RequestMetrics:
-    """What a gateway measures about requests, with the model's labels bound. Once per registry."""
+    """Request metrics of a gateway, with the model's labels bound. At most one instance per registry."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]) -> None:
-        """`phases`: of the ledger of a request's time (`gateway.generation.timings`)."""
+        """`phases` are the phases into which `gateway.generation.timings` divides a request's time."""
         of = _Model(registry, (model_name, engine))
         gauge, counter, histogram = of.gauge, of.counter, of.histogram
         self.running = gauge("vllm:num_requests_running", "Requests that have their first token.")
@@ -167,7 +168,7 @@ class RequestMetrics:
             _PHASE_BUCKETS,
         )
         self._labels = of.labels
-        # A rate over what has never happened is 0, not missing.
+        # All label values exist from the start, so that a rate over events that never happened is 0 and not missing.
         for reason in FinishReason:
             self.success.labels(*of.labels, reason.value)
         for code in error_classes():
@@ -177,12 +178,12 @@ class RequestMetrics:
         self.success.labels(*self._labels, finished_reason).inc()
 
     def failed(self, code: str) -> None:
-        """`code`: of the protocol.errors class."""
+        """`code` is that of a `protocol.errors` class."""
         self.failures.labels(*self._labels, code).inc()
 
 
 class SchedulerMetrics:
-    """What the conductor measures about its decisions. Once per registry."""
+    """Placement metrics of the conductor. At most one instance per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.placements = Counter("moonserve_placements", "Requests placed.", registry=registry)
@@ -213,7 +214,9 @@ class SchedulerMetrics:
 
 @contextlib.contextmanager
 def exposed(registry: CollectorRegistry, host: str, port: int) -> Iterator[None]:
-    """Serves the registry over HTTP while the block lasts, in a thread; port 0 = not at all. Raises ConfigError."""
+    """Serves the registry over HTTP in a thread within the block. Port 0 disables it.
+
+    Raises ConfigError if it cannot listen on the port."""
     if not port:
         yield
         return

@@ -1,12 +1,12 @@
-"""The compiled part of every package: a shared library from a C or C++ file.
+"""Finds or compiles the shared libraries of every package from C and C++ sources.
 
-A wheel brings the libraries of portable C sources (`C_FLAGS`, setup.py), which are looked for first. Everything else is
+A wheel contains the libraries of portable C sources (`C_FLAGS`, setup.py), which are tried first. All others are
 compiled on first use, once per source, compiler flags and processor: in a checkout all sources, in an installed package
-those whose code depends on the machine's instruction set (`-march=native`: the engine's layers and attention).
+those that depend on the machine's instruction set (`-march=native`: the engine's layers and attention).
 
-A source is its text and that of the files it includes by `#include "…"`, wherever they lie relative to the includer.
-Its rule: compiled code is required, so a process that can have none of it ends with one line that says what to install
-(`CompilerError`). Only the engine has another way: torch.
+A source is identified by its text and the text of the files that it includes by `#include "…"`, relative to the
+includer. Compiled code is required: without it a process ends with one line that says what to install
+(`CompilerError`). Only the engine has an alternative: torch.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 C_FLAGS = (
     "-std=gnu11",
     "-O3",
-    "-ffp-contract=off",  # the same numbers on every processor
+    "-ffp-contract=off",  # gives equal results on every processor
     "-fno-math-errno",
     "-fvisibility=hidden",
 )
-"""For sources that run on any processor of an architecture."""
+"""Compiler flags of sources that run on any processor of an architecture."""
 COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
 
 class CompilerError(ConfigError):
-    """No compiler, or it refused."""
+    """There is no compiler, or the compilation failed."""
 
 
 def shared_cache() -> Path | None:
-    """Where this user keeps compiled libraries; None where nothing can be kept."""
+    """Returns the user's folder of compiled libraries, or None if it cannot be created."""
     try:
         folder = cache_folder(os.environ, Path.home()) / "native"
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,14 +60,14 @@ def load_library(
     folder: Path | None,
     compiling: Callable[[], None] | None = None,
 ) -> ctypes.CDLL:
-    """The library made from `source` (C, or C++ where it ends in .cpp): that of the wheel, or compiled into `folder`
-    unless it is there already; `compiling` is called before that.
+    """Loads the library of `source` (C++ if it ends in .cpp, else C) from the wheel or from `folder`.
 
-    None compiles for this process alone. Raises CompilerError.
+    If it is in neither, calls `compiling` and compiles it into `folder`. Without a folder it is compiled for this
+    process only. Raises CompilerError.
     """
     packaged = packaged_library(source, flags)
     if "-march=native" not in flags and packaged.exists():
-        with contextlib.suppress(OSError):  # of another C library than this machine's
+        with contextlib.suppress(OSError):  # the wheel was built for another C library
             return ctypes.CDLL(str(packaged))
     if folder is not None:
         return _load_cached(source, flags, folder, compiling)
@@ -76,7 +76,7 @@ def load_library(
 
 
 def packaged_library(source: Path, flags: Sequence[str]) -> Path:
-    """Where a wheel has the library of a portable source. A changed source has another name, so none is out of date."""
+    """Returns the path of a portable source's library in a wheel. The name changes with the source."""
     return source.with_name(_name(source, flags, platform.machine()))
 
 
@@ -101,7 +101,7 @@ def _load_cached(source: Path, flags: Sequence[str], folder: Path, compiling: Ca
 
 
 def with_included(source: Path) -> list[Path]:
-    """`source`, then the files that it includes and those that they include, each once."""
+    """Returns `source` and all files that it includes, directly or indirectly, each once."""
     found = [source.resolve()]
     for path in found:  # grows meanwhile
         for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
@@ -112,9 +112,9 @@ def with_included(source: Path) -> list[Path]:
 
 
 def compile_library(source: Path, flags: Sequence[str], library: Path) -> None:
-    """Raises CompilerError, or OSError when `library` cannot be written."""
+    """Compiles `source` into `library`. Raises CompilerError, or OSError if `library` cannot be written."""
     compiler = _compiler("C++" if source.suffix == ".cpp" else "C")
-    # Under a name of its own first: several workers may start at once, and threads in each.
+    # A unique temporary name, because several processes and threads may compile at once.
     partial = library.with_suffix(f".{os.getpid()}-{threading.get_native_id()}.partial")
     command = [compiler, *flags, "-fPIC", "-shared", str(source), "-lm", "-o", str(partial)]
     try:

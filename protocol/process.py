@@ -1,8 +1,8 @@
-"""What every long-lived process has in common: start, progress, readiness, signals, end.
+"""Life cycle of every long-lived process: start, progress, readiness, signals and end.
 
-A process says how far it is on its status pipe (`--status-fd`, `protocol.status`) to whoever started it. It ends on
-SIGTERM or SIGINT, and when its parent dies, so that no orphan survives a killed launcher. SIGUSR1 ends it, too, once
-what is under way has ended, however long that takes.
+A process reports its progress to its starter on the status pipe (`--status-fd`, `protocol.status`). It ends on SIGTERM
+or SIGINT, and when its parent dies, so that no orphan survives a killed launcher. SIGUSR1 ends it once all requests in
+flight have ended, without a time limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig(TlsConfig):
-    """Options of every long-lived process; each service's configuration derives from it."""
+    """Options of every long-lived process; the base class of each service's configuration."""
 
     instance_id: str = option(help="name of this process in the cluster, stable across restarts")
     host: str = option("127.0.0.1", help="address to listen on and to publish to the cluster")
@@ -51,41 +51,41 @@ class ProcessConfig(TlsConfig):
 
 
 class Lifecycle:
-    """A process's conversation with its surroundings, handed to its service."""
+    """Reports and stop requests of one process, passed to its service."""
 
     def __init__(self, status_fd: int | None, on_ready: Callable[[Lifecycle], None] = lambda _: None) -> None:
         self.stopping = asyncio.Event()
-        self._has_time = False  # while stopping: what is under way gets all that it needs
+        self._has_time = False  # while stopping: requests in flight have no time limit
         self._hurried = asyncio.Event()
         self._status_fd = status_fd
         self._on_ready = on_ready
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
-        """Says what takes time now; `fraction` of it is done."""
+        """Reports the current stage of the start, of which `fraction` is done."""
         self._report(status.Progress(stage, fraction))
 
     def ready(self, **facts: str) -> None:
-        """Says that the process serves; `facts` such as its addresses go to the starter."""
+        """Reports that the process serves, with `facts` for the starter, such as addresses."""
         self._on_ready(self)
         log.info("ready %s", " ".join(f"{name}={value}" for name, value in facts.items()))
         self._report(status.Ready(facts))
 
     def failed(self, message: str) -> None:
-        """Says why the process cannot start."""
+        """Reports why the process cannot start."""
         self._report(status.Failed(message))
 
     def stop(self) -> None:
-        """The process is to end; what is under way gets a limited time."""
+        """Requests the end of the process. Requests in flight get a limited time."""
         self._hurried.set()
         self.stopping.set()
 
     def stop_when_idle(self) -> None:
-        """The process is to end with what is under way, unless `stop` is called meanwhile."""
-        self._has_time |= not self.stopping.is_set()  # also when asked again
+        """Requests the end of the process when the requests in flight end, or when `stop` is called."""
+        self._has_time |= not self.stopping.is_set()  # a second call keeps it, one after `stop` does not set it
         self.stopping.set()
 
     async def until_stopped(self, *watched: asyncio.Future[Any]) -> None:
-        """Returns when the process is told to stop; raises what ended one of the `watched` before that."""
+        """Waits for a stop request or the end of one of the `watched` futures, whose error it raises."""
         async with running(self.stopping.wait()) as told:
             futures: set[asyncio.Future[Any]] = {told, *watched}
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +94,9 @@ class Lifecycle:
                     future.result()
 
     async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
-        """After `until_stopped`: whether `idle` ended within the time that what is under way gets to finish."""
+        """Waits, after `until_stopped`, until `idle` ends and returns true, or false if its time is over.
+
+        The time is `timeout_s`; after `stop_when_idle` it only starts with a call of `stop`."""
         async with running(idle) as finishing, running(self._hurried.wait()) as hurried:
             if self._has_time:
                 await asyncio.wait({finishing, hurried}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,14 +106,14 @@ class Lifecycle:
     def _report(self, report: status.Report) -> None:
         if self._status_fd is None:
             return
-        # A starter that has gone away must not take its children down by a full or broken pipe.
+        # A full or broken pipe of a vanished starter must not end the process.
         with contextlib.suppress(OSError):
             status.write(self._status_fd, report)
 
 
 @contextlib.asynccontextmanager
 async def running(body: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """Runs `body` beside the block, which may watch the task; at the block's end it is cancelled."""
+    """Runs `body` as a task within the block and cancels it at the end of the block."""
     task = asyncio.create_task(body)
     try:
         yield task
@@ -127,7 +129,7 @@ def main(
     *,
     prog: str,
 ) -> int:
-    """Body of a `__main__.py`: configuration from flags, environment and TOML, then the service until it ends."""
+    """Runs a service from its `__main__.py`, configured by flags, environment and TOML; returns the exit code."""
 
     def serve(config: C) -> int:
         return run(config, lambda lifecycle: service(config, lifecycle))
@@ -136,21 +138,20 @@ def main(
 
 
 def run(config: ProcessConfig, service: Callable[[Lifecycle], Awaitable[None]]) -> int:
-    """Runs `service` in an event loop until it returns and gives the exit code.
+    """Runs `service` in an event loop until it returns, and returns the exit code.
 
-    The loop is uvloop's: a call from one process to another takes a tenth to a third less time than in asyncio's own.
-
-    A ConfigError is one line and exit code 2, any other error a logged traceback and 1.
+    The loop is uvloop's, in which a call between processes takes a tenth to a third less time than in asyncio's own.
+    A ConfigError prints one line and gives exit code 2; any other error logs a traceback and gives 1.
     """
     logs.configure(config.instance_id, log_format=config.log_format, level=config.log_level)
     die_with_parent(config.parent_pid)
     lifecycle = Lifecycle(config.status_fd, on_ready=_end_in_order)
-    # Until it is ready a process holds nothing that must be put in order, and what it does then, such as importing
-    # torch, takes seconds that nothing can interrupt: the kernel ends it at once.
+    # Before it is ready, a process has no state to clean up, and steps such as importing torch block for seconds. So
+    # the kernel ends it at once.
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    # What is imported stays; looking for garbage among it takes a tenth to a third of torch's import, and streams may
-    # wait for this process.
+    # Imported objects stay alive. Collections among them take a tenth to a third of the time of torch's import, and
+    # streams may wait for this process.
     gc.disable()
     try:
         uvloop.run(_await(service(lifecycle)))
@@ -158,7 +159,7 @@ def run(config: ProcessConfig, service: Callable[[Lifecycle], Awaitable[None]]) 
         lifecycle.failed(str(error))
         sys.stderr.write(f"{config.instance_id}: {error}\n")
         return EXIT_CONFIG
-    except Exception as error:  # the process boundary: nothing above could handle it
+    except Exception as error:  # process boundary: no caller can handle it
         lifecycle.failed(f"{type(error).__name__}: {error}")
         log.exception("process failed")
         return 1
@@ -172,7 +173,7 @@ async def _await(service: Awaitable[None]) -> None:
 
 
 def _end_in_order(lifecycle: Lifecycle) -> None:
-    """From now on a signal asks for an orderly end, and garbage is looked for."""
+    """Installs signal handlers for an orderly end and enables garbage collection."""
     gc.enable()
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
@@ -181,8 +182,9 @@ def _end_in_order(lifecycle: Lifecycle) -> None:
 
 
 def die_with_parent(parent_pid: int | None) -> None:
-    """Asks Linux for a SIGTERM when the parent process ends; ends at once when `parent_pid` is no longer the parent,
-    since for a parent that has died already no signal would ever come."""
+    """Requests a SIGTERM from Linux when the parent process ends.
+
+    Kills this process at once if `parent_pid` is no longer its parent, since then no signal would come."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

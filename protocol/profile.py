@@ -1,9 +1,9 @@
-"""How long a worker's own steps take: two small formulae with measured coefficients. Pure arithmetic.
+"""Cost formulae of prefill and decode steps with measured coefficients. Pure arithmetic.
 
-Workers measure and register them; the conductor predicts from them, a prefill worker weighs reading against computing
-with them, the simulator runs on them. The defaults describe a small model on one CPU core and only matter until a
-worker has measured: about 1,000 prompt tokens per second, 20 ms for a decode step of one sequence. What this module
-does not know: queues, transfers, instances, policies.
+Workers measure and register the coefficients. The conductor predicts with them, prefill workers compare loading a
+prefix with computing it, and the simulator runs on them. The defaults describe a small model on one CPU core and apply
+until a worker has measured: about 1,000 prompt tokens per second, 20 ms for a decode step of one sequence. The module
+does not know queues, transfers, instances or policies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protocol.errors import InvalidRequest
 
 
 def _require_usable(*coefficients: float) -> None:
-    """A negative or infinite coefficient would turn the choice of the best instance upside down."""
+    """Raises InvalidRequest for coefficients with which the choice of the best instance would be wrong."""
     if not all(math.isfinite(c) and c >= 0 for c in coefficients):
         raise InvalidRequest(f"profile coefficients must be finite and not negative: {coefficients}")
 
@@ -39,16 +39,17 @@ class PrefillProfile:
         )
 
     def joins(self, num_tokens: int, num_cached: int, *, num_delayed: int, num_waiting: int) -> bool:
-        """Whether the rest of a prompt is computed in a step that others end with, rather than in one of its own: when
-        that costs less waiting in all. `num_delayed` first tokens wait for it, and `num_waiting` prompts, this one
-        included, come sooner by the constant of a step."""
+        """Returns true if adding the rest of a prompt to a step that completes other prompts costs less waiting in all.
+
+        The addition delays `num_delayed` first tokens. It saves `num_waiting` prompts, including this one, the constant
+        c0 of a separate step."""
         added_s = self.seconds(num_tokens, num_cached) - self.c0
         return num_delayed * added_s <= num_waiting * self.c0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeProfile:
-    """t(b, c) = c0 + c1·b + c2·c seconds per step of b sequences that hold c tokens of context in all."""
+    """t(b, c) = c0 + c1·b + c2·c seconds per step of b sequences with c tokens of context in total."""
 
     c0: float
     c1: float
@@ -61,7 +62,7 @@ class DecodeProfile:
         return self.c0 + self.c1 * num_seqs + self.c2 * context_tokens
 
     def batch_step_s(self, num_seqs: int, context_tokens: int, max_num_seqs: int) -> float:
-        """As `step_s`, where sequences beyond `max_num_seqs` (0 = unlimited) wait and are not part of the step."""
+        """Returns `step_s` of a batch of at most `max_num_seqs` sequences (0 = unlimited); the others wait."""
         if 0 < max_num_seqs < num_seqs:
             return self.step_s(max_num_seqs, context_tokens * max_num_seqs / num_seqs)
         return self.step_s(num_seqs, context_tokens)

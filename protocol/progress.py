@@ -1,7 +1,7 @@
-"""How far a command is that takes more than a moment: bars on a terminal, else a line every few seconds; on stderr.
+"""Progress display of commands on stderr: bars on a terminal, otherwise a line every few seconds.
 
-Its rule: results are stdout's, so that a pipe gets these alone; a terminal is left as it was found; and what ends soon
-leaves no line in a log. For commands: a process that serves tells its starter (`protocol.process`).
+Stdout is reserved for results, so that a pipe gets nothing else. A terminal is left as it was. Short tasks leave no
+line in a log. Long-lived processes report to their starter instead (`protocol.process`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Several tasks under way at once, each with a total that may change. Use as a context manager."""
+    """Progress of several concurrent tasks, each with a total that may change. Use it as a context manager."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Progress:
         lines: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bars`: on a terminal; `lines`: elsewhere, or without bars. `clock`: monotonic seconds."""
+        """`bars` enables bars on a terminal, `lines` enables lines otherwise. `clock` returns monotonic seconds."""
         self._stream = stream or sys.stderr
         console = Console(file=self._stream, highlight=False)
         self._bars = Bars(
@@ -59,7 +59,7 @@ class Progress:
             self._bars.stop()
 
     def show(self, name: str, done: float, total: float, text: str) -> None:
-        """`text` says in the task's own units how far it is."""
+        """Updates a task. `text` is its progress in the task's own units."""
         if self._is_live:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=total, text=text)
@@ -69,7 +69,7 @@ class Progress:
 
     @contextlib.contextmanager
     def busy(self, name: str) -> Iterator[None]:
-        """Something of which nobody knows how long it will take, for as long as the block lasts."""
+        """Shows a task of unknown duration within the block."""
         if not self._is_live:
             self.note(f"{name} …")
             yield
@@ -81,7 +81,7 @@ class Progress:
             self._bars.remove_task(task)
 
     def note(self, text: str) -> None:
-        """A line that stays, above the bars."""
+        """Prints a line that stays, above the bars."""
         if self._is_live:
             self._bars.console.print(text, markup=False, soft_wrap=True)
         elif self._has_lines:
@@ -96,7 +96,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """`0.3 s`, `2 min 5 s`, `3 h 20 min`."""
+    """Formats a duration, for example `0.3 s`, `2 min 5 s`, `3 h 20 min`."""
     if seconds < 60:
         return f"{max(seconds, 0.1):.1f} s"
     if seconds < 3600:

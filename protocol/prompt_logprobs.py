@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, each given all before it: arrays, since prompts are long. Pure data."""
+"""Log-probabilities of a prompt's tokens, each given all before it. Pure data, in arrays, since prompts are long."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ UINT = np.dtype("<u4")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptLogprobs:
-    """Of n tokens that follow each other; of a whole prompt all but the first, which follows nothing."""
+    """Log-probabilities of n consecutive tokens. A whole prompt has them for all tokens but the first."""
 
-    logprobs: npt.NDArray[np.float32]  # [n], natural
+    logprobs: npt.NDArray[np.float32]  # [n], natural logarithms
     ranks: npt.NDArray[np.uint32]  # [n], 1 = no token was likelier
-    top_ids: npt.NDArray[np.uint32]  # [n, k], the likeliest tokens there, best first
-    top_logprobs: npt.NDArray[np.float32]  # [n, k], theirs
+    top_ids: npt.NDArray[np.uint32]  # [n, k], the likeliest tokens at each position, best first
+    top_logprobs: npt.NDArray[np.float32]  # [n, k], log-probabilities of top_ids
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
     @classmethod
     def joined(cls, runs: list[PromptLogprobs], num_top: int) -> PromptLogprobs:
-        """Runs that follow each other, of `num_top` likeliest tokens each; none of them is a run, too."""
+        """Concatenates consecutive runs with `num_top` likeliest tokens each. No runs give an empty one."""
         if not runs:
             return cls(
                 logprobs=np.empty(0, FLOAT),

@@ -1,8 +1,8 @@
-"""What a client wishes for (`SamplingParams`, `Request`) and what it gets (`Token`). Frozen, free of I/O.
+"""Requests, sampling parameters, tokens, reports and placements. The types are frozen and free of I/O.
 
-Positions: a sequence's tokens are numbered from 0; the generated token with *index* i has position
-num_prompt_tokens + i, whichever worker makes it. Sampling is a function of (seed, position) and the logits alone, so a
-request that is continued elsewhere goes on as if nothing had happened.
+The tokens of a sequence are numbered from 0. The generated token with *index* i has position num_prompt_tokens + i,
+whichever worker samples it. Sampling depends on (seed, position) and the logits alone, so a request that continues on
+another worker yields the same tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocol.prompt_logprobs import PromptLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends. Validated at the gateway; workers trust it."""
+    """Parameters that choose tokens and end the generation. The gateway validates them; workers trust them."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -28,39 +28,39 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    num_logprobs: int | None = None  # None = none; 0 = only the sampled token's
+    num_logprobs: int | None = None  # None = no log-probabilities; 0 = only the sampled token's
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: str = ""  # that the output follows, as `protocol.grammar` reads it; empty = none
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never has
-    num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's own tokens
+    grammar: str = ""  # that the output must follow (`protocol.grammar`); empty = none
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    num_prompt_logprobs: int | None = None  # like num_logprobs, for the prompt's own tokens
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice depends on the tokens so far."""
+        """True if the choice of a token depends on the tokens so far."""
         return self.penalizes or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens so far are more or less likely to come again."""
+        """True if a penalty changes the probability of tokens that occurred before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A wish to continue `token_ids`, as workers see it."""
+    """Request to continue `token_ids`, in the form that workers receive."""
 
     request_id: RequestId
     gateway_id: GatewayId
-    token_ids: tuple[int, ...]  # the client's prompt, then tokens it already received from an earlier attempt
-    num_prompt_tokens: int  # of them, the client's prompt
+    token_ids: tuple[int, ...]  # the client's prompt, then tokens that earlier attempts already delivered
+    num_prompt_tokens: int  # length of the client's prompt
     block_keys: tuple[BlockKey, ...]  # of the full blocks of token_ids
     sampling: SamplingParams
     priority: int = 0  # lower runs first
     timeout_s: float = 600.0
-    tenant: str = ""  # whose it is, where that is known
+    tenant: str = ""  # empty = unknown
     traceparent: str = ""  # W3C Trace Context; empty = not traced
 
     @property
@@ -70,13 +70,14 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt's own tokens are wanted: then all of it is computed, whatever of its
-        KV is known. Not of a request that goes on: who had its first token has them."""
+        """True if log-probabilities of the prompt are wanted: the whole prompt is computed, even if its KV is cached.
+
+        False for a request that continues after a loss: the client has them since its first token."""
         return self.sampling.num_prompt_logprobs is not None and self.first_index == 0
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended well, in OpenAI's words."""
+    """Reason for the regular end of a generation, in the terms of OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -84,7 +85,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural-log probabilities of the sampled token and of the most likely ones, best first."""
+    """Natural-log probabilities of the sampled token and of the most likely tokens, best first."""
 
     sampled: float
     top: tuple[tuple[int, float], ...] = ()
@@ -98,13 +99,13 @@ class Token:
     index: int
     token_id: int
     logprobs: Logprobs | None = None
-    finish_reason: FinishReason | None = None  # set on a request's last token
+    finish_reason: FinishReason | None = None  # only on a request's last token
 
 
 def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> FinishReason | None:
-    """Whether the generated token with this index ends the request. Prefill and decode workers must agree on it.
+    """Returns the finish reason if the token with this index ends the request. Prefill and decode workers must agree.
 
-    Under a grammar every stop token does: before `min_tokens` it is only taken where nothing else could follow."""
+    Under a grammar every stop token ends it: before `min_tokens` one is only sampled if nothing else can follow."""
     may_stop = index >= sampling.min_tokens or bool(sampling.grammar)
     if token_id in sampling.stop_token_ids and may_stop:
         return FinishReason.STOP
@@ -115,32 +116,33 @@ def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> Finish
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReport:
-    """What the prefill phase of a request did, in seconds of the worker's own clock. Steps that it shared with others
-    count by its share; the rest of them is queueing."""
+    """Times and cache hits of a request's prefill, in seconds of the worker's own clock.
+
+    A step that several requests share counts by each one's share; the rest of the step counts as queueing."""
 
     request_id: RequestId
     cached_tokens: int
     queue_s: float
     load_s: float
     compute_s: float
-    prompt_logprobs: PromptLogprobs | None = None  # where the request wanted them
+    prompt_logprobs: PromptLogprobs | None = None  # if the request wants them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReport:
-    """How a request came from its prefill worker into its first decode step, each part on the clock of who did it."""
+    """Times of a request's handoff to its first decode step, each on the clock of the worker that measures it."""
 
     request_id: RequestId
-    transfer_s: float  # first token to the last byte of KV; the prefill worker's
-    queue_s: float  # commit to the first step's begin
+    transfer_s: float  # first token to the last byte of KV, on the prefill worker's clock
+    queue_s: float  # commit to the start of the first step, on the decode worker's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One process of the cluster as others address it."""
+    """Addresses and epoch of one process of the cluster."""
 
     instance_id: str
-    epoch: int  # grows with every start of this instance
+    epoch: int  # grows with each start of this instance
     rpc_address: str
     transfer_address: str
     host: str  # equal for processes that share memory
@@ -148,7 +150,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A run of the prompt's leading blocks and the store node that holds it."""
+    """Run of the prompt's leading blocks and the store node that holds it."""
 
     store: Endpoint
     first_block: int
@@ -157,7 +159,7 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The conductor's answer: who prefills, who decodes, where the prefix comes from."""
+    """The conductor's decision for a request: prefill worker, decode worker and sources of the prefix."""
 
     request_id: RequestId
     prefill: Endpoint
@@ -165,9 +167,9 @@ class Placement:
     prefix_sources: tuple[PrefixSource, ...] = field(default=())
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
-    rank: float = 0.0  # seconds; prompts wait at the prefill worker in the order of their arrival there + rank
+    rank: float = 0.0  # seconds; the prefill worker orders its queue by arrival time + rank
 
     @property
     def is_undivided(self) -> bool:
-        """Whether the decode worker prefills, too: there is no handoff."""
+        """True if the decode worker also runs the prefill, without a handoff."""
         return self.prefill == self.decode

@@ -1,9 +1,9 @@
-"""gRPC plumbing: servers that authenticate and translate errors, channels that are shared and time-bounded.
+"""gRPC servers that authenticate callers and translate errors, and shared channels with deadlines.
 
-Rules: every call has a deadline; every call carries the cluster token in its metadata; a `MoonserveError` raised by a
-handler arrives at the caller as the same class. Anything else a handler raises is logged with its traceback and
-arrives as the base class, without details of the inside. Calls of services that were added with `add_lean` travel over
-`protocol.lean` once the caller knows the way (`protocol.lean.routed`).
+Every unary call has a deadline, and every call carries the cluster token in its metadata. A `MoonserveError` raised by
+a handler arrives at the caller as the same class. Any other exception is logged with its traceback and arrives as the
+base class, without internal details. Calls of services added with `add_lean` use `protocol.lean` once the caller knows
+the lean address (`protocol.lean.routed`).
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ FAILURE_HEADER = "x-moonserve-failure-bin"
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A silent peer is noticed without traffic; see gRPC's keepalive guide.
+    # Detects a silent peer without traffic; see gRPC's keepalive guide.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Whichever is longer counts, and the default is a minute: for so long a stopped process kept its streams. Twice the
-    # time above, since machines that are merely busy answer late.
+    # The longer of this and the timeout above counts. With the default of a minute, a stopped process kept its streams
+    # for that long. It is twice the timeout above, since busy machines answer late.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
-    # Two servers on one port would each see half of the calls.
+    # With port reuse, two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
-    # Reconnect to a restarted peer at once rather than after gRPC's default of up to two minutes.
+    # Reconnects to a restarted peer soon, rather than after gRPC's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Cluster addresses are direct; an HTTP proxy in the environment is not for them.
+    # Peers are reached directly, not through an HTTP proxy from the environment.
     ("grpc.enable_http_proxy", 0),
 ]
 
@@ -80,14 +80,14 @@ Reply = TypeVar("Reply")
 
 
 class RpcServer:
-    """A gRPC server of one process, and a lean one beside it for services that ask for it.
+    """gRPC server of one process, with a lean server next to it for services that need it.
 
-    `lean_address` and `lean_unix_address`: where others and processes of this host reach the latter, once started;
-    empty without one.
+    `lean_address` and `lean_unix_address` are the lean server's addresses for other hosts and for this host. They are
+    empty before `start` and without a lean server.
     """
 
     def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
-        """With `tls`, clients must show a certificate of its authority, but for those that come by the Unix socket."""
+        """Creates the server. With `tls`, clients must show a certificate of its authority, except by Unix socket."""
         self.lean_address = ""
         self.lean_unix_address = ""
         self._token = cluster_token
@@ -98,24 +98,24 @@ class RpcServer:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """For the generated `add_…Servicer_to_server` functions; call them before `start`."""
+        """Server for the generated `add_…Servicer_to_server` functions, which must be called before `start`."""
         return self._server
 
     def add_lean(self, service: str, servicer: object) -> None:
-        """Serves the methods of a service, named as in its .proto file, over `protocol.lean` too."""
+        """Serves the methods of a service (its name in the .proto file) over `protocol.lean` as well."""
         if self._lean is None:
             self._lean = LeanServer(self._token, self._tls)
         self._lean.add(service, servicer)
 
     def add_hand_over(self, hand_over: HandOver) -> None:
-        """Lean clients may have their connection handed over; after `add_lean`."""
+        """Lets lean clients have their connection handed over. Must be called after `add_lean`."""
         assert self._lean is not None
         self._lean.add_hand_over(hand_over)
 
     async def start(self, host: str, port: int) -> str:
-        """Listens and returns `host:port`, with the port chosen by the system when `port` is 0.
+        """Listens and returns `host:port`. The system chooses the port if `port` is 0.
 
-        Raises ConfigError when the port is taken and for an address that peers cannot dial.
+        Raises ConfigError if the port is taken or if peers cannot dial the address.
         """
         if host in ("", "0.0.0.0", "::"):
             raise ConfigError(f"--host {host!r} would be published to peers, who cannot dial it; name an address")
@@ -137,7 +137,7 @@ class RpcServer:
         return self._server.add_secure_port(address, self._tls.grpc_server())
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls and ends running ones after `grace_s`."""
+        """Refuses new calls and cancels running ones after `grace_s`."""
         if self._lean is None:
             await self._server.stop(grace_s)
         else:
@@ -145,7 +145,7 @@ class RpcServer:
 
 
 class _Gatekeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Checks the cluster token, translates what handlers raise and tells callers of the lean server beside it."""
+    """Checks the cluster token, translates errors of handlers and publishes the lean addresses to callers."""
 
     def __init__(self, cluster_token: str) -> None:
         self.lean: LeanAddresses | None = None
@@ -178,7 +178,7 @@ def _guard_unary(
             if lean is not None:
                 context.set_trailing_metadata(lean.metadata())
             return reply
-        except Exception as error:  # whatever a handler raises must reach the caller as a failure
+        except Exception as error:  # every error of a handler must reach the caller as a failure
             await _abort(context, error, request)
 
     return guarded
@@ -191,7 +191,7 @@ def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) ->
                 raise Unauthenticated("wrong or missing cluster token")
             async for message in behavior(request, context):
                 yield message
-        except Exception as error:  # as above
+        except Exception as error:  # as in `_guard_unary`
             await _abort(context, error, request)
 
     return guarded
@@ -216,9 +216,9 @@ def _status_of(error: Exception) -> grpc.StatusCode:
 
 
 class Channels:
-    """Channels to the other processes, one per address, opened on first use and closed together.
+    """Channels to other processes, one per address, opened on first use and closed together.
 
-    With `tls`, peers must show a certificate of its authority, and none is dialled without.
+    With `tls`, peers must show a certificate of its authority, and no peer is dialled without TLS.
     """
 
     def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
@@ -228,9 +228,9 @@ class Channels:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to `host:port` or to a lean address, for a generated stub's constructor.
+        """Returns the channel to `host:port` or to a lean address, for the constructor of a generated stub.
 
-        Raises InvalidRequest for a malformed lean address, Incompatible where only one end speaks TLS.
+        Raises InvalidRequest for a malformed lean address, and Incompatible if only one end of it uses TLS.
         """
         channel = self._channels.get(address)
         if channel is None:
@@ -239,7 +239,7 @@ class Channels:
 
     def _open(self, address: str) -> grpc.aio.Channel:
         if sockets.is_lean(address):
-            # It has what stubs need of a channel; streams it refuses.
+            # A LeanChannel has all that stubs need of a channel; it refuses streams.
             return cast(grpc.aio.Channel, LeanChannel(address, self.cluster_token, self.tls))
         if self.tls is None:
             channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
@@ -256,7 +256,7 @@ class Channels:
         timeout_s: float,
         wait_for_ready: bool = False,
     ) -> Reply:
-        """A unary call. Raises the MoonserveError that the handler raised, or PeerLost."""
+        """Makes a unary call and returns the reply. Raises the MoonserveError of the handler, or PeerLost."""
         try:
             return await method(
                 request,
@@ -270,13 +270,13 @@ class Channels:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Nobody cancelled the caller: `forget` closed the channel, with which gRPC cancels its calls.
+            # The caller was not cancelled: `forget` closed the channel, and gRPC cancels a closed channel's calls.
             raise PeerLost("its channel was closed") from error
 
     async def stream(self, method: Callable[..., Any], request: Any) -> AsyncIterator[Any]:
-        """A server stream without a time limit; it ends with PeerLost when the peer does (keepalive).
+        """Yields the messages of a server stream without a deadline. Raises PeerLost if the peer ends (keepalive).
 
-        Closing the iterator cancels the call. Where no call was made to the peer before, it travels over gRPC.
+        Closing the iterator cancels the call. The first call to a peer uses gRPC.
         """
         call = method(request, metadata=self._metadata)
         try:
@@ -288,7 +288,7 @@ class Channels:
             call.cancel()
 
     async def forget(self, address: str) -> None:
-        """Closes the channel to a peer that is gone."""
+        """Closes the channel to a peer that has left."""
         channel = self._channels.pop(address, None)
         if channel is not None:
             await channel.close(None)
@@ -299,7 +299,7 @@ class Channels:
 
 
 def translate(error: grpc.aio.AioRpcError) -> MoonserveError:
-    """The error that the peer raised; PeerLost where the call never reached its handler, or what TLS says of it."""
+    """Returns the error that the peer raised. If the call reached no handler, that is PeerLost or an error of TLS."""
     trailing: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
     for key, value in trailing:
         if key == FAILURE_HEADER and isinstance(value, bytes):

@@ -1,7 +1,7 @@
-"""What every process tells Prometheus, and how others of the cluster read it: over the RPC server that it has anyway.
+"""Prometheus registry of every process and the `Metrics` service over which other processes read it.
 
-Owns the registry that each process begins with and the `Metrics` service. Reading happens in the event loop, so that
-collectors find the process's state between two events. Knows nothing of what is measured.
+The service uses the process's existing RPC server. It reads in the event loop, so that collectors see the state of the
+process between two events. The module does not know what is measured.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def process_registry() -> CollectorRegistry:
-    """With what the system says of this process (`process_cpu_seconds_total`, `process_resident_memory_bytes`, …) and
-    the version that runs."""
+    """Returns a registry with the system's figures of this process (`process_cpu_seconds_total`,
+    `process_resident_memory_bytes`, …) and the running version."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     info = Gauge("moonserve_info", "1; the version that runs.", ("version",), registry=registry)
@@ -33,11 +33,11 @@ def process_registry() -> CollectorRegistry:
 
 
 def package_version() -> str:
-    """Of the installed package."""
+    """Returns the version of the installed package, or "unknown"."""
     try:
         return metadata.version("moonserve")
     except metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree that is not installed
+        return "unknown"  # runs from a source tree that is not installed
 
 
 def serve_metrics(
@@ -46,13 +46,13 @@ def serve_metrics(
     registry: CollectorRegistry,
     rails: Callable[[], Iterable[metrics_pb2.Rail]] = tuple,
 ) -> None:
-    """Lets those who have the cluster token read `registry` and `rails`; before the server starts."""
+    """Adds the `Metrics` service for `registry` and `rails`. Must be called before the server starts."""
     servicer = MetricsServicer(instance_id, registry, rails)
     metrics_pb2_grpc.add_MetricsServicer_to_server(servicer, server)
 
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
-    """Serves `Metrics`."""
+    """gRPC service `Metrics`."""
 
     def __init__(
         self,
@@ -72,8 +72,9 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
 
 
 class LoopCollector(Collector):
-    """Runs `collect` in the event loop that it was made in, whichever thread asks: state that only the loop changes is
-    whole there."""
+    """Collector that runs `collect` in the event loop of its creation, for any calling thread.
+
+    State that only the loop changes is consistent there."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._loop = asyncio.get_running_loop()

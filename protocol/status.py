@@ -1,7 +1,7 @@
-"""The status pipe: what a process says of itself to whoever started it, one JSON object per line.
+"""Status pipe: reports of a process to its starter, one JSON object per line.
 
-Owns the lines: `write` makes them, for `protocol.process`, and all who start processes read them here. Whoever
-reads closes the descriptor that it was given. Knows nothing of how a process is started.
+The module owns the format: `protocol.process` writes reports, and all starters of processes read them here. A reader
+closes the descriptor that it is given. The module does not know how a process is started.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from protocol.errors import MoonserveError
 
 
 class NotReady(MoonserveError):
-    """A process cannot start, in its own words, or ended without any."""
+    """A process cannot start, with the reason that it reports, or ended before it was ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What takes time now; `fraction` of it is done, where that is known."""
+    """Current stage of the start; `fraction` of it is done, if that is known."""
 
     stage: str
     fraction: float | None = None
@@ -31,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The process serves; `facts` are what its starter must know, such as its addresses."""
+    """The process serves; `facts` are what the starter must know, such as addresses."""
 
     facts: dict[str, str]
 
@@ -47,7 +47,7 @@ Report = Progress | Ready | Failed
 
 
 def write(fd: int, report: Report) -> None:
-    """Raises OSError where nobody reads any more."""
+    """Writes a report. Raises OSError if the pipe has no reader any more."""
     match report:
         case Progress(stage, fraction):
             entry: dict[str, object] = {"stage": stage, "fraction": fraction}
@@ -59,7 +59,7 @@ def write(fd: int, report: Report) -> None:
 
 
 async def follow(fd: int) -> AsyncGenerator[Report, None]:
-    """What a process says, until its end. Who leaves early closes the iterator (`aclosing`)."""
+    """Yields the reports of a process until its end. A caller that stops early must close the iterator (`aclosing`)."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
@@ -72,7 +72,7 @@ async def follow(fd: int) -> AsyncGenerator[Report, None]:
 
 
 async def until_ready(fd: int) -> dict[str, str]:
-    """Waits until a process serves, and gives its facts. Raises NotReady."""
+    """Waits until a process serves and returns its facts. Raises NotReady if it cannot start or ends."""
     async with contextlib.aclosing(follow(fd)) as said:
         async for report in said:
             if isinstance(report, Failed):

@@ -1,10 +1,10 @@
-"""A worker's streams to gateways: one per gateway, carrying the tokens of all its requests.
+"""Token streams of a worker: one per gateway, with the tokens of all its requests.
 
-Sending never blocks: while a gateway is away its events wait, and when it stays away longer than the grace its
-requests are given up (`on_lost`). A stream that breaks loses what it had taken, and the worker may notice later than
-the gateway. So each stream begins with how many batches were taken before and how often the gateway was given up
-(`Standing`): a gateway that knows otherwise has missed something, maybe a request's last token, and asks again for
-all that it has here. Nothing needs acknowledgements.
+Sending never blocks. While a gateway is disconnected its events are queued; after a grace period its requests are given
+up (`on_lost`). A broken stream loses the batches that it had taken, and the worker may notice later than the gateway.
+So each stream starts with the number of batches taken before and of times that the gateway was given up (`Standing`). A
+gateway with other numbers has missed events, maybe a request's last token, and asks again for all its requests here. No
+acknowledgements are needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from protocol.request import DecodeReport, PrefillReport, Token
 from protocol.rpc import failure_to_wire
 from protocol.wire import to_message, token_to_wire
 
-# Of gateways that were given up. A gateway's start has an id of its own, and most that are given up are dead.
+# Limit of remembered gateways that were given up. Each start of a gateway has a new id, and most of them are dead.
 MAX_REMEMBERED = 4096
 
 SIGN_OF_LIFE_S = 5.0
-"""A stream sends an empty batch when it has had nothing to send for this long, since connections outlive a stopped
-process."""
+"""Silence after which a stream sends an empty batch, since the connection of a stopped process stays open."""
 
 
 class _Outbox:
-    """Events for one gateway that no stream has taken yet."""
+    """Queued events for one gateway that no stream has taken yet."""
 
     def __init__(self) -> None:
         self.batch = worker_pb2.EventBatch()
@@ -46,7 +45,7 @@ class _Outbox:
 
 
 async def _filled(outbox: _Outbox) -> None:
-    """Waits until there are events, or until a sign of life is due."""
+    """Waits until there are events or an empty batch is due."""
     sign = asyncio.get_running_loop().call_later(SIGN_OF_LIFE_S, outbox.filled.set)
     try:
         await outbox.filled.wait()
@@ -55,13 +54,13 @@ async def _filled(outbox: _Outbox) -> None:
 
 
 class GatewayStreams:
-    """All streams of one worker. Used in the event loop's thread only."""
+    """All streams of one worker. It must be used in the event loop's thread only."""
 
     def __init__(self, on_lost: Callable[[GatewayId], None], grace_s: float = 5.0) -> None:
         self._on_lost = on_lost
         self._grace_s = grace_s
         self._outboxes: dict[GatewayId, _Outbox] = {}
-        self._given_up: OrderedDict[GatewayId, int] = OrderedDict()  # how often; oldest first
+        self._given_up: OrderedDict[GatewayId, int] = OrderedDict()  # number of times; oldest first
         self._is_finishing = False
 
     def send(
@@ -73,7 +72,7 @@ class GatewayStreams:
         decodes: Sequence[DecodeReport] = (),
         failures: Sequence[tuple[RequestId, MoonserveError]] = (),
     ) -> None:
-        """Queues events for a gateway; everything queued before its stream wakes leaves as one message."""
+        """Queues events for a gateway. All events queued before its stream wakes up are sent as one message."""
         outbox = self._outbox(gateway_id)
         outbox.batch.prefills.extend(to_message(worker_pb2.PrefillReport, each) for each in prefills)
         outbox.batch.decodes.extend(to_message(worker_pb2.DecodeReport, each) for each in decodes)
@@ -85,13 +84,13 @@ class GatewayStreams:
         outbox.filled.set()
 
     async def events(self, gateway_id: GatewayId) -> AsyncIterator[worker_pb2.EventBatch]:
-        """The body of `Worker.Events`. A newer stream of the same gateway replaces an older one."""
+        """Yields a gateway's batches; the body of `Worker.Events`. A gateway's newer stream replaces the older one."""
         outbox = self._outbox(gateway_id)
         stream = outbox.stream = object()
-        outbox.filled.set()  # an older stream wakes up, sees its successor and ends
+        outbox.filled.set()  # wakes an older stream, which sees its successor and ends
         self._keep(outbox)
         try:
-            # The first message tells the gateway that the stream stands, and what it has missed.
+            # The first message confirms the stream and lets the gateway detect missed events.
             yield self._first_batch(gateway_id, outbox)
             while True:
                 await _filled(outbox)
@@ -107,13 +106,13 @@ class GatewayStreams:
                     self._give_up_later(gateway_id, outbox)
 
     def finish(self) -> None:
-        """Every stream ends in order once it has taken what waits for it: a gateway sees that nothing more comes."""
+        """Ends every stream once it has sent its queued events, so that gateways see an orderly end."""
         self._is_finishing = True
         for outbox in self._outboxes.values():
             outbox.filled.set()
 
     def close(self) -> None:
-        """Forgets all gateways without telling anyone."""
+        """Forgets all gateways without calling `on_lost`."""
         for outbox in self._outboxes.values():
             self._keep(outbox)
         self._outboxes.clear()

@@ -1,7 +1,7 @@
-"""When a request's tokens came, and what follows from it: TTFT, TBT, E2E, goodput. Pure.
+"""Token times of a request and the figures derived from them: TTFT, TBT, TPOT, E2E, and both objectives. Pure.
 
-One definition per figure, shared by replay reports, benchmarks and simulator. Instants are monotonic seconds of one
-clock; clocks of different hosts are never mixed.
+Replay reports, benchmarks and simulator share these definitions. Times are monotonic seconds of one clock; clocks of
+different hosts are never mixed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One finished request: its arrival and the instant of each of its tokens, in order."""
+    """Arrival of one finished request and the time of each of its tokens, in order."""
 
     arrived_at: float
     token_at: tuple[float, ...]
 
     @property
     def ttft_s(self) -> float:
-        """First token − arrival. A timeline without tokens has no figures: IndexError."""
+        """Time from arrival to first token. Raises IndexError if there are no tokens."""
         return self.token_at[0] - self.arrived_at
 
     @property
@@ -29,7 +29,7 @@ class Timeline:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Each gap between tokens (ITL)."""
+        """Gaps between consecutive tokens (ITL)."""
         return [b - a for a, b in zip(self.token_at, self.token_at[1:], strict=False)]
 
     @property
@@ -44,18 +44,18 @@ class Timeline:
         return mean_of_longest(self.gaps_s)
 
     def meets(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
-        """Whether the request was *effective*: both objectives kept."""
+        """Returns true if the request is *effective*: it meets both objectives."""
         return self.ttft_s <= ttft_slo_s and self.tbt_s <= tbt_slo_s
 
 
 def mean_of_longest(gaps_s: Sequence[float]) -> float:
-    """Of the longest tenth of a request's gaps, rounded up; 0 for none."""
+    """Returns the mean of the longest tenth of a request's gaps, their number rounded up; 0 if there are none."""
     longest = sorted(gaps_s, reverse=True)[: math.ceil(len(gaps_s) / 10)]
     return sum(longest) / len(longest) if longest else 0.0
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between closest ranks; NaN for no values."""
+    """Returns a percentile by linear interpolation between closest ranks; NaN if there are no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -66,5 +66,5 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN for no values."""
+    """Returns the mean; NaN if there are no values."""
     return sum(values) / len(values) if values else math.nan

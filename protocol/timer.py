@@ -1,7 +1,6 @@
-"""Waiting by the event loop's timers: until the next instant at which a `state.py` has something due, or for an event
-and not for ever.
+"""Timers of the event loop: for the next time at which a `state.py` has something due, and for an event with a timeout.
 
-Knows the loop's timers and the service's clock, not what is due.
+The module knows the loop's timers and the service's clock, not what is due.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Calls `ring` when the instant last given to `set` has come, or a little before: `ring` sets it anew."""
+    """Calls `ring` at the time last passed to `set`, or slightly before it. `ring` must call `set` again."""
 
     def __init__(self, ring: Callable[[], None], clock: Callable[[], float]) -> None:
         self._ring = ring
@@ -20,7 +19,7 @@ class Timer:
         self._due_at: float | None = None
 
     def set(self, due_at: float | None) -> None:
-        """`due_at` by `clock`; None = nothing is due. Costs nothing when the instant is the same as before."""
+        """Sets the time on `clock`; None = nothing is due. No-op if the time is unchanged."""
         if due_at == self._due_at:
             return
         if self._handle is not None:
@@ -36,9 +35,9 @@ class Timer:
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether `event` is set before the time is over.
+    """Waits for `event` and returns true, or false after `timeout_s`.
 
-    Not `wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
+    `wait_for` is not used, since in Python 3.11 it loses a cancellation that coincides with the event.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,9 +1,9 @@
-"""TLS between the cluster's processes: the operator's three files, what a process shows its peers and whom it believes.
+"""Mutual TLS between the cluster's processes: the operator's three files and the checks of peers' certificates.
 
-Its rule: whoever the authority has signed belongs to the cluster, so the authority must be the cluster's own; a
-certificate that lists IP addresses is only believed at these. gRPC asks for more: the address that is dialled must be
-listed, unless this process's own certificate lists the name `CLUSTER_NAME`, which is then expected of every peer
-instead. Files that cannot work are refused at start, and nothing is made up. Knows no connections.
+Every certificate of the authority belongs to the cluster, so the authority must be the cluster's own. A certificate
+that lists IP addresses is accepted only at these addresses. gRPC requires more: the dialled address must be listed,
+unless this process's own certificate lists the name `CLUSTER_NAME`, which is then expected of every peer instead.
+Unusable files are refused at start, and no file is generated. The module does not know connections.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 from protocol.config import option
 from protocol.errors import ConfigError, MoonserveError, PeerLost, Unauthenticated
 
-if TYPE_CHECKING:  # a third of the time to import the transfer engine, which is used without gRPC
+if TYPE_CHECKING:  # importing grpc takes a third of the import of the transfer engine, which works without it
     import grpc
 
 CLUSTER_NAME = "moonserve"
-"""A DNS name by which certificates are believed at any address, where all of the cluster list it."""
+"""DNS name that makes certificates valid at any address, if all certificates of the cluster list it."""
 
 IN_HANDSHAKE = "broke in its handshake, as when the peer believes another --tls-authority"
-"""Who refuses a certificate does not always get to say so."""
+"""Text for a connection lost in its handshake: a peer cannot always report that it refuses a certificate."""
 
 GOODBYE_S = 0.5
-"""Whoever ends a connection waits so long for the other end's closing words. Callers in threads read only when they
-call, and asyncio's 30 s would be what each of them costs a server that stops."""
+"""Time that an end which closes a connection waits for the other end's closing message. Callers in threads only read
+during calls, so each of them would delay the stop of a server by asyncio's default of 30 s."""
 
 _REFUSED_BY_GRPC = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _ALERTS_ABOUT_US = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
@@ -39,7 +39,7 @@ _ALERTS_ABOUT_US = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: a certificate, its key, and the authority that signed every peer's."""
+    """PEM files: a certificate, its key, and the authority that signed every peer's certificate."""
 
     certificate: Path
     key: Path
@@ -48,7 +48,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig:
-    """Mixed into the configuration of every process; `moonserve serve` passes them on."""
+    """TLS options of every process's configuration. `moonserve serve` passes them on."""
 
     tls_certificate: str | None = option(
         None,
@@ -59,17 +59,17 @@ class TlsConfig:
     tls_authority: str | None = option(None, help="PEM file of the authority that signed every process's certificate")
 
     def tls_files(self) -> TlsFiles | None:
-        """None without TLS. Raises ConfigError when only some of the three are given."""
+        """Returns the files, or None without TLS. Raises ConfigError if only some of the three are given."""
         return files_of(self.tls_certificate, self.tls_key, self.tls_authority)
 
     def tls(self) -> Certificates | None:
-        """None without TLS. Raises ConfigError for files that no peer could believe."""
+        """Returns the loaded certificates, or None without TLS. Raises ConfigError for unusable files."""
         files = self.tls_files()
         return None if files is None else load(files)
 
 
 def files_of(certificate: Path | str | None, key: Path | str | None, authority: Path | str | None) -> TlsFiles | None:
-    """None when none is given. Raises ConfigError for some of them."""
+    """Returns the three files, or None if none is given. Raises ConfigError if only some are given."""
     if certificate is None and key is None and authority is None:
         return None
     if certificate is None or key is None or authority is None:
@@ -78,23 +78,23 @@ def files_of(certificate: Path | str | None, key: Path | str | None, authority: 
 
 
 def files_in(environ: Mapping[str, str]) -> TlsFiles | None:
-    """Of a command that has no configuration class. Raises ConfigError."""
+    """Returns the files named in the environment, for commands without a configuration class. Raises ConfigError."""
     names = ("CERTIFICATE", "KEY", "AUTHORITY")
     return files_of(*(environ.get(f"MOONSERVE_TLS_{name}") for name in names))
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Both roles of one process. Each end asks the other for its certificate; TLS 1.3 only, but for gRPC (1.2, too)."""
+    """TLS contexts of one process, for both roles. Both ends require certificates. TLS 1.3, or from 1.2 on in gRPC."""
 
     files: TlsFiles
     initiator: ssl.SSLContext
     target: ssl.SSLContext
     names_cluster: bool
-    """This process's certificate lists `CLUSTER_NAME`."""
+    """True if this process's certificate lists `CLUSTER_NAME`."""
 
     def grpc_server(self) -> grpc.ServerCredentials:
-        """Refuses clients without a certificate of the authority."""
+        """Returns server credentials that refuse clients without a certificate of the authority."""
         import grpc
 
         certificate, key, authority = self._pems()
@@ -108,7 +108,7 @@ class Certificates:
 
     @property
     def grpc_options(self) -> list[tuple[str, str]]:
-        """Of a channel: which name it expects of its peer, where that is not the address."""
+        """Channel options: the name that is expected of the peer, if it is not the address."""
         return [("grpc.ssl_target_name_override", CLUSTER_NAME)] if self.names_cluster else []
 
     def _pems(self) -> tuple[bytes, bytes, bytes]:
@@ -117,7 +117,7 @@ class Certificates:
 
 
 class _Socket(ssl.SSLSocket):
-    """Closed when the peer is gone before its handshake, which `wrap_socket` leaves to the garbage collector."""
+    """TLS socket that closes itself if the peer disconnects before the handshake; `wrap_socket` leaves that to GC."""
 
     def getpeername(self) -> Any:
         try:
@@ -128,7 +128,7 @@ class _Socket(ssl.SSLSocket):
 
 
 def load(files: TlsFiles) -> Certificates:
-    """Raises ConfigError for files that no peer could believe."""
+    """Loads the certificates and tests them. Raises ConfigError for files that peers would refuse."""
     for path in (files.certificate, files.key, files.authority):
         _require_readable(path)
     initiator = _context(ssl.PROTOCOL_TLS_CLIENT, files)
@@ -139,7 +139,7 @@ def load(files: TlsFiles) -> Certificates:
 
 
 def require_address(certificate: Mapping[str, Any] | None, peer_ip: str) -> None:
-    """`certificate`: as of `getpeercert`. Raises Unauthenticated where it lists IP addresses, and not this one."""
+    """Raises Unauthenticated if `certificate` (from `getpeercert`) lists IP addresses, but not `peer_ip`."""
     names = (certificate or {}).get("subjectAltName", ())
     listed = {ipaddress.ip_address(value) for kind, value in names if kind == "IP Address"}
     if listed and ipaddress.ip_address(peer_ip) not in listed:
@@ -149,7 +149,7 @@ def require_address(certificate: Mapping[str, Any] | None, peer_ip: str) -> None
 
 
 def translated(error: ssl.SSLError) -> MoonserveError:
-    """Unauthenticated where a certificate was refused, PeerLost for any other end of TLS."""
+    """Translates a TLS error to Unauthenticated if a certificate was refused, otherwise to PeerLost."""
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return Unauthenticated(f"the peer's TLS certificate is refused: {error.verify_message}")
@@ -159,7 +159,7 @@ def translated(error: ssl.SSLError) -> MoonserveError:
 
 
 def grpc_failure(details: str) -> MoonserveError | None:
-    """What gRPC's words about a connection that came to nothing mean where TLS is the reason; else None."""
+    """Translates gRPC's message about a failed connection if TLS is the reason; otherwise returns None."""
     if (refused := _REFUSED_BY_GRPC.search(details)) is not None:
         return Unauthenticated(f"the peer's TLS certificate is refused: {refused[1].strip()}")
     if "Hostname Verification Check failed" in details:
@@ -192,7 +192,7 @@ def _context(role: ssl._SSLMethod, files: TlsFiles) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate may be the authority
     if role is ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # connections live long: nothing is resumed
+        context.num_tickets = 0  # connections are long-lived, so sessions are never resumed
     try:
         context.load_verify_locations(files.authority)
     except ssl.SSLError as error:
@@ -212,13 +212,15 @@ def _refuse_password() -> str:
 
 
 def _rehearse(initiator: ssl.SSLContext, target: ssl.SSLContext, files: TlsFiles) -> dict[str, Any]:
-    """This process meets itself, in memory, as its peers will: what they would refuse shows here. Its certificate."""
+    """Runs a handshake of this process with itself in memory and returns its certificate.
+
+    Raises ConfigError for what its peers would refuse."""
     wires = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         initiator.wrap_bio(wires[0], wires[1]),
         target.wrap_bio(wires[1], wires[0], server_side=True),
     )
-    for end in (*ends, *ends):  # hello, its answer, and each one's proof
+    for end in (*ends, *ends):  # hello, its answer, and the proof of each end
         try:
             end.do_handshake()
         except ssl.SSLWantReadError:

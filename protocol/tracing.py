@@ -1,9 +1,9 @@
-"""Spans of one request in several processes, by OpenTelemetry; off unless a process is told where to send them.
+"""OpenTelemetry spans of requests across processes; off unless a process has a destination for them.
 
-A trace's context travels as a W3C `traceparent` in the cluster's own messages, and an empty one means: not traced. So
-processes decide nothing: who began the trace has, and without a context nothing here is called. Spans are made when
-they are over, from instants on the process's own monotonic clock; clocks of different hosts are never compared. Only
-`open_tracer` imports OpenTelemetry (extra `tracing`).
+A trace's context is a W3C `traceparent` in the cluster's messages; an empty one means that the request is not traced.
+The process that begins a trace decides whether it is sampled, and without a context the others make no spans. Except
+for a request's root, spans are made when they are over, from times on the process's own monotonic clock; clocks of
+different hosts are never compared. OpenTelemetry (extra `tracing`) is imported only if tracing is on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 Attribute = str | int | float | bool
 
-_EXPORT_TIMEOUT_S = 2.0  # a collector that is away must not hold up the end of a process
+_EXPORT_TIMEOUT_S = 2.0  # an unreachable collector must not delay the end of a process
 _BATCH_MS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracingConfig:
-    """Options of processes that a request passes through."""
+    """Tracing options of processes that handle requests."""
 
     otlp_traces_endpoint: str | None = option(
         None,
@@ -46,7 +46,7 @@ class TracingConfig:
     trace_sample_ratio: float = option(1.0, help="share of requests that are traced where clients do not say, 0 to 1")
 
     def check_tracing(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if the options are invalid."""
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
             raise ConfigError(f"--trace-sample-ratio {self.trace_sample_ratio} is not from 0 to 1")
         endpoint = self.otlp_traces_endpoint
@@ -55,15 +55,15 @@ class TracingConfig:
 
 
 class Root:
-    """The span of a whole request, under way."""
+    """Open span of a whole request."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self.traceparent = _traceparent(span)
-        """What its parts are given as `parent`, here and in other processes."""
+        """The `parent` of the request's parts, in this and in other processes."""
 
     def end(self, error: str | None, **attributes: Attribute) -> None:
-        """Now; `error`: why it failed."""
+        """Ends the span now. `error` is the reason if the request failed."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attributes(dict(attributes))
@@ -73,14 +73,15 @@ class Root:
 
 
 class Tracer:
-    """Makes spans, by OpenTelemetry's SDK. Without a provider it traces nothing, of those either whose clients ask."""
+    """Makes spans with OpenTelemetry's SDK. Without a provider it traces nothing, even if a client requests it."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._tracer = None if provider is None else provider.get_tracer("moonserve")
 
     def begin(self, name: str, incoming: str) -> Root | None:
-        """A request begins now. `incoming`: its client's traceparent, empty or malformed where it has none. None: it is
-        not traced."""
+        """Begins the span of a request now and returns it, or None if the request is not traced.
+
+        `incoming` is the client's traceparent; an empty or malformed one starts a new trace."""
         if self._tracer is None:
             return None
         from opentelemetry.trace import SpanKind
@@ -89,7 +90,7 @@ class Tracer:
         return Root(span) if span.is_recording() else None
 
     def span(self, name: str, parent: str, started_at: float, ended_at: float, **attributes: Attribute) -> str:
-        """A part that is over, between two monotonic instants. `parent`: a traceparent; gives the part's own."""
+        """Records a finished part between two monotonic times. `parent` is a traceparent; returns the part's own."""
         if self._tracer is None:
             return ""
         span = self._tracer.start_span(
@@ -101,7 +102,7 @@ class Tracer:
 
 @contextlib.contextmanager
 def tracing(config: TracingConfig, instance_id: str, role: str) -> Iterator[Tracer]:
-    """A tracer for as long as a process serves. Raises ConfigError."""
+    """Yields the tracer of a process and flushes it after the block. Raises ConfigError if tracing cannot be set up."""
     config.check_tracing()
     if config.otlp_traces_endpoint is None and config.trace_dir is None:
         yield Tracer()
@@ -152,7 +153,7 @@ def _exporters(config: TracingConfig, instance_id: str, stack: contextlib.ExitSt
 
 
 def _context(traceparent: str) -> Context:
-    """A fresh one for what is none."""
+    """Returns the context of a traceparent; an empty context if it is malformed."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -160,11 +161,11 @@ def _context(traceparent: str) -> Context:
 
 
 def _traceparent(span: Span) -> str:
-    """W3C Trace Context, version 00."""
+    """Returns the traceparent of a span (W3C Trace Context, version 00)."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def _wall_ns(at: float) -> int:
-    """Unix nanoseconds of a monotonic instant, by this process's clocks as they are now."""
+    """Converts a monotonic time to Unix nanoseconds by the current difference of this process's clocks."""
     return time.time_ns() - int((time.monotonic() - at) * 1e9)

@@ -1,7 +1,7 @@
-"""Between the frozen domain types and the generated protobuf messages.
+"""Conversion between the frozen domain types and the generated protobuf messages.
 
-`to_message` and `from_message` copy fields of equal names: what is nested as well, members of enumerations by their
-names, block keys and token ids packed. The functions below them say what goes another way.
+`to_message` and `from_message` copy fields of equal names. They also convert nested dataclasses, map enumeration
+members by name, and pack block keys and token ids. The functions below them handle the exceptions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Converter = Callable[[Any], Any]
 
 
 def to_message(message_type: type[M], value: Any, **others: Any) -> M:
-    """A message with what the dataclass `value` has in fields of the same names, None unset, and with `others`."""
+    """Builds a message from the equally named fields of the dataclass `value` and from `others`. None stays unset."""
     kinds: Any = message_type, type(value)
     for name, convert in _outward(*kinds):
         if name not in others:
@@ -50,10 +50,11 @@ def to_message(message_type: type[M], value: Any, **others: Any) -> M:
 
 
 def from_message(value_type: Callable[..., T], message: Message, **others: Any) -> T:
-    """A dataclass with what `message` has in fields of the same names, and with `others`. What is unset has the
-    dataclass's default, else None where that is allowed; so has 0 or nothing in a field that is never unset.
+    """Builds a dataclass from the equally named fields of `message` and from `others`.
 
-    Raises KeyError for an unspecified member of an enumeration, and what the dataclass and packed keys raise."""
+    An unset field gets the dataclass's default, else None if its type allows it. In a field without presence, 0 or an
+    empty value counts as unset only if that default is None. Raises KeyError for an unspecified enumeration member, and
+    any error of the dataclass or of unpacking keys."""
     kinds: Any = type(message), value_type
     for name, convert, default, is_never_unset in _inward(*kinds):
         if name in others:
@@ -77,7 +78,7 @@ def _outward(message_type: Any, value_type: Any) -> list[tuple[str, Converter | 
 
 @functools.cache
 def _inward(message_type: Any, value_type: Any) -> list[tuple[str, Converter | None, Any, bool]]:
-    """Name, converter, what an unset field means (_NONE: that which it holds), and whether it never is."""
+    """Returns (name, converter, value if unset, has no presence) of each field. _NONE = keep the field's value."""
     fields = message_type.DESCRIPTOR.fields_by_name
     return [
         (
@@ -92,7 +93,7 @@ def _inward(message_type: Any, value_type: Any) -> list[tuple[str, Converter | N
 
 
 def _kinds(value_type: Any) -> list[tuple[str, Any, Any]]:
-    """Of each field its name, its type without None, and its default, else None where that is allowed, else _NONE."""
+    """Returns (name, type without None, default) of each field. Without a default: None if allowed, else _NONE."""
     hints, found = typing.get_type_hints(value_type), []
     for field in dataclasses.fields(value_type):
         kind, default = hints[field.name], field.default
@@ -140,7 +141,7 @@ def _from_wire(kind: Any, field: Any) -> Converter | None:
 
 
 def _numbers(kind: type[E], on_wire: EnumDescriptor) -> dict[E, int]:
-    """ROLE_PREFILL is the member PREFILL: the first value is …UNSPECIFIED."""
+    """Maps members to wire values by name: PREFILL to ROLE_PREFILL. The prefix is that of the value …UNSPECIFIED."""
     prefix = on_wire.values[0].name.removesuffix("UNSPECIFIED")
     return {each: on_wire.values_by_name[prefix + each.name].number for each in kind}
 
@@ -158,7 +159,7 @@ def role_to_wire(role: Role) -> common_pb2.Role.ValueType:
 
 
 def role_from_wire(message: common_pb2.Role.ValueType) -> Role:
-    """Raises KeyError for an unspecified role."""
+    """Converts a role from its wire value. Raises KeyError for an unspecified role."""
     return _ROLES_BACK[message]
 
 
@@ -192,7 +193,7 @@ def submission_to_wire(request: Request, placement: Placement) -> worker_pb2.Sub
 
 
 def request_from_wire(message: worker_pb2.SubmitRequest | worker_pb2.CommitRequest) -> Request:
-    """The request in a submission or in a handoff (where token_ids ends with the token that prefill sampled)."""
+    """Returns the request of a submission or handoff. A handoff's token_ids ends with the token sampled by prefill."""
     return from_message(Request, message)
 
 
@@ -208,7 +209,7 @@ def token_to_wire(token: Token) -> worker_pb2.TokenEvent:
 
 
 def token_from_wire(message: worker_pb2.TokenEvent, *, with_logprobs: bool) -> Token:
-    """`with_logprobs`: whether the request asked for them, which the event itself does not tell."""
+    """Returns the token of an event. `with_logprobs` must be true if the request wants them; events do not say so."""
     return Token(
         request_id=RequestId(message.request_id),
         index=message.index,
@@ -236,7 +237,7 @@ def prompt_logprobs_to_wire(found: PromptLogprobs) -> worker_pb2.PromptLogprobs:
 
 
 def prompt_logprobs_from_wire(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
-    """Raises ValueError for arrays of other sizes than they say."""
+    """Returns the log-probabilities of a message. Raises ValueError if its arrays have inconsistent sizes."""
     logprobs = np.frombuffer(message.logprobs, FLOAT)
     shape = (len(logprobs), message.num_top)
     return PromptLogprobs(

@@ -1,6 +1,6 @@
-"""What Prometheus reads of a prefill or decode worker: its role, its queues, its blocks and its counters.
+"""Prometheus metrics of prefill and decode workers: role, queues, blocks and counters.
 
-Nothing is counted here but the waits for blocks: the figures are those that heartbeats and GetStatus tell.
+Only the waits for blocks are measured here. All other figures are those of heartbeats and GetStatus.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.ids import Role
 from protocol.pb import worker_pb2
 from protocol.scraping import LoopCollector
 
-# From a grant at once to a pool that stays full for as long as callers wait.
+# From an immediate grant to a pool that stays full for as long as callers wait.
 _ALLOCATION_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
@@ -28,7 +28,7 @@ _TIERS = {"device": "device_hit_blocks", "store": "store_hit_blocks"}
 
 
 def allocation_histogram() -> Histogram:
-    """How long landings wait for blocks; to be registered for as long as the worker has this role."""
+    """Returns a histogram of the waits of landings for blocks, to be registered while the worker has this role."""
     return Histogram(
         "moonserve_allocation_seconds",
         "From asking a decode worker for blocks to their grant.",
@@ -39,7 +39,7 @@ def allocation_histogram() -> Histogram:
 
 @contextlib.contextmanager
 def registered(registry: CollectorRegistry, *collectors: Collector) -> Iterator[None]:
-    """Scrapes see them within the block: a process that changes its role has others then."""
+    """Registers collectors within the block, because a process that changes its role has others then."""
     for collector in collectors:
         registry.register(collector)
     try:
@@ -52,7 +52,7 @@ def registered(registry: CollectorRegistry, *collectors: Collector) -> Iterator[
 def worker_collector(
     role: Role, status: Callable[[], worker_pb2.WorkerStatus], is_draining: Callable[[], bool]
 ) -> LoopCollector:
-    """To be registered for as long as the worker has this role; made in its event loop."""
+    """Returns a worker's collector, to be registered while it has this role. Must be called in its event loop."""
 
     def collect() -> Iterator[Metric]:
         now = status()

@@ -1,4 +1,4 @@
-"""Calls where microseconds count: the generated messages and servicers of gRPC over a connection of our own.
+"""Low-latency RPC: the messages and servicers that gRPC generates, over a simpler connection.
 
 Rare calls stay with gRPC (`protocol.rpc`), which costs several times as much per call.
 """

@@ -1,8 +1,8 @@
-"""Lean calls for asyncio: what the generated stubs need of a `grpc.aio.Channel`, over one connection.
+"""Asyncio channel for lean calls: the part of `grpc.aio.Channel` that generated stubs need, over one connection.
 
-Its rules: every call has a deadline and raises MoonserveErrors, so `Channels.call` has nothing to translate; a broken
-connection fails its calls with PeerLost, and the next call dials again. The token is proven once, in the handshake; the
-metadata that gRPC carries with each call is ignored.
+Every call has a deadline and raises MoonserveErrors, so `Channels.call` has nothing to translate. A broken connection
+fails its calls with PeerLost, and the next call dials again. The cluster token is proven once, in the handshake; the
+metadata that gRPC sends with each call is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.tls import GOODBYE_S, Certificates, translated
 
 
 class UnaryOnly:
-    """What lean channels lack of a `grpc.Channel`, for stubs of services that also have streams: calling one raises."""
+    """Stream methods for channels without streams, so that stubs can be built; calling a stream raises."""
 
     def unary_stream(self, path: str, *_of_grpc: object, **_more_of_grpc: object) -> Callable[..., NoReturn]:
         def refuse(*_: object, **__: object) -> NoReturn:
@@ -32,10 +32,10 @@ class UnaryOnly:
 
 
 class LeanChannel(UnaryOnly):
-    """Belongs to the event loop of its first call. `address`: `lean://host:port` or `lean+unix://name`."""
+    """Channel to one lean address (see `protocol.lean.sockets`). It belongs to the event loop of its first call."""
 
     def __init__(self, address: str, cluster_token: str, tls: Certificates | None = None) -> None:
-        """Raises InvalidRequest for what is no address, Incompatible where only one end speaks TLS."""
+        """Raises InvalidRequest if `address` is malformed, Incompatible if only one end uses TLS."""
         sockets.require_same_tls(address, tls)
         self._address = address
         self._tls = tls
@@ -59,9 +59,9 @@ class LeanChannel(UnaryOnly):
         return connection if connection is not None and connection.usable else None
 
     async def connect(self, give_up_at: float) -> Connection:
-        """The live connection, dialled if need be; all who wait for it share one attempt.
+        """Returns the live connection and dials if there is none. Concurrent callers share one attempt.
 
-        Raises PeerLost, Unauthenticated, Incompatible, or DeadlineExceeded.
+        Raises PeerLost, Unauthenticated, Incompatible or DeadlineExceeded.
         """
         try:
             async with asyncio.timeout_at(give_up_at):
@@ -70,7 +70,7 @@ class LeanChannel(UnaryOnly):
             raise DeadlineExceeded(f"{self._address} did not answer within the deadline") from error
 
     async def close(self, grace: float | None = None) -> None:
-        """Calls under way end with PeerLost, and so does every later one."""
+        """Closes the channel. Calls in flight and all later calls fail with PeerLost."""
         self._closed = True
         if self._dialling is not None:
             self._dialling.cancel()
@@ -89,12 +89,12 @@ class LeanChannel(UnaryOnly):
             self._dialling = asyncio.create_task(self._dial())
             self._dialling.add_done_callback(self._dialled)
         dialling = self._dialling
-        # Neither's cancellation is the other's. An attempt that takes longer than this call is there for the next one.
+        # `wait` keeps cancellations of call and attempt apart. An attempt that outlasts this call serves the next one.
         await asyncio.wait({dialling})
         if dialling.cancelled():
             raise PeerLost("the channel was closed")
         connection = dialling.result()
-        if not connection.usable:  # a call on it would wait for its deadline
+        if not connection.usable:  # a call on it would only end at its deadline
             raise PeerLost(f"{self._address} closed the connection at once")
         return connection
 
@@ -123,7 +123,7 @@ class LeanChannel(UnaryOnly):
         loop = asyncio.get_running_loop()
         family, target = self._target
         if isinstance(target, str):
-            # uvloop does not dial abstract names itself. Within a host nothing waits here but for a full backlog.
+            # uvloop cannot dial abstract names. Within a host, connecting does not block unless the backlog is full.
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
             try:
@@ -145,14 +145,14 @@ class LeanChannel(UnaryOnly):
 
 
 async def _discard(connection: Connection) -> None:
-    """Waits until a connection that came to nothing has let its socket go."""
+    """Closes a connection whose setup failed and waits until its socket is released."""
     if connection.opened:
         connection.close()
         await connection.gone.wait()
 
 
 class UnaryCall:
-    """One method of one channel, as a stub calls it."""
+    """Callable that a stub uses for one method of a channel."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class UnaryCall:
     async def __call__(
         self, request: Any, *, timeout: float, metadata: object = None, wait_for_ready: bool = False
     ) -> Any:
-        """`wait_for_ready`: of gRPC. A lean address is told by a process that serves."""
+        """Calls the method. gRPC's `wait_for_ready` is ignored: only processes that serve publish a lean address."""
         give_up_at = asyncio.get_running_loop().time() + timeout
         payload = self._serialize(request)
         connection = self._channel.live() or await self._channel.connect(give_up_at)
@@ -177,7 +177,7 @@ class UnaryCall:
 
 
 async def exchange(connection: Connection, path: str, payload: bytes, give_up_at: float) -> bytes:
-    """One call over a connection: the serialized reply. A caller that is cancelled cancels the handler."""
+    """Makes one call over a connection and returns the serialized reply. Cancellation also cancels the handler."""
     call_id, reply = connection.begin(path, payload, give_up_at)
     try:
         return await reply

@@ -1,8 +1,8 @@
-"""One connection as an asyncio client sees it: the handshake, then calls in any number at once.
+"""Client end of a lean connection in asyncio: the handshake, then any number of concurrent calls.
 
-Its rule: every call ends, with its reply, at its deadline or with the connection. A call that is alone is written at
-once; those that are made while others are under way are written together at the end of the loop's turn. Once broken it
-stays so. It does not know what calls mean.
+Every call ends with its reply, at its deadline or with the connection. A call is written at once if no other is in
+flight; otherwise the calls of one iteration of the event loop are written together. A broken connection stays broken.
+The module does not know what calls mean.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from protocol.lean.handshake import Initiator
 from protocol.timer import Timer
 from protocol.tls import IN_HANDSHAKE, require_address, translated
 
-# Deadlines that are as close as this are looked at together.
+# Deadlines this close together share one timer.
 _TICK_S = 0.002
-# What a peer that reads nothing may leave in our memory: two messages of any size.
+# Limit of unsent bytes for a peer that does not read: two messages of maximal size.
 _MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES
 
 
@@ -33,18 +33,18 @@ class _Call(NamedTuple):
 
 
 Messages = asyncio.Queue[bytes | MoonserveError | None]
-"""What has come of a stream. Its end is None or why it ended."""
+"""Received messages of a stream. The last entry is None, or the error that ended the stream."""
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, cluster_token: str) -> None:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        """Set when the handshake is over, with its failure if it failed."""
+        """Done when the handshake has ended; it carries the error of a failed one."""
         self.gone = asyncio.Event()
         self.opened = False
         self.usable = False
-        """Open, proven and not yet broken."""
+        """True from the end of a successful handshake until the connection breaks."""
         self._handshake = Initiator(cluster_token, secrets.token_bytes(handshake.NONCE_BYTES))
         self._arrived = bytearray()
         self._numbers: dict[str, int] = {}
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
         self._is_full = False
 
     def connection_lost(self, error: Exception | None) -> None:
-        if isinstance(error, ssl.SSLError):  # its answer to our certificate comes after our first bytes
+        if isinstance(error, ssl.SSLError):  # in TLS 1.3 a peer refuses our certificate only after our first bytes
             self._break(translated(error))
         in_tls = not self.usable and self._transport.get_extra_info("peercert") is not None
         how = IN_HANDSHAKE if in_tls else "broke"
@@ -96,13 +96,14 @@ class Connection(asyncio.Protocol):
         self._break(PeerLost("the channel was closed"))
 
     def offers(self, path: str) -> bool:
-        """Whether the peer serves this method."""
+        """Returns true if the peer serves this method."""
         return path in self._numbers
 
     def begin(self, path: str, payload: bytes, give_up_at: float) -> tuple[int, asyncio.Future[bytes]]:
-        """Sends a call and gives its id and the future of its reply.
+        """Sends a call and returns its id and the future of its reply.
 
-        Raises Incompatible (the peer has no such method), InvalidRequest (too large), Overloaded (it reads nothing).
+        Raises Incompatible if the peer has no such method, InvalidRequest if the message is too large, and Overloaded
+        if the peer does not read.
         """
         call_id = self._ask(path, payload, give_up_at - self._loop.time())
         reply: asyncio.Future[bytes] = self._loop.create_future()
@@ -112,7 +113,7 @@ class Connection(asyncio.Protocol):
         return call_id, reply
 
     def begin_stream(self, path: str, payload: bytes) -> tuple[int, Messages]:
-        """Sends a call without a time limit and gives its id and its messages. Raises as `begin`."""
+        """Sends a call of a stream, without a deadline, and returns its id and its messages. Raises like `begin`."""
         call_id = self._ask(path, payload, math.inf)
         messages = self._streams[call_id] = Messages()
         return call_id, messages
@@ -128,19 +129,19 @@ class Connection(asyncio.Protocol):
         return call_id
 
     def give_up(self, call_id: int) -> None:
-        """Nobody waits for this call any more; the peer is told."""
+        """Abandons a call and sends a cancellation to the peer. No-op if the call has ended."""
         call = self._calls.pop(call_id, None) or self._streams.pop(call_id, None)
         if call is not None and self.usable:
             self._write(frames.cancel(call_id))
 
     def _require_peer(self) -> None:
-        """Raises Unauthenticated for a certificate of another address."""
+        """Raises Unauthenticated if the peer's certificate is for another address."""
         certificate = self._transport.get_extra_info("peercert")
         if certificate is not None:
             require_address(certificate, self._transport.get_extra_info("peername")[0])
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """Gives what came behind the handshake."""
+        """Advances the handshake and returns the bytes that follow it."""
         self._arrived += data
         self._transport.write(handshake.advance(self._handshake, self._arrived))
         if self._handshake.needed:
@@ -175,7 +176,7 @@ class Connection(asyncio.Protocol):
             self._settle_stream(messages, reply)
             return
         call = self._calls.pop(reply.call_id, None)
-        if call is None or call.reply.done():  # given up meanwhile
+        if call is None or call.reply.done():  # abandoned
             return
         if reply.status == Status.OK:
             call.reply.set_result(reply.payload)
@@ -204,7 +205,7 @@ class Connection(asyncio.Protocol):
             self._ring_at(min(call.give_up_at for call in self._calls.values()))
 
     def _break(self, why: MoonserveError) -> None:
-        """Ends everything that waits for this connection; again has no effect."""
+        """Marks the connection as broken and fails everything that waits for it. Idempotent."""
         self.usable = False
         _fail(self.ready, why)
         calls, self._calls = self._calls, {}

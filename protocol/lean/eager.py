@@ -1,9 +1,9 @@
-"""Runs a coroutine at once, and makes it a Task's only if it really waits.
+"""Eager tasks for Python 3.11: runs a coroutine at once, and in a Task only if it waits.
 
-Most handlers decide without awaiting. A Task for each would cost them a turn of the event loop, a good part of what
-a call costs. Python 3.12 has eager tasks; this is the same for 3.11. Its rule: a coroutine cannot tell the difference.
-From its first line on it sees one current task, which is the one that goes on with it when it waits, so that
-`asyncio.timeout` and cancellation work. Knows nothing of calls.
+Most handlers finish without awaiting. A Task for each would cost an iteration of the event loop, a large part of the
+cost of a call. Python 3.12 has eager tasks of its own. A coroutine cannot tell the difference: from its first line on
+its current task is the one that continues it after the first wait, so that `asyncio.timeout` and cancellation work.
+The module does not know about calls.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class EagerStart:
-    """Belongs to the running event loop; `start` may only be called from a callback, not from within a task."""
+    """Starts coroutines eagerly in the running event loop. Call `start` from a callback only, never within a task."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._seat: _Seat[Any] = _Seat(self._loop)
 
     def start(self, body: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
-        """What `body` returns or raises, or, if it waits, the task that goes on with it."""
+        """Returns or raises the outcome of `body`, or returns the task that continues it if it waits."""
         seat = self._seat
         asyncio.tasks._enter_task(self._loop, seat.task)
         try:
@@ -34,7 +34,7 @@ class EagerStart:
             return value
         finally:
             asyncio.tasks._leave_task(self._loop, seat.task)
-            if seat.task.cancelling():  # it cancelled itself; that must not reach the next one
+            if seat.task.cancelling():  # the body cancelled itself; the next one must not inherit that
                 self._seat = _Seat(self._loop)
         self._seat = _Seat(self._loop)
         seat.take(body, first_wait)
@@ -46,9 +46,9 @@ class EagerStart:
 
 
 class _Seat(Coroutine[Any, Any, T], Generic[T]):
-    """What a task runs that stands ready for a coroutine: nothing at first, then the rest of that coroutine.
+    """Body of a prepared task: idle at first, then the rest of a coroutine that was started eagerly.
 
-    Coroutines that do not wait use one seat after the other, and with it one context.
+    Coroutines that do not wait use the same seat, and its context, one after the other.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,13 +56,13 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
         self._taken: asyncio.Future[None] = loop.create_future()
         self._body: Coroutine[Any, Any, T] | None = None
         self._first_wait: list[Any] = []
-        """What the coroutine waits for, until the task waits for it."""
+        """The future that the coroutine awaited first, until the task awaits it."""
         self.task: asyncio.Task[T] = loop.create_task(self, context=self.context)
 
     def take(self, body: Coroutine[Any, Any, T], first_wait: Any) -> None:
         self._body, self._first_wait = body, [first_wait]
-        # The mark of a future that is on its way from `await` to its task (asyncio.futures). Nobody else could await
-        # the same one until the task comes for it, so the mark is put back then.
+        # asyncio marks a future on its way from `await` to the task, and another coroutine cannot await a marked one.
+        # The mark is removed here and set again when the task fetches the future.
         if first_wait is not None:
             first_wait._asyncio_future_blocking = False
         if not self._taken.done():
@@ -78,7 +78,7 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
     def throw(self, error: Any, value: Any = None, traceback: Any = None) -> Any:
         if self._body is None:
             raise error
-        if self._first_wait:  # cancelled before the task came to wait for it: as `Task.cancel` does
+        if self._first_wait:  # cancelled before the task awaited the future: do what `Task.cancel` does
             wait = self._first_wait.pop()
             if wait is not None and wait.cancel():
                 return _marked(wait)
@@ -93,6 +93,6 @@ class _Seat(Coroutine[Any, Any, T], Generic[T]):
 
 
 def _marked(wait: Any) -> Any:
-    if wait is not None:  # a bare yield, as of `asyncio.sleep(0)`
+    if wait is not None:  # None is a bare yield, like that of `asyncio.sleep(0)`
         wait._asyncio_future_blocking = True
     return wait

@@ -1,12 +1,12 @@
-"""What travels on a lean connection after the handshake: frames, each with its length in front (little-endian).
+"""Frame format of lean connections after the handshake. All integers are little-endian.
 
 request  length u32 · call id u32 · method u32 · deadline in ms u32 · payload
 reply    length u32 · call id u32 · status u8 · payload
 
-The length counts what follows it. A method is its place in the list that the server named in the handshake; `CANCEL`
-in its stead ends the call of that id. A reply's payload is the reply message, or a `common.Failure`. A stream is any
-number of replies of status MORE, then one that ends the call. Its rule: a length that no frame has is refused before
-anything is kept for it. Knows no sockets and no messages.
+The length counts the bytes after itself. A method is its index in the server's list from the handshake; `CANCEL` in its
+place cancels the call with that id. A reply's payload is the reply message or a `common.Failure`. A stream is any
+number of replies with status MORE, then one that ends the call. An impossible length is refused before memory is
+allocated for it. The module knows no sockets and no messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from protocol.errors import InvalidRequest, PeerLost
 
-# One message must hold a prompt of a million tokens.
+# A message must be able to hold a prompt of a million tokens.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CANCEL = 0xFFFF_FFFF
 MAX_DEADLINE_MS = 0xFFFF_FFFF
@@ -30,7 +30,7 @@ REPLY = struct.Struct("<IIB")
 
 
 class MalformedFrame(PeerLost):
-    """What arrived is not a frame of this protocol; whoever sent it is no peer any more."""
+    """The received bytes are not a frame of this protocol. The connection is unusable."""
 
 
 class Status(IntEnum):
@@ -56,9 +56,9 @@ Frame = TypeVar("Frame", Request, Reply)
 
 
 def request(call_id: int, method: int, timeout_s: float, payload: bytes) -> bytes:
-    """Raises InvalidRequest for a payload above the limit."""
+    """Returns the frame of a call. Raises InvalidRequest if the payload is above the limit."""
     check_size(payload)
-    # Rounded up: the server must not give up before its caller.
+    # Rounded up, because the server must not time out before the caller.
     deadline_ms = int(min(max(1.0, timeout_s * 1000 + 1), MAX_DEADLINE_MS))
     length = REQUEST.size - LENGTH.size + len(payload)
     return REQUEST.pack(length, call_id, method, deadline_ms) + payload
@@ -69,7 +69,7 @@ def cancel(call_id: int) -> bytes:
 
 
 def reply(call_id: int, status: Status, payload: bytes) -> bytes:
-    """Raises InvalidRequest for a payload above the limit."""
+    """Returns the frame of a reply. Raises InvalidRequest if the payload is above the limit."""
     check_size(payload)
     return REPLY.pack(REPLY.size - LENGTH.size + len(payload), call_id, status) + payload
 
@@ -88,7 +88,7 @@ def reply_reader() -> FrameReader[Reply]:
 
 
 class FrameReader(Generic[Frame]):
-    """Cuts a stream of bytes into frames, wherever the stream was cut before."""
+    """Splits a byte stream that arrives in arbitrary chunks into frames."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class FrameReader(Generic[Frame]):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has come behind the last frame."""
+        """True if no bytes have arrived after the last complete frame."""
         return not self._rest
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes. Raises MalformedFrame; the stream is of no use after that."""
+        """Returns the frames that `data` completes. Raises MalformedFrame, after which the reader is unusable."""
         if not self._rest:
             found, consumed = self._cut(data)
             self._rest += data[consumed:]
@@ -116,7 +116,7 @@ class FrameReader(Generic[Frame]):
         return found
 
     def _cut(self, source: bytes | bytearray) -> tuple[list[Frame], int]:
-        """The whole frames at the beginning of `source`, and where they end."""
+        """Returns the complete frames at the start of `source`, and the offset of their end."""
         found: list[Frame] = []
         begin, header = 0, self._header
         while (end := self._end_of_frame(source, begin)) is not None:
@@ -126,7 +126,7 @@ class FrameReader(Generic[Frame]):
         return found, begin
 
     def _end_of_frame(self, source: bytes | bytearray, begin: int) -> int | None:
-        """None while it has not arrived completely."""
+        """Returns the offset of the end of the frame at `begin`, or None if the frame is incomplete."""
         if len(source) - begin < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(source, begin)
@@ -136,7 +136,7 @@ class FrameReader(Generic[Frame]):
 
 
 def check_length(length: int, header: struct.Struct) -> None:
-    """Raises MalformedFrame for a length that no frame with this header has."""
+    """Raises MalformedFrame if no frame with this header can have this length."""
     payload_bytes = length + LENGTH.size - header.size
     if not 0 <= payload_bytes <= MAX_MESSAGE_BYTES:
         raise MalformedFrame(f"a frame of {length} bytes cannot be")

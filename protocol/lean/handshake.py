@@ -1,11 +1,11 @@
-"""Both ends prove that they know the cluster token before anything else is read, and agree on the methods.
+"""Handshake of lean connections: both ends prove that they know the cluster token, and the server lists its methods.
 
 client → HELLO(version, nonce)     server → CHALLENGE(status, version, nonce)
 client → PROOF(hmac)               server → WELCOME(status, size of the method list, hmac), the method list
 
-Every proof is HMAC-SHA256 over a role, both nonces and, from the server, the method list, compared in constant time.
-Each end is fed whole messages of `needed` bytes and gives what is to be sent. Knows no sockets and no randomness. What
-follows the handshake is not signed: the network is the cluster's own, as it is for gRPC.
+A proof is an HMAC-SHA256 over a role, both nonces and, from the server, the method list. Proofs are compared in
+constant time. Each end takes complete messages of `needed` bytes and returns the bytes to send. The module knows no
+sockets and no randomness. Traffic after the handshake is not signed: the network is the cluster's own, as for gRPC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.lean.frames import MalformedFrame
 
 PROTOCOL_VERSION = 1
 NONCE_BYTES = 32
-# A hundred methods with long names; a stranger may not have more kept for it.
+# Enough for a hundred methods with long names. It bounds the memory for a peer that has not proven itself yet.
 MAX_METHOD_LIST_BYTES = 64 * 1024
 
 _MAGIC = b"MOONLEAN"
@@ -37,7 +37,7 @@ class Answer(IntEnum):
 
 
 def advance(handshake: Initiator | Responder, arrived: bytearray) -> bytes:
-    """Feeds the whole messages in `arrived`, takes them out of it and gives what is to be sent."""
+    """Processes the complete messages in `arrived`, removes them from it and returns the bytes to send."""
     answer = b""
     while 0 < handshake.needed <= len(arrived):
         message = bytes(arrived[: handshake.needed])
@@ -47,14 +47,15 @@ def advance(handshake: Initiator | Responder, arrived: bytearray) -> bytes:
 
 
 class Initiator:
-    """The client's end. `needed`: size of the next message from the other end, 0 once it is over. `receive` raises
-    Unauthenticated, Incompatible or MalformedFrame."""
+    """Client end of the handshake. `needed` is the size of the server's next message; 0 means that it is complete.
+
+    `receive` raises Unauthenticated, Incompatible or MalformedFrame."""
 
     def __init__(self, cluster_token: str, nonce: bytes) -> None:
         self.hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, nonce)
         self.needed = _CHALLENGE.size
         self.methods: tuple[str, ...] = ()
-        """What the server offers, in its numbering; known when `needed` is 0."""
+        """Methods of the server, in its numbering. Valid when `needed` is 0."""
         self._token = cluster_token.encode()
         self._nonces = nonce
         self._welcome = b""
@@ -92,7 +93,7 @@ class Initiator:
 
 
 class Responder:
-    """The server's end. It raises nothing: a refusal is sent, so that the client learns why, and kept in `refusal`."""
+    """Server end of the handshake. It does not raise: a refusal is sent to the client and kept in `refusal`."""
 
     def __init__(self, cluster_token: str, methods: Sequence[str], nonce: bytes) -> None:
         self.needed = _HELLO.size

@@ -1,9 +1,9 @@
-"""A channel to one `host:port`: calls travel over lean where the peer serves them so, all others over gRPC.
+"""Channel to one `host:port` that routes calls over lean if the peer serves them there, and over gRPC otherwise.
 
-A peer names its lean addresses in the metadata of each unary gRPC reply. So the first call to a peer travels over gRPC,
-and a lean connection is dialled in the background. No unary call waits for it; a stream, which lasts, does. While there
-is none, for instance after a restart of the peer, calls travel over gRPC, whose replies name the new addresses. A call
-fails with the same error classes over either transport.
+A peer names its lean addresses in the metadata of each unary gRPC reply. The first call to a peer therefore uses gRPC,
+and a lean connection is dialled in the background. Unary calls do not wait for it; streams do, because they last.
+Without a lean connection, for example after a restart of the peer, calls use gRPC, whose replies name the new
+addresses. A call fails with the same error classes over either transport.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ log = logging.getLogger(__name__)
 
 LEAN_HEADER = "x-moonserve-lean"
 DIAL_S = 30.0
-"""Limit of one attempt to dial. No call waits for it."""
+"""Limit of one attempt to dial."""
 STREAM_WAITS_S = 1.0
-"""For an attempt to dial; then a stream travels over gRPC, for as long as it lasts."""
+"""Time that a stream waits for an attempt to dial. After that it uses gRPC until its end."""
 RETRY_S = 1.0
-"""From the start of one attempt to dial to the next."""
-# A reply that comes with the deadline is as good as none: the caller's clock and its timers differ by milliseconds.
+"""Least time between the starts of two attempts to dial."""
+# A DeadlineExceeded this close to the deadline counts as the caller's own: its clock and timers differ by milliseconds.
 _AT_DEADLINE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class LeanAddresses:
-    """Where a server answers lean calls."""
+    """Addresses at which a server answers lean calls."""
 
     tcp: str
     unix: str
-    """For processes of the same host."""
+    """Address for processes on the same host."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For gRPC replies."""
+        """Returns the metadata for gRPC replies."""
         return ((LEAN_HEADER, f"{host_identity()} {self.unix} {self.tcp}"),)
 
 
 def lean_address(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The lean address that a process on this host should dial, if the reply's metadata name one."""
+    """Returns the lean address that this process should dial, or None if the reply's metadata name none."""
     for key, value in metadata:
         if key == LEAN_HEADER and isinstance(value, str) and value.count(" ") == 2:
             host, unix, tcp = value.split(" ")
@@ -60,7 +60,7 @@ def lean_address(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 class RoutedChannel:
-    """What generated stubs need of a `grpc.aio.Channel`. Belongs to one event loop."""
+    """The part of a `grpc.aio.Channel` that generated stubs need. It belongs to one event loop."""
 
     def __init__(self, grpc_channel: grpc.aio.Channel, cluster_token: str, tls: Certificates | None) -> None:
         self._grpc = grpc_channel
@@ -70,7 +70,7 @@ class RoutedChannel:
         self._dialling: asyncio.Task[None] | None = None
         self._dial_again_at = 0.0
         self._dial_failed = False
-        """The last attempt failed. Only the first of several failures in a row is logged at level INFO."""
+        """True if the last attempt failed. Only the first of several consecutive failures is logged at level INFO."""
         self._closed = False
         self.stream_unary = grpc_channel.stream_unary
         self.stream_stream = grpc_channel.stream_stream
@@ -103,13 +103,13 @@ class RoutedChannel:
         return call
 
     async def dialled_for(self, path: str) -> Connection | None:
-        """As `connection_for`, once an attempt to dial that is under way has ended."""
+        """Waits for a running attempt to dial, for at most STREAM_WAITS_S, then returns like `connection_for`."""
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=STREAM_WAITS_S)
         return self.connection_for(path)
 
     def connection_for(self, path: str) -> Connection | None:
-        """The lean connection, if there is one and the peer serves this method over it.
+        """Returns the lean connection, or None if there is none or the peer does not serve this method over it.
 
         Raises PeerLost after `close`.
         """
@@ -119,7 +119,7 @@ class RoutedChannel:
         return live if live is not None and live.offers(path) else None
 
     def learn(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Dials the lean address that a gRPC reply named, unless a connection stands or is being made."""
+        """Dials the lean address that a gRPC reply named, unless there is a connection or an attempt within RETRY_S."""
         is_connected = self._lean is not None and self._lean.live() is not None
         now = asyncio.get_running_loop().time()
         if self._closed or is_connected or self._dialling is not None or now < self._dial_again_at:
@@ -130,7 +130,7 @@ class RoutedChannel:
             self._dialling = asyncio.create_task(self._dial(address, now + DIAL_S))
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls under way with PeerLost, and an attempt to dial."""
+        """Closes both transports and cancels an attempt to dial. Calls in flight fail with PeerLost."""
         self._closed = True
         if self._dialling is not None:
             self._dialling.cancel()
@@ -152,14 +152,14 @@ class RoutedChannel:
             self._dialling = None
 
     async def _let_go(self) -> None:
-        """Closes the lean channel. Before a dial it has no calls under way: they ended when its connection broke."""
+        """Closes the lean channel. Before a dial it has no calls in flight: they ended when its connection broke."""
         lean, self._lean = self._lean, None
         if lean is not None:
             await lean.close()
 
 
 class RoutedStream:
-    """A stream that a stub was asked for: iterated once. Whoever stops before its end cancels it."""
+    """Server stream, to be iterated once. A caller that stops before the end must call `cancel`."""
 
     def __init__(
         self,
@@ -174,10 +174,10 @@ class RoutedStream:
         self._payload = payload
         self._deserialize = deserialize
         self._ask_grpc = ask_grpc
-        self._cancel: Callable[[], object] = lambda: None  # before it has begun
+        self._cancel: Callable[[], object] = lambda: None  # until the iteration starts
 
     def cancel(self) -> None:
-        """Ends the handler. No-op when the stream has ended."""
+        """Cancels the handler. No-op if the stream has ended."""
         self._cancel()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -195,13 +195,13 @@ class RoutedStream:
                 raise arrived
             try:
                 message = self._deserialize(arrived)
-            except DecodeError as error:  # as gRPC takes it
+            except DecodeError as error:  # over gRPC this is an error of the call, too
                 raise PeerLost(f"a malformed message: {error}") from error
             yield message
 
 
 class RoutedCall:
-    """One method, as a stub calls it."""
+    """Callable that a stub uses for one unary method."""
 
     def __init__(
         self,
@@ -233,6 +233,6 @@ class RoutedCall:
         try:
             return self._deserialize(await exchange(connection, self._path, payload, give_up_at))
         except DeadlineExceeded as error:
-            if loop.time() < give_up_at - _AT_DEADLINE_S:  # the handler's own word
+            if loop.time() < give_up_at - _AT_DEADLINE_S:  # raised by the handler
                 raise
             raise PeerLost(f"deadline_exceeded: {error.message}") from error

@@ -1,8 +1,8 @@
-"""One connection as the server sees it: the handshake, then calls in any number at once, answered as they finish.
+"""Server end of a lean connection: the handshake, then any number of concurrent calls, answered as they finish.
 
-Its rules: nothing is read as a call before the client has proved itself; every call that was read is answered or its
-connection ends; a handler that waits is cancelled at the call's deadline, by the client and when the connection ends.
-Replies that are ready in one turn of the loop are written together. It does not know who else is connected.
+No call is read before the client has proven itself. Every call that was read is answered, or its connection ends. A
+waiting handler is cancelled at the call's deadline, by the client, or when the connection ends. Replies that are ready
+in one iteration of the event loop are written together. The module does not know other connections.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ PROTO_PACKAGE = "moonserve"
 @dataclass(frozen=True, slots=True)
 class Method:
     path: str
-    """As generated stubs name it: /package.Service/Method."""
+    """Path in the form of generated stubs: /package.Service/Method."""
     deserialize: Callable[[bytes], Any]
     handler: Callable[[Any, Any], Coroutine[Any, Any, Any]] | Callable[[Any, Any], AsyncGenerator[Any, None]]
-    """Of a stream: a generator of its messages."""
+    """Coroutine function that returns the reply or, for a stream, function that returns a generator of messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Not a call: the connection goes over to somebody who speaks another protocol on it."""
+    """Path whose call transfers the connection to code that speaks another protocol on it."""
 
     path: str
     admit: Callable[[], None]
-    """Raises a MoonserveError when nobody is there to take it."""
+    """Raises a MoonserveError if the connection cannot be taken."""
     take: Callable[[socket.socket], None]
-    """Gets the socket, non-blocking, and with it all that follows the reply."""
+    """Receives ownership of the socket, which is non-blocking and continues after the reply."""
 
 
 def service_descriptor(name: str) -> ServiceDescriptor:
-    """The descriptor of a service whose generated module has been imported."""
+    """Returns the descriptor of a service. Its generated module must have been imported."""
     service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(f"{PROTO_PACKAGE}.{name}")
     return service
 
 
 def methods_of(service: ServiceDescriptor, servicer: object) -> Iterator[Method]:
-    """Leaves out what the servicer inherits from the generated base class, which implements nothing."""
+    """Yields the methods that the servicer implements; those of the generated base class are not coroutines."""
     for method in service.methods:
         handler = getattr(servicer, method.name)
         if inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler):
@@ -83,15 +83,16 @@ def methods_of(service: ServiceDescriptor, servicer: object) -> Iterator[Method]
 
 log = logging.getLogger(__name__)
 
-# Two round trips. A peer may stand still for seconds; strangers beyond a number are pushed out before that.
+# The handshake takes two round trips, but a peer may stall for seconds. Clients without a handshake beyond
+# `server.MAX_STRANGERS` are disconnected earlier.
 HANDSHAKE_S = 30.0
-# Calls of one client that wait at a time; each costs a task. Others are read and begun all the same, since what the
-# waiting ones wait for may be among them, and refused only if they would wait too.
+# Limit of waiting calls per client, each of which costs a task. Further calls are still read and started, since the
+# waiting ones may depend on them, and are refused only if they would wait as well.
 MAX_WAITING_CALLS = 8192
 
 
 class CallContext:
-    """What handlers may ask of a call: the part of gRPC's context that ours use."""
+    """Context of a call for its handler: the part of gRPC's context that the cluster's handlers use."""
 
     __slots__ = ("_give_up_at",)
 
@@ -99,7 +100,7 @@ class CallContext:
         self._give_up_at = give_up_at
 
     def time_remaining(self) -> float:
-        """Seconds until the caller gives up."""
+        """Returns the seconds until the call's deadline."""
         return self._give_up_at - time.monotonic()
 
 
@@ -109,7 +110,7 @@ class _Waiting:
     task: asyncio.Task[Any]
     timer: asyncio.TimerHandle
     is_late: bool = False
-    """Its deadline passed. Noted when the timer says so: a loop's clock may be behind its timers by a millisecond."""
+    """True if the deadline has passed. The timer sets it, because a loop's clock may be 1 ms behind its timers."""
 
 
 class ServedConnection(asyncio.Protocol):
@@ -128,19 +129,19 @@ class ServedConnection(asyncio.Protocol):
         paths = [method.path for method in methods]
         self._handshake: Responder | None = Responder(cluster_token, paths, nonce)
         self._arrived = bytearray()
-        """Bytes of the handshake."""
+        """Unprocessed bytes of the handshake."""
         self._reader = frames.request_reader()
         self._replies: list[bytes] = []
         self._flush_is_due = False
         self._waiting: dict[int, _Waiting] = {}
         self._client_reads = asyncio.Event()
-        """Streams stand still without it."""
+        """Cleared while the client does not read; streams then pause."""
         self._client_reads.set()
         self._finishing = False
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """The handlers that wait."""
+        """Tasks of the waiting handlers."""
         return [call.task for call in self._waiting.values()]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -162,7 +163,7 @@ class ServedConnection(asyncio.Protocol):
         self._flush()
 
     def pause_writing(self) -> None:
-        """A client that does not read its replies may not ask for more."""
+        """Stops reading requests, since a client that does not read its replies may not send more calls."""
         self._client_reads.clear()
         self._transport.pause_reading()
 
@@ -177,7 +178,7 @@ class ServedConnection(asyncio.Protocol):
         self._door.left(self)
 
     def finish(self) -> None:
-        """Takes no more calls, and closes once the present ones are answered."""
+        """Refuses new calls and closes the connection once the current ones are answered."""
         self._finishing = True
         if not self._waiting:
             self._transport.close()
@@ -186,7 +187,7 @@ class ServedConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _shake_hands(self, responder: Responder, data: bytes) -> bytes:
-        """Gives what came behind the handshake. Raises why the client was refused."""
+        """Advances the handshake and returns the bytes that follow it. Raises the error if the client is refused."""
         self._arrived += data
         self._transport.write(handshake.advance(responder, self._arrived))
         if responder.refusal is not None:
@@ -231,18 +232,18 @@ class ServedConnection(asyncio.Protocol):
             async for message in messages:
                 await self._client_reads.wait()
                 self._replies.append(frames.reply(call_id, Status.MORE, message.SerializeToString()))
-                self._flush()  # now, since only what is written tells that the client does not read
+                self._flush()  # at once, because only written bytes reveal that the client does not read
         return Empty()
 
     def _admit(self, request: Request) -> None:
-        """Raises why a call is not even begun; MalformedFrame when nothing more is read from this client."""
+        """Raises an error if the call must not start. MalformedFrame ends the connection."""
         if request.method >= len(self._methods) or request.call_id in self._waiting:
             raise MalformedFrame("a call of an unknown method, or with the id of another one")
         if self._finishing:
             raise PeerLost("the server is stopping")
 
     def _hand_over(self, request: Request, to: HandOver) -> None:
-        """The socket lives on as a duplicate; the transport lets its own go without a word to the client."""
+        """Hands a duplicate of the socket over. The transport drops its own without closing the connection."""
         if self._waiting or self._replies or not self._reader.is_empty:
             raise MalformedFrame("a connection is handed over before anything else is asked on it")
         to.admit()
@@ -251,15 +252,15 @@ class ServedConnection(asyncio.Protocol):
         self._transport.abort()
         sock.setblocking(False)
         try:
-            sock.send(frames.reply(request.call_id, Status.OK, b""))  # the first bytes since the handshake: they fit
-        except OSError:  # the client is gone
+            sock.send(frames.reply(request.call_id, Status.OK, b""))  # fits: first bytes since the handshake
+        except OSError:  # the client has disconnected
             sock.close()
             return
         to.take(sock)
 
     def _wait_for(self, request: Request, message: Any, task: asyncio.Task[Any]) -> None:
         if len(self._waiting) >= MAX_WAITING_CALLS:
-            task.cancel()  # as if the client had given up
+            task.cancel()
             raise Overloaded("too many calls of one client are waiting", retry_after_s=0.1)
         give_up_at = self._loop.time() + request.deadline_ms / 1000
         timer = self._loop.call_at(give_up_at, self._expire, request.call_id)
@@ -267,7 +268,7 @@ class ServedConnection(asyncio.Protocol):
         task.add_done_callback(partial(self._waited, request.call_id))
 
     def _expire(self, call_id: int) -> None:
-        call = self._waiting[call_id]  # its timer ends with it
+        call = self._waiting[call_id]  # present: a call's timer is cancelled when the call is removed
         call.is_late = True
         call.task.cancel()
 
@@ -284,13 +285,13 @@ class ServedConnection(asyncio.Protocol):
 
     def _cancel(self, call_id: int) -> None:
         call = self._waiting.get(call_id)
-        if call is not None:  # else it was answered while the client gave up
+        if call is not None:  # None: it was answered while the cancellation was in flight
             call.task.cancel()
 
     def _succeed(self, call_id: int, message: Any, reply: Any) -> None:
         try:
             self._replies.append(frames.reply(call_id, Status.OK, reply.SerializeToString()))
-        except Exception as error:  # a handler's mistake: no message, an incomplete or too large one
+        except Exception as error:  # the handler returned no message, an incomplete or a too large one
             self._fail(call_id, message, error)
 
     def _fail(self, call_id: int, message: Any, error: BaseException) -> None:

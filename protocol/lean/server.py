@@ -1,7 +1,7 @@
-"""A lean server: where it listens, who is connected, and how it ends. One connection's life is `served`.
+"""Lean server: its listening sockets, its set of connections and its shutdown. `served` handles one connection.
 
-Its rule: clients that have not proved themselves are few and short-lived, so that strangers cannot keep peers out.
-With TLS, whoever comes by TCP shows a certificate first; the Unix socket, which no packet leaves, has the token alone.
+Clients without a completed handshake are limited in number and time, so that strangers cannot block peers. With TLS,
+clients over TCP first show a certificate. The Unix socket, whose traffic stays on the host, requires only the token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from protocol.tls import GOODBYE_S, Certificates
 
 log = logging.getLogger(__name__)
 
-# A handshake takes milliseconds: this many peers at once are a cluster starting, more are not peers.
+# A handshake takes milliseconds. A starting cluster can have this many at once; more do not come from peers.
 MAX_STRANGERS = 256
-# Handlers that were cancelled end within this time; none of them blocks.
+# Cancelled handlers end within this time, because none of them blocks.
 _CANCELLED_S = 1.0
 
 
 class LeanServer:
-    """`add` what it serves, then `start` it; both in its event loop's thread."""
+    """Server for lean calls. `add` services first, then `start`; both in the event loop's thread."""
 
     def __init__(self, cluster_token: str, tls: Certificates | None = None) -> None:
         self._token = cluster_token
@@ -39,18 +39,18 @@ class LeanServer:
         self._deserted.set()
 
     def add(self, service: str, servicer: object) -> None:
-        """Serves the methods that `servicer` implements of a service, named as in its .proto file."""
+        """Serves the methods of `service` (its name in the .proto file) that `servicer` implements."""
         assert self._eager is None, "clients are told the methods when they connect"
         self._methods.extend(served.methods_of(served.service_descriptor(service), servicer))
 
     def add_hand_over(self, hand_over: HandOver) -> None:
-        """Clients may ask for it by its path."""
+        """Lets clients have their connection handed over by calling `hand_over.path`."""
         assert self._eager is None, "clients are told the methods when they connect"
         assert self._tls is None, "what is encrypted cannot be handed over"
         self._methods.append(hand_over)
 
     async def start(self, host: str, port: int = 0) -> tuple[str, str]:
-        """Listens, and returns the addresses for other hosts and for this one. Raises ConfigError: port taken."""
+        """Listens and returns the TCP and the Unix address. Raises ConfigError if the port is taken."""
         self._eager = EagerStart()
         scheme = sockets.TCP if self._tls is None else sockets.TLS
         tcp, tcp_address = sockets.listen_tcp(host, port, scheme)
@@ -60,7 +60,7 @@ class LeanServer:
         return tcp_address, unix_address
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls and ends running ones after `grace_s`."""
+        """Refuses new calls and cancels running ones after `grace_s`."""
         for listener in self._listeners:
             listener.close()
         for stranger in list(self._strangers):
@@ -99,7 +99,7 @@ class LeanServer:
         return ServedConnection(self._methods, self._token, self._eager, self)
 
     def entered(self, connection: ServedConnection) -> None:
-        """The oldest stranger makes room: a peer is through before that many others have come."""
+        """Registers a connection. Above the limit, the oldest without a handshake is closed: a peer's ends sooner."""
         self._strangers[connection] = None
         self._connections.add(connection)
         self._deserted.clear()

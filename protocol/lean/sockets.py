@@ -1,7 +1,7 @@
-"""Addresses of lean servers and the sockets behind them: `lean://host:port`, `lean+tls://host:port`, `lean+unix://name`.
+"""Addresses and sockets of lean servers: `lean://host:port`, `lean+tls://host:port`, `lean+unix://name`.
 
-The Unix names are abstract: private to a network namespace, gone with their process. They reach processes of the same
-host only, at two thirds of TCP's latency.
+Unix names are abstract: they are private to a network namespace and vanish with their process. They connect processes
+of the same host only, at two thirds of TCP's latency.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ TCP = "lean://"
 TLS = "lean+tls://"
 UNIX = "lean+unix://"
 _BACKLOG = 1024
-# A host that vanished is noticed within this time, with calls under way (user timeout) and without (keepalive); a
-# stopped process only at its callers' deadlines, since its kernel goes on answering.
+# A vanished host is detected within this time, with calls in flight (user timeout) and without (keepalive). A stopped
+# process is only detected at its callers' deadlines, since its kernel keeps answering.
 _VANISHED_S = 10
 _PROBES = 3
 
@@ -30,8 +30,7 @@ def is_lean(address: str) -> bool:
 
 
 def require_same_tls(address: str, tls: Certificates | None) -> None:
-    """An address says whether TLS is spoken there. Raises Incompatible where only one end has it; what stays within the
-    host has none."""
+    """Raises Incompatible if only one of `address` and this process uses TLS. Unix sockets never use it."""
     if address.startswith(TLS) and tls is None:
         raise Incompatible(
             f"{address} speaks TLS and this process does not: give it --tls-certificate, --tls-key and --tls-authority"
@@ -43,7 +42,7 @@ def require_same_tls(address: str, tls: Certificates | None) -> None:
 
 
 def parse(address: str) -> SocketAddress:
-    """Family and address as `connect` wants them. Raises InvalidRequest."""
+    """Returns the address family and the argument of `connect`. Raises InvalidRequest if the address is malformed."""
     if address.startswith(UNIX) and len(address) > len(UNIX):
         return socket.AF_UNIX, "\0" + address.removeprefix(UNIX)
     host, _, port = address.removeprefix(TCP).removeprefix(TLS).rpartition(":")
@@ -55,7 +54,7 @@ def parse(address: str) -> SocketAddress:
 
 
 def listen_tcp(host: str, port: int, scheme: str = TCP) -> tuple[socket.socket, str]:
-    """A listening socket and the address to publish. Raises ConfigError when the port is taken."""
+    """Returns a listening socket and its address to publish. Raises ConfigError if it cannot listen there."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG)
@@ -65,7 +64,7 @@ def listen_tcp(host: str, port: int, scheme: str = TCP) -> tuple[socket.socket, 
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """The same under a name that nobody can have taken before."""
+    """Returns a listening Unix socket with a new random name, and its address."""
     name = f"moonserve-lean-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + name)
@@ -74,10 +73,10 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def tune(sock: socket.socket) -> None:
-    """For low latency, and so that a vanished peer does not go unnoticed; does nothing to a Unix socket."""
+    """Sets options for low latency and the detection of vanished peers; no-op for a Unix socket."""
     if sock.family == socket.AF_UNIX:
         return
-    with suppress(OSError):  # the peer has hung up already, which the next read tells
+    with suppress(OSError):  # the peer has disconnected already; the next read reports it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_S // 2)

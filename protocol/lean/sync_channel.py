@@ -1,8 +1,8 @@
-"""Lean calls for threads: one call at a time on a connection, as many connections as there are calls at once.
+"""Lean channel for threads: one call at a time per connection, and one connection per concurrent call.
 
-A call is one send and one receive, without an event loop between. Its rules: a call has a deadline, which is the
-socket's own time limit; a connection on which anything went wrong is closed, which also tells the server to end the
-call; one that was idle is looked at before it is used again, so that a restarted server is not taken for a lost one.
+A call is one send and one receive, without an event loop. Its deadline is the timeout of the socket. A connection is
+closed after any error, which also makes the server cancel the call. An idle connection is checked before it is used
+again, so that a restarted server is not mistaken for a lost one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from protocol.lean.frames import Status
 from protocol.lean.sync_connection import SyncConnection, TlsConnection
 from protocol.tls import Certificates
 
-# A peer at work answers hot calls within this; being woken on another core costs a good part of it, and on a shared one
-# yielding the processor loses nothing (benchmarks/rpc.py). Several threads that spin would only take time from each
-# other and from the server.
+# A busy peer answers frequent calls within this time. Waking up on another core costs a large part of it, and on a
+# shared core yielding the processor loses nothing (benchmarks/rpc.py). With several calls in flight no thread spins,
+# because they would take time from each other and from the server.
 SPIN_S = 100e-6
 
 
 class SyncChannel(UnaryOnly):
-    """May be used by any number of threads at once. `close` it when none does any more.
+    """Channel to one lean address for any number of threads. Call `close` when no thread uses it any more.
 
-    `spin_s`: how long a call that is the only one looks for its reply before it goes to sleep.
+    `spin_s` is how long a call polls for its reply before it blocks, if no other call is in flight.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SyncChannel(UnaryOnly):
         *,
         spin_s: float = SPIN_S,
     ) -> None:
-        """Raises InvalidRequest for what is no address, Incompatible where only one end speaks TLS."""
+        """Raises InvalidRequest if `address` is malformed, Incompatible if only one end uses TLS."""
         sockets.require_same_tls(address, tls)
         self._tls = tls
         self._spin_s = spin_s
@@ -48,7 +48,7 @@ class SyncChannel(UnaryOnly):
         self._target = sockets.parse(address)
         self._address = address
         self._token = cluster_token
-        self._idle: deque[SyncConnection] = deque()  # its append and pop are atomic
+        self._idle: deque[SyncConnection] = deque()  # append and pop are atomic
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +63,7 @@ class SyncChannel(UnaryOnly):
         response_deserializer: Callable[[bytes], Any],
         **_of_grpc: object,
     ) -> Callable[..., Any]:
-        """For a generated stub's constructor; its methods are called with `timeout`."""
+        """Makes a method for the constructor of a generated stub. Callers must pass `timeout`."""
 
         def call(request: Any, *, timeout: float, metadata: object = None) -> Any:
             payload = request_serializer(request)
@@ -72,9 +72,9 @@ class SyncChannel(UnaryOnly):
         return call
 
     def call(self, path: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """The serialized reply to a serialized request.
+        """Sends a serialized request and returns the serialized reply.
 
-        Raises the MoonserveError that the handler raised, PeerLost, DeadlineExceeded, Unauthenticated, Incompatible or
+        Raises the MoonserveError of the handler, PeerLost, DeadlineExceeded, Unauthenticated, Incompatible or
         InvalidRequest.
         """
         give_up_at = time.monotonic() + timeout_s
@@ -83,7 +83,7 @@ class SyncChannel(UnaryOnly):
         spin_s = self._spin_s if len(self._in_use) == 1 else 0.0
         try:
             status, reply = connection.exchange(path, payload, timeout_s, give_up_at, spin_s)
-        except BaseException:  # what it would receive next may belong to this call
+        except BaseException:  # the next bytes on it may belong to this call
             connection.close()
             raise
         finally:
@@ -94,9 +94,9 @@ class SyncChannel(UnaryOnly):
         raise failure_from_bytes(reply)
 
     def hand_over(self, path: str, *, timeout_s: float) -> socket.socket:
-        """A connection of its own, handed over at the server to what `path` names; the caller's to close.
+        """Returns the socket of a new connection that the server has handed over to the owner of `path`.
 
-        Raises as `call`; Incompatible when the server knows no such path.
+        The caller must close it. Raises like `call`, and Incompatible if the server does not know the path.
         """
         give_up_at = time.monotonic() + timeout_s
         connection = self._dialled(give_up_at)
@@ -105,7 +105,7 @@ class SyncChannel(UnaryOnly):
             if status != Status.OK:
                 raise failure_from_bytes(reply)
             return connection.detached()
-        except BaseException:  # what it would receive next may belong to this call
+        except BaseException:  # the next bytes on it may belong to this call
             connection.close()
             raise
 
@@ -114,7 +114,7 @@ class SyncChannel(UnaryOnly):
             self._idle.pop().close()
 
     def _take(self, give_up_at: float) -> SyncConnection:
-        """The connection used last, since its memory is the warmest, or a new one."""
+        """Returns the most recently used idle connection, because its memory is in cache, or a new one."""
         while True:
             try:
                 connection = self._idle.pop()

@@ -1,6 +1,6 @@
-"""One connection of a thread that calls: a blocking socket whose time limits are the call's.
+"""Client end of a lean connection for threads: a blocking socket whose timeouts follow the call's deadline.
 
-Its rule: one call at a time; whoever sees anything go wrong closes it. It knows no other connections.
+It carries one call at a time, and the caller closes it after any error. It does not know other connections.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from protocol.lean.frames import MalformedFrame
 from protocol.lean.handshake import Initiator
 from protocol.tls import IN_HANDSHAKE, require_address, translated
 
-# Replies to hot calls are far smaller; a larger one costs another receive.
+# Replies to frequent calls are far smaller; a larger one costs another receive.
 _BUFFER_BYTES = 64 * 1024
 _TIMEVAL = struct.Struct("@ll")
 _NEARLY_ALL = 0.9
-"""Of a call's time."""
+"""Share of a call's timeout that must be left for the socket's timeout to stay unchanged (`_limit_call`)."""
 
 
 class SyncConnection:
-    """A blocking socket whose time limits are the call's."""
+    """Blocking connection that carries one call at a time."""
 
     def __init__(self, address: str, target: sockets.SocketAddress, token: str, give_up_at: float) -> None:
         self._address = address
@@ -42,27 +42,27 @@ class SyncConnection:
         try:
             self._limit(give_up_at)
             self._dial(token, give_up_at)
-        except BaseException:  # nobody has it yet who could close it
+        except BaseException:  # no caller can close it yet
             self.close()
             raise
         self._events = select.poll()
         self._events.register(self._sock, select.POLLIN)
 
     def is_quiet(self) -> bool:
-        """Nothing has arrived, not even its end."""
+        """Returns true if the socket has nothing to read, not even the end of the connection."""
         return not self._events.poll(0)
 
     def close(self) -> None:
         self._sock.close()
 
     def detached(self) -> socket.socket:
-        """The socket, which this connection has no more."""
+        """Returns the socket and detaches it from this connection."""
         return socket.socket(fileno=self._sock.detach())
 
     def exchange(
         self, path: str, payload: bytes, timeout_s: float, give_up_at: float, spin_s: float
     ) -> tuple[int, bytes]:
-        """Status and payload of the reply."""
+        """Makes a call and returns the status and payload of the reply."""
         number = self._numbers.get(path)
         if number is None:
             raise Incompatible(f"the peer has no method {path}")
@@ -82,7 +82,7 @@ class SyncConnection:
         return status, self._payload(frames.LENGTH.size + length, num_bytes, give_up_at)
 
     def _payload(self, frame_bytes: int, num_bytes: int, give_up_at: float) -> bytes:
-        """What follows the header in a frame of which the buffer holds the first `num_bytes`."""
+        """Returns the payload of a frame whose first `num_bytes` are in the buffer; receives the rest."""
         if num_bytes > frame_bytes:
             raise MalformedFrame("more than the reply")
         if num_bytes == frame_bytes:
@@ -95,7 +95,7 @@ class SyncConnection:
     def _dial(self, token: str, give_up_at: float) -> None:
         try:
             self._connect(give_up_at)
-        except BlockingIOError as error:  # how the kernel tells that the time limit is over
+        except BlockingIOError as error:  # the kernel reports an expired timeout this way
             raise self._too_late() from error
         except OSError as error:
             raise PeerLost(f"{self._address} cannot be reached: {error}") from error
@@ -112,7 +112,7 @@ class SyncConnection:
         sockets.tune(self._sock)
 
     def _send(self, data: bytes, give_up_at: float) -> None:
-        """Usually one call into the kernel; more when the peer reads slowly."""
+        """Sends all bytes: usually one system call, more if the peer reads slowly."""
         sent = self._send_some(data)
         while sent < len(data):
             self._limit(give_up_at)
@@ -140,7 +140,7 @@ class SyncConnection:
         return num_bytes
 
     def _spin(self, spin_s: float) -> int:
-        """What has arrived by then; 0 when there is nothing, or its end, which the next wait tells."""
+        """Polls for `spin_s` and returns the number of bytes received, or 0. The next receive reports an end."""
         give_up_at = time.perf_counter() + spin_s
         while time.perf_counter() < give_up_at:
             try:
@@ -152,25 +152,27 @@ class SyncConnection:
         return 0
 
     def _limit_call(self, timeout_s: float, give_up_at: float) -> None:
-        """What dialling and sending have left; where that is nearly all, all, which the socket mostly has already."""
+        """Sets the socket's timeout to the time left, or to `timeout_s` if nearly all of it is left.
+
+        The socket mostly has `timeout_s` already, which saves the system calls."""
         if give_up_at - time.monotonic() > timeout_s * _NEARLY_ALL:
             self._limit_to(timeout_s)
         else:
             self._limit(give_up_at)
 
     def _limit(self, give_up_at: float) -> None:
-        """Raises DeadlineExceeded when no time is left."""
+        """Sets the socket's timeout to the time left. Raises DeadlineExceeded if there is none."""
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
             raise self._too_late()
         self._limit_to(left_s)
 
     def _limit_to(self, limit_s: float) -> None:
-        """Callers mostly use one and the same limit, which the socket then has already."""
+        """Sets the socket's timeout. It is skipped if unchanged, since callers mostly use the same timeout."""
         if limit_s == self._limit_s:
             return
         self._limit_s = limit_s
-        # Zero would be no limit at all.
+        # Zero means no timeout.
         micros = max(1, int(limit_s * 1e6))
         limit = _TIMEVAL.pack(*divmod(micros, 1_000_000))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -180,7 +182,7 @@ class SyncConnection:
         return DeadlineExceeded(f"{self._address} did not reply within the call's deadline")
 
     def _failure(self, error: OSError) -> MoonserveError:
-        """The kernel tells by a BlockingIOError that the time limit is over."""
+        """Translates a socket error. The kernel reports an expired timeout as BlockingIOError."""
         return self._too_late() if isinstance(error, BlockingIOError) else self._lost(error)
 
     def _lost(self, why: OSError | str) -> MoonserveError:
@@ -188,7 +190,7 @@ class SyncConnection:
 
 
 class TlsConnection(SyncConnection):
-    """The same inside TLS, whose socket keeps time itself; it does not spin, and is handed over to nobody."""
+    """Blocking connection inside TLS. It uses Python's socket timeouts, does not spin and cannot be handed over."""
 
     def __init__(
         self,
@@ -227,10 +229,10 @@ class TlsConnection(SyncConnection):
         if self._tls is None:
             super()._limit_to(limit_s)
         else:
-            self._tls.settimeout(max(1e-6, limit_s))  # zero would be no waiting, and no timeout
+            self._tls.settimeout(max(1e-6, limit_s))  # zero means non-blocking
 
     def _failure(self, error: OSError) -> MoonserveError:
-        if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's ETIMEDOUT
+        if isinstance(error, TimeoutError) and error.errno is None:  # Python's timeout, not the kernel's ETIMEDOUT
             return self._too_late()
         return translated(error) if isinstance(error, ssl.SSLError) else self._lost(error)
 

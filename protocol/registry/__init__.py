@@ -1,1 +1,1 @@
-"""Membership of a cluster: one interface, kept in Redis or in one of the cluster's own processes."""
+"""Registry of a cluster's members, kept in Redis or in one of the cluster's own processes, behind one interface."""

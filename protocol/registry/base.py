@@ -1,8 +1,8 @@
-"""Who is there: the members of a cluster, each under a lease that it renews.
+"""Interface of the registry: the members of a cluster, each under a lease that it renews.
 
-Two implementations with one contract test: `redis` for clusters with a Redis server, embedded in one of the cluster's
-processes for those without. Membership is soft state. Losing the registry stops joins, not the data plane: whoever
-reads it keeps what it last knew.
+There are two implementations with one contract test: in Redis (`redis_registry`), and embedded in one of the cluster's
+processes for clusters without a Redis. Membership is soft state. Losing the registry stops joins, not the data plane,
+because readers keep what they last knew.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from protocol.errors import InvalidRequest, StaleLease
 from protocol.request import Endpoint
 
 TTL_S = 10.0
-"""Mooncake's client TTL: silence after which a member is gone."""
+"""Lease time after which a silent member is gone; Mooncake's client TTL."""
 RENEW_EVERY_S = 3.0
-"""Three tries within a TTL."""
+"""Interval of renewals: three tries within a TTL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process. `endpoint.epoch` is the registry's: it grows with every join under one id."""
+    """Process in the registry. The registry assigns `endpoint.epoch`, which grows with every join under one id."""
 
     endpoint: Endpoint
     role: str  # "store", "directory", …
-    owner: str  # who may take the id over at once: kept over restarts by whoever keeps state
+    owner: str  # token that may take the id over at once; processes that keep state keep it over restarts
     facts: Mapping[str, str] = field(default_factory=dict)  # for people and policies, e.g. capacity
 
     @property
@@ -36,38 +36,40 @@ class Member:
 
 
 class Superseded(StaleLease):
-    """A later epoch holds the id: whoever has this one must end rather than join again."""
+    """A later epoch holds the id. The process with the earlier epoch must end and not join again."""
 
     code = "superseded"
 
 
 class Registry(Protocol):
-    """All methods raise PeerLost when the registry cannot be reached within their deadline, Unauthenticated when it
+    """Registry of the cluster's members.
+
+    All methods raise PeerLost if the registry cannot be reached within their deadline, and Unauthenticated if it
     refuses the credentials."""
 
     async def join(self, member: Member, *, ttl_s: float = TTL_S) -> Member:
-        """Takes the id and gives the member with its epoch, above all that this id ever had.
+        """Takes the id and returns the member with its new epoch, which is above all earlier epochs of the id.
 
-        The epoch in `member` is the last one it knows of, or 0; the new one is above that too, also where the registry
-        has forgotten everything. Raises StaleLease when another owner holds the id; its message names who and for how
-        long yet, its `retry_after_s` says that for programs. Raises InvalidRequest for a malformed member.
+        The epoch in `member` is the last one that the member knows, or 0. The new epoch is also above it, even if the
+        registry has lost its memory. Raises StaleLease if another owner holds the id: its message names the holder and
+        the remaining time, which is also in `retry_after_s`. Raises InvalidRequest if the member is malformed.
         """
 
     async def renew(self, member: Member, *, ttl_s: float = TTL_S) -> None:
-        """Raises Superseded when a later epoch holds the id, StaleLease when the lease has ended or was forgotten."""
+        """Renews the lease. Raises Superseded if a later epoch holds the id, StaleLease if the lease has ended."""
 
     async def leave(self, member: Member) -> None:
-        """No-op when the lease has ended or belongs to a later epoch."""
+        """Ends the lease. No-op if it has ended or belongs to a later epoch."""
 
     async def members(self) -> list[Member]:
-        """Those whose lease has not ended, by id."""
+        """Returns the members whose lease has not ended, sorted by id."""
 
     def watch(self) -> AsyncIterator[list[Member]]:
-        """The members now, then again after each change; for ever, waiting while the registry cannot be reached, or
-        refuses credentials that it took before.
+        """Yields the members, now and after each change, without end. It waits while the registry cannot be reached or
+        refuses credentials that it accepted before.
 
-        Changes that follow each other closely may come as one. A registry that has lost its memory shows nobody until
-        its members have joined again; `protocol.registry.known` bridges that.
+        Changes in quick succession may be merged. A registry that has lost its memory yields no members until they have
+        joined again; `protocol.registry.known` bridges that time.
         """
 
     async def close(self) -> None: ...
@@ -75,14 +77,14 @@ class Registry(Protocol):
 
 MAX_ID_CHARS = 200
 MAX_FACTS_CHARS = 16 * 1024
-"""Every watcher receives every member's facts at each change."""
+"""Limit of a member's facts, since every watcher receives all facts at each change."""
 MAX_TTL_S = 24 * 3600.0
 MAX_EPOCH = 2**62
-"""Epochs start near the time in ns (2**61 is the year 2043) and travel as signed 64-bit numbers in Redis."""
+"""Epochs start near the time in ns (2**61 is the year 2043) and are signed 64-bit numbers in Redis."""
 
 
 def check_join(member: Member, ttl_s: float) -> None:
-    """Raises InvalidRequest for what no registry may keep."""
+    """Raises InvalidRequest if a registry must not accept this member or lease time."""
     _check_name("instance id", member.instance_id)
     _check_name("owner", member.owner)
     _check_name("role", member.role)

@@ -1,4 +1,4 @@
-"""From the text that an operator gives (`--registry`) to the Registry it means."""
+"""Creates the Registry that the operator's option `--registry` describes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ EMBEDDED_SCHEME = "moonserve"
 
 
 def connect(url: str, *, cluster_token: str, tls: Certificates | None = None) -> Registry:
-    """Reaches nothing yet, so that a process can start while its registry is away.
+    """Returns the Registry for `url`. It connects on first use, so that a process can start without its registry.
 
-    `host:port` or `moonserve://host:port` is the process that holds the embedded registry; the rest is Redis, whose
-    URL says itself whether it speaks TLS. Raises ConfigError, which never quotes a password.
+    `host:port` or `moonserve://host:port` is the process with the embedded registry. Other schemes are Redis, whose URL
+    determines whether it uses TLS. Raises ConfigError, which never quotes a password.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -23,7 +23,7 @@ def connect(url: str, *, cluster_token: str, tls: Certificates | None = None) ->
     if scheme == EMBEDDED_SCHEME:
         return RemoteRegistry(_address(rest), cluster_token, tls)
     if scheme in redis_address.SCHEMES:
-        # Its client takes a fifth of the time that a process needs for its imports, and few clusters have a Redis.
+        # Importing the Redis client takes a fifth of a process's import time, and few clusters use Redis.
         from protocol.registry.redis_registry import RedisRegistry
 
         return RedisRegistry(url)

@@ -1,7 +1,7 @@
-"""The registry that lives in one of the cluster's processes: the table, a clock and those who wait for changes.
+"""Registry inside one of the cluster's processes: the membership table, a clock and the waiting watchers.
 
-It forgets everything when its process ends; members notice by their next renewal and join again. Knows no network:
-`service` puts it on one.
+It forgets everything when its process ends. Members notice that at their next renewal and join again. The module does
+not know the network; `service` serves it over gRPC.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from protocol.timer import Timer
 
 
 class EmbeddedRegistry:
-    """A Registry for its own process. `clock` is monotonic; `wall_ns`, read once, starts the epochs above those of
-    earlier processes."""
+    """Registry for use within its process. `clock` is monotonic; `wall_ns` is read once, so that epochs start above
+    those of earlier processes."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class EmbeddedRegistry:
         self.leave_epoch(member.instance_id, member.endpoint.epoch)
 
     def renew_epoch(self, instance_id: str, epoch: int, ttl_s: float) -> None:
-        """`renew` for a caller that names the lease only."""
+        """Renews a lease that is given by id and epoch. Raises like `renew`."""
         try:
             self._table.renew(instance_id, epoch, ttl_s, self._clock())
         finally:
             self._settle()
 
     def leave_epoch(self, instance_id: str, epoch: int) -> None:
-        """`leave` for a caller that names the lease only."""
+        """Ends a lease that is given by id and epoch. No-op like `leave`."""
         self._table.leave(instance_id, epoch, self._clock())
         self._settle()
 
@@ -64,14 +64,14 @@ class EmbeddedRegistry:
             yield members
 
     def now(self) -> tuple[int, list[Member]]:
-        """The version of the membership, and the members."""
+        """Returns the version of the membership and the members."""
         members = self._table.members(self._clock())
-        version = self._table.version  # of these: a lease may end before it is looked at again
+        version = self._table.version  # read now: `_settle` may expire more leases
         self._settle()
         return version, members
 
     async def after(self, seen_version: int | None) -> tuple[int, list[Member]]:
-        """`now`, as soon as its version is another than `seen_version`."""
+        """Waits until the version differs from `seen_version` and returns the version and the members."""
         while True:
             changed = self._changed
             version, members = self.now()
@@ -86,7 +86,7 @@ class EmbeddedRegistry:
         self._timer.set(None)
 
     def _settle(self) -> None:
-        """Ends what is over, wakes the watchers if anything changed, and sets the timer for what ends next."""
+        """Expires leases, wakes the watchers if anything changed, and sets the timer for the next expiry."""
         self._table.expire(self._clock())
         self._timer.set(self._table.next_expiry_at)
         if self._shown_version != self._table.version:

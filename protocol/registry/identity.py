@@ -1,8 +1,8 @@
-"""Who a process is over its restarts: its id, and the owner's token that lets it take that id over at once.
+"""Persistent identity of a process: its id, and the owner token with which a restarted process takes it over at once.
 
-Kept in one file of the process's folder, which is its owner's. Rules: the file is never half written; two processes
-that create it at once get the same one; a folder that says another id than the operator is an error, since what else
-lies there belongs to that other id.
+It is kept in one file in the process's folder. The file is never partly written. Two processes that create it at the
+same time get the same identity. A folder with another id than the configured one is an error, because the other data
+in it belongs to that id.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ FILE_NAME = "identity.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """`owner` and `last_epoch` go into the member that joins."""
+    """Identity of a process. `owner` and `last_epoch` become part of the member that joins."""
 
     instance_id: str
     owner: str = field(default_factory=lambda: secrets.token_hex(16))
     last_epoch: int = 0
-    """The highest epoch that this process has had, so that the next is above it whatever the registry forgot."""
+    """Highest epoch that this process has had, so that the next is above it even if the registry lost its memory."""
     folder: Path | None = None
 
     def with_epoch(self, epoch: int) -> Identity:
-        """Remembered in the folder, if there is one. Blocks for a write to disk; raises OSError when that fails."""
+        """Returns the identity with this epoch and saves it in the folder, if there is one.
+
+        Blocks until it is on disk. Raises OSError if that fails."""
         later = dataclasses.replace(self, last_epoch=max(epoch, self.last_epoch))
         if self.folder is not None:
             with _written(later) as fresh:
@@ -43,9 +45,9 @@ class Identity:
 
 
 def load_or_create(folder: Path | None, wanted_id: str) -> Identity:
-    """The identity in `folder`, made there on first use; without a folder one that ends with the process.
+    """Returns the identity in `folder` and creates it on first use. Without a folder it lasts as long as the process.
 
-    Raises ConfigError when the folder says another id, cannot be used, or its file is damaged.
+    Raises ConfigError if the folder belongs to another id or cannot be used, or if its file is damaged.
     """
     if folder is None:
         return Identity(instance_id=wanted_id)
@@ -64,7 +66,7 @@ def load_or_create(folder: Path | None, wanted_id: str) -> Identity:
 def _create(folder: Path, wanted_id: str) -> Identity:
     folder.mkdir(parents=True, exist_ok=True)
     identity = Identity(instance_id=wanted_id, folder=folder)
-    # A link, unlike a rename, fails when another process was first; then that one's file counts.
+    # Unlike a rename, a link fails if another process was first. Then that process's file is used.
     with _written(identity) as fresh, contextlib.suppress(FileExistsError):
         os.link(fresh, folder / FILE_NAME)
     _sync_folder(folder)
@@ -92,7 +94,7 @@ def _load(folder: Path) -> Identity:
 
 @contextlib.contextmanager
 def _written(identity: Identity) -> Iterator[Path]:
-    """A file of its own with the identity, on disk, readable by its owner only; gone after the block."""
+    """Writes the identity to a temporary file on disk, readable by its owner only, and removes it after the block."""
     assert identity.folder is not None
     path = identity.folder / f".{FILE_NAME}.{secrets.token_hex(4)}"
     try:
@@ -108,7 +110,7 @@ def _written(identity: Identity) -> Iterator[Path]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The name is on disk too."""
+    """Flushes the folder, so that the name of the file is on disk too."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

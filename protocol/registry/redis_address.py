@@ -1,7 +1,6 @@
-"""Where a Redis is: its URL in parts. Pure; `redis_client` connects.
+"""Parser of Redis URLs. Pure; `redis_client` connects.
 
-Rule: a password never leaves this module's dataclass: not by `repr`, not in an error, not by quoting a URL that could
-not be understood.
+Passwords are never shown: not by `repr`, not in an error, and not by quoting a URL that cannot be parsed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """A server (one in `hosts`), a local socket (`path`), or the Sentinels that know where `service` is."""
+    """Address of a server (one entry in `hosts`), a local socket (`path`), or the Sentinels (`hosts`) of `service`."""
 
     hosts: tuple[tuple[str, int], ...] = ()
     path: str | None = None
@@ -40,7 +39,7 @@ class RedisAddress:
     options: Mapping[str, str] = field(default_factory=dict, repr=False)  # from the query
 
     def __str__(self) -> str:
-        """For people; without credentials."""
+        """Address for log lines, without credentials."""
         where = self.path or ",".join(f"{host}:{port}" for host, port in self.hosts)
         return f"{where} service {self.service}" if self.service else where
 
@@ -53,7 +52,7 @@ _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<p
 
 
 def parse(url: str) -> RedisAddress:
-    """Raises ConfigError that says what is wrong and which forms there are, without quoting what may be secret."""
+    """Parses a Redis URL. Raises ConfigError with the reason and the accepted forms, without quoting secrets."""
     found = _URL.fullmatch(url)
     if found is None or found["scheme"] not in SCHEMES:
         raise _bad("cannot be understood")
@@ -89,7 +88,7 @@ def parse(url: str) -> RedisAddress:
 
 
 def _host(text: str, default_port: int) -> tuple[str, int]:
-    """`host`, `host:port` or `[v6]:port`. What stands here may be the rest of a password, so it is not quoted."""
+    """Parses `host`, `host:port` or `[v6]:port`. Errors do not quote it, as it may be the rest of a password."""
     found = _HOST.fullmatch(text)
     port = default_port if found is None else int(found["port"] or default_port)
     if found is None or not 0 < port < 65536:

@@ -1,6 +1,6 @@
-"""redis-py's client for an address: directly, by a local socket, or through the Sentinels that know the server.
+"""Connections to Redis with redis-py: to a server, over a local socket, or through Sentinels.
 
-Rule: nothing waits for longer than the deadline of one call, whichever of the Sentinels are dead. Knows no command.
+Nothing waits longer than the deadline of one call, even if Sentinels are dead. The module does not know the commands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def connect(address: RedisAddress, deadline_s: float) -> Redis:
-    """Connects on first use. A connection that broke while idle is replaced once within a call."""
+    """Returns a client that connects on first use. A call replaces a connection that broke while idle once."""
     kwargs: dict[str, Any] = {
         **_timeouts(deadline_s),
         **_tls_files(address),
@@ -56,7 +56,7 @@ def connect(address: RedisAddress, deadline_s: float) -> Redis:
 
 
 async def close(client: Redis) -> None:
-    """Also the connections to the Sentinels, which redis-py leaves open."""
+    """Closes the client and the connections to the Sentinels, which redis-py leaves open."""
     pool = client.connection_pool
     await client.aclose()
     if isinstance(pool, SentinelConnectionPool):
@@ -64,7 +64,7 @@ async def close(client: Redis) -> None:
 
 
 async def bounded(call: Awaitable[T], deadline_s: float) -> T:
-    """The reply of one call. Raises PeerError (PeerLost after the deadline) and Unauthenticated."""
+    """Returns the reply of one call. Raises PeerError (PeerLost after the deadline) or Unauthenticated."""
     with cancellable(), translated():
         async with asyncio.timeout(deadline_s):
             return await call
@@ -73,7 +73,7 @@ async def bounded(call: Awaitable[T], deadline_s: float) -> T:
 def _by_sentinel(address: RedisAddress, service: str, deadline_s: float, kwargs: dict[str, Any]) -> Redis:
     tls: dict[str, Any] = {"ssl": True} if address.tls else {}
     sentinel_kwargs = {
-        # They are asked one after the other; time must be left for the server itself.
+        # Sentinels are queried one after the other, and time must be left for the server itself.
         **_timeouts(deadline_s / (len(address.hosts) + 1)),
         **_tls_files(address),
         **tls,
@@ -99,10 +99,10 @@ def _tls_files(address: RedisAddress) -> dict[str, str]:
 
 @contextlib.contextmanager
 def cancellable() -> Iterator[None]:
-    """Raises the cancellation that redis-py lost.
+    """Raises a cancellation that redis-py lost within the block.
 
-    It sends within `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the moment in which
-    the sending is done; a seat would then renew for ever.
+    redis-py sends within `asyncio.wait_for`, which before Python 3.12 drops a cancellation that arrives at the moment
+    in which the send completes. Without this, a `Seat` could renew forever.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -116,7 +116,7 @@ def cancellable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Errors of redis-py and of sockets as errors of the one tree. redis-py quotes addresses, never passwords."""
+    """Translates errors of redis-py and sockets to MoonserveErrors. redis-py quotes addresses, never passwords."""
     try:
         yield
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -125,7 +125,7 @@ def translated() -> Iterator[None]:
         raise PeerError(f"redis refuses: {error}") from error
     except TimeoutError as error:
         raise PeerLost("redis did not answer in time") from error
-    except MasterNotFoundError as error:  # its text lists every sentinel with all of its options
+    except MasterNotFoundError as error:  # its full text lists every Sentinel with all its options
         raise PeerLost(f"redis: {str(error).partition(' : ')[0]} by any sentinel") from error
     except (RedisError, OSError) as error:
         raise PeerLost(f"redis cannot be reached: {error}") from error

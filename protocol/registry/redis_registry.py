@@ -1,8 +1,8 @@
-"""The registry in Redis: what the scripts answer, as a Registry.
+"""Registry in Redis, by means of Lua scripts (`redis_scripts`).
 
-Leases end by the server's clock. A Redis that restarts empty has forgotten all members: `renew` raises StaleLease and
-they join again (`protocol.registry.seat`). Knows nothing of keyspace notifications, which servers have switched off by
-default: watchers hear of changes on a channel and look every `poll_s` besides, for leases that ended in silence.
+Leases end by the server's clock. After a Redis restarts empty, `renew` raises StaleLease and the members join again
+(`protocol.registry.seat`). Keyspace notifications are not used, since servers disable them by default. Watchers
+subscribe to a channel of changes and also poll every `poll_s` for leases that expired.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 PREFIX = "moonserve"
 DEADLINE_S = 2.0
-"""Less than RENEW_EVERY_S, so that one lost call does not cost two renewals."""
+"""Deadline of a call. It is below RENEW_EVERY_S, so that one lost call does not cost two renewals."""
 POLL_S = 2.0
-"""How late, after its lease's end, a watcher may hear of a silent member; small beside TTL_S."""
+"""Longest delay after which a watcher notices an expired lease; short compared to TTL_S."""
 RETRY_S = 0.5
 
 
 class RedisRegistry:
-    """A Registry. `url` as in `protocol.registry.redis_address`; `prefix` is one per cluster."""
+    """Registry in Redis. `protocol.registry.redis_address` describes `url`; each cluster has its own `prefix`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RedisRegistry:
                         await self._next(changes)
             except (PeerError, Unauthenticated) as error:
                 if seen is None and isinstance(error, Unauthenticated):
-                    raise  # but who has been told before outlives a password that was changed
+                    raise  # a watcher that has seen members keeps trying, e.g. after a change of password
                 if not away:
                     log.warning("watching the registry at %s again: %s", self._address, error)
                 away = True
@@ -114,7 +114,7 @@ class RedisRegistry:
 
     @contextlib.asynccontextmanager
     async def _changes(self) -> AsyncIterator[PubSub]:
-        """Subscribed before the first look, so that no change falls in between."""
+        """Subscribes to changes within the block. Callers read the members after that and so miss no change."""
         changes = self._client.pubsub()
         try:
             await self._bounded(changes.subscribe(self._key("changed")))
@@ -123,7 +123,7 @@ class RedisRegistry:
             await changes.aclose()  # type: ignore[no-untyped-call]  # redis-py
 
     async def _next(self, changes: PubSub) -> None:
-        """Returns after a change, or when it is time to look again."""
+        """Waits for a change, for at most `poll_s`."""
         with cancellable(), translated():
             await changes.get_message(timeout=self._poll_s)
 
@@ -146,7 +146,7 @@ def _to_json(member: Member) -> str:
 
 
 def _from_json(text: str) -> Member:
-    """Raises PeerError for what `_to_json` did not write; fields of later releases are ignored."""
+    """Parses a member. Raises PeerError if the text is malformed; fields of later releases are ignored."""
     try:
         entry: dict[str, Any] = json.loads(text)
         endpoint: dict[str, Any] = entry["endpoint"]

@@ -1,19 +1,19 @@
-"""The registry's Lua scripts: each is one atomic step of Redis.
+"""Lua scripts of the Redis registry. Each script is one atomic step of Redis.
 
 Keys, under a prefix per cluster:
-- `…:member:<id>` hash of `owner`, `epoch`, `member` (JSON); ends by itself (PX) when its lease does;
-- `…:members` set of the ids that may have a member, so that nothing ever scans the key space;
-- `…:epochs` hash of the last epoch of each id; never ends;
-- `…:changed` channel with a message after each change that a script makes. An expiry sends none.
+- `…:member:<id>` hash of `owner`, `epoch`, `member` (JSON); it expires with its lease (PX);
+- `…:members` set of the ids that may have a member, so that no script scans the key space;
+- `…:epochs` hash of the last epoch of each id; it never expires;
+- `…:changed` channel with a message after each change by a script. An expiry sends no message.
 
-Epochs stay strings of digits: Lua's numbers are doubles, exact up to 2**53 only.
+Epochs remain strings of digits, because Lua's numbers are doubles, exact up to 2**53 only.
 """
 
 from __future__ import annotations
 
 # KEYS: member, members, epochs, changed. ARGV: id, owner, last epoch known to the joiner, ttl in ms, JSON.
-# Gives {1, epoch} or {0, ms left, JSON of the holder}. The new epoch is above the id's last one, the joiner's, and the
-# time in ns: a server that lost its memory has only the latter two.
+# Returns {1, epoch} or {0, ms left, JSON of the holder}. The new epoch is above the id's last one, the joiner's, and
+# the time in ns. A server that lost its memory only has the joiner's epoch and the time.
 JOIN = """
 local function higher(a, b)
   if #a ~= #b then return #a > #b and a or b end
@@ -36,7 +36,7 @@ redis.call('PUBLISH', KEYS[4], ARGV[1])
 return {1, epoch}
 """
 
-# KEYS: member. ARGV: epoch, ttl in ms. Gives the holder's epoch; nil when there is none.
+# KEYS: member. ARGV: epoch, ttl in ms. Returns the holder's epoch; nil if there is none.
 RENEW = """
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if epoch == ARGV[1] then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
@@ -52,8 +52,8 @@ redis.call('PUBLISH', KEYS[3], ARGV[1])
 return 1
 """
 
-# KEYS: members, changed. ARGV: what member keys begin with. Gives epoch, JSON, epoch, JSON, …
-# Whoever finds first that a lease has ended tells the other watchers.
+# KEYS: members, changed. ARGV: prefix of the member keys. Returns epoch, JSON, epoch, JSON, …
+# The first caller that finds an expired lease notifies the other watchers.
 MEMBERS = """
 local found = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do

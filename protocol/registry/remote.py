@@ -1,4 +1,4 @@
-"""The embedded registry of another process, reached over gRPC."""
+"""Client of the embedded registry of another process, over gRPC."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from protocol.wire import from_message, to_message
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 2.0
-"""Less than RENEW_EVERY_S, so that one lost call does not cost two renewals."""
+"""Deadline of a call. It is below RENEW_EVERY_S, so that one lost call does not cost two renewals."""
 RETRY_S = 0.5
 
 
 class RemoteRegistry:
-    """A Registry served at `address` (host:port) by `protocol.registry.service`."""
+    """Registry that `protocol.registry.service` serves at `address` (host:port)."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""A process's place in its cluster: takes its id, keeps the lease alive, takes it again when the registry forgot it.
+"""Keeps a process's membership in the registry: joins, renews the lease, and joins again if the registry forgot it.
 
-Rules: a registry that cannot be reached ends nothing, it is only told once; another process's later epoch under the
-same id ends the seat, for two must not take the id from each other for ever; what the caller publishes carries the
-epoch of the last join. A join whose answer was lost may have been done, or be done yet, so each seat marks its joins
-and follows an epoch that turns out to be its own. Knows nothing of what the process does.
+An unreachable registry ends nothing; it is only logged, once. A later epoch of another process under the same id ends
+the seat, because two processes must not take the id from each other forever. A caller publishes the epoch of the last
+join. A join whose answer was lost may still be performed, so each seat marks its joins and adopts a later epoch that is
+its own. The module does not know what the process does.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MARGIN_S = 0.05
-"""After the instant at which another's lease ends: both sides round to milliseconds, and timers ring early."""
+"""Wait after the end of another owner's lease, since both sides round to milliseconds and timers may fire early."""
 
 LIFE_FACT = "life"
-"""Another in each seat, while the owner's token stays the same over restarts."""
+"""Name of the fact that differs between seats, while the owner token stays the same over restarts."""
 
 
 class Seat:
-    """`on_epoch` is called after each join, in the loop's thread, with the member as the registry has it.
+    """Membership of one process in the registry.
 
-    `before_rejoin` is awaited before a join of one that the registry had forgotten, with the time since the last word
-    from the registry, in seconds: until it returns others do not see this member again.
+    `on_epoch` is called after each join, in the loop's thread, with the member as the registry has it. `before_rejoin`
+    is awaited before the join of a forgotten member, with the seconds since the registry last confirmed it. Other
+    processes do not see the member again before it returns.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Seat:
     ) -> None:
         self._life = secrets.token_hex(8)
         self.member = dataclasses.replace(member, facts={**member.facts, LIFE_FACT: self._life})
-        """With the epoch of the last join."""
+        """The member, with the epoch of the last join."""
         self.joined = asyncio.Event()
         """Set by the first join, and never cleared."""
         self._registry = registry
@@ -68,11 +69,11 @@ class Seat:
         self._before_rejoin = before_rejoin
         self._held_at = asyncio.get_running_loop().time()
         self._away = False
-        self._forgotten = False  # the registry said so; only a join helps
+        self._forgotten = False  # the registry has no lease of this member; it must join again
 
     async def run(self) -> None:
-        """Joins and renews until cancelled. Raises StaleLease when the id belongs to another process for good, and
-        what else no repetition can help, such as Unauthenticated at the first join."""
+        """Joins and renews until cancelled. Raises StaleLease if the id belongs to another process for good, and other
+        errors that a retry cannot fix, such as Unauthenticated at the first join."""
         await self._take_first()
         while True:
             await asyncio.sleep(self._renew_every_s)
@@ -80,11 +81,11 @@ class Seat:
 
     @property
     def silence_s(self) -> float:
-        """Since the registry last confirmed the membership, or since the start."""
+        """Seconds since the registry last confirmed the membership, or since the start."""
         return asyncio.get_running_loop().time() - self._held_at
 
     async def leave(self) -> None:
-        """Says good-bye, best effort: the lease would end the membership anyway. Not while `run` runs."""
+        """Leaves the registry, best effort: otherwise the lease ends the membership. Must not overlap with `run`."""
         if not self.joined.is_set():
             return
         try:
@@ -93,7 +94,7 @@ class Seat:
             log.info("left without a word: %s", error)
 
     async def _take_first(self) -> None:
-        """Another owner may be this process's own last life: its lease is waited for once."""
+        """Joins, and waits once for another owner's lease, which may be that of this process before its restart."""
         try:
             await self._persist(self._take)
             return
@@ -141,7 +142,7 @@ class Seat:
         self._held_at = asked_at
 
     async def _follow(self, error: Superseded) -> None:
-        """Takes up the later epoch if a join of this seat's own, given up as lost, was done after all."""
+        """Adopts the later epoch if it is from a join of this seat whose answer was lost; else raises StaleLease."""
         for member in await self._registry.members():
             ours = member.instance_id == self.member.instance_id
             if ours and member.facts.get(LIFE_FACT) == self._life:
@@ -158,7 +159,7 @@ class Seat:
             self._on_epoch(member)
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats `call` until the registry answers."""
+        """Repeats `call` until it succeeds or raises an error that a retry cannot fix."""
         while True:
             try:
                 result = await call()
@@ -176,7 +177,7 @@ class Seat:
             return result
 
     def _is_final(self, error: MoonserveError) -> bool:
-        """No repetition can help. A process that serves already outlives a password that was changed."""
+        """Returns true if a retry cannot help. A process that has joined keeps trying after a change of password."""
         if isinstance(error, Unauthenticated):
             return not self.joined.is_set()
         return isinstance(error, StaleLease | InvalidRequest | Incompatible | ConfigError)
@@ -190,12 +191,12 @@ class Seat:
 
 @contextlib.asynccontextmanager
 async def seated(seat: Seat) -> AsyncIterator[asyncio.Task[None]]:
-    """Keeps the seat while the block lasts, then leaves. The task ends, with the reason, when the seat is lost."""
+    """Keeps the seat within the block and leaves after it. The yielded task ends with an error if the seat is lost."""
     async with running(seat.run()) as task:
         try:
             yield task
         finally:
-            # Not while a renewal is under way: a join that came after would take the seat again.
+            # Leave only after the task has ended: a later join of the task would take the seat again.
             task.cancel()
             await asyncio.wait({task})
             await seat.leave()

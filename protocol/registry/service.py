@@ -1,4 +1,4 @@
-"""The embedded registry as a gRPC service of the process that holds it."""
+"""gRPC service of the embedded registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RegistryService(registry_pb2_grpc.RegistryServicer):
-    """Each call is answered without awaiting, except `Watch`."""
+    """gRPC service `Registry`. All calls except `Watch` are answered without awaiting."""
 
     def __init__(self, registry: EmbeddedRegistry) -> None:
         self._registry = registry
