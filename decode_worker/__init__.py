@@ -1,5 +1,5 @@
-"""The decode phase: landing of prompts' KV, continuous batching, token streams.
+"""The decode phase: receives prompts' KV cache, runs continuous batching and streams tokens.
 
-Reserve → receive → commit → batch → stream. `state` decides, purely; `service` does the I/O. Does not know the
-conductor, HTTP or text, and imports no torch: the engine is its only way to a tensor.
+A request passes through: reserve → receive → commit → batch → stream. `state` decides without I/O; `service` does the
+I/O. The package does not know the conductor, HTTP or text, and imports no torch: only the engine handles tensors.
 """

@@ -1,4 +1,4 @@
-"""`python -m decode_worker`."""
+"""Command-line entry of a decode worker: `python -m decode_worker`."""
 
 import sys
 from functools import partial

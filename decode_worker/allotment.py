@@ -1,12 +1,12 @@
-"""`Allotment`: who is let in to the pool and who gives way, as a policy of `engine.lookahead` says.
+"""Admission to the block pool and choice of preemption victims, by a policy of `engine.lookahead`.
 
-The policy's books are made of what the worker has: everybody who holds blocks or was promised some (sequences, landings
-and whatever else a state names) over one `BlockPool`, where tables share the blocks of equal prefixes.
+The policy sees every request that holds blocks or was promised some (sequences, leases and whatever else the state
+names) over one `BlockPool`, in which block tables share the blocks of equal prefixes.
 
-Its rule: a look at the policy costs as much as a small model's step, so a request that was refused is refused again,
-unseen, until something may have changed: any event but a step's end, the end of a sequence, a block's worth of steps.
-Without any holder whoever fits is let in; otherwise requests of priority 0 and above leave the pool's reserve free.
-Owns no blocks; does not know leases, phases or time.
+Its rule: evaluating the policy costs as much as a small model's step. So a refused request is refused again without
+evaluation until something may have changed: any event but a step's end, the end of a sequence, or `block_size` steps.
+While nothing holds blocks, any request that fits is admitted. Otherwise requests of priority 0 and above leave the
+pool's reserve free. Owns no blocks; does not know leases, phases or time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from protocol.keys import BlockKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """A request that is not running here yet, as policies see it (`Growing`)."""
+    """A request that does not run here yet, as policies see it (implements `Growing`)."""
 
     request_id: RequestId
     tenant: str
     num_prompt_tokens: int
     max_tokens: int
-    num_tokens: int  # the one that is computed next included
+    num_tokens: int  # including the token that is computed next
     rank: tuple[int, int] = (0, 0)
 
 
 class Allotment:
-    """Takes blocks from the pool for those who are let in. `claims`: everybody who has some, now."""
+    """Takes blocks from the pool for admitted requests. `claims` returns all current holders; the owner sets it."""
 
     def __init__(self, pool: BlockPool, block_size: int, policy: Policy | None = None) -> None:
         self.claims: Callable[[], Iterable[Holder]] = lambda: ()
@@ -41,10 +41,10 @@ class Allotment:
         self._block_size = block_size
         self._policy: Policy = policy or OnDemand()
         self._refused: set[RequestId] = set()  # since the last change
-        self._num_steps = 0  # likewise
+        self._num_steps = 0  # since the last change
 
     def changed(self) -> None:
-        """Somebody may be let in who was not."""
+        """Forgets earlier refusals, since a refused request may fit now."""
         self._refused.clear()
         self._num_steps = 0
 
@@ -56,12 +56,12 @@ class Allotment:
     def take(
         self, request: Growing, keys: Sequence[BlockKey], num_blocks: int
     ) -> tuple[list[BlockId], list[BlockId]] | None:
-        """References to `num_blocks` blocks: those that hold its leading keys, and fresh ones. None and no change:
-        it has to wait."""
+        """Takes references to `num_blocks` blocks and returns (cached blocks that hold the leading keys, fresh blocks).
+        Returns None, and takes nothing, if the request has to wait."""
         if request.request_id in self._refused:
             return None
         found = self._pool.match_prefix(keys)
-        self._pool.retain(found)  # before allocate, which might evict them
+        self._pool.retain(found)  # before `allocate`, which might evict them
         books = Books(self._pool, self._block_size, self.claims())
         books.finds(request, found)
         leaves = request.rank[0] >= 0 and bool(books.holders)
@@ -80,11 +80,11 @@ class Allotment:
         return found, fresh
 
     def victim(self, needy: Growing, claims: Iterable[Holder]) -> RequestId:
-        """Who of these gives its blocks up so that `needy` goes on; perhaps itself, and never the best-ranked one
-        unless it is the only one."""
+        """Returns the request among `claims` that gives up its blocks so that `needy` can go on. This may be `needy`
+        itself. It is never the best-ranked request unless that is the only one."""
         own = [
             each._replace(blocks=[b for b in each.blocks if self._pool.references_of(b) == 1]) for each in claims
-        ]  # what others have, too, does not come free
+        ]  # a preemption does not free shared blocks
         books = Books(self._pool, self._block_size, own)
         return self._policy.victim(needy, books).request.request_id
 
@@ -93,7 +93,8 @@ class Allotment:
         self.changed()
 
     def ended(self, request: Growing, *, stopped: bool | None) -> None:
-        """It generated its last token, or was `stopped` by its limit; None: by somebody's will."""
+        """Reports a finished request. `stopped`: True if it reached its token limit, False if it generated its last
+        token, None if it was ended from outside."""
         self._policy.ended(request, stopped=stopped)
         self.changed()
 

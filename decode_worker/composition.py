@@ -1,7 +1,8 @@
-"""Which of the running sequences a step computes, and how many tokens of each; and the steps that are under way.
+"""Composition of steps: which running sequences a step computes, how many tokens of each, and the steps in flight.
 
-Decoding sequences come first, one token each; what is left of the budgets goes to those with more to compute, by rank.
-Where steps have a budget of time, it is held to how long steps really take lately. Gives and takes no blocks.
+Decoding sequences come first, with one token each. The rest of the budgets goes to sequences with more tokens to
+compute, by rank. A time budget is corrected by the ratio of recent step times to predicted ones. `Composition` neither
+allocates nor frees blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from decode_worker.sequence import Sequence, SequencePhase, rank_of
 from engine.batch import MAX_SCORED_TOKENS, Slice
 from engine.block_pool import BlockPool
 
-# A dozen steps that agree move `Pace` two thirds of the way. Steps are tenths of a second, changes of load seconds.
+# A dozen steps that agree move `Pace` two thirds of the way. Steps take tenths of a second; load changes in seconds.
 WEIGHT = 0.1
 MOST_LOG = math.log(4.0)
 
@@ -26,7 +27,7 @@ Planned = list[tuple[Sequence, Slice]]
 
 @dataclass(frozen=True, slots=True)
 class StepUnderWay:
-    """Its members may have ended meanwhile."""
+    """A step in flight. Sequences of its batch may have ended since it began."""
 
     batch: tuple[Sequence, ...]
     slices: tuple[Slice, ...]
@@ -34,12 +35,12 @@ class StepUnderWay:
 
 
 class StepsUnderWay:
-    """Steps that the engine has been given and that have not ended: one, or two where the second continues the first.
+    """The steps that the engine has received and not finished: one, or two if the second continues the first.
 
-    A step that runs ahead takes no decision: it has the sequences of the one before it, each one token further on, but
-    for those that certainly end, and newcomers that have all their KV. Where anybody needs more than a free block for
-    that, or more than one token computed, nothing begins before the step under way has ended. So nobody loses blocks
-    that a step uses. A sequence that turns out to have ended is computed once too often, which has no effect.
+    A step that runs ahead makes no decisions. It has the sequences of the step before it, each one token further,
+    without those that are certain to end, and new sequences that have all their KV. If a sequence needs more than a
+    free block, or more than one token computed, no step begins before the one in flight has ended. So no sequence loses
+    blocks that a step uses. A sequence that turns out to have ended is computed once more, which has no effect.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class StepsUnderWay:
         return len(self._steps)
 
     def begin(self, planned: Planned, now: float) -> list[Slice]:
-        """Nothing begins where nothing is planned."""
+        """Records a step of the planned slices and returns them. Does nothing if the plan is empty."""
         if planned:
             batch, slices = zip(*planned, strict=True)
             self._steps.append(StepUnderWay(batch, slices, now))
@@ -59,16 +60,17 @@ class StepsUnderWay:
         return self._steps.popleft()
 
     def use(self, sequence: Sequence) -> bool:
-        """Whether one of them computes some of it."""
+        """Returns True if a step in flight computes tokens of the sequence."""
         return any(sequence in step.batch for step in self._steps)
 
     def ended(self) -> list[Sequence]:
-        """Sequences that ended while a step uses their blocks, each once."""
+        """Returns the ended sequences whose blocks a step in flight still uses, each once."""
         members = dict.fromkeys(each for step in self._steps for each in step.batch)
         return [each for each in members if each.phase is SequencePhase.ENDED]
 
     def ahead(self, running: Iterable[Sequence], limits: Limits, pool: BlockPool) -> Planned:
-        """What can be computed behind the only step, before its tokens are known; blocks are allocated for it."""
+        """Plans the step after the only step in flight, before its tokens are known, and allocates blocks for it.
+        Returns an empty plan if no step can run ahead."""
         (step,) = self._steps
         if not all(piece.samples for piece in step.slices):
             return []
@@ -84,7 +86,8 @@ class StepsUnderWay:
 
 
 def _have_room(planned: Planned, block_size: int, pool: BlockPool) -> bool:
-    """Blocks for all, best rank first; who got one keeps it."""
+    """Allocates the missing block of each sequence, best rank first. Returns False if the pool runs out; sequences
+    keep the blocks that they have received by then."""
     for sequence, piece in sorted(planned, key=_rank):
         if piece.end > len(sequence.block_table) * block_size:
             block = pool.allocate(1)
@@ -99,11 +102,11 @@ def _rank(planned: tuple[Sequence, Slice]) -> tuple[int, int]:
 
 
 class Pace:
-    """How many times as long this worker's steps take as its profiles say, lately.
+    """Ratio of this worker's recent step times to the times that its profiles predict.
 
-    Profiles are measured at the start, when nobody else computes on the host. The factor follows the logarithm of
-    actual ÷ predicted, bounded per step, so that one stall moves it little; it is never below 1, since steps that are
-    shorter than predicted promise nothing.
+    Profiles are measured at the start, when the host runs nothing else. The factor follows the logarithm of
+    actual ÷ predicted. Each step's change is bounded, so that one stall moves the factor little. The factor is never
+    below 1, since steps that are shorter than predicted promise nothing for later steps.
     """
 
     __slots__ = ("_log",)
@@ -113,11 +116,11 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """At least 1."""
+        """The current ratio, at least 1."""
         return math.exp(max(self._log, 0.0))
 
     def observe(self, predicted_s: float, actual_s: float) -> None:
-        """A step took `actual_s`. Impossible figures are ignored."""
+        """Records the duration of a step. Ignores values that are not finite or have the wrong sign."""
         if not (0.0 < predicted_s < math.inf and 0.0 <= actual_s < math.inf):
             return
         found = math.log(max(actual_s / predicted_s, 1e-3))
@@ -131,10 +134,10 @@ class Composition:
     def __init__(self, limits: Limits, counters: Counters) -> None:
         self._limits = limits
         self._counters = counters
-        self._pace = Pace()  # with a budget
+        self._pace = Pace()  # used only with a time budget
 
     def compose(self, running: Seq[Sequence]) -> list[Sequence]:
-        """The sequences of the next step, their slices cut to the budgets; decoding ones come first."""
+        """Returns the sequences of the next step, with slices cut to the budgets; decoding sequences come first."""
         ready = [sequence for sequence in running if sequence.has_room(self._limits.block_size)]
         behind = [sequence for sequence in ready if sequence.num_missing > 1]
         if not behind:
@@ -154,7 +157,7 @@ class Composition:
         return batch
 
     def learn(self, step: StepUnderWay, now: float) -> None:
-        """It has just ended."""
+        """Updates the pace from a step that has just ended. Without a time budget it does nothing."""
         if (budget := self._limits.budget) is None:
             return
         decoding = [piece for piece in step.slices if piece.num_tokens == 1]
@@ -163,7 +166,7 @@ class Composition:
         self._pace.observe(predicted_s, now - step.began_at)
 
     def _chunks(self, decoding: Seq[Sequence], behind: Seq[Sequence]) -> list[int]:
-        """Tokens that the next step computes of each of the leading ones of `behind`."""
+        """Returns how many tokens the next step computes of each of the leading sequences of `behind`."""
         left = self._limits.max_num_batched_tokens - len(decoding)
         if (budget := self._limits.budget) is not None:
             context = sum(len(sequence.token_ids) for sequence in decoding)

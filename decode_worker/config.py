@@ -1,4 +1,4 @@
-"""Options of a decode worker, and the limits that follow from them and the pool."""
+"""Command-line options of a decode worker, and the limits that follow from them and from the pool plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.config import RoleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AllotmentConfig:
-    """Mixed into the configuration of whatever becomes a decode worker, or starts some."""
+    """Options of block allocation and scheduling. A mixin for processes that become or start decode workers."""
 
     block_allocation: str = option(
         "lookahead",
@@ -35,11 +35,11 @@ class AllotmentConfig:
     )
 
     def runs_ahead(self, device: str) -> bool:
-        """Of a decode worker on this device."""
+        """Returns True if a decode worker on this device prepares a step while the one before it runs."""
         return device == CUDA if self.async_scheduling is None else self.async_scheduling
 
     def policy(self, profiles: Profiles) -> Policy:
-        """`profiles`: of the replica."""
+        """Returns the admission policy. `profiles` are the replica's measured prefill and decode profiles."""
         if self.block_allocation == "on-demand":
             return OnDemand()
         prefill, decode = profiles
@@ -47,13 +47,13 @@ class AllotmentConfig:
             decode=decode_profile_from_wire(decode),
             prefill=prefill_profile_from_wire(prefill),
         )
-        # A worker that knows nothing yet must not take all for as long as they might become.
+        # A worker that has not learned anything yet must not assume that every answer is as long as it may become.
         return Lookahead(costs=costs, until_known=OnDemand())
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(RoleConfig, AllotmentConfig):
-    """Of a decode worker."""
+    """Configuration of a decode worker."""
 
     store_writes: str = option(
         "all",
@@ -75,7 +75,7 @@ class DecodeConfig(RoleConfig, AllotmentConfig):
             )
 
     def limits(self, plan: PoolPlan, budget: StepBudget | None = None, *, runs_ahead: bool = False) -> Limits:
-        """`budget`: of time, for steps with chunks of prompts."""
+        """Returns the scheduling limits. `budget` bounds the time of steps that contain chunks of prompts."""
         return Limits(
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,

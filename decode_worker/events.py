@@ -1,4 +1,4 @@
-"""What can happen to a decode worker. Instants are monotonic seconds; block indexes count within a sequence."""
+"""Events of a decode worker. Times are monotonic seconds; block indexes count within a sequence."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from worker.events import Tick as Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequested(Event):
-    """A prefill worker wants blocks for a prompt; it waits for the answer until `deadline_at`."""
+    """A prefill worker requests blocks for a prompt and waits for the answer until `deadline_at`."""
 
     lease_id: LeaseId
     request_id: RequestId  # the lease's holder
-    num_tokens: int  # whose KV will land
-    block_keys: tuple[BlockKey, ...]  # of the full blocks among them
+    num_tokens: int  # tokens whose KV will land
+    block_keys: tuple[BlockKey, ...]  # keys of the full blocks of these tokens
     ttl_s: float
     deadline_at: float
-    num_prompt_tokens: int | None = None  # of num_tokens, the client's; None: all
-    max_tokens: int | None = None  # that may be generated behind these; None: as many as fit
+    num_prompt_tokens: int | None = None  # how many of num_tokens are the client's prompt; None: all
+    max_tokens: int | None = None  # limit of tokens generated after the prompt; None: as many as fit
     tenant: str = ""
     priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveWithdrawn(Event):
-    """Nobody waits for this reservation any more."""
+    """No caller waits for this reservation any more."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowClosed(Event):
-    """`CloseWindow` is done: no write under this lease is under way, and none will come."""
+    """`CloseWindow` is done: no write under this lease is in flight, and none will come."""
 
     lease_id: LeaseId
 
@@ -56,20 +56,20 @@ class LeaseRenewed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(Event):
-    """The holder gives the landing up; also before it was granted or seen."""
+    """The holder gives up the lease. This can happen before the lease is granted or its reservation arrives."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequested(Event):
-    """All KV has been written. `request.token_ids` ends with the token that prefill sampled."""
+    """The prefill worker has written all KV. `request.token_ids` ends with the token that prefill sampled."""
 
     lease_id: LeaseId
     request: Request
-    checksums: tuple[int, ...]  # of the blocks that were sent, in order; of parts they are joined
-    part_layers: tuple[int, ...] = ()  # layers that each of a block's checksums covers; () = all
-    transfer_s: float = 0.0  # as the prefill worker measured it
+    checksums: tuple[int, ...]  # one per sent block, in order; checksums of a block's parts are joined
+    part_layers: tuple[int, ...] = ()  # number of layers in each part of a block; () = not in parts
+    transfer_s: float = 0.0  # measured by the prefill worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,53 +78,53 @@ class Verified(Event):
 
     lease_id: LeaseId
     corrupt: tuple[int, ...]  # block indexes
-    checksums: tuple[int, ...] = ()  # of the whole blocks, where the commit had only those of parts
+    checksums: tuple[int, ...] = ()  # checksums of whole blocks, if the commit had only those of parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone(Event):
-    """`RunStep` is done; one entry per slice, None where nothing was to be sampled."""
+    """`RunStep` is done. `sampled` has one entry per slice; None if the slice does not sample."""
 
     sampled: Sequence[Sampled | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Event):
-    """The engine raised; the KV of the step's sequences cannot be trusted any more."""
+    """The engine raised an error; the KV of the step's sequences is no longer valid."""
 
     error: MoonserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept(Event):
-    """`KeepBlocks` has ended; nothing reads the blocks any more."""
+    """`KeepBlocks` has ended; the put no longer reads the blocks."""
 
     move_id: int
-    checksums: tuple[int, ...]  # of the blocks, as made here
-    is_complete: bool  # the store has them all
-    corrupt: tuple[BlockKey, ...] = ()  # arrived with another checksum
-    num_bytes: int = 0  # that were sent in `seconds`
+    checksums: tuple[int, ...]  # of the blocks; computed for this put where unknown
+    is_complete: bool  # the store has all the blocks
+    corrupt: tuple[BlockKey, ...] = ()  # keys whose data reached the store with another checksum
+    num_bytes: int = 0  # bytes stored in `seconds`; after an error, bytes of all the blocks
     seconds: float = 0.0
-    error: MoonserveError | None = None  # the store could not be reached, or was too slow
+    error: MoonserveError | None = None  # the put failed: the store is unreachable or too slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksLoaded(Event):
-    """`LoadBlocks` has ended; nothing fills the blocks any more."""
+    """`LoadBlocks` has ended; the read no longer writes the blocks."""
 
     move_id: int
-    checksums: tuple[int, ...]  # of the leading blocks that arrived well; none after a failure
-    num_bytes: int = 0  # that were read in `seconds`
+    checksums: tuple[int, ...]  # of the leading blocks that were read correctly; none after a failure
+    num_bytes: int = 0  # bytes read in `seconds`; after a failure, bytes requested
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining(Event):
-    """No new work, what runs may finish; or new work is welcome again."""
+    """Draining is switched on (no new work, running work may finish) or off."""
 
     is_on: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(Event):
-    """What has not finished by now is failed."""
+    """The worker stops; every request that has not finished fails."""

@@ -1,17 +1,17 @@
-"""`Keeping`: what sequences have computed here, on its way to the home store and back again. Pure.
+"""Moves the KV that sequences have computed here to the home store and back. Pure.
 
     preempted ─► KeepBlocks ─► Kept ─► (waits for blocks) ─► LoadBlocks ─► BlocksLoaded ─► goes on
-              └──────────── dearer than computing again ────────────┘
+              └───── if more expensive than computing again ────────┘
     finished ──► KeepBlocks ─► Kept      the answer: the next turn of its conversation begins with it
 
-Owns references to the blocks that a put reads or a read fills, for as long as it does; nobody else gets them meanwhile,
-whatever becomes of their sequence. What is put becomes findable in the pool, too: until somebody needs those blocks,
-nothing has to be read back.
+Owns references to the blocks that a put reads or a read writes while the move is in flight. The pool gives these blocks
+to nothing else meanwhile, even if their sequence ends. Put blocks also become findable in the pool, so they need no
+read until the pool evicts them.
 
-Its rule: the store is a cheaper way to the same KV or none at all. What it refused, lost or was too slow for is
-computed again. A sequence whose prompt has no full block is not kept: its chain of keys would begin nowhere.
+Its rule: the store is used only where it is the cheaper way to the same KV. Blocks that the store refused, lost or was
+too slow for are computed again. A sequence whose prompt has no full block is not kept: its key chain has no first key.
 
-Does not know why a sequence gave way, nor when it may come back.
+Does not know why a sequence was preempted, nor when it may be restored.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 from worker.events import Action, StoreFound
 
-# Answers are kept behind everything else: with so many moves under way, one more is not worth its blocks.
+# Answers have the lowest priority: with this many moves in flight another one is not worth the blocks that it holds.
 MAX_MOVES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingCosts:
-    """What computing again takes, and how much there is to move instead."""
+    """Inputs of the comparison between computing KV again and moving it to the store and back."""
 
     prefill: PrefillProfile
     block_bytes: int
     host: str  # of this worker
-    with_answers: bool = False  # those that finished leave theirs in the store, too
+    with_answers: bool = False  # also put the answers of finished sequences into the store
 
 
 @dataclass(slots=True, eq=False)
 class _Moving:
     sequence: Running
     action: KeepBlocks | LoadBlocks
-    blocks: tuple[BlockId, ...]  # that are being read, or filled
+    blocks: tuple[BlockId, ...]  # blocks that the move reads or writes
 
 
 class Keeping:
-    """`costs`: None where there is no store to keep anything in."""
+    """Decides which KV moves to and from the home store, and tracks the moves. `costs` is None without a store."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Keeping:
         self._costs = costs
         self._home: Endpoint | None = None
         self._writes, self._reads = StoreSpeeds(), StoreSpeeds()
-        self._moving: dict[int, _Moving] = {}  # by number of the move
+        self._moving: dict[int, _Moving] = {}  # by move_id
         self._num_moves = 0
 
     @property
@@ -78,23 +78,23 @@ class Keeping:
 
     @property
     def num_leaving(self) -> int:
-        """Blocks that will be free as soon as they are put."""
+        """Number of blocks in puts; they become free when their put ends."""
         return sum(len(each.blocks) for each in self._moving.values() if isinstance(each.action, KeepBlocks))
 
     def held_blocks(self) -> Iterator[tuple[BlockId, ...]]:
-        """Blocks that this object keeps references to."""
+        """Yields the blocks of each move; this object holds a reference to each of them."""
         for each in self._moving.values():
             yield each.blocks
 
     def found(self, event: StoreFound) -> None:
-        """The home store can be reached (again)."""
+        """Records the home store, which is reachable (again)."""
         self._home = event.store
 
-    # -- away
+    # -- to the store
 
     def keep(self, sequence: Running, now: float, out: list[Action]) -> None:
-        """It is about to lose its blocks, of which no step computes any. Puts what the store has not seen of it where
-        that is cheaper than to compute it again; its blocks can be released at once."""
+        """Puts the blocks of a sequence that is being preempted, without those that the store has, if that is cheaper
+        than computing them again. No step may use the sequence. The caller can release its blocks at once."""
         full = sequence.slice.start // self._block_size
         if self._home is None or not sequence.block_keys or full <= sequence.num_kept:
             return
@@ -106,8 +106,8 @@ class Keeping:
         self._counters.preemptions_kept += 1
 
     def keep_answer(self, sequence: Running, out: list[Action]) -> None:
-        """It has finished and is about to lose its blocks. Puts those that the prefill worker has not had: whoever
-        asks again with this answer in the prompt finds it as if it had been prefilled. Full blocks only."""
+        """Puts the full blocks of a finished sequence that lie behind the prompt's. A later prompt that contains this
+        answer finds them as if they had been prefilled. The caller can release the blocks at once."""
         full = sequence.slice.start // self._block_size
         first = max(len(sequence.request.block_keys), sequence.num_kept)
         if self._home is None or self._costs is None or not self._costs.with_answers:
@@ -138,7 +138,7 @@ class Keeping:
         return KeptBlock(block=block, key=key, parent=parent, checksum=known)
 
     def _is_cheaper(self, sequence: Running, num_read: int, num_put: int, now: float) -> bool:
-        """So many blocks put and read against computing them."""
+        """Returns True if putting `num_put` blocks and reading `num_read` takes less time than computing the latter."""
         if self._home is None or self._costs is None or not num_read:
             return False
         host, block_bytes = self._costs.host, self._costs.block_bytes
@@ -151,7 +151,7 @@ class Keeping:
         return store_s < saved_s
 
     def kept(self, event: Kept, now: float) -> None:
-        """The put has ended, for better or worse; nothing reads the blocks any more."""
+        """Handles the end of a put, successful or not: publishes the blocks in the pool and releases them."""
         move = self._moving.pop(event.move_id)
         assert isinstance(move.action, KeepBlocks), "what was read is told otherwise"
         items = move.action.blocks
@@ -167,15 +167,15 @@ class Keeping:
         else:
             self._counters.keep_failures += 1
         if event.error is not None:
-            self._home = None  # until it is found again
+            self._home = None  # until the next StoreFound
         self._learn(self._writes, move.action.store, event.num_bytes, event.seconds, now)
         self._end(move)
 
-    # -- and back
+    # -- from the store
 
     def fetch(self, sequence: Running, num_found: int, now: float, out: list[Action]) -> None:
-        """It has blocks again, of which `num_found` leading ones hold its KV. Reads more of them where that is cheaper
-        than to compute them."""
+        """Reads KV into the blocks of a restored sequence, if that is cheaper than computing it. The first `num_found`
+        of its blocks already hold their KV."""
         usable = min(sequence.num_kept, (len(sequence.token_ids) - 1) // self._block_size)
         if usable <= num_found or not self._is_cheaper(sequence, usable - num_found, 0, now):
             return
@@ -190,7 +190,7 @@ class Keeping:
         out.append(load)
 
     def loaded(self, event: BlocksLoaded, now: float) -> None:
-        """The leading blocks of which a checksum is given are there; nothing fills any of them any more."""
+        """Handles the end of a read. The leading blocks that have a checksum in the event now hold their KV."""
         move = self._moving.pop(event.move_id)
         sequence, action = move.sequence, move.action
         assert isinstance(action, LoadBlocks), "what was put is told otherwise"
@@ -205,8 +205,6 @@ class Keeping:
         self._counters.fetched_blocks += len(event.checksums)
         self._learn(self._reads, action.store, event.num_bytes, event.seconds, now)
         self._end(move)
-
-    # -- both
 
     def _begin(self) -> int:
         self._num_moves += 1
@@ -224,7 +222,8 @@ class Keeping:
     # -- proof
 
     def validate(self) -> None:
-        """Raises AssertionError when a move's blocks could be somebody else's."""
+        """Raises AssertionError if a block of a move is unreferenced, is written by two reads, or is findable while a
+        read writes it."""
         for number, move in self._moving.items():
             assert move.blocks, f"move {number} moves nothing"
             assert all(self._pool.references_of(block) for block in move.blocks)

@@ -1,7 +1,7 @@
-"""`Landings`: who may write a prompt's KV into which blocks, from the reservation to the good commit.
+"""Reservations and leases of prompts' KV, from the reservation to the accepted commit.
 
 Owns the queue of reservations (first come, first served) and the leases. Does not know sequences: a lease whose
-commit was good and whose window is closed moves to `landed`, and its blocks with it.
+commit was accepted and whose window is closed moves to `landed` together with its blocks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from protocol.keys import NO_PARENT
 from worker.alarms import Alarms
 from worker.events import Action, Fail
 
-# A repeated call about a lease that is over gets the same answer for this long; longer than any call's deadline.
+# A repeated call about an ended lease gets the same answer for this long. It is longer than any call's deadline.
 MEMORY_S = 60.0
 
 
 class Landings:
-    """Methods append what is to be done to `out`. Due alarms are heeded before anything else happens at an instant, so
-    a lease that is found open has not expired."""
+    """Decides which peers may write into which blocks. Methods append actions to `out`. Alarms that are due ring before
+    the event of the same instant is handled, so a lease that is OPEN has not expired."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Landings:
         self._queue: dict[LeaseId, ReserveRequested] = {}  # in order of arrival
         self._leases: dict[LeaseId, Lease] = {}
         self._ended: dict[LeaseId, Ending] = {}
-        self.landed: list[Lease] = []  # committed and sealed, to be taken
+        self.landed: list[Lease] = []  # committed, window closed; the owner takes and clears them
 
     @property
     def num_queued(self) -> int:
@@ -68,16 +68,16 @@ class Landings:
 
     @property
     def num_leased_blocks(self) -> int:
-        """Blocks that peers may write, or could until their window is closed."""
+        """Number of blocks in windows that are open or being closed."""
         return sum(len(lease.landing_blocks) for lease in self._leases.values())
 
     @property
     def leases(self) -> Iterator[Lease]:
-        """All whose blocks are not free yet."""
+        """All leases that still own their blocks."""
         return iter(self._leases.values())
 
     def claims(self) -> Iterator[Holder]:
-        """Blocks that are, or will be, sequences'."""
+        """Yields the leases whose blocks will belong to sequences, as holders."""
         for lease in (*self._leases.values(), *self.landed):
             if lease.phase is not LeasePhase.ENDING:
                 yield Holder(lease.prospect, lease.blocks)
@@ -97,7 +97,7 @@ class Landings:
             self._alarms.set(event.deadline_at, self._give_up_reserve, event.lease_id)
 
     def admit(self, now: float, out: list[Action]) -> None:
-        """Grants from the head of the queue, until one has to wait."""
+        """Grants reservations in order of arrival until one has to wait for blocks."""
         while self._queue:
             event = next(iter(self._queue.values()))
             if self._limits.blocks_for(event.num_tokens + 1) > self._pool.capacity:
@@ -112,11 +112,11 @@ class Landings:
             self._grant(event, prospect, *blocks, now, out)
 
     def withdraw(self, lease_id: LeaseId) -> None:
-        """Nobody waits for this reservation any more; a granted one is left to its expiry."""
+        """Removes a reservation from the queue. A granted reservation is left to expire."""
         self._queue.pop(lease_id, None)
 
     def _give_up_reserve(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
-        """The caller's deadline may have come."""
+        """Refuses a queued reservation if its deadline has passed."""
         event = self._queue.get(lease_id)
         if event is not None and event.deadline_at <= now:
             missing = self._limits.blocks_for(event.num_tokens)
@@ -174,7 +174,8 @@ class Landings:
         out.append(ConfirmRenewal(lease_id=event.lease_id))
 
     def release(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
-        """Also before the reservation arrives: it is refused then. After a good commit it says nothing new."""
+        """Ends a lease or a queued reservation. An unknown id is remembered, and its reservation is refused later.
+        Releasing an accepted commit has no effect."""
         lease = self._leases.get(lease_id)
         if lease_id in self._queue:
             error = StaleLease("lease was released", lease=lease_id)
@@ -185,7 +186,7 @@ class Landings:
             self._end(lease, Ending.RELEASED, now, out)
 
     def _expire(self, lease_id: LeaseId, now: float, out: list[Action]) -> None:
-        """The lease's time may have come."""
+        """Ends a lease if its time has run out."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.runs_out_at is not None and lease.runs_out_at <= now:
             self._counters.leases_expired += 1
@@ -199,7 +200,7 @@ class Landings:
         self._alarms.set(lease.expires_at, self._expire, lease.lease_id)
 
     def _end(self, lease: Lease, ending: Ending, now: float, out: list[Action]) -> None:
-        """Takes the right away; the blocks are free once the window is closed."""
+        """Begins the end of a lease. Its blocks are freed once the window is closed."""
         before = lease.phase
         if before is LeasePhase.ENDING:
             return
@@ -222,7 +223,7 @@ class Landings:
             self._reject(event.lease_id, self._stale(event.lease_id), out)
         elif lease.phase is LeasePhase.SEALING:
             out.append(AnswerCommit(lease_id=event.lease_id))
-        elif lease.phase is LeasePhase.OPEN:  # while VERIFYING the answer is on its way
+        elif lease.phase is LeasePhase.OPEN:  # VERIFYING: the check in flight answers this call, too
             self._verify(lease, event, now, out)
 
     def _verify(self, lease: Lease, event: CommitRequested, now: float, out: list[Action]) -> None:
@@ -242,7 +243,7 @@ class Landings:
     def verified(self, event: Verified, now: float, out: list[Action]) -> None:
         lease = self._leases.get(event.lease_id)
         if lease is None or lease.phase is not LeasePhase.VERIFYING:
-            return  # it ended meanwhile
+            return  # the lease has ended meanwhile
         if not event.corrupt:
             if event.checksums and lease.commit is not None:
                 lease.commit = replace(lease.commit, checksums=event.checksums)
@@ -265,7 +266,7 @@ class Landings:
             self.window_closed(lease.lease_id, now)
 
     def window_closed(self, lease_id: LeaseId, now: float) -> None:
-        """No write can come any more: the blocks go where the lease ended."""
+        """Disposes of a lease whose window is closed: its blocks go to `landed` after a commit, else to the pool."""
         lease = self._leases.pop(lease_id)
         if lease.ending is not None:
             self._pool.release(lease.blocks)
@@ -276,7 +277,7 @@ class Landings:
             self.landed.append(lease)
 
     def _publish(self, lease: Lease) -> None:
-        """Later reservations with the same leading keys share these blocks."""
+        """Makes the landed full blocks findable, so that later reservations with the same leading keys share them."""
         if lease.commit is None:
             raise RuntimeError(f"lease {lease.lease_id} is sealed without a commit")
         sent = list(zip(lease.landing_blocks, lease.commit.checksums, strict=True))
@@ -285,10 +286,10 @@ class Landings:
             parent = lease.block_keys[index - 1] if index else NO_PARENT
             self._pool.publish(block, key, parent, checksum)
 
-    # -- ends from elsewhere
+    # -- ends caused by other events
 
     def cancel(self, request_id: RequestId, now: float, out: list[Action]) -> bool:
-        """Ends everything of a request; False when there was nothing."""
+        """Ends all reservations and leases of a request. Returns False if there were none."""
         queued = [key for key, event in self._queue.items() if event.request_id == request_id]
         for lease_id in queued:
             error = Cancelled("the request was cancelled", request=request_id)
@@ -299,7 +300,7 @@ class Landings:
         return bool(queued or ending)
 
     def drop_gateway(self, gateway_id: GatewayId, now: float, out: list[Action]) -> None:
-        """Ends committed landings whose tokens nobody would read."""
+        """Ends committed leases whose tokens would go to a lost gateway."""
         for lease in self._unended():
             if lease.commit is not None and lease.commit.request.gateway_id == gateway_id:
                 self._end(lease, Ending.CANCELLED, now, out)
@@ -309,7 +310,7 @@ class Landings:
             self._refuse_queued(lease_id, error, out)
 
     def stop(self, error: MoonserveError, now: float, out: list[Action]) -> None:
-        """Ends everything. A request whose commit was accepted is this worker's to fail."""
+        """Refuses all reservations and ends all leases. Requests whose commit was accepted fail with `error`."""
         self.refuse_queued(error, out)
         for lease in self._unended():
             accepted = lease.commit if lease.phase is LeasePhase.SEALING else None
@@ -337,7 +338,7 @@ class Landings:
         out.append(Refuse(question=Question.COMMIT, lease_id=lease_id, error=error))
 
     def _stale(self, lease_id: LeaseId) -> MoonserveError:
-        """Why nothing more can be done under this lease."""
+        """Returns the error that says why a lease cannot be used any more."""
         lease = self._leases.get(lease_id)
         ending = lease.ending if lease is not None else self._ended.get(lease_id)
         if ending is Ending.CANCELLED:
@@ -362,7 +363,7 @@ class Landings:
     # -- proof
 
     def validate(self) -> None:
-        """Raises AssertionError unless every landing block is one lease's alone."""
+        """Raises AssertionError unless every landing block is held by exactly one lease and is not findable."""
         landing = [block for lease in self._leases.values() for block in lease.landing_blocks]
         assert len(landing) == len(set(landing)), "two leases share a landing block"
         for block in landing:

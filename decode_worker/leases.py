@@ -1,11 +1,11 @@
-"""`Lease`: a prefill worker's timed right to write a prompt's KV into this worker's blocks.
+"""Leases: a lease is a prefill worker's timed right to write a prompt's KV into this worker's blocks.
 
     OPEN → VERIFYING → SEALING → (a sequence)
       ↓  ↖____↙  ↓        ↓
     ENDING ←─────┴────────┘  → (blocks are free)
 
-Its blocks leave the lease, to a sequence or to the pool, only after its window has been closed: nobody can write into
-a block that is readable, shared or re-used. An expired lease is refused and never revived.
+Blocks leave the lease, to a sequence or to the pool, only after the lease's window has been closed. So no peer can
+write into a block that is readable, shared or reused. An expired lease is refused and never revived.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from protocol.keys import BlockKey
 
 
 class LeasePhase(StrEnum):
-    """Where a lease is in its life."""
+    """Phases of a lease's life."""
 
-    OPEN = "open"  # granted; peers may write; the expiry counts
-    VERIFYING = "verifying"  # a commit is being checked; the expiry rests
-    SEALING = "sealing"  # the commit was good; the window is being closed
+    OPEN = "open"  # granted; peers may write; the lease can expire
+    VERIFYING = "verifying"  # a commit is being checked; the lease cannot expire
+    SEALING = "sealing"  # the commit was accepted; the window is being closed
     ENDING = "ending"  # expired, released or cancelled; the window is being closed
 
 
@@ -39,7 +39,7 @@ _NEXT: dict[LeasePhase, frozenset[LeasePhase]] = {
 
 
 class Ending(StrEnum):
-    """Why a lease is no more."""
+    """Reasons why a lease has ended, worded for error messages."""
 
     COMMITTED = "was committed"
     EXPIRED = "has expired"
@@ -50,16 +50,16 @@ class Ending(StrEnum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Lease:
-    """One grant, from its reservation until its blocks are somebody else's."""
+    """One granted reservation, until its blocks pass to a sequence or return to the pool."""
 
     lease_id: LeaseId
-    prospect: Prospect  # what its holder is expected to need
+    prospect: Prospect  # the sequence that the lease's holder will become
     num_tokens: int
-    block_keys: tuple[BlockKey, ...]  # of the full blocks
+    block_keys: tuple[BlockKey, ...]  # keys of the full blocks
     blocks: tuple[BlockId, ...]
-    num_cached: int  # leading blocks shared with others, outside the window
+    num_cached: int  # leading blocks that are shared with other tables and outside the window
     ttl_s: float
-    expires_at: float  # OPEN
+    expires_at: float  # valid in the phase OPEN; the phases below likewise
     phase: LeasePhase = LeasePhase.OPEN
     history: list[LeasePhase] = field(default_factory=list)
     commit: CommitRequested | None = None  # VERIFYING, SEALING
@@ -72,17 +72,17 @@ class Lease:
 
     @property
     def landing_blocks(self) -> tuple[BlockId, ...]:
-        """The blocks that peers may write, this lease's alone."""
+        """The blocks that peers may write; only this lease holds them."""
         return self.blocks[self.num_cached :]
 
     @property
     def runs_out_at(self) -> float | None:
-        """When it runs out; None while that cannot happen."""
+        """Time at which the lease expires; None in phases in which it cannot expire."""
         return self.expires_at if self.phase is LeasePhase.OPEN else None
 
     @property
     def grant(self) -> GrantLease:
-        """The answer to its reservation. OPEN."""
+        """The answer to the reservation. Only valid while the lease is OPEN."""
         return GrantLease(
             lease_id=self.lease_id,
             blocks=self.blocks,
@@ -91,7 +91,7 @@ class Lease:
         )
 
     def become(self, phase: LeasePhase) -> None:
-        """Raises RuntimeError, and changes nothing, when the transition is not in the table."""
+        """Enters a phase. Raises RuntimeError, and changes nothing, if the transition is not in the table."""
         if phase not in _NEXT[self.phase]:
             past = " → ".join([*self.history, self.phase])
             raise RuntimeError(f"lease {self.lease_id} cannot become {phase}: {past}")
@@ -99,7 +99,7 @@ class Lease:
         self.phase = phase
 
     def complaint_about(self, commit: CommitRequested, max_model_len: int) -> InvalidRequest | None:
-        """What is wrong with a commit under this lease."""
+        """Returns the first reason why a commit under this lease is invalid, or None."""
         request = commit.request
         if request.request_id != self.holder:
             return self._invalid(f"the lease belongs to {self.holder}, not {request.request_id}")
@@ -118,7 +118,7 @@ class Lease:
         return None
 
     def landed(self, commit: CommitRequested, block_size: int) -> tuple[LandedBlock, ...]:
-        """The written blocks with what `commit` says they contain."""
+        """Returns the written blocks with the checksums that `commit` claims for them."""
         return tuple(
             LandedBlock(
                 index=index,
@@ -135,7 +135,7 @@ class Lease:
 
 
 def prospect_of(event: ReserveRequested, max_model_len: int) -> Prospect:
-    """The sequence that will begin with one token more than lands."""
+    """Returns the sequence that a reservation leads to. It begins with one token more than the tokens that land."""
     num_prompt = min(event.num_prompt_tokens or event.num_tokens, event.num_tokens)
     most = max(max_model_len - num_prompt, 1)
     return Prospect(

@@ -1,16 +1,16 @@
-"""`Schedule`: which sequences run, and whose blocks make room when the pool is full.
+"""Scheduling of sequences: which sequences run, and which are preempted when the pool is full.
 
 Requirements, and how each is met:
-1. *A running sequence never stops for want of a batch slot.* It keeps its slot until it ends or is preempted.
-2. *Blocks are allocated on demand.* When none is left a sequence that holds some gives all of its back (preemption),
-   as the `Allotment` says. Later it has them read from where `Keeping` put them, or recomputes them, in chunks beside
-   the decoding sequences.
-3. *Something always progresses.* The best-ranked holder is never preempted; a preempted sequence is restored before any
-   later one, and before new reservations are granted; one that fits into no empty pool fails.
+1. *A running sequence never stops for lack of a batch slot.* It keeps its slot until it ends or is preempted.
+2. *Blocks are allocated on demand.* When none is left, the `Allotment` chooses a holder, which gives all its blocks
+   back (preemption). Later its KV is read from where `Keeping` put it, or recomputed in chunks next to the decoding
+   sequences.
+3. *Something always progresses.* The best-ranked holder is never preempted. A preempted sequence is restored before any
+   later one, and before new reservations are granted. A sequence that does not fit into an empty pool fails.
 4. *Nothing that a step reads changes during it.* A sequence that ends while steps use it frees its blocks after them,
-   and while one is under way nobody is preempted (`composition`).
+   and no sequence is preempted while a step is in flight (`composition`).
 
-Does not know leases: blocks that the pool counts as held and no sequence has are landings, which end in bounded time.
+Does not know leases: held blocks that no sequence has are landing blocks, which are released in bounded time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from protocol.request import DecodeReport, FinishReason, Request, Token
 from worker.alarms import Alarms
 from worker.events import Action, Fail
 
-# Pages change hands within milliseconds; a busy machine takes a few hundred.
+# Elastic memory moves between processes within milliseconds, on a busy machine within a few hundred.
 PATIENCE_S = 1.0
 
 
 def _note_times(sequence: Sequence, token: Token, sending: SendTokens, *, began_at: float) -> None:
-    """Adds to `sending`, which has `token` of a step that began at `began_at`, what is known with it."""
+    """Adds the reports that `token` completes to `sending`: the first step's, and the traced phase at the last token.
+    `began_at`: when the token's step began."""
     landed, request = sequence.landed, sequence.request
-    if landed is None:  # it was prefilled here: there was no way from elsewhere
+    if landed is None:  # the prompt was computed here: there was no handoff
         return
     if landed.began_at is None:
         landed.began_at = began_at
@@ -65,7 +66,7 @@ def _note_times(sequence: Sequence, token: Token, sending: SendTokens, *, began_
 
 
 class Schedule:
-    """Methods append what is to be done to `out`."""
+    """The live sequences of one worker. Methods append actions to `out`."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Schedule:
         self._running: list[Sequence] = []  # in order of admission
         self._waiting: list[Sequence] = []  # by rank
         self._steps = StepsUnderWay()
-        self._waits_since: float | None = None  # for memory that others may give
+        self._waits_since: float | None = None  # since when it waits for memory of other processes
         self._num_added = 0
         self._composition = Composition(limits, counters)
 
@@ -109,7 +110,7 @@ class Schedule:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a sequence waits for blocks; it comes before anyone new."""
+        """True if a sequence waits for blocks; it comes before new reservations."""
         return any(not sequence.block_table for sequence in self._waiting)
 
     # -- membership
@@ -121,8 +122,8 @@ class Schedule:
         deadline_at: float,
         num_computed: int | None = None,
     ) -> Sequence:
-        """A sequence whose prompt has landed, or of which the first `num_computed` tokens are there: the rest is
-        computed in chunks. It replaces an earlier attempt at the same request."""
+        """Adds a sequence whose prompt has landed. If `num_computed` is given, only that many tokens have KV, and the
+        rest is computed in chunks. Replaces an earlier attempt at the same request."""
         earlier = self._sequences.get(request.request_id)
         if earlier is not None:
             self._drop(earlier)
@@ -142,20 +143,20 @@ class Schedule:
         return sequence
 
     def cancel(self, request_id: RequestId) -> bool:
-        """False when there is no such sequence."""
+        """Ends the sequence of a request. Returns False if there is none."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._drop(sequence)
         return sequence is not None
 
     def drop_gateway(self, gateway_id: GatewayId) -> None:
-        """Ends the sequences whose tokens nobody would read."""
+        """Ends the sequences whose tokens would go to a lost gateway."""
         for sequence in list(self._sequences.values()):
             if sequence.request.gateway_id == gateway_id:
                 self._drop(sequence)
 
     def _time_out(self, request_id: RequestId, now: float, out: list[Action]) -> None:
-        """The request's time may be over."""
+        """Fails the request's sequence if its deadline has passed."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.deadline_at <= now:
             timeout_s = sequence.request.timeout_s
@@ -168,12 +169,12 @@ class Schedule:
     # -- the step
 
     def next_step(self, now: float, out: list[Action]) -> list[Slice]:
-        """What to compute now, or behind the step under way; empty when nothing can."""
+        """Returns the slices to compute now, or after the step in flight. Empty if no step can begin."""
         if self._steps:
             return self._next_ahead(now, out)
         self._make_way(now, out)
         while True:
-            gave_way = self._grow(now, out)  # those who run come first
+            gave_way = self._grow(now, out)  # running sequences get blocks first
             if self._waiting:
                 self._admit_waiting(now, out)
                 gave_way |= self._grow(now, out)
@@ -189,11 +190,11 @@ class Schedule:
         return self._steps.begin(self._steps.ahead(self._running, self._limits, self._pool), now)
 
     def steps(self, sequence: Sequence) -> bool:
-        """Whether a step under way computes some of it."""
+        """Returns True if a step in flight computes tokens of the sequence."""
         return self._steps.use(sequence)
 
     def step_done(self, sampled: Seq[Sampled | None], now: float, out: list[Action]) -> None:
-        """The oldest one has ended."""
+        """Handles the end of the oldest step in flight: appends its tokens and ends the finished sequences."""
         step = self._steps.end()
         self._composition.learn(step, now)
         sent: dict[GatewayId, SendTokens] = {}
@@ -224,7 +225,7 @@ class Schedule:
             out.append(sending)
 
     def step_failed(self, error: MoonserveError, out: list[Action]) -> None:
-        """What the oldest one computed is lost, and so are its sequences."""
+        """Handles the failure of the oldest step in flight: all its sequences fail."""
         for sequence in self._steps.end().batch:
             if sequence.phase is SequencePhase.ENDED:
                 self._free_unless_used(sequence)
@@ -237,24 +238,25 @@ class Schedule:
             if len(self._running) >= self._limits.max_num_seqs:
                 return
             if not sequence.block_table:
-                # A later one must not take the blocks that this one waits for.
+                # A later sequence must not take the blocks that this one waits for.
                 may_restore = may_restore and self._restore(sequence, now, out)
                 if not may_restore:
                     continue
-            if sequence.move_id is not None:  # its KV is on its way back
+            if sequence.move_id is not None:  # its KV is being read from the store
                 continue
-            if sequence.phase is SequencePhase.ENDED:  # it fits no more
+            if sequence.phase is SequencePhase.ENDED:  # failed in `_restore`: it no longer fits into the pool
                 continue
             self._waiting.remove(sequence)
             self._running.append(sequence)
             sequence.phase = SequencePhase.RUNNING
 
     def _restore(self, sequence: Sequence, now: float, out: list[Action]) -> bool:
-        """Gives a preempted sequence blocks again, where that is allowed, and has what the store keeps of it read."""
-        if sequence.move_id is not None:  # its KV is still on its way there
+        """Gives a preempted sequence blocks again and starts the read of the KV that the store has. Returns False if
+        the sequence has to wait."""
+        if sequence.move_id is not None:  # its KV is still being put into the store
             return False
         num_tokens = len(sequence.token_ids)
-        if self._limits.blocks_for(num_tokens) > self._pool.capacity:  # which was more before
+        if self._limits.blocks_for(num_tokens) > self._pool.capacity:  # the capacity of elastic memory can shrink
             self._fail(sequence, self._too_long(sequence), out)
             return True
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
@@ -271,25 +273,26 @@ class Schedule:
         return True
 
     def _grow(self, now: float, out: list[Action]) -> bool:
-        """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
+        """Gives running sequences the blocks for their next token, by rank. Returns True if one stopped running."""
         needy = [sequence for sequence in self._running if not sequence.has_room(self._limits.block_size)]
         if not needy:
             return False
         before = len(self._running)
         for sequence in sorted(needy, key=rank_of):
-            if sequence.phase is SequencePhase.RUNNING:  # not preempted by one before it
+            if sequence.phase is SequencePhase.RUNNING:  # not preempted in an earlier iteration
                 self._extend(sequence, now, out)
         return len(self._running) < before
 
     def _make_way(self, now: float, out: list[Action]) -> None:
-        """Preempts those that have blocks for which there is no memory any more."""
+        """Preempts the sequences with blocks for which there is no memory any more."""
         blocks = self._pool.make_way()
         for sequence in list(self._sequences.values()) if blocks else ():
             if sequence.move_id is None and not blocks.isdisjoint(sequence.block_table):
                 self._preempt(sequence, now, out)
 
     def _extend(self, sequence: Sequence, now: float, out: list[Action]) -> None:
-        """One more block; or the sequence is preempted, failed, or left until a landing or a move ends."""
+        """Gives a sequence one more block, preempting others if needed. If there is none, the sequence is preempted,
+        fails, or is left as it is until a lease or a move ends or memory arrives."""
         if len(sequence.block_table) >= self._pool.capacity:
             self._fail(sequence, self._too_long(sequence), out)
             return
@@ -297,7 +300,7 @@ class Schedule:
             if self._pool.num_free and self._others_may_give(now):
                 return
             claims = [claim for claim in self.claims() if not self._is_moving(claim)]
-            if len(claims) == 1 or self._keeping.num_leaving:  # nobody else's; or some come soon
+            if len(claims) == 1 or self._keeping.num_leaving:  # no one else to preempt, or puts free blocks soon
                 return
             victim = self._sequences[self._allotment.victim(sequence, claims)]
             self._preempt(victim, now, out)
@@ -307,8 +310,8 @@ class Schedule:
         sequence.block_table += block
 
     def _others_may_give(self, now: float) -> bool:
-        """Whether to go on waiting for memory that others seem to have. What they say of themselves is some tenths of
-        a second old, and two may count on the same pages, so the wait is bounded."""
+        """Returns True while it is worth waiting for memory that other processes report as free. Their reports are some
+        tenths of a second old, and two processes may count on the same pages, so the wait is bounded."""
         if self._waits_since is None:
             self._waits_since = now
         return now - self._waits_since < PATIENCE_S
@@ -317,7 +320,7 @@ class Schedule:
         return self._sequences[claim.request.request_id].move_id is not None
 
     def _preempt(self, sequence: Sequence, now: float, out: list[Action]) -> None:
-        """Takes a sequence's blocks; its rank puts it before all that arrived later."""
+        """Takes a sequence's blocks. It waits, and its rank puts it before all sequences that arrived later."""
         self._counters.num_preemptions += 1
         sequence.times_preempted += 1
         self._keeping.keep(sequence, now, out)
@@ -341,7 +344,7 @@ class Schedule:
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """Blocks are free now, or after the step that uses them."""
+        """Removes a sequence. Its blocks become free now, or after the steps that use them."""
         among = self._running if sequence.phase is SequencePhase.RUNNING else self._waiting
         among.remove(sequence)
         del self._sequences[sequence.request.request_id]
@@ -365,7 +368,7 @@ class Schedule:
         )
 
     def claims(self) -> Iterator[Holder]:
-        """Blocks of those who go on."""
+        """Yields the live sequences that have blocks, as holders."""
         for sequence in self._sequences.values():
             if sequence.block_table:
                 yield Holder(sequence, sequence.block_table, sequence.times_preempted)
@@ -373,11 +376,11 @@ class Schedule:
     # -- proof
 
     def holders(self) -> list[Sequence]:
-        """All sequences that may hold blocks, ended ones of steps under way included."""
+        """Returns all sequences that may hold blocks, including ended ones that a step in flight uses."""
         return [*self._sequences.values(), *self._steps.ended()]
 
     def validate(self) -> None:
-        """Raises AssertionError unless every sequence is in exactly one place."""
+        """Raises AssertionError unless every sequence is either running or waiting, and the lists are in order."""
         live = set(self._sequences.values())
         assert live == {*self._running, *self._waiting}, "a sequence is lost"
         assert len(live) == len(self._running) + len(self._waiting), "a sequence is in two places"

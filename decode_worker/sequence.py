@@ -1,7 +1,7 @@
-"""`Sequence`: the mutable execution of one committed request.
+"""Sequences: the mutable execution state of committed requests.
 
-Its slice is what the engine computes next. It is built once and advanced in place: between steps a decoding sequence
-costs one append and three assignments, never a rebuild.
+The sequence's slice is what the engine computes next. It is built once and advanced in place: between steps a decoding
+sequence costs one append and three assignments, never a rebuild.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from protocol.request import FinishReason, Request, Token, finish_reason
 
 
 class SequencePhase(Enum):
-    """WAITING ⇄ RUNNING → ENDED. A waiting sequence without blocks was preempted; one with a move is not ready to run,
-    or not to get blocks again, before that has ended."""
+    """Phases of a sequence: WAITING ⇄ RUNNING → ENDED. A waiting sequence without blocks was preempted. A waiting
+    sequence with a move gets no blocks (put) or does not run (read) before the move has ended."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -26,30 +26,31 @@ class SequencePhase(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Landed:
-    """When it came from its prefill worker, and when it got its turn."""
+    """Times of a sequence's handoff from its prefill worker and of its first step."""
 
     committed_at: float
-    transfer_s: float  # as the prefill worker measured it
-    began_at: float | None = None  # its first step
+    transfer_s: float  # measured by the prefill worker
+    began_at: float | None = None  # start of its first step
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Positions below `slice.start` have their KV in `block_table`; the last token's never is before its step."""
+    """One request's tokens and blocks. Positions below `slice.start` have their KV in `block_table`. The KV of the last
+    token is never there before the token's step."""
 
     request: Request
-    order: int  # of arrival
+    order: int  # order of arrival
     deadline_at: float
     token_ids: list[int]
     block_table: list[BlockId]  # empty after a preemption, and when ENDED outside a step
     phase: SequencePhase = SequencePhase.WAITING
     times_preempted: int = 0
-    block_keys: list[BlockKey] = field(init=False)  # of leading full blocks
-    num_kept: int = 0  # leading blocks that the home store was seen to have
-    landed: Landed | None = None  # it came from a prefill worker
-    move_id: int | None = None  # WAITING: its blocks are on their way to the store, or back
+    block_keys: list[BlockKey] = field(init=False)  # keys of leading full blocks
+    num_kept: int = 0  # leading blocks that the home store is known to have
+    landed: Landed | None = None  # set if the sequence came from a prefill worker
+    move_id: int | None = None  # its blocks are being put into the store, or read back
     slice: Slice = field(init=False)  # shares token_ids and block_table
-    scores: PromptScores | None = field(init=False)  # of a prompt that is read here and scored
+    scores: PromptScores | None = field(init=False)  # set if the prompt is computed and scored here
 
     def __post_init__(self) -> None:
         self.block_keys = list(self.request.block_keys)
@@ -68,10 +69,10 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower runs first and is preempted last."""
+        """(priority, order of arrival). The lower rank runs first and is preempted last."""
         return self.request.priority, self.order
 
-    # What `engine.lookahead` predicts from.
+    # The rest of `engine.lookahead.base.Growing`.
 
     @property
     def request_id(self) -> RequestId:
@@ -94,59 +95,59 @@ class Sequence:
         return len(self.token_ids)
 
     def extend_keys(self, num_blocks: int, block_size: int) -> None:
-        """The chain goes on over what was generated, to so many full blocks; it has begun."""
+        """Extends the key chain over generated tokens to `num_blocks` full blocks. The chain must not be empty."""
         for index in range(len(self.block_keys), num_blocks):
             tokens = self.token_ids[index * block_size : (index + 1) * block_size]
             self.block_keys.append(child_key(self.block_keys[-1], pack_tokens(tokens)))
 
     @property
     def num_missing(self) -> int:
-        """Tokens without KV; 1 while decoding, more when recomputing."""
+        """Number of tokens without KV: 1 while decoding, more while a prompt or a preempted sequence is computed."""
         return len(self.token_ids) - self.slice.start
 
     @property
     def is_new(self) -> bool:
-        """It has had no token here."""
+        """True if the sequence has generated no token on this worker."""
         return len(self.token_ids) == len(self.request.token_ids)
 
     @property
     def is_scored(self) -> bool:
-        """All of it is computed here, whatever of its KV is known elsewhere."""
+        """True if the prompt is scored. All of it is computed here then, even if parts of its KV are cached."""
         return self.slice.scores is not None
 
     def has_room(self, block_size: int) -> bool:
-        """Whether its blocks take the KV of all its tokens."""
+        """Returns True if the sequence's blocks have room for the KV of all its tokens."""
         return len(self.token_ids) <= len(self.block_table) * block_size
 
     def rewind(self, num_computed: int) -> None:
-        """Only the first `num_computed` tokens have KV (again)."""
+        """Sets the slice to compute all tokens after the first `num_computed`, which have KV."""
         self.slice.start = num_computed
         self.slice.end = len(self.token_ids)
         self.slice.samples = True
 
     def limit_slice(self, num_tokens: int) -> None:
-        """Computes at most `num_tokens` in the next step, sampling only when that reaches the end."""
+        """Limits the next step to `num_tokens` tokens; it samples only if it reaches the end of the sequence."""
         piece = self.slice
         piece.end = min(piece.start + num_tokens, len(self.token_ids))
         piece.samples = piece.end == len(self.token_ids)
 
     def following(self) -> Slice:
-        """What comes behind the token that is being sampled now, whichever that is."""
+        """Returns the slice after the token that is being sampled now, before that token is known."""
         end = len(self.token_ids) + 1
         return replace(self.slice, start=end - 1, end=end, samples=True, follows=True)
 
     def ends_with_next(self, max_model_len: int) -> bool:
-        """Whether the token that is being sampled now is its last, whichever that is."""
+        """Returns True if the token that is being sampled now reaches a length limit, whichever token it is."""
         num_tokens = len(self.token_ids) + 1
         num_generated = num_tokens - self.request.num_prompt_tokens
         return num_generated >= self.max_tokens or num_tokens >= max_model_len
 
     def skip_sampling(self) -> None:
-        """A chunk was computed that does not reach the end."""
+        """Advances past a computed chunk that does not reach the end of the sequence."""
         self.rewind(self.slice.end)
 
     def append(self, sampled: Sampled, max_model_len: int) -> Token:
-        """The slice was computed and this came out; sets up the next one."""
+        """Appends the sampled token, advances the slice to it and returns the token for the gateway."""
         request, piece = self.request, self.slice
         index = len(self.token_ids) - request.num_prompt_tokens
         reason = finish_reason(request.sampling, index, sampled.token_id)
@@ -166,5 +167,5 @@ class Sequence:
 
 
 def rank_of(sequence: Sequence) -> tuple[int, int]:
-    """To sort by."""
+    """Sort key: the sequence's rank."""
     return sequence.rank

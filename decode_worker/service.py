@@ -1,6 +1,6 @@
-"""`DecodeService`: runs what `DecodeState` decides and tells it what came of it.
+"""I/O of the decode worker: performs the actions of `DecodeState` and reports their results to it as events.
 
-Its rule: events are handled one after the other in the event loop's thread; whatever takes time is a held task whose
+Its rule: events are handled one after the other in the event loop's thread. An action that takes time is a task whose
 result is the next event. The path of a token is: `stepping` → StepDone → SendTokens and the next RunStep.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeService(WorkerService):
-    """The servicers call it; `finish` before `stop`."""
+    """The I/O shell of a decode worker, called by the servicers. Call `finish` before `stop`."""
 
     state: DecodeState
 
@@ -53,8 +53,8 @@ class DecodeService(WorkerService):
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores`: None where no home store is ever found. `observe_allocation`: gets the seconds that each granted
-        landing waited for its blocks."""
+        """`stores` is None if no home store is ever found. `observe_allocation` is called with the seconds that each
+        granted reservation waited for its blocks."""
         super().__init__(state, look_for_home=look_for_home, tracer=tracer, clock=clock)
         self._transfer = transfer
         self._memory = memory
@@ -65,7 +65,7 @@ class DecodeService(WorkerService):
             self._store_access = StoreAccess(stores, memory, self._verifier)
         self._observe_allocation = observe_allocation
         self._stepping = Stepping(compute, clock)
-        self._windows: dict[LeaseId, int] = {}  # open ones
+        self._windows: dict[LeaseId, int] = {}  # window ids of open windows
         self._questions: dict[tuple[Question, LeaseId], list[asyncio.Future[Any]]] = {}
 
     def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
@@ -87,7 +87,7 @@ class DecodeService(WorkerService):
         self.post(events.Draining(is_on=draining))
 
     async def finish(self) -> None:
-        """Fails what is left and waits until all windows are closed."""
+        """Fails the remaining requests and waits until all windows are closed."""
         if not self.failed.done():
             self.post(events.Stopped())
             await self._operations.ended()
@@ -100,15 +100,15 @@ class DecodeService(WorkerService):
         load.steps.CopyFrom(self._stepping.counted)
         return load
 
-    # -- what the servicers ask
+    # -- calls of the servicers
 
     @property
     def now(self) -> float:
         return self._clock()
 
     async def reserve(self, event: events.ReserveRequested) -> tuple[GrantLease, int | None]:
-        """Waits for blocks; gives also the window to write them under, None where nothing is to be written. Raises
-        what the state refuses with."""
+        """Waits for blocks and returns the grant and its window id; the id is None if nothing is to be written. Raises
+        the state's error if it refuses."""
         asked_at = self._clock()
         try:
             answer: tuple[GrantLease, int | None] = await self._ask(Question.RESERVE, event.lease_id, event)
@@ -123,12 +123,13 @@ class DecodeService(WorkerService):
         await self._ask(Question.RENEW, event.lease_id, event)
 
     async def commit(self, event: events.CommitRequested) -> tuple[int, ...]:
-        """Indexes of the corrupt blocks; none means that the request is this worker's now."""
+        """Returns the indexes of the corrupt blocks. If there are none, this worker now owns the request."""
         corrupt: tuple[int, ...] = await self._ask(Question.COMMIT, event.lease_id, event)
         return corrupt
 
     async def _ask(self, question: Question, lease_id: LeaseId, event: Event) -> Any:
-        """Several calls may wait for the same answer: a caller that lost its connection asks again."""
+        """Posts the event and waits for its answer. Several calls may wait for the same answer: a caller that lost its
+        connection calls again."""
         key = (question, lease_id)
         future = asyncio.get_running_loop().create_future()
         self._questions.setdefault(key, []).append(future)
@@ -156,7 +157,7 @@ class DecodeService(WorkerService):
 
     def _grant(self, action: GrantLease) -> None:
         landing = action.blocks[action.num_cached :]
-        if landing and action.lease_id not in self._windows:  # else it is granted again
+        if landing and action.lease_id not in self._windows:  # a repeated grant keeps its window
             ranges = landing_ranges(landing, self._memory.layout, self._memory.num_blocks)
             opened = self._transfer.open_window(self._memory.segment, ranges)
             self._windows[action.lease_id] = opened
@@ -164,7 +165,7 @@ class DecodeService(WorkerService):
         self._answer(Question.RESERVE, action.lease_id, (action, window_id))
 
     async def _close_window(self, action: actions.CloseWindow) -> Event:
-        # Waits for stores under way, so not in this thread.
+        # Closing blocks until the stores in flight end, so it runs in another thread.
         await asyncio.to_thread(self._transfer.close_window, self._windows.pop(action.lease_id))
         await self._memory.staging.load(action.landed)
         return events.WindowClosed(lease_id=action.lease_id)
@@ -224,7 +225,7 @@ def _log_ends(action: actions.SendTokens) -> None:
 
 
 def landing_ranges(blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int) -> list[tuple[int, int]]:
-    """(offset, length) of all pieces of these blocks in a pool; neighbours as one range."""
+    """Returns (offset, length) of all pieces of the given blocks in a pool. Adjacent blocks share one range."""
     runs: list[list[int]] = []  # [first block, number of blocks]
     for block in sorted(blocks):
         if runs and sum(runs[-1]) == block:

@@ -1,4 +1,4 @@
-"""What a decode worker serves to prefill workers: between wire messages and the service's events; decides nothing."""
+"""The RPC service for prefill workers. Translates between wire messages and the service's events; decides nothing."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from worker.service import Context
 log = logging.getLogger(__name__)
 
 MAX_TTL_S = 60.0
-# For callers that set no deadline.
+# Upper limit, and the value for callers that set no deadline.
 MAX_WAIT_S = 60.0
-# A refusal must still reach its caller before the call's own deadline does.
+# A refusal must still reach its caller before the call's own deadline.
 ANSWER_MARGIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingZone:
-    """Where prefill workers write."""
+    """Address and properties of the memory that prefill workers write to."""
 
     transfer_address: str
     segment_id: int
@@ -39,7 +39,7 @@ class LandingZone:
 
 
 class LandingServicer(worker_pb2_grpc.LandingServicer):
-    """Prefill workers' side."""
+    """Serves `Landing` to prefill workers: reserve, renew, commit and release."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
         zone: LandingZone,
         prepare: Callable[[SamplingParams], Awaitable[None]] | None = None,
     ) -> None:
-        """`prepare`: awaited before a request comes to the service (`EngineThread.prepare`)."""
+        """`prepare` is awaited before a committed request reaches the service (`EngineThread.prepare`)."""
         self._service = service
         self._zone = zone
         self._prepare = prepare
@@ -97,7 +97,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
         return worker_pb2.ReleaseReply()
 
     def _reservation(self, request: worker_pb2.ReserveRequest, remaining_s: float | None) -> events.ReserveRequested:
-        """Raises Incompatible or InvalidRequest."""
+        """Returns the event of a valid request. Raises Incompatible or InvalidRequest."""
         self._require_same_fingerprint(request)
         try:
             keys = tuple(unpack_keys(request.block_keys))
@@ -130,7 +130,7 @@ class LandingServicer(worker_pb2_grpc.LandingServicer):
 
 
 def _checksums(request: worker_pb2.CommitRequest) -> tuple[int, ...]:
-    """One for each block; those of a block's parts are joined. Raises InvalidRequest where some are missing."""
+    """Returns one checksum per block, joining those of a block's parts. Raises InvalidRequest if some are missing."""
     num_parts = max(1, len(request.part_layers))
     if len(request.checksums) % num_parts:
         raise InvalidRequest(

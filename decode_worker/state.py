@@ -1,9 +1,9 @@
-"""`DecodeState`: everything a decode worker decides. Events in, actions out; no I/O, no clock.
+"""All decisions of a decode worker: events in, actions out; no I/O, no clock.
 
-Owns the block pool's references: `Landings` holds those of prompts that are on their way, `Schedule` those of
-sequences. A request is in at most one of the two, or remembered as cancelled for a while in case it comes late.
+Owns the block pool's references: `Landings` holds those of prompts in transfer, `Schedule` those of sequences. A
+request is in at most one of the two, or remembered as cancelled for a while in case it arrives late.
 
-Its rule: blocks go from the pool to a lease, from a sealed lease to a sequence, and back to the pool, never anywhere
+Its rule: blocks go from the pool to a lease, from a sealed lease to a sequence, and back to the pool. They do not move
 while a peer may write them or a step uses them.
 """
 
@@ -30,7 +30,7 @@ from worker.events import Action, Event
 
 
 class DecodeState:
-    """`handle` every event; `wake_at` says when a Tick is due."""
+    """The pure state of a decode worker. The caller passes each event to `handle`, and a Tick at `wake_at`."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class DecodeState:
         policy: Policy | None = None,
         keeping: KeepingCosts | None = None,
     ) -> None:
-        """`policy`: who is let in and who gives way; None: a block is kept for each, and the last one gives way.
-        `keeping`: of a worker that has a home store; None: whoever gave way is computed again."""
+        """`policy` decides admission and preemption; None keeps a block free per holder and preempts the latest
+        arrival. `keeping` is None if there is no home store; preempted sequences are then computed again."""
         self.counters = Counters()
         self.pool = pool
         self._alarms = Alarms()
@@ -54,25 +54,25 @@ class DecodeState:
         self._handlers = self._table()
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What is to be done about `event`, in order. `now` never goes backwards."""
+        """Returns the actions that follow from `event`, in order. `now` must never go backwards."""
         out: list[Action] = []
-        if not isinstance(event, events.StepDone):  # whose ends tell by themselves
+        if not isinstance(event, events.StepDone):  # a sequence that ends in a step reports its own change
             self._allotment.changed()
         self._alarms.ring(now, out)
         self._handlers[type(event)](event, now, out)
         self._advance(now, out)
         return out
 
-    # -- figures
+    # -- load and status
 
     @property
     def wake_at(self) -> float | None:
-        """When something may be due; None = never."""
+        """Time at which a Tick is due; None = never."""
         return self._alarms.next_at
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits, lands or moves, and every window is closed."""
+        """True if nothing runs, waits, lands or moves, and every window is closed."""
         return not (
             self.num_running
             or self.num_waiting
@@ -87,7 +87,7 @@ class DecodeState:
 
     @property
     def num_waiting(self) -> int:
-        """Reservations without blocks and sequences without a slot."""
+        """Number of reservations without blocks plus sequences without a slot."""
         return self._landings.num_queued + self._schedule.num_waiting
 
     @property
@@ -100,15 +100,15 @@ class DecodeState:
 
     @property
     def num_held_blocks(self) -> int:
-        """Held by sequences, or shared with a landing."""
+        """Number of blocks held by sequences or moves, or shared with a lease."""
         return self.pool.num_held - self._landings.num_leased_blocks
 
     def counted(self) -> dict[str, int]:
-        """What GetStatus shows of `counters`."""
+        """Returns the counters that GetStatus shows."""
         return self.counters.as_dict()
 
     def evicted(self, key: BlockKey) -> None:
-        """The pool cannot serve this block any more."""
+        """Called when the pool has evicted a findable block. A decode worker does nothing."""
 
     # -- events
 
@@ -171,15 +171,15 @@ class DecodeState:
         self._landings.stop(stopping, now, out)
         self._schedule.fail_all(stopping, out)
 
-    # -- what follows from any event
+    # -- after every event
 
     def _advance(self, now: float, out: list[Action]) -> None:
-        """Landed prompts become sequences, the next step starts, and what is left over is granted."""
+        """Turns landed prompts into sequences, starts the next steps and grants reservations from the rest."""
         if self._landings.landed:
             self._take_landed()
         num_steps = 0
         while slices := self._schedule.next_step(now, out):
-            # First: tokens travel while the engine computes, not before.
+            # Steps go before all other actions, so that tokens are sent while the engine computes.
             out.insert(num_steps, RunStep(slices=slices))
             num_steps += 1
         if self._landings.num_queued and not self._schedule.has_preempted and self._may_grant:
@@ -187,7 +187,7 @@ class DecodeState:
 
     @property
     def _may_grant(self) -> bool:
-        """Whether nobody else waits for blocks."""
+        """True if reservations may be granted. Subclasses override it where other requests wait for blocks."""
         return True
 
     def _take_landed(self) -> None:
@@ -200,21 +200,22 @@ class DecodeState:
         self._landings.landed.clear()
 
     def _claims(self) -> Iterator[Holder]:
-        """Everybody who has blocks, or will."""
+        """Yields every request that has blocks or will have them."""
         yield from self._landings.claims()
         yield from self._schedule.claims()
 
     # -- proof
 
     def _other_references(self) -> Counter[int]:
-        """To blocks, of those who are neither landings nor sequences."""
+        """Returns the references to blocks that neither leases nor sequences hold."""
         references: Counter[int] = Counter()
         for blocks in self._keeping.held_blocks():
             references.update(blocks)
         return references
 
     def validate(self) -> None:
-        """Raises AssertionError unless free + held + leased = all blocks and references = holders."""
+        """Raises AssertionError unless free + held + leased ≤ all blocks and each block's references equal its holders.
+        The sum is smaller only where elastic memory is out of reach."""
         self.pool.validate()
         self._landings.validate()
         self._schedule.validate()

@@ -1,8 +1,8 @@
-"""The engine at work on a decode worker's steps, which end in the order in which they are asked for.
+"""Execution of a decode worker's steps on the engine. Steps end in the order in which they are requested.
 
-A step that is asked for alone is computed in one go, in the event loop's thread where that is short. Two at once are
-begun one behind the other, so that a GPU has the second when it has done the first; then each is waited for in the
-engine's thread, while the event loop sends what the one before it said. Knows no sequences.
+A single step is computed in one call, in the event loop's thread if steps are short. Two steps are begun one behind the
+other, so that a GPU has the second when it has finished the first. Each is then awaited in the engine's thread, while
+the event loop sends the tokens of the step before it. Knows no sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 # Handing a step to the engine's thread and back wakes two sleeping threads, which took 1 to 2 ms per step on a virtual
 # machine with idle cores (LOG.md). Steps as short as this run in the event loop's thread instead.
 INLINE_STEP_S = 0.02
-# How often the event loop must go round for tokens to be handed to gRPC: outbox, servicer, call.
+# Iterations of the event loop until tokens have been passed to gRPC: outbox, servicer, call.
 TURNS_TO_SEND = 3
 
 Slices = Sequence[Slice]
@@ -38,31 +38,32 @@ Slices = Sequence[Slice]
 class _Begun:
     slices: Slices
     began_at: float
-    step: Any  # a `BegunStep`, or what it raised
+    step: Any  # a `BegunStep`, or the exception that `begin` raised
 
 
 class Stepping:
-    """`add` what is to be computed; who is told that nobody takes `outcomes` has to. What a step raises ends its own
-    requests only."""
+    """A queue of steps and their outcomes. If `add` returns True the caller must consume `outcomes`. An exception in a
+    step fails only that step's requests."""
 
     def __init__(self, compute: EngineThread, clock: Callable[[], float]) -> None:
-        self.counted = conductor_pb2.Steps()  # of one token per sequence, since the start
+        self.counted = conductor_pb2.Steps()  # steps with one token per sequence, since the start
         self._compute = compute
         self._clock = clock
         self._due: deque[Slices] = deque()
         self._begun: deque[_Begun] = deque()
-        self._is_taken = False  # somebody takes outcomes
+        self._is_taken = False  # a consumer of `outcomes` is running
         self._step_s = 0.0  # how long the latest step took
         self._ended_at = 0.0
 
     def add(self, slices: Slices) -> bool:
-        """True where somebody has to take the outcomes."""
+        """Queues a step. Returns True if the caller must start to consume `outcomes`."""
         self._due.append(slices)
         is_first, self._is_taken = not self._is_taken, True
         return is_first
 
     async def outcomes(self) -> AsyncIterator[StepDone | StepFailed]:
-        """Until nothing is due; what is added while an outcome is handled is due."""
+        """Runs queued steps and yields their outcomes until the queue is empty. Steps that are added while the caller
+        handles an outcome are run, too."""
         try:
             while self._due or self._begun:
                 if self._due and (self._begun or len(self._due) > 1):
@@ -82,7 +83,7 @@ class Stepping:
         except MoonserveError as error:
             log.error("a step failed: %s", error, extra=_whose(slices))
             return StepFailed(error=error)
-        except Exception as error:  # whatever the engine raises must end these requests only
+        except Exception as error:  # an error of the engine must fail only these requests
             log.exception("a step failed", extra=_whose(slices))
             failure = PeerError("the decode engine failed")
             failure.__cause__ = error
@@ -104,7 +105,7 @@ class Stepping:
         began_at = self._clock()
         try:
             step: Any = await self._compute.begin(slices)
-        except Exception as error:  # told when its turn has come
+        except Exception as error:  # raised by `_end`, in the order of steps
             step = error
         return _Begun(slices, began_at, step)
 
@@ -116,7 +117,7 @@ class Stepping:
         return sampled
 
     def _count(self, slices: Slices, began_at: float) -> None:
-        """Not where a preempted sequence is read again: that is no decode step."""
+        """Records a step's duration. Steps with chunks are not counted, since they are not pure decode steps."""
         self._ended_at = self._clock()
         self._step_s = self._ended_at - began_at
         if all(each.num_tokens == 1 for each in slices):

@@ -1,7 +1,7 @@
-"""A decode worker's dealings with its home store: the blocks of preempted sequences out, and in again.
+"""I/O between a decode worker's pool and its home store: puts of preempted sequences and answers, reads of the former.
 
-The store client verifies what it reads and never outlives its deadline. Whatever fails is an outcome like any other:
-what is not there is computed again. Does not know sequences.
+The store client verifies the blocks that it reads and never outlives its deadline. A failure is an ordinary outcome:
+missing blocks are computed again. Does not know sequences.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from worker.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
-# Others wait for these blocks, or their sequence for its next token: computing again is soon the better way.
+# Other requests wait for these blocks, or a sequence waits for its next token: computing again soon becomes cheaper.
 PATIENCE = Patience(base_s=2.0)
 
 
 class StoreAccess:
-    """To and from one pool."""
+    """Puts and reads blocks of one pool."""
 
     def __init__(self, client: BlockStores, memory: KvMemory, verifier: BlockVerifier) -> None:
         self._client = client
@@ -33,7 +33,7 @@ class StoreAccess:
         self._verifier = verifier
 
     async def keep(self, action: KeepBlocks) -> Kept:
-        """Raises nothing: a store that did not take them is an outcome."""
+        """Puts the blocks into the store. A MoonserveError of the store becomes the event's `error`."""
         await self._memory.staging.store([item.block for item in action.blocks])
         checksums = await self._checksums(action)
         objects = [
@@ -65,7 +65,8 @@ class StoreAccess:
         )
 
     async def load(self, action: LoadBlocks) -> BlocksLoaded:
-        """Raises nothing: what is not there, or not good, is not given."""
+        """Reads blocks from the store. The event has no checksums for missing or corrupt blocks, or after a
+        MoonserveError of the store."""
         num_bytes = len(action.keys) * self._memory.layout.block_bytes
         began_at = time.monotonic()
         checksums: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class StoreAccess:
         )
 
     async def _read(self, action: LoadBlocks, deadline_s: float) -> tuple[int, ...]:
-        """Checksums of the leading blocks that are good."""
+        """Reads the blocks and returns the checksums of the leading ones that are correct."""
         spots = self._memory.spots_of(action.blocks)
         checksums = await self._client.read(action.store, action.keys, spots, deadline_s=deadline_s)
         await self._memory.staging.load(action.blocks[: len(checksums)])

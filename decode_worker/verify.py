@@ -1,6 +1,6 @@
-"""Whether landed blocks contain what their writer says, read from the pool's memory.
+"""Verification of landed blocks: compares their content in the pool's memory with their writer's checksums.
 
-Knows the layout, not leases. Only the valid tokens of a block count: what lies behind them is undefined.
+Knows the layout, not leases. Checksums cover only the valid tokens of a block; the bytes behind them are undefined.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from protocol.layout import KvLayout
 Pieces = npt.NDArray[np.uint8]
 
 INLINE_BYTES = 1 << 20
-"""Below this, checksums take less time (0.1 ms at memory speed) than handing them to a thread."""
+"""Up to this size, computing checksums (0.1 ms at memory speed) takes less time than passing them to a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What landed blocks turned out to be."""
+    """Result of verifying landed blocks."""
 
     corrupt: tuple[int, ...]  # indexes of the blocks that do not match
-    checksums: tuple[int, ...] = ()  # of all blocks, whole; where only those of parts were known
+    checksums: tuple[int, ...] = ()  # whole-block checksums of all blocks, if only those of parts were known
 
 
 class BlockVerifier:
-    """Safe to call from any thread: it only reads."""
+    """Computes and compares checksums of one pool's blocks. Only reads memory, so any thread may call it."""
 
     def __init__(self, memory: memoryview, layout: KvLayout, num_blocks: int) -> None:
         used = np.frombuffer(memory, dtype=np.uint8, count=layout.pool_bytes(num_blocks))
@@ -42,22 +42,22 @@ class BlockVerifier:
         self._layout = layout
 
     def num_bytes(self, blocks: Sequence[LandedBlock]) -> int:
-        """Bytes that checking these blocks reads."""
+        """Returns the number of bytes that a check of the given blocks reads."""
         num_tokens = sum(block.num_tokens for block in blocks)
         return num_tokens * self._layout.token_bytes * self._layout.pieces_per_block
 
     def corrupt(self, blocks: Sequence[LandedBlock]) -> tuple[int, ...]:
-        """Indexes of the blocks whose content does not match."""
+        """Returns the indexes of the blocks whose content does not match their checksum."""
         return tuple(block.index for block in blocks if self.checksum(block.block, block.num_tokens) != block.checksum)
 
     async def examine(self, blocks: Sequence[LandedBlock]) -> Verdict:
-        """`verdict`, in another thread where that is worth it."""
+        """Computes `verdict`, in another thread if there are more than INLINE_BYTES to read."""
         if self.num_bytes(blocks) > INLINE_BYTES:
             return await asyncio.to_thread(self.verdict, blocks)
         return self.verdict(blocks)
 
     def verdict(self, blocks: Sequence[LandedBlock]) -> Verdict:
-        """As `corrupt`, and the whole blocks' checksums where only those of parts are known."""
+        """Returns the corrupt blocks and, if only checksums of parts are known, the whole blocks' checksums."""
         if not any(block.part_layers for block in blocks):
             return Verdict(self.corrupt(blocks))
         found = [self._examine(block) for block in blocks]
@@ -65,8 +65,8 @@ class BlockVerifier:
         return Verdict(tuple(bad), tuple(whole for _, whole in found))
 
     def _examine(self, block: LandedBlock) -> tuple[bool, int]:
-        """Whether all parts match, and the checksum of the very bytes that did. Parts that leave layers out match
-        nothing."""
+        """Returns whether all parts match, and the checksum of the same bytes as a whole. Parts that do not cover all
+        layers never match."""
         valid = self._valid(block.block, block.num_tokens)
         ends = list(accumulate(block.part_layers))
         parts = [
@@ -77,7 +77,7 @@ class BlockVerifier:
         return is_all and join(parts) == block.checksum, checksum((valid.data,))
 
     async def checksums(self, blocks: Sequence[BlockId]) -> tuple[int, ...]:
-        """Of whole blocks, made in another thread where that is worth it."""
+        """Returns the checksums of whole blocks, computed in another thread if they exceed INLINE_BYTES."""
         size = self._layout.block_size
 
         def make() -> tuple[int, ...]:
@@ -87,10 +87,10 @@ class BlockVerifier:
         return await asyncio.to_thread(make) if is_long else make()
 
     def checksum(self, block: BlockId, num_tokens: int) -> int:
-        """Of a block's first tokens."""
+        """Returns the checksum of a block's first `num_tokens` tokens."""
         return checksum((self._valid(block, num_tokens).data,))
 
     def _valid(self, block: BlockId, num_tokens: int) -> Pieces:
-        """A copy of a block's first tokens, [pieces, bytes]."""
-        # One gather and one pass: hashing piece by piece would cost a call per piece.
+        """Returns a copy of a block's first tokens, [pieces, bytes]."""
+        # One gather and one hash: hashing piece by piece would cost a call per piece.
         return np.ascontiguousarray(self._pieces[:, block, : num_tokens * self._layout.token_bytes])

@@ -1,6 +1,6 @@
-"""A decode worker from start to stop, where it differs from others (`worker.process`).
+"""Assembly of a decode worker's process; the part common to both roles is `worker.process`.
 
-Decides nothing about requests; that is `decode_worker.state`, and `decode_worker.service` runs it.
+Decides nothing about requests: `decode_worker.state` does, and `decode_worker.service` performs its decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.process import Equipment, Worker, equipped
 
 
 class DecodeWorker(Worker):
-    """One worker over a loaded replica."""
+    """A decode worker over a loaded replica."""
 
     role = Role.DECODE
     service: DecodeService
@@ -82,6 +82,6 @@ class DecodeWorker(Worker):
 
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
-    """Runs a decode worker until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs a decode worker until the process is requested to stop. Raises ConfigError if it cannot start."""
     async with equipped(config, lifecycle, "decode") as equipment:
         await DecodeWorker(config, equipment).run(lifecycle)

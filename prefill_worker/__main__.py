@@ -1,4 +1,4 @@
-"""`python -m prefill_worker`."""
+"""Command-line entry of a prefill worker: `python -m prefill_worker`."""
 
 import sys
 from functools import partial

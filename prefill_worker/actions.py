@@ -1,6 +1,6 @@
-"""What a prefill worker does next. Output of `state.PrefillState.handle`; pure data.
+"""Actions of a prefill worker: the output of `state.PrefillState.handle`. Pure data.
 
-Each action that starts an operation names the events that answer it; exactly one of them comes, also when the
+Each action that starts an operation names the events that answer it (→). Exactly one of them comes, even if the
 operation is withdrawn.
 """
 
@@ -26,8 +26,8 @@ class ReserveLanding(Action):
     lease_id: LeaseId
     decode: Endpoint
     num_tokens: int
-    num_prompt_tokens: int  # of them, the client's prompt
-    max_tokens: int  # that may be generated behind it
+    num_prompt_tokens: int  # how many of num_tokens are the client's prompt
+    max_tokens: int  # limit of tokens generated after the prompt
     tenant: str
     priority: int
     block_keys: tuple[BlockKey, ...]
@@ -36,14 +36,14 @@ class ReserveLanding(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithdrawReservation(Action):
-    """The ReserveLanding under way is not wanted any more; it still answers."""
+    """Cancel the ReserveLanding in flight, which still answers. Not answered itself."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseLanding(Action):
-    """Give a lease back, or make sure that it was not granted. Not answered."""
+    """Release a lease, or make sure that it is not granted later. Not answered."""
 
     request_id: RequestId
     decode: Endpoint
@@ -52,7 +52,7 @@ class ReleaseLanding(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchPart:
-    """Blocks that one store may hold on disk."""
+    """Keys of blocks that one store may hold on disk."""
 
     store: Endpoint
     keys: tuple[BlockKey, ...]
@@ -60,7 +60,7 @@ class PrefetchPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchPrefix(Action):
-    """Ask stores to bring to memory what a waiting request will read. Not answered."""
+    """Request stores to load from disk to memory the blocks that a waiting request will read. Not answered."""
 
     request_id: RequestId
     parts: tuple[PrefetchPart, ...]
@@ -77,8 +77,8 @@ class PrefixPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPrefix(Action):
-    """Read prefix blocks into the own pool → PrefixLoaded | PrefixLoadFailed. Parts in order; or, where
-    `choice.layers_at_once` says so, all parts' first layers first, with a PrefixProgress for each few."""
+    """Read prefix blocks into the own pool → PrefixLoaded | PrefixLoadFailed. Parts are read in order. If
+    `choice.layers_at_once` is set, that many layers of all parts are read per turn, with a PrefixProgress each."""
 
     request_id: RequestId
     parts: tuple[PrefixPart, ...]
@@ -87,7 +87,7 @@ class LoadPrefix(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipPrefix(Action):
-    """For the record: all that could be read is computed. Not answered."""
+    """Log that the whole prefix is computed although stores hold parts of it. Not answered."""
 
     request_id: RequestId
     choice: LoadChoice
@@ -95,7 +95,7 @@ class SkipPrefix(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendBlocks(Action):
-    """Write whole blocks, given as (own block, block at the target) → WritesDone | WritesFailed."""
+    """Write whole blocks to the target. `pairs`: (own block, block at the target) → WritesDone | WritesFailed."""
 
     request_id: RequestId
     landing: Landing
@@ -104,29 +104,29 @@ class SendBlocks(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicePlan:
-    """One slice of a step, and where its new bytes go."""
+    """One slice of a step, and the landing blocks that its new KV is written to."""
 
     slice: Slice
     landing: Landing | None  # None = nothing is sent, and no WritesDone comes
     send_from: int  # first token that is sent, at least slice.start
-    complete: tuple[int, ...]  # indexes of the blocks whose checksum is wanted: complete after this step
+    complete: tuple[int, ...]  # block indexes that are complete after this step; each gets a checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep(Action):
-    """One forward pass → StepDone | StepGivenUp | StepFailed, and then WritesDone | WritesFailed for each slice that is
+    """Run one forward pass → StepDone | StepGivenUp | StepFailed, then WritesDone | WritesFailed for each slice that is
     sent."""
 
     plans: tuple[SlicePlan, ...]
-    step_id: int = 0  # its place among the steps under way: a worker alone has one at a time
+    step_id: int = 0  # index among the steps in flight; always 0 without a pipeline
     max_wait_s: float | None = None
-    """None: all that it needs is there. Else its only slice's prefix is arriving, and this is how long the engine may
-    wait for layers of it, in all."""
+    """None if everything that the step needs is loaded. Otherwise the prefix of the step's only slice is still
+    arriving, and the engine may wait this long in all for its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendFirstToken(Action):
-    """Tell the gateway. Not answered."""
+    """Send the first token and the prefill report to the gateway. Not answered."""
 
     gateway_id: GatewayId
     token: Token
@@ -142,15 +142,15 @@ class CommitHandoff(Action):
     decode: Endpoint
     lease_id: LeaseId
     first_token_id: int
-    num_cached_blocks: int  # leading ones that the target had
-    checksums: tuple[int, ...]  # of the others, in order
-    timeout_s: float  # what is left of the request's time
-    transfer_s: float  # since the first token
+    num_cached_blocks: int  # leading blocks that the target had cached
+    checksums: tuple[int, ...]  # of all other blocks, in order
+    timeout_s: float  # remaining time of the request
+    transfer_s: float  # time since the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutItem:
-    """A block for the store."""
+    """A block to be put into the store."""
 
     key: BlockKey
     parent: BlockKey | None

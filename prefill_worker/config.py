@@ -1,4 +1,4 @@
-"""Options of a prefill worker, and the limits that follow from them and the pool."""
+"""Command-line options of a prefill worker, and the limits that follow from them and from the pool plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.config import RoleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(RoleConfig, PatienceConfig):
-    """What a prefill worker has beyond the options of every worker."""
+    """Options of a prefill worker, in addition to those of every worker."""
 
     max_model_len: int | None = option(
         None, help="longest prompt in tokens; what model and memory allow when not given"
@@ -77,7 +77,8 @@ class PrefillConfig(RoleConfig, PatienceConfig):
             raise ConfigError("--landing-ttl-s must be above 0")
 
     def _require_group(self) -> None:
-        """What a group cannot do (docs/pipeline.md): a stored block is all layers, and each stage has its own."""
+        """Rejects options that a pipeline group does not support (docs/pipeline.md). A stored block has all layers, but
+        each stage has only its own. Raises ConfigError."""
         if self.pipeline_parallel_size == 1:
             return
         if self.home_store is not None:
@@ -92,7 +93,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
         return self.pipeline_parallel_size
 
     def faults(self) -> FaultPlan:
-        """What goes wrong on purpose."""
+        """Returns the injected transfer faults, for tests."""
         return FaultPlan(
             corrupt_writes=self.fault_corrupt_writes,
             drop_connections=self.fault_drop_connections,
@@ -120,10 +121,10 @@ class PrefillConfig(RoleConfig, PatienceConfig):
 
     @property
     def _computes_in_several(self) -> bool:
-        """Processes, of which only this one could wait for a layer's prefix."""
+        """True if several processes compute; only this one could wait for a layer of the prefix."""
         return self.pipeline_parallel_size > 1 or self.tensor_parallel_size > 1
 
     def _prefetch_limit(self, plan: PoolPlan) -> int:
-        # Half: a store serves several workers, and its memory is often not much larger than theirs.
+        # Half of the pool: a store serves several workers, and its memory is often not much larger than theirs.
         wish = self.max_prefetch_blocks
         return plan.num_blocks // 2 if wish is None else wish

@@ -1,14 +1,14 @@
-"""LOADING → RUNNING: which sequence's step begins before its prefix is there, and when what it computed counts.
+"""Early steps (LOADING → RUNNING): which step begins before its prefix has loaded, and when its result counts.
 
-A prefix that is read layer by layer is computed behind while it arrives: the engine needs layer l of it when it gets to
-layer l. **A step begins early when no waiting is foreseen in it**: the layers that are missing should take less time to
-arrive than the engine takes to get to the last of them. Beginning sooner would not end sooner, and the engine would
-stand still while others wait. So a step that begins early has one member, may wait for a bounded time only, and is
-given up beyond it; its prompt then goes the usual way, once all is loaded.
+While a prefix is read layer by layer, the tokens behind it are computed: the engine needs layer l of the prefix when it
+reaches layer l. **A step begins early if it is not expected to wait**: the missing layers should arrive in less time
+than the engine takes to reach the last of them. A step that began sooner would not end sooner, and the engine would
+idle while other requests wait. So an early step has one member, waits for a bounded time only, and is given up after
+that. Its prompt is then computed as usual, once the prefix has loaded.
 
-**Nothing that such a step computed counts before every loaded block has matched its writer's checksum**: its outcome
-is put aside until then. Where a block is bad, or did not come, the outcome is dropped and computed again, after its
-writes to the decode worker, which nobody has accepted, have ended. `steps` runs what is chosen here.
+**The result of an early step counts only after every loaded block has matched its writer's checksum**; it is held back
+until then. If a block is corrupt or missing, the result is dropped and computed again, after the step's writes to the
+decode worker, which has accepted none of them, have ended. `steps` runs the steps that are chosen here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.errors import MoonserveError
 
 
 class EarlySteps:
-    """`on_computed` takes over a sequence whose early step counts."""
+    """Chooses and judges early steps. `on_computed` is called for a sequence whose early step counts."""
 
     def __init__(self, ledger: Ledger, on_computed: Callable[[Sequence, ev.SliceDone, float], None]) -> None:
         self._ledger = ledger
@@ -31,7 +31,7 @@ class EarlySteps:
         self._begun: list[Sequence] = []
 
     def best(self, now: float) -> Sequence | None:
-        """The first in rank that may begin now."""
+        """Returns the best-ranked sequence that may begin early now, or None."""
         loading = [s for s in self._ledger.admitted.values() if self._may_begin(s, now)]
         return min(loading, key=lambda sequence: sequence.rank, default=None)
 
@@ -46,7 +46,7 @@ class EarlySteps:
         return start, min(start + self._ledger.limits.max_num_batched_tokens, sequence.num_tokens)
 
     def begin(self, sequence: Sequence, now: float) -> tuple[int, float]:
-        """The sequence runs. Gives the end of its slice, and how long the engine may wait in it."""
+        """Marks the sequence as running. Returns the end of its slice and the time that the engine may wait in it."""
         assert sequence.arrival is not None, "only what arrives layer by layer begins early"
         start, end = self._span(sequence)
         sequence.early = EarlyStep(start=start, end=end, num_sent=sequence.num_sent)
@@ -57,10 +57,10 @@ class EarlySteps:
         return end, sequence.arrival.left_s(now) + self._ledger.limits.spare_wait_s
 
     def settle(self, now: float) -> None:
-        """After every event: moves on whoever has what it waited for."""
+        """Advances the early sequences whose step and load have ended. Called after every event."""
         for sequence in tuple(self._begun):
             if sequence.phase not in (Phase.RUNNING, Phase.LOADING):
-                self._begun.remove(sequence)  # it ended
+                self._begun.remove(sequence)  # the sequence has ended
                 continue
             if sequence.early is not None:
                 self._judge(sequence, sequence.early, now)
@@ -77,7 +77,7 @@ class EarlySteps:
             self._count(sequence, early, outcome, now)
 
     def _drop(self, sequence: Sequence, early: EarlyStep, now: float) -> None:
-        """What was computed is of no use, but what has loaded well is."""
+        """Discards the result of an early step. Blocks that have loaded correctly are kept."""
         why = "given_up" if early.is_given_up else "spoilt"
         self._ledger.counters[f"{why}_early_steps"] += 1
         sequence.num_sent = early.num_sent
@@ -85,7 +85,8 @@ class EarlySteps:
         sequence.enter(Phase.LOADING, now)
 
     def _ready_again(self, sequence: Sequence, now: float) -> None:
-        """Its blocks may be computed over once no write reads them: the target would see old bytes after new ones."""
+        """Makes the sequence READY once no write reads its blocks. If they were recomputed before, the target could
+        receive old bytes after new ones."""
         if not sequence.is_loading and not sequence.num_sends:
             self._begun.remove(sequence)
             make_ready(self._ledger, sequence, now)
@@ -107,7 +108,7 @@ class EarlySteps:
         self._on_computed(sequence, outcome, now)
 
     def validate(self) -> None:
-        """Raises AssertionError when who began early is not known here, or is twice."""
+        """Raises AssertionError if a sequence that began early is missing here or listed twice."""
         assert len(set(self._begun)) == len(self._begun)
         early = {s for s in self._ledger.admitted.values() if s.early and s.phase is Phase.RUNNING}
         assert early <= set(self._begun), "who began early is forgotten"

@@ -1,7 +1,7 @@
-"""What can happen to a prefill worker. Input of `state.PrefillState.handle`; pure data.
+"""Events of a prefill worker: the input of `state.PrefillState.handle`. Pure data.
 
-Success, refusal and failure of the same operation are different events. Operations carry the request id, or, where
-one request can have several, their own number.
+Success, refusal and failure of the same operation are different events. An event names its operation by the request id
+or, if a request can have several such operations, by the operation's own number.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Landing:
 
     lease_id: LeaseId
     block_ids: tuple[BlockId, ...]  # all blocks of the sequence, in order
-    num_cached_blocks: int  # leading ones that already hold their KV
+    num_cached_blocks: int  # leading blocks that already hold their KV
     transfer_address: str
     segment_id: int
     window_id: int
-    num_blocks: int  # of the target pool
+    num_blocks: int  # size of the target pool
     ttl_s: float
 
 
@@ -46,7 +46,7 @@ class LandingGranted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingRefused(Event):
-    """Answer to ReserveLanding: refused, not reachable, or withdrawn by WithdrawReservation."""
+    """Answer to ReserveLanding: refused, decode worker unreachable, or withdrawn by WithdrawReservation."""
 
     request_id: RequestId
     error: MoonserveError
@@ -54,7 +54,7 @@ class LandingRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingLost(Event):
-    """A lease that was held could not be renewed."""
+    """A renewal failed because the lease has ended."""
 
     request_id: RequestId
     lease_id: LeaseId
@@ -63,48 +63,48 @@ class LandingLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRead:
-    """How the reading of one part of a prefix went."""
+    """Result of reading one part of a prefix."""
 
     store: Endpoint
-    num_bytes: int  # that arrived, or, when it failed, that were wanted
+    num_bytes: int  # bytes that arrived; after a failure, bytes requested
     seconds: float
     failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixProgress(Event):
-    """On the way to the answer to LoadPrefix by layer: the first `num_layers` layers of the `num_blocks` leading
-    blocks are in the pool. Nothing is verified yet."""
+    """Progress of a LoadPrefix by layer: the first `num_layers` layers of the `num_blocks` leading blocks are in the
+    pool. They are not verified yet."""
 
     request_id: RequestId
-    num_blocks: int  # that the stores have, which may be fewer than were asked for; at least 1
+    num_blocks: int  # blocks that the stores have; may be fewer than requested, at least 1
     num_layers: int
-    layers_at_once: int  # that arrive together
-    of_layers: int
-    seconds: float  # that reading these layers took
+    layers_at_once: int  # layers per turn
+    of_layers: int  # layers in all
+    seconds: float  # time taken to read these layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLoaded(Event):
-    """Answer to LoadPrefix: this many leading blocks arrived and matched these checksums of the store."""
+    """Answer to LoadPrefix: the leading blocks, one per checksum, arrived and matched these checksums of the store."""
 
     request_id: RequestId
     checksums: tuple[int, ...]
-    reads: tuple[PartRead, ...] = ()  # of the leading parts, as far as they were tried
+    reads: tuple[PartRead, ...] = ()  # one per leading part that was tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLoadFailed(Event):
-    """Answer to LoadPrefix: nothing usable arrived, and nothing will be written to the blocks any more."""
+    """Answer to LoadPrefix: no usable block arrived, and the load no longer writes to the blocks."""
 
     request_id: RequestId
     error: MoonserveError
-    reads: tuple[PartRead, ...] = ()  # of the leading parts, as far as they were tried
+    reads: tuple[PartRead, ...] = ()  # one per leading part that was tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceDone:
-    """One slice of a finished step."""
+    """Result of one slice of a finished step."""
 
     request_id: RequestId
     sampled: Sampled | None
@@ -117,18 +117,18 @@ class StepDone(Event):
 
     slices: tuple[SliceDone, ...]
     step_id: int = 0
-    waited_s: float = 0.0  # of the engine, for layers of a prefix
+    waited_s: float = 0.0  # time that the engine waited for layers of a prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGivenUp(Event):
-    """Answer to RunStep with `max_wait_s`: layers of the prefix did not come in time, or will not. Nothing of it
-    counts."""
+    """Answer to RunStep with `max_wait_s`: layers of the prefix did not arrive in time, or will not arrive. No result
+    of the step counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Event):
-    """Answer to RunStep: the engine raised; what its slices computed is unknown."""
+    """Answer to RunStep: the engine raised an error; the KV of the step's slices is undefined."""
 
     error: MoonserveError
     step_id: int = 0
@@ -136,14 +136,14 @@ class StepFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritesDone(Event):
-    """All transfers of one SendBlocks, or of one slice of a step, arrived. Comes after that step's StepDone."""
+    """All writes of one SendBlocks, or of one slice of a step, have arrived. Comes after the step's own answer."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritesFailed(Event):
-    """As WritesDone, but some transfer failed. None of them reads the source any more."""
+    """A write of one SendBlocks, or of one slice of a step, failed. None of the writes reads its source any more."""
 
     request_id: RequestId
     error: MoonserveError
@@ -151,14 +151,14 @@ class WritesFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffAccepted(Event):
-    """Answer to CommitHandoff: the decode worker goes on with the sequence."""
+    """Answer to CommitHandoff: the decode worker now owns the sequence."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffCorrupt(Event):
-    """Answer to CommitHandoff: these blocks (indexes in the sequence's table) did not match their checksums."""
+    """Answer to CommitHandoff: blocks did not match their checksums. `indexes` count in the sequence's block table."""
 
     request_id: RequestId
     indexes: tuple[int, ...]
@@ -166,7 +166,7 @@ class HandoffCorrupt(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffFailed(Event):
-    """Answer to CommitHandoff: refused or not reachable."""
+    """Answer to CommitHandoff: refused, or the decode worker is unreachable."""
 
     request_id: RequestId
     error: MoonserveError
@@ -174,7 +174,8 @@ class HandoffFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutDone(Event):
-    """Answer to PutBlocks. `corrupt` keys did not match at the store; `num_refused` found no space."""
+    """Answer to PutBlocks. `corrupt` lists keys that failed the store's checksum test; `num_refused` blocks got no
+    space."""
 
     put_id: int
     num_refused: int
@@ -183,7 +184,7 @@ class PutDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutFailed(Event):
-    """Answer to PutBlocks: the store was not reachable. Nothing reads the source any more."""
+    """Answer to PutBlocks: the put failed. It no longer reads the source blocks."""
 
     put_id: int
     error: MoonserveError

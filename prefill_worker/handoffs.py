@@ -1,7 +1,7 @@
-"""RUNNING → SENDING → COMMITTING → CLOSING: the sequence moves to its decode worker.
+"""Handoff of sequences to their decode workers (RUNNING → SENDING → COMMITTING → CLOSING).
 
-The commit follows the last write, carries the checksum of every landed block, and its answer decides: accepted, failed,
-or corrupt. Corrupt blocks, and what was computed from them, are dropped, computed again and sent again.
+The commit follows the last write and carries the checksum of every landed block. Its answer is accepted, failed or
+corrupt. Corrupt blocks, and all blocks computed from them, are dropped, computed again and sent again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from prefill_worker.sequence import Phase, Sequence
 from protocol.errors import DeadlineExceeded, IntegrityError
 from protocol.ids import RequestId
 
-# A path that corrupts three times in a row is broken, not unlucky.
+# Three corrupt handoffs of one sequence mean a broken path, not bad luck.
 MAX_ATTEMPTS = 3
 
 
 class Handoffs:
-    """Hands a ledger's computed sequences to their decode workers."""
+    """Hands off the computed sequences of a ledger to their decode workers."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def computed(self, sequence: Sequence, now: float) -> None:
-        """All KV and the first token are there, and the request goes on."""
+        """Starts the handoff of a sequence that has all its KV and a first token, and is not finished."""
         sequence.enter(Phase.SENDING, now)
         self._commit_if_sent(sequence, now)
 
@@ -80,7 +80,7 @@ class Handoffs:
         sequence = self._answered(event.request_id)
         self._ledger.counters["integrity_failures"] += len(event.indexes)
         sequence.num_corrupt += 1
-        # Everything after the first bad block was computed from it, whoever found it bad before.
+        # Everything after the first corrupt block was computed from it.
         for block in sequence.block_table[min(event.indexes) :]:
             self._ledger.pool.forget(block)
         if sequence.phase is Phase.CLOSING:
@@ -93,9 +93,9 @@ class Handoffs:
             sequence.enter(Phase.READY, now)
 
     def _rewind(self, sequence: Sequence, first: int) -> bool:
-        """Fresh blocks from index `first` on, to be computed and sent again; False when there are none.
+        """Replaces the blocks from index `first` on with fresh ones, to be computed and sent again.
 
-        The old ones may be shared with other sequences, so they cannot be computed over.
+        Returns False if there are no free blocks. The old blocks may be shared, so they cannot be computed in place.
         """
         ledger, landing = self._ledger, sequence.landing
         assert landing is not None, "only what has landed can arrive corrupt"

@@ -1,9 +1,9 @@
-"""From blocks to bytes: which ranges of the own pool go to which ranges of a target's, and their checksums.
+"""KV writes to decode workers: maps blocks to byte ranges in both pools, submits the writes, computes checksums.
 
-The hot path: `StepWriter.on_layer` runs in the engine's thread after every layer. So everything that does not depend on
-the layer is worked out before the step, blocks that are neighbours in both pools become one range, and what a sequence
-sends leaves in batches that are worth their fixed cost: one per layer where layers are large, several layers together
-where they are small. Ranges are rows of numpy: a prefix of a thousand blocks has fifty thousand of them.
+`StepWriter.on_layer` is the hot path: it runs in the engine's thread after every layer. So everything that does not
+depend on the layer is computed before the step, and blocks that are adjacent in both pools become one range. Writes
+leave in batches that are worth their fixed cost: one per layer if layers are large, one for several layers if they are
+small. Ranges are rows of numpy arrays: a prefix of a thousand blocks has fifty thousand of them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from worker.memory import KvMemory
 
 Submit = Callable[[ScatterTransfer], Batch]
 
-# A batch costs its threads at both ends a fraction of a millisecond, in which they could copy some megabytes. With
-# fewer bytes per batch a small model's prefill would wait for its own sending (LOG.md).
+# A batch costs the threads at both ends a fraction of a millisecond, in which they could copy some megabytes. With
+# fewer bytes per batch a small model's prefill would wait for its own writes (LOG.md).
 MIN_BATCH_BYTES = 2 << 20
 
 Indexes = npt.NDArray[np.int64]
 
 
 class Route:
-    """The way of some token ranges of one sequence into its landing, for any piece."""
+    """Maps token ranges of one sequence to its landing, for any piece."""
 
     __slots__ = ("_local", "_remote", "_runs", "_strides", "_window_id", "piece_bytes")
 
     def __init__(self, memory: KvMemory, landing: Landing, runs: Rows) -> None:
-        """`runs`: of piece 0, as `block_runs` and `token_runs` make them."""
+        """`runs` are the ranges of piece 0, as `block_runs` and `token_runs` return them."""
         self._local = memory.segment
         self._remote = RemoteSegment(landing.transfer_address, landing.segment_id)
         self._window_id = landing.window_id
@@ -51,23 +51,23 @@ class Route:
         self._runs = runs + scatter.rows((memory.first_piece * target_stride, 0, 0))
         self._strides = scatter.rows((target_stride, memory.piece_stride, 0))
         self.piece_bytes = scatter.total(runs)
-        """What one piece sends."""
+        """Bytes sent per piece."""
 
     def transfer(self, pieces: range) -> ScatterTransfer:
-        """The writes of these pieces (2·layer for K, 2·layer + 1 for V), piece by piece."""
+        """Returns the writes of the given pieces (2·layer for K, 2·layer + 1 for V), piece by piece."""
         shifts = np.array(pieces, np.int64)[:, None, None] * self._strides
         rows = (self._runs + shifts).reshape(-1, 3)
         return ScatterTransfer(Op.WRITE, self._local, self._remote, rows, self._window_id)
 
 
 def block_runs(pairs: Sequence[tuple[BlockId, BlockId]], layout: KvLayout) -> Rows:
-    """Whole blocks, given as (own, target's); neighbours on both sides are joined."""
+    """Returns the ranges of whole blocks, given as (own, target's). Ranges adjacent on both sides are merged."""
     own, target = np.array(pairs, np.int64).reshape(-1, 2).T
     return scatter.merge(_blocks(own, target, layout))
 
 
 def token_runs(table: Sequence[BlockId], target: Sequence[BlockId], start: int, end: int, layout: KvLayout) -> Rows:
-    """The tokens [start, end) of a sequence, at least one; neighbours on both sides are joined."""
+    """Returns the ranges of a sequence's tokens [start, end), start < end. Ranges adjacent on both sides are merged."""
     size, token_bytes = layout.block_size, layout.token_bytes
     used = slice(start // size, layout.blocks_for(end))
     runs = _blocks(np.array(table[used]), np.array(target[used]), layout)
@@ -86,10 +86,10 @@ def _blocks(own: Indexes, target: Indexes, layout: KvLayout) -> Rows:
 
 
 class StepWriter:
-    """Sends what a step computes, layer by layer, and takes the checksums of the blocks it completes.
+    """Sends the KV that one step computes, layer by layer, and computes the checksums of the blocks it completes.
 
-    One object per step. A block's checksum covers its pieces K0 V0 K1 V1 …, which is the order in which layers finish,
-    so it grows with them while the bytes are still in the processor's cache.
+    A block's checksum covers its pieces K0 V0 K1 V1 …, the order in which layers finish. So it is updated after each
+    layer, while the bytes are still in the processor's cache.
     """
 
     def __init__(self, memory: KvMemory, plans: Sequence[SlicePlan], submit: Submit) -> None:
@@ -100,8 +100,8 @@ class StepWriter:
         self._num_sums = [len(plan.complete) for plan in plans]
 
     def on_layer(self, layer: int) -> None:
-        """Called in the engine's thread, when a layer's new K and V are in the pool. Raises nothing: a write that
-        cannot start is that slice's failure."""
+        """Sends a layer's new K and V, which are in the pool, and updates checksums. Called in the engine's thread. A
+        write that cannot start raises nothing here; it fails its slice."""
         pieces = range(2 * layer, 2 * layer + 2)
         for sent in self._sent:
             sent.add(pieces)
@@ -114,17 +114,17 @@ class StepWriter:
                 block.checksum.add(buffer[start : start + block.length])
 
     def checksums(self) -> list[tuple[tuple[int, int], ...]]:
-        """Per plan: (index in the block table, checksum) of each completed block. After the last layer."""
+        """Returns per plan (index in the block table, checksum) of each completed block. Valid after the last layer."""
         sums = iter(self._sums)
         return [tuple((entry.index, entry.checksum.value) for entry in islice(sums, count)) for count in self._num_sums]
 
     def finish(self) -> None:
-        """Sends what is left, after the step."""
+        """Sends the remaining bytes after the step."""
         for sent in self._sent:
             sent.submit(self._submit)
 
     async def sent(self, position: int) -> None:
-        """Waits until no write of the plan at `position` is under way, after `finish`. Raises the first error."""
+        """Waits until no write of the plan at `position` is in flight. Call after `finish`. Raises the first error."""
         sent = self._sent[position]
         await all_done(sent.batches)
         if sent.error is not None:
@@ -140,7 +140,7 @@ class _SentSlice:
         self.batches: list[Batch] = []
         self.error: MoonserveError | None = None
         self._pending = range(0)
-        """Pieces that are in the pool and have not been sent."""
+        """Pieces that are in the pool and not sent yet."""
         self._route: Route | None = None
         if plan.landing is not None:
             table, target = plan.slice.block_table, plan.landing.block_ids
@@ -152,12 +152,12 @@ class _SentSlice:
         return len(self._pending) * self._route.piece_bytes if self._route else 0
 
     def add(self, pieces: range) -> None:
-        """These pieces are in the pool now; they follow those that were added before."""
+        """Adds pieces that are now in the pool. They must follow the pieces added before."""
         if self.error is None:
             self._pending = range(self._pending.start if self._pending else pieces.start, pieces.stop)
 
     def submit(self, submit: Submit) -> None:
-        """Sends what has been added. Raises nothing: a write that cannot start is this slice's failure."""
+        """Sends the added pieces. A write that cannot start raises nothing; it sets `error`."""
         pending, self._pending = self._pending, range(0)
         if self._route is None or not pending:
             return
@@ -168,7 +168,7 @@ class _SentSlice:
 
 
 class _BlockSum:
-    """The checksum of one block over its valid tokens."""
+    """The running checksum of one block's valid tokens."""
 
     __slots__ = ("checksum", "index", "length", "start")
 
@@ -182,7 +182,7 @@ class _BlockSum:
 
 
 async def all_done(batches: Sequence[Batch]) -> None:
-    """Waits for all of them, also after one failed: their source must not change before. Raises the first error."""
+    """Waits for all batches, even after one failed: their source must not change before. Raises the first error."""
     first_error: MoonserveError | None = None
     for batch in batches:
         try:
@@ -193,14 +193,14 @@ async def all_done(batches: Sequence[Batch]) -> None:
         raise first_error
 
 
-# A cluster has fewer instances; those that have not been heard of for long are left to the transfer engine.
+# More than the instances of a cluster. Peers that were not met for longest are left to the transfer engine.
 MAX_KNOWN = 4096
 
 
 class Sender:
-    """Submits writes with deadlines that grow with what is on its way to the same peer: a write waits behind those
-    before it. Forgets a peer's earlier incarnation when it meets a later one. Thread-safe: layers are sent from the
-    engine's thread."""
+    """Submits writes with deadlines that grow with the bytes in flight to the same peer, since a write waits behind
+    earlier ones. Forgets a peer's earlier incarnation when it meets a later one. Thread-safe: layers are sent from
+    the engine's thread."""
 
     def __init__(self, transfer: TransferEngine, patience: Patience) -> None:
         self._transfer = transfer
@@ -211,21 +211,21 @@ class Sender:
         self._known: OrderedDict[str, Endpoint] = OrderedDict()
 
     def submit(self, write: ScatterTransfer) -> Batch:
-        """Does not block. Raises what the transfer engine raises."""
+        """Submits a write without blocking. Raises what the transfer engine raises."""
         address, nbytes = write.remote.address, scatter.total(write.rows)
         with self._lock:
             self._under_way[address] += nbytes
             deadline_s = self._patience.deadline_s(self._under_way[address])
         try:
             batch = self._transfer.submit([write], deadline_s=deadline_s)
-        except BaseException:  # whatever it was, nothing is under way
+        except BaseException:  # nothing was submitted
             self._ended(address, nbytes)
             raise
         batch.add_done_callback(lambda _: self._ended(address, nbytes))
         return batch
 
     def met(self, peer: Endpoint) -> None:
-        """A later incarnation means that the earlier one is dead: what is on its way there fails now."""
+        """Records a peer. If it is a later incarnation at a new address, writes in flight to the earlier one fail."""
         with self._lock:
             known = self._known.get(peer.instance_id)
             if known is not None and known.epoch >= peer.epoch:

@@ -15,7 +15,7 @@ from protocol.request import Endpoint
 from protocol.rpc import Channels
 from protocol.wire import from_message, sampling_to_wire, to_message
 
-# A decode worker that is full for this long is a reason to be placed elsewhere.
+# If a decode worker is full for this long, the request should be placed elsewhere.
 RESERVE_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 5.0
 # Committing verifies every landed byte: a second covers ten gigabytes.
@@ -23,7 +23,7 @@ COMMIT_TIMEOUT_S = 10.0
 
 
 class LandingClient:
-    """Talks to any decode worker. Calls are idempotent by lease id."""
+    """Client for any decode worker. Calls are idempotent by lease id."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class LandingClient:
         ttl_s: float,
         part_layers: Sequence[int] = (),
     ) -> None:
-        """`part_layers`: of a pipeline, how many layers each stage's checksums cover."""
+        """`part_layers`: in a pipeline, the number of layers that each stage's checksums cover."""
         self._channels = channels
         self._fingerprint = fingerprint
         self._ttl_s = ttl_s
@@ -44,7 +44,7 @@ class LandingClient:
         return stub
 
     async def reserve(self, action: ReserveLanding) -> ev.Landing:
-        """Raises MoonserveError when refused, not reachable, or not granted in time."""
+        """Reserves landing blocks. Raises MoonserveError if refused, unreachable, or not granted in time."""
         request = to_message(
             worker_pb2.ReserveRequest,
             action,
@@ -57,23 +57,23 @@ class LandingClient:
         return _landing_from_wire(lease, action.num_tokens)
 
     async def renew(self, decode: Endpoint, lease_id: LeaseId) -> None:
-        """Raises StaleLease when the lease is gone."""
+        """Renews a lease. Raises PeerLost if there is no answer and another MoonserveError if the lease has ended."""
         request = worker_pb2.RenewRequest(lease_id=lease_id, ttl_s=self._ttl_s)
         await self._channels.call(self._stub(decode).Renew, request, timeout_s=CALL_TIMEOUT_S)
 
     async def commit(self, action: CommitHandoff) -> tuple[int, ...]:
-        """Gives the indexes of corrupt blocks; empty = the decode worker goes on. Raises MoonserveError."""
+        """Commits a handoff. Returns the indexes of corrupt blocks; empty means accepted. Raises MoonserveError."""
         request = _commit_to_wire(action, self._part_layers)
         stub = self._stub(action.decode)
         timeout_s = max(min(action.timeout_s, COMMIT_TIMEOUT_S), CALL_TIMEOUT_S)
         try:
             reply = await self._channels.call(stub.Commit, request, timeout_s=timeout_s)
-        except PeerLost:  # the answer may have been lost, not the commit: ask again
+        except PeerLost:  # perhaps only the answer was lost; commits are idempotent
             reply = await self._channels.call(stub.Commit, request, timeout_s=CALL_TIMEOUT_S)
         return _corrupt_from_wire(reply, action)
 
     async def release(self, decode: Endpoint, lease_id: LeaseId) -> None:
-        """Raises MoonserveError when the decode worker cannot be told; the lease then runs out by itself."""
+        """Releases a lease. Raises MoonserveError if the call fails; the lease then expires by itself."""
         request = worker_pb2.ReleaseRequest(lease_id=lease_id)
         await self._channels.call(self._stub(decode).Release, request, timeout_s=CALL_TIMEOUT_S)
 
@@ -85,7 +85,7 @@ def _landing_from_wire(lease: worker_pb2.LandingLease, num_tokens: int) -> ev.La
 
 
 def _corrupt_from_wire(reply: worker_pb2.CommitReply, action: CommitHandoff) -> tuple[int, ...]:
-    """Raises PeerError for blocks that were not sent."""
+    """Returns the corrupt block indexes of a reply. Raises PeerError for a block that was not sent."""
     num_blocks = action.num_cached_blocks + len(action.checksums)
     if any(not action.num_cached_blocks <= index < num_blocks for index in reply.corrupt):
         raise PeerError(f"corrupt blocks {list(reply.corrupt)} of {num_blocks}")
@@ -109,5 +109,5 @@ def _commit_to_wire(action: CommitHandoff, part_layers: Sequence[int]) -> worker
 
 
 def lost(error: MoonserveError) -> bool:
-    """Whether a renewal's failure means that the lease is gone, and not merely that one call was slow."""
+    """Returns True if a failed renewal means that the lease has ended, not only that one call got no answer."""
     return not isinstance(error, PeerLost)

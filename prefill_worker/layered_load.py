@@ -1,10 +1,10 @@
-"""A prefix from store nodes into the own pool, layer by layer, so that the engine can compute behind it meanwhile.
+"""Reads a prefix from store nodes into the own pool layer by layer, so that the engine can compute behind it meanwhile.
 
-All parts are leased first, so that it is known how many blocks there are to be had; then their bytes come in *turns*, a
-few layers of all blocks in each; last, every block is verified by its writer's checksum, which covers all its layers.
-Its rules: a turn is announced when all of its bytes are where the engine computes from, and none after a part has
-failed; what lies before a part that failed is still read to its end; when this returns, nothing writes to the blocks
-any more. Where the engine's device has memory of its own, a turn is loaded there while the next one is read.
+First all parts are leased, which tells how many blocks are available. Then their bytes are read in *turns* of a few
+layers of all blocks each. Last, every block is verified by its writer's checksum, which covers all its layers.
+Its rules: a turn is announced once all its bytes are in the memory that the engine computes from. No turn is announced
+after a part has failed, but the parts before the failed one are still read to their end. When the load returns, nothing
+writes to the blocks any more. If the engine's device has its own memory, a turn is loaded there while the next is read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from worker.memory import KvMemory
 
 
 class PrefixLate(Exception):
-    """A layer of the prefix did not come in time, or will not come: the step is not worth going on with."""
+    """Raised in a step if a layer of its prefix did not arrive in time or will not arrive; the step is given up."""
 
 
 class LayerGate:
-    """How many leading layers of one prefix are in the pool. The event loop says so, the engine's thread waits, and is
-    told when nothing more will come. Whether the bytes are good is known when the whole load is."""
+    """The number of leading layers of one prefix that are in the pool. The event loop sets it and closes the gate; the
+    engine's thread waits for it. The bytes are verified only at the end of the load."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,20 +50,20 @@ class LayerGate:
         return self._num_layers
 
     def arrived(self, num_layers: int) -> None:
-        """The first `num_layers` layers are there."""
+        """Announces that the first `num_layers` layers are in the pool."""
         with self._changed:
             self._num_layers = num_layers
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No further layer will come. Idempotent."""
+        """Announces that no further layer will arrive. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def wait(self, layer: int, timeout_s: float) -> None:
-        """Blocks the thread until `layer` is there. Raises PrefixLate."""
-        if self._num_layers > layer:  # the usual case, without the lock
+        """Blocks the thread until `layer` is in the pool. Raises PrefixLate after `timeout_s` or if the gate closes."""
+        if self._num_layers > layer:  # the usual case needs no lock
             return
         with self._changed:
             self._changed.wait_for(lambda: self._num_layers > layer or self._is_closed, max(timeout_s, 0.0))
@@ -72,7 +72,7 @@ class LayerGate:
 
 
 class BoundedWait:
-    """One step's waits at a gate: in all at most `limit_s`. Used by the engine's thread, read when the step is over."""
+    """Bounds one step's waits at a gate to `limit_s` in all. Used by the engine's thread, read after the step."""
 
     def __init__(self, gate: LayerGate, limit_s: float) -> None:
         self._gate = gate
@@ -80,7 +80,7 @@ class BoundedWait:
         self.waited_s = 0.0
 
     def before(self, layer: int) -> None:
-        """Returns when the prefix's `layer` may be looked at. Raises PrefixLate."""
+        """Waits until the engine may read the prefix's `layer`. Raises PrefixLate."""
         if self._gate.num_layers > layer:
             return
         began_at = time.monotonic()
@@ -97,12 +97,12 @@ Told = Callable[[ev.PrefixProgress], None]
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """One store's share of the prefix, as far as it was leased."""
+    """One store's share of the prefix, with the blocks that could be leased."""
 
     part: PrefixPart
     lease: ReadLease
     rows: Rows
-    """Where piece 0 of each leased block lies and goes."""
+    """Source and destination of piece 0 of each leased block."""
     num_good: int = 0
     seconds: float = 0.0
 
@@ -116,14 +116,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The first part that could not be read; those behind it are of no use."""
+    """The first part that could not be read. The parts behind it are not used."""
 
     error: MoonserveError
     read: ev.PartRead
 
 
 class LayeredLoad:
-    """One LoadPrefix action. `told` is called in the event loop for each turn that has arrived."""
+    """Execution of one LoadPrefix action. `told` is called in the event loop for each turn that has arrived."""
 
     def __init__(
         self,
@@ -143,10 +143,10 @@ class LayeredLoad:
         self._parts: list[_Part] = []
         self._leases: list[ReadLease] = []
         self._failure: _Failure | None = None
-        self._loading: asyncio.Task[None] | None = None  # the latest turn, and those before it
+        self._loading: asyncio.Task[None] | None = None  # the latest turn; it waits for the turns before it
 
     async def run(self) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
-        """The whole load, to its end."""
+        """Runs the whole load and returns its answer event."""
         text = "the prefix is read layer by layer: %s"
         log.debug(text, self._action.choice, extra=of(self._action.request_id))
         try:
@@ -171,7 +171,7 @@ class LayeredLoad:
                 return ev.PrefixLoadFailed(request_id=request_id, error=failure.error, reads=reads)
         return ev.PrefixLoaded(request_id=request_id, checksums=tuple(checksums), reads=reads)
 
-    # -- which blocks there are to be had
+    # -- leases
 
     async def _lease_all(self) -> None:
         for part in self._action.parts:
@@ -200,7 +200,7 @@ class LayeredLoad:
         rows[:, LENGTH] = layout.piece_bytes
         return _Part(part, lease, rows)
 
-    # -- their bytes
+    # -- reads
 
     async def _read_all(self) -> None:
         at_once = self._action.choice.layers_at_once
@@ -227,7 +227,7 @@ class LayeredLoad:
             self._loading = asyncio.create_task(turn)
 
     async def _read_turn(self, each: _Part, pieces: range) -> bool:
-        """Whether it could be read; else this part and those behind it are given up."""
+        """Reads the given pieces of a part. On failure gives up this part and those behind it, and returns False."""
         began_at = time.monotonic()
         try:
             await self._client.transfer(
@@ -244,7 +244,7 @@ class LayeredLoad:
         return True
 
     def _transfer(self, each: _Part, pieces: range) -> ScatterTransfer:
-        """Block by block: a block's pieces are neighbours at the store."""
+        """Returns the reads in block order, since a block's pieces are adjacent at the store."""
         strides = np.zeros(3, np.int64)
         strides[REMOTE], strides[LOCAL] = self._memory.layout.piece_bytes, self._memory.piece_stride
         shifts = np.array(pieces, np.int64)[None, :, None] * strides
@@ -252,7 +252,7 @@ class LayeredLoad:
         return ScatterTransfer(Op.READ, self._memory.segment, each.lease.segment, rows)
 
     async def _load_turn(self, layers: range, progress: ev.PrefixProgress, before: asyncio.Task[None] | None) -> None:
-        """To where the engine computes from; announced there, turn by turn."""
+        """Loads a turn to the memory that the engine computes from, after the turn before it, and announces it."""
         blocks = [block for each in self._parts for block in each.part.blocks[: each.num_blocks]]
         if before is not None:
             await before
@@ -262,14 +262,14 @@ class LayeredLoad:
             self._told(progress)
 
     async def _end_loading(self) -> None:
-        """Also where nobody wants to know any more whether it went well."""
+        """Waits for the turns in flight, without raising their errors."""
         if self._loading is not None:
             await asyncio.wait({self._loading})
 
-    # -- whether they are good
+    # -- verification
 
     async def _verified(self) -> list[int]:
-        """Checksums of the leading blocks that are good."""
+        """Verifies the blocks and returns the checksums of the leading ones that are correct."""
         checksums: list[int] = []
         for each in tuple(self._parts):
             began_at = time.monotonic()

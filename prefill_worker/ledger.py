@@ -1,8 +1,8 @@
-"""Who lives on a prefill worker, who holds which blocks, and how a sequence ends.
+"""State shared by the parts of a prefill worker's automaton: sequences, their blocks, and how a sequence ends.
 
-Shared by the parts of the automaton (`preparation`, `steps`, `handoffs`); each of them moves sequences through some
-phases, and all of them end sequences here. Blocks go back to the pool only when nothing under way uses them. Beside it
-`Prefetches` from the disks of stores.
+`preparation`, `steps` and `handoffs` move sequences through some phases each, and all of them end sequences here.
+Blocks go back to the pool only when no operation in flight uses them. `Prefetches` requests loads from the stores'
+disks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from worker.events import Action, Fail, Submitted
 
 
 class RequestQueue:
-    """Requests that wait for blocks, in the order in which they get them; they can leave from any place.
+    """Requests that wait for blocks, by rank. They can be removed from any place.
 
-    The order is a sequence's `rank`: priority (0 for fcfs), the time of arrival + the seconds that its placement says
-    it yields (`Placement.rank`, below 0 where its tenant has had less), arrival. Only what the conductor puts before
-    it can overtake it later than that; a head that waits for blocks is not passed by those behind it."""
+    A rank is: priority (0 for fcfs), time of arrival + seconds to yield (`Placement.rank`, below 0 if the tenant has
+    been served less), number of arrival. A later request overtakes only if the conductor ranks it before. A head that
+    waits for blocks is not passed by the requests behind it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, RequestId]] = []
@@ -46,7 +46,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order."""
+        """Iterates over the waiting sequences in no particular order."""
         return iter(self._waiting.values())
 
     def push(self, sequence: Sequence) -> None:
@@ -54,7 +54,7 @@ class RequestQueue:
         heapq.heappush(self._heap, (sequence.rank, sequence.request_id))
 
     def head(self) -> Sequence | None:
-        """The next one, which stays."""
+        """Returns the next sequence without removing it, or None."""
         while self._heap:
             rank, request_id = self._heap[0]
             sequence = self._waiting.get(request_id)
@@ -64,39 +64,39 @@ class RequestQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out, wherever it is."""
+        """Removes a sequence from any place in the queue."""
         del self._waiting[sequence.request_id]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a prefill worker may hold and do at once."""
+    """Scheduling limits of a prefill worker."""
 
     block_size: int
     block_bytes: int
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    lookahead: int = 4  # requests prepared ahead of the step under way, at least
+    lookahead: int = 4  # minimum number of requests prepared ahead of the step in flight
     max_put_blocks: int = 64
     max_pending_puts: int = 4096
     max_prefetch_blocks: int = 64
-    num_layers: int = 1  # of which a prefix is read one after the other, where there are several
-    store_reads: str = "auto"  # by predicted time, "always" or "never"
-    layered_loads: str = "auto"  # by predicted gain, "always" or "never"
-    # What a step may wait beyond the time that missing layers should take: stalls of a busy machine.
+    num_layers: int = 1  # layers of the model, for layered loads
+    store_reads: str = "auto"  # "auto" (by predicted time), "always" or "never"
+    layered_loads: str = "auto"  # "auto" (by predicted gain), "always" or "never"
+    # An early step may wait this much longer than missing layers should take, for stalls of a busy machine.
     spare_wait_s: float = 0.1
-    num_stages: int = 1  # of a pipeline: as many steps are under way together
+    num_stages: int = 1  # stages of a pipeline; as many steps can be in flight
     policy: str = "fcfs"
     store_writes: str = "all"
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
 
 class Ledger:
-    """Sequences, blocks, counters, and the actions that the event under handling has caused so far."""
+    """The sequences, blocks and counters, and the actions (`out`) that the current event has caused so far."""
 
     def __init__(self, pool: BlockPool, limits: Limits, *, profile: PrefillProfile, home_store: str | None) -> None:
         self.pool = pool
@@ -118,10 +118,10 @@ class Ledger:
             max_blocks=limits.max_prefetch_blocks,
         )
         self.sequences: dict[RequestId, Sequence] = {}
-        self.queue = RequestQueue()  # those that are QUEUED
-        self.admitted: dict[RequestId, Sequence] = {}  # all others
+        self.queue = RequestQueue()  # QUEUED sequences
+        self.admitted: dict[RequestId, Sequence] = {}  # all other sequences
         self.tombstones = Tombstones()
-        # Requests that came back, placed again, before their earlier attempt here had closed.
+        # Requests that were placed here again before their earlier attempt had closed.
         self.successors: dict[RequestId, Submitted] = {}
         self.returned: list[Submitted] = []  # successors whose turn has come
         self.out: list[Action] = []
@@ -129,13 +129,13 @@ class Ledger:
     # -- the queue
 
     def enqueue(self, sequence: Sequence) -> None:
-        """The sequence is QUEUED."""
+        """Registers a QUEUED sequence."""
         self.sequences[sequence.request_id] = sequence
         self.queue.push(sequence)
         self.prefetches.waits(sequence)
 
     def dequeue(self, sequence: Sequence) -> None:
-        """The sequence is about to be anything else."""
+        """Moves a sequence from the queue to `admitted`. Call before it leaves the phase QUEUED."""
         self.queue.remove(sequence)
         self.prefetches.leaves(sequence)
         self.admitted[sequence.request_id] = sequence
@@ -143,7 +143,7 @@ class Ledger:
     # -- blocks
 
     def too_long(self, sequence: Sequence) -> InvalidRequest | None:
-        """What is wrong with one that would need more blocks than there can be."""
+        """Returns an error if the sequence needs more blocks than the pool can ever hold, else None."""
         num_needed = self.limits.blocks_for(sequence.num_tokens)
         if num_needed <= (capacity := self.pool.capacity):
             return None
@@ -154,15 +154,15 @@ class Ledger:
         )
 
     def publish(self, sequence: Sequence, index: int, checksum: int) -> None:
-        """A block of the sequence is complete; if it is full, others may use it."""
+        """Records a complete block's checksum. If the block is full, makes it findable for other sequences."""
         sequence.checksums[index] = checksum
         if index < len(sequence.request.block_keys):
             key, parent = sequence.request.block_keys[index], sequence.parent_key(index)
             self.pool.publish(sequence.block_table[index], key, parent or NO_PARENT, checksum)
 
     def adopt_cached(self, sequence: Sequence, first: int, end: int) -> None:
-        """Blocks `first` to `end` of the table came from the prefix cache. Their writers' checksums are kept: made
-        anew they would bless whatever happened to the bytes since."""
+        """Records that the blocks [first, end) of the table came from the prefix cache. Their writers' checksums are
+        kept: new checksums would hide any corruption since."""
         for index in range(first, end):
             checksum = self.pool.checksum_of(sequence.block_table[index])
             assert checksum is not None, "a findable block has a checksum"
@@ -173,7 +173,7 @@ class Ledger:
     # -- ending
 
     def fail(self, sequence: Sequence, error: MoonserveError, now: float) -> None:
-        """The sequence ends in an error that its gateway is told; no-op when it has ended already."""
+        """Ends a sequence with an error, which is sent to its gateway. A sequence that has ended is only closed."""
         if sequence.phase in ENDED:
             self.close_if_quiet(sequence, now)
             return
@@ -186,12 +186,12 @@ class Ledger:
         self.out.append(Fail(gateway_id=gateway_id, request_id=sequence.request_id, error=error))
 
     def cancel(self, sequence: Sequence, now: float) -> None:
-        """Nobody wants the result any more."""
+        """Ends a sequence whose result is not wanted any more."""
         self.counters[f"cancelled_{sequence.phase}"] += 1
         self.end(sequence, now)
 
     def end(self, sequence: Sequence, now: float) -> None:
-        """The sequence is over for its client."""
+        """Ends a sequence for its client; it stays CLOSING while operations in flight use its blocks."""
         if sequence.phase is Phase.QUEUED:
             self.dequeue(sequence)
         sequence.enter(Phase.CLOSING, now)
@@ -200,7 +200,7 @@ class Ledger:
         self.close_if_quiet(sequence, now)
 
     def close_if_quiet(self, sequence: Sequence, now: float) -> None:
-        """Lets go of everything once the sequence has ended and nothing under way uses its blocks."""
+        """Closes an ended sequence and releases all it holds, unless an operation in flight uses its blocks."""
         if sequence.phase is not Phase.CLOSING or sequence.is_busy:
             return
         sequence.enter(Phase.CLOSED, now)
@@ -214,7 +214,7 @@ class Ledger:
             self.returned.append(successor)
 
     def _release_landing(self, sequence: Sequence) -> None:
-        # Also after a refusal: it may have been granted and the answer lost. Releasing is idempotent.
+        # Also after a refusal: the lease may have been granted and the answer lost. Releasing is idempotent.
         was_asked_for = sequence.needs_landing and bool(sequence.block_table)
         if was_asked_for and not sequence.handed_off:
             decode = sequence.placement.decode
@@ -243,20 +243,20 @@ def _loads(limits: Limits, profile: PrefillProfile) -> PrefixLoads:
 
 
 def as_retryable(error: MoonserveError) -> MoonserveError:
-    """What a gateway is told about a peer's refusal: another placement may well succeed, unless the request is at
-    fault."""
+    """Returns a peer's refusal as a retryable error for the gateway, since another placement may succeed. Errors of
+    the request itself stay as they are."""
     if error.retryable or isinstance(error, InvalidRequest):
         return error
     return PeerError(f"the decode worker refused: {error.message}", **error.ids)
 
 
 class Prefetches:
-    """Blocks that stores were asked to bring from disk to memory for QUEUED sequences, in the order of the queue.
+    """Prefetches of QUEUED sequences' blocks from the stores' disks to their memory, in the order of the queue.
 
-    A request is asked for once, when it comes within reach of the queue's head. Reach is counted in blocks: those asked
-    for and still waiting are at most `max_blocks`, a share of the worker's own pool. A request further back starts only
-    after that much of the pool has turned over, and asking for the whole of a long queue would drive out of a store's
-    memory what its head is about to read. Nothing depends on whether a store obeys.
+    A prefetch is requested once per sequence, when the sequence is near enough to the queue's head: the blocks that are
+    requested for waiting sequences are at most `max_blocks`, a share of the worker's own pool. Sequences further back
+    start only after that much of the pool has turned over. Prefetches for a whole long queue would evict from a store's
+    memory what the queue's head is about to read. Nothing depends on whether a store complies.
     """
 
     def __init__(self, pool: BlockPool, counters: Counter[str], *, block_size: int, max_blocks: int) -> None:
@@ -265,16 +265,16 @@ class Prefetches:
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._candidates = RequestQueue()
-        self._asked: dict[RequestId, int] = {}  # blocks
+        self._asked: dict[RequestId, int] = {}  # number of blocks requested
         self._num_asked = 0
 
     def waits(self, sequence: Sequence) -> None:
-        """A sequence came into the queue."""
+        """Adds a sequence that has entered the queue."""
         if sequence.placement.prefix_sources:
             self._candidates.push(sequence)
 
     def leaves(self, sequence: Sequence) -> None:
-        """A sequence left the queue, for whatever reason."""
+        """Removes a sequence that has left the queue."""
         num_blocks = self._asked.pop(sequence.request_id, None)
         if num_blocks is not None:
             self._num_asked -= num_blocks
@@ -282,7 +282,7 @@ class Prefetches:
             self._candidates.remove(sequence)
 
     def start(self) -> list[PrefetchPrefix]:
-        """What is to be asked for now."""
+        """Returns the prefetches to request now."""
         actions: list[PrefetchPrefix] = []
         while (sequence := self._candidates.head()) is not None and self._has_room_for(sequence):
             self._candidates.remove(sequence)
@@ -296,14 +296,14 @@ class Prefetches:
         return actions
 
     def _has_room_for(self, sequence: Sequence) -> bool:
-        """Asked for as a whole, save for one that is larger than all the room there is."""
+        """Returns True if all the sequence's blocks fit within `max_blocks`, or if no other block is requested."""
         if self._num_asked == 0:
             return self._max_blocks > 0
         offered = sum(source.num_blocks for source in sequence.placement.prefix_sources)
         return self._num_asked + offered <= self._max_blocks
 
     def _parts(self, sequence: Sequence) -> tuple[PrefetchPart, ...]:
-        """What the sources hold beyond the device cache."""
+        """Returns the blocks that the sources hold behind those in the device cache, at most `max_blocks` of them."""
         keys = sequence.usable_keys(self._block_size)
         first = len(self._pool.match_prefix(keys))
         limit = first + self._max_blocks
@@ -311,7 +311,7 @@ class Prefetches:
         return tuple(PrefetchPart(store=store, keys=keys[start:end]) for store, start, end in runs if start < end)
 
     def validate(self, waiting: Iterable[RequestId]) -> None:
-        """Raises AssertionError unless exactly what waits is known, and its blocks are counted right."""
+        """Raises AssertionError unless only waiting sequences are known and their blocks are counted correctly."""
         candidates = {sequence.request_id for sequence in self._candidates}
         assert not candidates & set(self._asked), "asked for and still to be asked for"
         assert candidates | set(self._asked) <= set(waiting), "a prefetch for what does not wait"

@@ -1,30 +1,31 @@
-"""Whether a stored prefix is read or computed again: the cheaper of the two, per request. Pure.
+"""Choice between reading a stored prefix and computing it again, by predicted time per request. Pure.
 
-What is chosen: how many of the leading *parts* (runs of prefix blocks, one store each) are read; the rest is computed.
-Reading begins at once and runs beside the `busy_s` seconds of computing that are ahead of the request, so the prompt
-is computed
+The choice is the number of leading *parts* (runs of prefix blocks, one store each) that are read; the rest is computed.
+Reading begins at once and overlaps the `busy_s` seconds of computing that are ahead of the request. So the prompt is
+computed
 
     total(m) = max(busy_s, L(m)) + C(m)
 
-seconds from now when the m leading blocks are read. Within a part L(m) = const + m · block_bytes / rate is linear. With
-p tokens in the blocks before it, of n in all, C(m) = c0 + c1·(n − p − m·b) + c2·(n² − (p + m·b)²), whose second
-derivative −2·c2·b² is never positive. So where reading takes longer than `busy_s`, L + C is concave in m and smallest
-at an end: all of the part or nothing. Where it is hidden, total falls with every further block. What this leaves out is
-the point at which reading ceases to be hidden. When computing everything is the better end, a block takes longer to
-read than to compute, so that point would gain less than `busy_s`, which the request waits in any case. Parts build on
-each other, hence "the leading ones".
+seconds from now if the m leading blocks are read. Within a part L(m) = const + m · block_bytes / rate is linear. With
+p tokens in the blocks before the part and n tokens in all, C(m) = c0 + c1·(n − p − m·b) + c2·(n² − (p + m·b)²), whose
+second derivative −2·c2·b² is never positive. So while reading takes longer than `busy_s`, L + C is concave in m, and
+its minimum is at an end: all of the part or nothing. While reading is hidden, the total falls with every further block.
+This ignores the point at which reading ceases to be hidden. If computing everything is the better end, a block takes
+longer to read than to compute, so that point would gain less than `busy_s`, which the request waits in any case. Parts
+build on each other, so only leading ones can be read.
 
-What is read costs the engine nothing, what is computed delays everyone behind, and both predictions are rough. So
-computing must win by a clear margin, and by more than the stalls of a busy machine. This module does not know what
-other requests read at the same time, except that measured speeds have it in them.
+Reading costs the engine nothing, computing delays all requests behind, and both predictions are rough. So computing
+must win by a clear margin, and by more than the stalls of a busy machine. This module does not know what other requests
+read at the same time, except that measured speeds include it.
 
-**Layer by layer.** What is read in g turns, a share of the layers in each, is computed behind while it arrives. The
-first step, C1 seconds, begins when the first turn is there and its attention to the last layers when the last one is:
+**Layer by layer.** A prefix that is read in g turns, with a share of the layers in each, arrives while the tokens
+behind it are computed. The first step, of C1 seconds, begins when the first turn has arrived, and its attention to the
+last layers begins when the last turn has:
 
     total(m) = max(max(busy_s, L(m)/g) + C(m), L(m) + C(m) − C1(m)·(1 − 1/g))
 
-That is done where it gains more than what g turns cost beside one; where reading is hidden behind `busy_s`, or is over
-in a moment, all is read at once.
+This is done if it gains more than the additional cost of g turns. If reading is hidden behind `busy_s` or takes very
+little time, all layers are read at once.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ from prefill_worker.events import PartRead
 from protocol.profile import PrefillProfile
 from protocol.request import Endpoint
 
-# To compute although it could be read, the predicted total must be at most this share of the other one.
+# A readable prefix is computed only if the predicted total is at most this share of the total with reading
 COMPUTE_IF_BELOW = 0.8
-# … and at least so much less. Nobody notices it in a first token, and reads of a few kilobytes vary by as much.
+# and at least this much less. Users do not notice less in a TTFT, and reads of a few kilobytes vary by as much.
 COMPUTE_IF_GAINS_S = 0.05
-# To read layer by layer: a turn costs a batch and an event, a few tenths of a millisecond (docs/overlap.md).
+# Minimum gain for reading layer by layer: a turn costs a batch and an event, tenths of a millisecond (docs/overlap.md).
 LAYERED_IF_GAINS_S = 0.003
-# With fewer bytes in a turn its fixed cost is more than what is gained.
+# With fewer bytes per turn the fixed cost of a turn exceeds its gain.
 MIN_TURN_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadChoice:
-    """What was chosen for one request, and why."""
+    """The choice for one request, with the predictions behind it."""
 
-    num_parts: int  # leading ones that are read
+    num_parts: int  # number of leading parts that are read
     part_s: tuple[float, ...]  # predicted time to read each part that was offered
-    totals_s: tuple[float, ...]  # predicted time until the prompt is computed, by parts read
-    layers_at_once: int | None = None  # that a turn reads; None = all is read at once
+    totals_s: tuple[float, ...]  # predicted time until the prompt is computed, by number of parts read
+    layers_at_once: int | None = None  # layers per turn; None = all layers at once
 
     @property
     def num_skipped(self) -> int:
-        """Parts that could be read and are computed."""
+        """Number of parts that are computed although a store has them."""
         return len(self.part_s) - self.num_parts
 
 
@@ -70,8 +71,8 @@ def choose(
     busy_s: float,
     gains_s: Sequence[float] | None = None,
 ) -> LoadChoice:
-    """`compute_s[k]`: seconds to compute what is left once k parts are read; `gains_s[k]`: by which that ends sooner
-    where it begins while they are read."""
+    """Chooses the number of parts to read. `compute_s[k]`: seconds to compute the rest once k parts are read;
+    `gains_s[k]`: seconds by which computing ends sooner if it begins while the k parts are read."""
     read_s = accumulate(part_s, initial=0.0)
     gains = gains_s or [0.0] * len(compute_s)
     totals = [max(busy_s, read) + left - gain for read, left, gain in zip(read_s, compute_s, gains, strict=True)]
@@ -86,11 +87,11 @@ def choose(
 
 @dataclass(slots=True, eq=False)
 class StoreFigures:
-    """What came of the choices that concerned one store."""
+    """Statistics of choices and reads for one store."""
 
     reads: int = 0
     failures: int = 0
-    skipped: int = 0  # parts that were computed instead
+    skipped: int = 0  # parts that were computed instead of read
     num_bytes: int = 0
     seconds: float = 0.0
     predicted_s: float = 0.0
@@ -98,13 +99,13 @@ class StoreFigures:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """How a prefix can be cut into turns."""
+    """Rules for cutting a prefix into turns of layers."""
 
     num_layers: int
-    mode: str = "auto"  # by predicted gain, "always" or "never"
+    mode: str = "auto"  # "auto" (by predicted gain), "always" or "never"
 
     def at_once(self, num_bytes: int) -> int:
-        """Layers per turn of a prefix of so many bytes; all of them where turns would be too small."""
+        """Returns the layers per turn for a prefix of `num_bytes`; all layers if turns would be too small."""
         if self.mode == "never" or num_bytes == 0:
             return self.num_layers
         if self.mode == "always":
@@ -113,14 +114,14 @@ class Layers:
         return min(math.ceil(MIN_TURN_BYTES / layer_bytes), self.num_layers)
 
     def gain_s(self, at_once: int, read_s: float, first_step_s: float, busy_s: float) -> float:
-        """By which a prompt is computed sooner than when it begins with all there: the smaller of what the first step
-        has computed when the last turn is there, and of what it would have waited since the first turn."""
+        """Returns by how many seconds a prompt is computed sooner than after a complete load: the smaller of the time
+        that the first step has computed when the last turn arrives, and the time from the first turn to the last."""
         share = at_once / self.num_layers
         return min(first_step_s * (1 - share), max(read_s - max(busy_s, read_s * share), 0.0))
 
 
 class PrefixLoads:
-    """Makes the choices of one worker and learns from what comes of them."""
+    """Makes the choices of one worker and learns store speeds from the reads."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class PrefixLoads:
     ) -> None:
         self.profile = profile
         self._layers = layers
-        self._reads = reads  # by predicted time, "always" or "never"
+        self._reads = reads  # "auto" (by predicted time), "always" or "never"
         self._chunk_tokens = chunk_tokens
         self._block_bytes = block_bytes
         self._block_size = block_size
@@ -151,7 +152,8 @@ class PrefixLoads:
         busy_s: float,
         now: float,
     ) -> LoadChoice:
-        """`offers`: store and number of blocks of each part, from `num_cached` on without a gap."""
+        """Makes the choice for one request. `offers`: store and number of blocks of each part, contiguous from token
+        `num_cached` on."""
         part_s = [
             self._speeds.of(store, reader_host, now).seconds(num_blocks * self._block_bytes)
             for store, num_blocks in offers
@@ -175,13 +177,13 @@ class PrefixLoads:
         return choice
 
     def _gain_s(self, at_once: int, read_s: float, end: int, num_tokens: int, busy_s: float) -> float:
-        """Of reading the prefix up to token `end` layer by layer; 0 where that is not worth it."""
+        """Returns the gain of reading the prefix up to token `end` layer by layer; 0 if it is too small."""
         first_step_s = self.profile.seconds(min(end + self._chunk_tokens, num_tokens), end)
         gain_s = self._layers.gain_s(at_once, read_s, first_step_s, busy_s)
         return gain_s if gain_s >= LAYERED_IF_GAINS_S else 0.0
 
     def ended(self, reads: Sequence[PartRead], choice: LoadChoice, reader_host: str, now: float) -> None:
-        """The parts of a chosen load, as far as they were tried."""
+        """Records the reads of a chosen load, for the parts that were tried."""
         for read, predicted_s in zip(reads, choice.part_s, strict=False):
             figures = self._of(read.store)
             figures.reads += 1
@@ -193,7 +195,7 @@ class PrefixLoads:
 
     def _learn(self, read: PartRead, reader_host: str, now: float) -> None:
         speed = self._speeds.of(read.store, reader_host, now)
-        # What was not there says nothing about reading, and a failure only that it would have taken at least as long.
+        # A read of no bytes says nothing about speed. A failed read gives only a lower bound of its time.
         says_nothing = read.num_bytes == 0
         if read.failed:
             says_nothing = read.seconds <= speed.seconds(read.num_bytes)
@@ -202,11 +204,11 @@ class PrefixLoads:
             self._speeds.measured(read.store, learned, now)
 
     def figures(self) -> Mapping[str, StoreFigures]:
-        """By store; for metrics."""
+        """Returns the statistics by store id, for metrics."""
         return dict(self._figures)
 
     def speeds(self) -> Mapping[str, Speed]:
-        """By store, where measured lately; for metrics."""
+        """Returns the measured speeds by store id, for metrics."""
         return self._speeds.all()
 
     def _of(self, store: Endpoint) -> StoreFigures:

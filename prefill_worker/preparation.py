@@ -1,7 +1,7 @@
-"""QUEUED → RESERVING → LOADING → READY: blocks, landing and prefix of the requests that run next.
+"""Preparation of the requests that run next: blocks, landing and prefix (QUEUED → RESERVING → LOADING → READY).
 
-All three happen while earlier requests compute, for as many requests as keep the engine busy and not more: what is
-prepared holds blocks here and on the decode worker.
+Requests are prepared while earlier ones compute: enough of them to keep the engine busy, and not more, since a prepared
+request holds blocks here and on the decode worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Preparation:
         self._ledger = ledger
 
     def admit(self, now: float) -> None:
-        """Gives blocks to the head of the queue while little work is prepared ahead."""
+        """Gives blocks to the head of the queue and prepares it, while little work is prepared ahead of it."""
         ledger, limits = self._ledger, self._ledger.limits
         prepared = [s for s in ledger.admitted.values() if s.phase in PREPARED]
         while len(prepared) < limits.max_num_seqs:
@@ -34,7 +34,7 @@ class Preparation:
             if sequence is None or not self._is_due(sequence, prepared):
                 return
             if not self._take_blocks(sequence):
-                error = ledger.too_long(sequence)  # there may be less memory than when it came
+                error = ledger.too_long(sequence)  # the capacity of elastic memory may have shrunk since it arrived
                 if error is None:
                     return
                 ledger.fail(sequence, error, now)
@@ -44,14 +44,14 @@ class Preparation:
             prepared.append(sequence)
 
     def _is_due(self, sequence: Sequence, prepared: list[Sequence]) -> bool:
-        """Little is prepared that goes before it. What it overtakes does not keep it from being prepared."""
+        """Returns True if little prepared work ranks before the sequence. Work that it overtakes does not count."""
         limits = self._ledger.limits
         ahead = [s.num_left for s in prepared if s.rank < sequence.rank]
         return len(ahead) < limits.lookahead or sum(ahead) < limits.max_num_batched_tokens
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Cached blocks of the prompt and fresh ones for the rest, or nothing at all. A prompt that is alone may take
-        the reserve: nothing else would ever make room for it."""
+        """Takes cached blocks of the prompt and fresh ones for the rest, or returns False and takes none. A prompt that
+        is alone may use the reserve, since nothing else would free blocks for it."""
         limits, pool = self._ledger.limits, self._ledger.pool
         cached = pool.match_prefix(sequence.usable_keys(limits.block_size))
         pool.retain(cached)
@@ -99,7 +99,7 @@ class Preparation:
         ledger.out.append(LoadPrefix(request_id=request_id, parts=chosen, choice=choice))
 
     def _busy_s(self, sequence: Sequence) -> float:
-        """How long the engine computes what comes before this sequence; what loads counts as loaded."""
+        """Returns the seconds that the engine computes for earlier-ranked sequences. Loads in flight count as done."""
         profile = self._ledger.loads.profile
         return sum(
             profile.seconds(s.num_tokens, s.num_computed + s.num_loading)
@@ -108,7 +108,7 @@ class Preparation:
         )
 
     def _proceed(self, sequence: Sequence, now: float) -> None:
-        """Moves a sequence on when what it waited for has come."""
+        """Moves a sequence to its next phase if its reservation or load has ended."""
         if sequence.phase is Phase.CLOSING:
             self._ledger.close_if_quiet(sequence, now)
         elif sequence.is_loading and not sequence.is_reserving:
@@ -132,26 +132,26 @@ class Preparation:
         sequence = self._ledger.admitted[event.request_id]
         sequence.is_reserving = False
         if isinstance(event.error, Cancelled) and sequence.phase not in ENDED:
-            self._ledger.cancel(sequence, now)  # its gateway told the decode worker first
+            self._ledger.cancel(sequence, now)  # the gateway's cancellation reached the decode worker first
         else:
             self._ledger.fail(sequence, as_retryable(event.error), now)
 
     def landing_lost(self, event: ev.LandingLost, now: float) -> None:
-        """Nothing that is sent under the lease can be committed any more."""
+        """Fails the sequence of a lost lease, under which nothing can be committed any more."""
         sequence = self._ledger.admitted.get(event.request_id)
         if sequence is None or sequence.lease_id != event.lease_id or sequence.phase in ENDED:
-            return  # it ended while the renewal was under way
-        if sequence.phase is not Phase.COMMITTING:  # there the commit's own answer decides
+            return  # the sequence ended while the renewal was in flight
+        if sequence.phase is not Phase.COMMITTING:  # while COMMITTING the commit's own answer decides
             self._ledger.fail(sequence, as_retryable(event.error), now)
 
     def prefix_progress(self, event: ev.PrefixProgress, now: float) -> None:
-        """Some layers are there; `early_steps` decides whether that is enough to begin."""
+        """Records which layers have arrived; `early_steps` decides whether the step can begin."""
         sequence = self._ledger.admitted[event.request_id]
         sequence.num_loading = event.num_blocks * self._ledger.limits.block_size
         sequence.arrival = Arrival(progress=event, at=now)
 
     def prefix_loaded(self, event: ev.PrefixLoaded, now: float) -> None:
-        """The leading blocks that arrived well are as good as computed; the rest is computed."""
+        """Publishes the blocks that were loaded and counts them as computed."""
         sequence = self._ledger.admitted[event.request_id]
         block_size = self._ledger.limits.block_size
         first = sequence.num_computed // block_size
@@ -202,7 +202,7 @@ def _reservation(sequence: Sequence, now: float) -> ReserveLanding:
 
 
 def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
-    """What the placement's sources hold of the prefix beyond `num_computed`, without a gap."""
+    """Returns the parts of the prefix that the placement's sources hold, contiguous from `num_computed` on."""
     keys, table = sequence.request.block_keys, sequence.block_table
     return tuple(
         PrefixPart(store=store, keys=keys[start:end], blocks=tuple(table[start:end]))
@@ -211,14 +211,14 @@ def prefix_parts(sequence: Sequence, block_size: int) -> tuple[PrefixPart, ...]:
 
 
 def make_ready(ledger: Ledger, sequence: Sequence, now: float) -> None:
-    """All that it needs is there."""
+    """Makes a sequence READY and sends the KV that it already has."""
     sequence.enter(Phase.READY, now)
     sequence.ready_at = now
     send_computed(ledger, sequence)
 
 
 def send_computed(ledger: Ledger, sequence: Sequence) -> None:
-    """Writes to the target those whole blocks that are there before the sequence runs."""
+    """Sends the unsent whole blocks that are computed before the sequence runs."""
     block_size = ledger.limits.block_size
     indexes = range(sequence.num_sent // block_size, sequence.num_computed // block_size)
     if _send_blocks(ledger, sequence, indexes):
@@ -226,7 +226,7 @@ def send_computed(ledger: Ledger, sequence: Sequence) -> None:
 
 
 def _send_blocks(ledger: Ledger, sequence: Sequence, indexes: range) -> bool:
-    """Whether there was anything to send, and somebody to send it to."""
+    """Sends whole blocks to the landing. Returns False if there are none, or no landing."""
     landing = sequence.landing
     if landing is None or not indexes:
         return False

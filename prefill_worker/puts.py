@@ -1,8 +1,8 @@
 """Write-behind of computed blocks to the home store.
 
-Owns which blocks wait to be put and which are on their way. It never delays a request: what waits holds no reference,
-so the pool may evict it first; what is on its way is bounded; what exceeds the bounds is dropped and counted. A block
-that the store is known to hold is not offered again until the pool evicts it or the store restarts.
+Owns the queue of blocks to put and the put in flight. It never delays a request: pending blocks hold no references, so
+the pool may evict them first. Both pending and in-flight blocks are bounded; blocks above the bound are dropped and
+counted. A block that the store is known to have is not put again until the pool evicts it or the store restarts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from protocol.keys import BlockKey
 from protocol.request import Endpoint
 
 MIN_HITS = {"all": 0, "hot": 1}
-"""Re-uses after which a block is put, by `--store-writes` (measured: docs/engine-performance.md)."""
+"""Minimum reuses before a block is put, by `--store-writes` (measured: docs/engine-performance.md)."""
 
 
 class WriteBehind:
-    """One put under way at a time, so that puts take at most one core's leisure."""
+    """Queue of puts. At most one put is in flight, so that puts use at most one core's idle time."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class WriteBehind:
         max_pending: int,
         min_hits: int = 0,
     ) -> None:
-        """`min_hits`: what was not re-used so often since the pool has it is not put yet."""
+        """`min_hits`: number of reuses since it was published that a block needs before it is put."""
         self._pool = pool
         self._min_hits = min_hits
         self._counters = counters
@@ -41,11 +41,11 @@ class WriteBehind:
         self._home: Endpoint | None = None
         self._pending: deque[PutItem] = deque()
         self._under_way: PutBlocks | None = None
-        self._known: set[BlockKey] = set()  # in the store, pending or under way
+        self._known: set[BlockKey] = set()  # in the store, pending or in flight
         self._num_puts = 0
 
     def found(self, store: Endpoint) -> None:
-        """The home store can be reached (again)."""
+        """Records the home store, which is reachable (again). A new epoch is an empty store."""
         if self._home is None or self._home.epoch != store.epoch:
             self._known = {item.key for item in self._pending}
         self._home = store
@@ -59,19 +59,19 @@ class WriteBehind:
         return len(self._pending)
 
     def held_blocks(self) -> list[BlockId]:
-        """Blocks that this object keeps references to."""
+        """Returns the blocks to which this object holds references."""
         return [item.block for item in self._under_way.items] if self._under_way else []
 
     def is_stored(self, key: BlockKey) -> None:
-        """The home store was seen to hold this block."""
+        """Records that the home store has this block."""
         self._known.add(key)
 
     def evicted(self, key: BlockKey) -> None:
-        """The pool cannot serve this block any more; whether the store still can is not tracked."""
+        """Forgets a block that the pool has evicted. Evictions by the store are not tracked."""
         self._known.discard(key)
 
     def offer(self, item: PutItem) -> None:
-        """Puts a published block in line, unless the store is known to have it or nobody came back for it enough."""
+        """Queues a published block, unless the store is known to have it or it has too few reuses."""
         if item.key in self._known or self._pool.hits_of(item.block) < self._min_hits:
             return
         if len(self._pending) >= self._max_pending:
@@ -81,7 +81,7 @@ class WriteBehind:
         self._pending.append(item)
 
     def start(self) -> PutBlocks | None:
-        """The next put, with references taken, when none is under way and the store is known."""
+        """Returns the next put, with references taken. Returns None if a put is in flight or there is no store."""
         if self._under_way is not None or self._home is None:
             return None
         items = self._take()
@@ -93,7 +93,7 @@ class WriteBehind:
         return self._under_way
 
     def _take(self) -> tuple[PutItem, ...]:
-        """The next blocks in line that the pool has not evicted meanwhile."""
+        """Removes the next blocks from the queue and returns those that the pool has not evicted meanwhile."""
         items: list[PutItem] = []
         while self._pending and len(items) < self._max_in_flight:
             item = self._pending.popleft()
@@ -104,20 +104,20 @@ class WriteBehind:
         return tuple(items)
 
     def done(self, event: PutDone) -> None:
-        """The store has the blocks, except corrupt ones (whose source is suspect) and refused ones."""
+        """Handles a finished put. Corrupt blocks are also forgotten in the pool, since their source is suspect."""
         put = self._finish(event.put_id)
         corrupt = set(event.corrupt)
         for item in put.items:
             if item.key in corrupt and self._pool.key_of(item.block) == item.key:
                 self._pool.forget(item.block)
-        if event.num_refused:  # which ones is not told, so none counts as stored
+        if event.num_refused:  # the store does not report which blocks it refused, so none counts as stored
             self._known.difference_update(item.key for item in put.items)
         self._counters["integrity_failures"] += len(corrupt)
         self._counters["put_refused_blocks"] += event.num_refused
         self._counters["put_blocks"] += len(put.items) - event.num_refused - len(corrupt)
 
     def failed(self, event: PutFailed) -> None:
-        """The store is gone until `found` is told otherwise."""
+        """Handles a failed put. No further put starts before the next `found`."""
         put = self._finish(event.put_id)
         self._known.difference_update(item.key for item in put.items)
         self._counters["put_dropped_blocks"] += len(put.items)
@@ -132,7 +132,7 @@ class WriteBehind:
         return put
 
     def validate(self) -> None:
-        """Raises AssertionError when a bound or the bookkeeping is broken."""
+        """Raises AssertionError if a bound is exceeded or a block in flight has no reference."""
         assert len(self._pending) <= self._max_pending, "too many puts pending"
         assert len(self.held_blocks()) <= self._max_in_flight, "too many puts in flight"
         assert all(self._pool.references_of(block) for block in self.held_blocks())

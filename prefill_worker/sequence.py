@@ -1,6 +1,6 @@
-"""One request on its way through a prefill worker: its phase, its blocks, what is under way for it.
+"""State of one request in a prefill worker: its phase, its blocks and its operations in flight.
 
-The phases form a table; a step that it does not list raises with the sequence's history and changes nothing. A
+Phase transitions are listed in a table. Any other transition raises with the sequence's history and changes nothing. A
 sequence that has ended for its client is CLOSING until nothing reads or writes its blocks any more.
 """
 
@@ -22,16 +22,16 @@ from protocol.request import Endpoint, Placement, Request, Token
 
 
 class Phase(StrEnum):
-    """Where a sequence stands."""
+    """Phases of a sequence's life."""
 
     QUEUED = "queued"  # holds nothing
-    RESERVING = "reserving"  # holds blocks; the landing is asked for, a prefix may be loading
-    LOADING = "loading"  # a prefix is loading, or writes of a step that began too early end
+    RESERVING = "reserving"  # holds blocks; the landing is requested, a prefix may be loading
+    LOADING = "loading"  # a prefix is loading, or the writes of a dropped early step have yet to end
     READY = "ready"  # waits for a step
-    RUNNING = "running"  # some tokens are computed or in the step under way
-    SENDING = "sending"  # first token sent; writes are under way
+    RUNNING = "running"  # some tokens are computed or in a step in flight
+    SENDING = "sending"  # first token sent; writes are in flight
     COMMITTING = "committing"  # all KV has landed; the decode worker verifies it
-    CLOSING = "closing"  # ended for the client; operations under way still use its blocks
+    CLOSING = "closing"  # ended for the client; operations in flight still use its blocks
     CLOSED = "closed"  # holds nothing
 
 
@@ -55,16 +55,16 @@ ENDED = frozenset({Phase.CLOSING, Phase.CLOSED})
 
 
 class IllegalTransition(Exception):
-    """A bug of ours: the sequence cannot go there from where it is."""
+    """Raised for a phase transition that the table does not list. It is always a bug."""
 
 
-# A place in the queue, lower runs first: priority, time of arrival + seconds it yields, number of the arrival.
+# Place in the queue; the lowest runs first: priority, time of arrival + seconds to yield, number of the arrival.
 Rank = tuple[int, float, int]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """The mutable execution of a `Request`."""
+    """The mutable execution state of one request."""
 
     request: Request
     placement: Placement
@@ -73,37 +73,37 @@ class Sequence:
     submitted_at: float
     phase: Phase = Phase.QUEUED
     history: list[tuple[float, Phase]] = field(default_factory=list)
-    scores: PromptScores | None = field(init=False)  # what the client wants of its prompt's tokens
+    scores: PromptScores | None = field(init=False)  # log-probabilities of the prompt's tokens, if requested
 
-    # From admission to CLOSED.
+    # Valid from admission to CLOSED.
     block_table: list[BlockId] = field(default_factory=list)
-    num_computed: int = 0  # leading tokens whose KV lies in the blocks
-    num_cached: int = 0  # of them, those that were not computed for this request
-    num_sent: int = 0  # leading tokens that the target has or that are on their way
-    load_choice: LoadChoice | None = None  # where stores were said to hold some of its prefix
-    checksums: dict[int, int] = field(default_factory=dict)  # by index of complete blocks
+    num_computed: int = 0  # leading tokens whose KV is in the blocks
+    num_cached: int = 0  # leading tokens whose KV was not computed for this request
+    num_sent: int = 0  # leading tokens that the target has or that are in flight to it
+    load_choice: LoadChoice | None = None  # set if stores were reported to hold some of the prefix
+    checksums: dict[int, int] = field(default_factory=dict)  # of complete blocks, by index
     landing: Landing | None = None  # from LandingGranted until released or handed off
     handed_off: bool = False
     first_token: Token | None = None  # from the end of RUNNING
-    num_corrupt: int = 0  # handoffs that arrived corrupt
-    compute_s: float = 0.0  # of steps until now; of shared ones its share
-    waited_s: float = 0.0  # of the engine, for this one's prefix
+    num_corrupt: int = 0  # number of handoffs that arrived corrupt
+    compute_s: float = 0.0  # time of its steps so far; its share of shared steps
+    waited_s: float = 0.0  # time that the engine waited for its prefix
 
-    # Operations under way; its blocks stay held while there are any.
+    # Operations in flight; blocks stay held while there are any.
     is_reserving: bool = False
     is_loading: bool = False
     num_loading: int = 0  # tokens beyond num_computed that the load will bring
-    arrival: Arrival | None = None  # of a load by layer, once the first ones are there
-    early: EarlyStep | None = None  # while nothing that it computed counts
-    was_early: bool = False  # and its step did not count: once is enough
+    arrival: Arrival | None = None  # progress of a load by layer, once the first layers have arrived
+    early: EarlyStep | None = None  # the early step whose result does not count yet
+    was_early: bool = False  # an early step was dropped; it is not tried again
     computing_to: list[int] = field(
         default_factory=list
-    )  # ends of its slices in steps under way, in order; a worker alone has one step at a time
-    is_spoilt: bool = False  # a step of it failed: what later ones compute of it is not to be used
+    )  # ends of its slices in steps in flight, in order; at most one without a pipeline
+    is_spoilt: bool = False  # one of its steps failed: results of its later steps are not used
     is_committing: bool = False
     num_sends: int = 0
 
-    # Instants, each from the phase it names.
+    # Times, each valid from the phase that it names.
     admitted_at: float = 0.0
     ready_at: float = 0.0
     started_at: float = 0.0
@@ -118,22 +118,22 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV this worker provides."""
+        """Number of tokens whose KV this worker provides."""
         return len(self.request.token_ids)
 
     @property
     def num_left(self) -> int:
-        """Tokens still to compute."""
+        """Number of tokens still to compute."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_planned(self) -> int:
-        """Leading tokens that are computed or in steps under way."""
+        """Number of leading tokens that are computed or in steps in flight."""
         return self.computing_to[-1] if self.computing_to else self.num_computed
 
     @property
     def num_unplanned(self) -> int:
-        """Tokens that no step has yet."""
+        """Number of tokens that are neither computed nor in a step."""
         return self.num_tokens - self.num_planned
 
     @property
@@ -142,18 +142,18 @@ class Sequence:
 
     @property
     def needs_landing(self) -> bool:
-        """False when the first token is known to be the last."""
+        """True unless the first token is known to be the last."""
         return self.request.first_index + 1 < self.request.sampling.max_tokens
 
     @property
     def is_busy(self) -> bool:
-        """Whether an operation under way uses its blocks or may yet grant it a landing."""
+        """True if an operation in flight uses the sequence's blocks or may yet grant it a landing."""
         return (
             self.is_reserving or self.is_loading or bool(self.computing_to) or self.is_committing or self.num_sends > 0
         )
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Moves on. Raises IllegalTransition, which changes nothing, when the table does not list it."""
+        """Enters a phase. Raises IllegalTransition, and changes nothing, if the table does not list the transition."""
         if phase not in TRANSITIONS[self.phase]:
             past = " → ".join(f"{name}@{at:.3f}" for at, name in self.history)
             raise IllegalTransition(
@@ -164,14 +164,14 @@ class Sequence:
         self.phase = phase
 
     def usable_keys(self, block_size: int) -> tuple[BlockKey, ...]:
-        """Keys of the blocks that need not be computed: the last token's logits always must be, and those of a whole
-        prompt that is scored."""
+        """Returns the keys of the blocks that need not be computed. The last token is always computed for its logits; a
+        prompt that is scored is computed whole."""
         if self.scores is not None:
             return ()
         return self.request.block_keys[: (self.num_tokens - 1) // block_size]
 
     def source_runs(self, first: int, block_size: int) -> list[tuple[Endpoint, int, int]]:
-        """(store, start, end) of what the sources hold of the usable blocks from `first` on, without a gap."""
+        """Returns (store, start, end) of the usable blocks that the sources hold, contiguous from `first` on."""
         num_usable = len(self.usable_keys(block_size))
         runs: list[tuple[Endpoint, int, int]] = []
         for source in sorted(self.placement.prefix_sources, key=lambda s: s.first_block):
@@ -182,11 +182,11 @@ class Sequence:
         return runs
 
     def parent_key(self, index: int) -> BlockKey | None:
-        """Key of the block before `index`; None for the first."""
+        """Returns the key of the block before `index`, or None for the first block."""
         return self.request.block_keys[index - 1] if index else None
 
     def validate(self, block_size: int) -> None:
-        """Raises AssertionError when the phase and what the sequence holds disagree."""
+        """Raises AssertionError if the phase disagrees with the blocks or operations of the sequence."""
         assert self.phase is not Phase.CLOSED, f"{self.request_id} is closed and still listed"
         if self.phase is Phase.QUEUED:
             assert not self.block_table, f"{self.request_id} holds blocks too early"
@@ -213,37 +213,37 @@ class Sequence:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EarlyStep:
-    """The step of one sequence that began before its prefix was there."""
+    """A step of one sequence that began before the sequence's prefix had loaded."""
 
-    start: int  # its first token: so many must have loaded
+    start: int  # its first token; the tokens before it must load
     end: int
-    num_sent: int  # leading tokens that the target had, or was being sent, before it
-    outcome: SliceDone | MoonserveError | None = None  # None: it is under way
+    num_sent: int  # value of `Sequence.num_sent` before the step
+    outcome: SliceDone | MoonserveError | None = None  # None while the step is in flight
     waited_s: float = 0.0
-    seconds: float = 0.0  # of the engine, waits included
+    seconds: float = 0.0  # duration, including waits
     is_given_up: bool = False
 
     def ended(self, outcome: SliceDone | MoonserveError, *, waited_s: float = 0.0, seconds: float = 0.0) -> None:
-        """The step is over; what it computed is put aside."""
+        """Records the step's result, which is held back until the prefix has loaded."""
         self.outcome, self.waited_s, self.seconds = outcome, waited_s, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """How far a prefix that is read layer by layer has come, and when that was told."""
+    """Progress of a prefix that is read layer by layer, and the time of its report."""
 
     progress: PrefixProgress
     at: float
 
     def left_s(self, now: float) -> float:
-        """Until the last layer is there, at the pace so far."""
+        """Returns the seconds until the last layer arrives, at the pace so far."""
         told = self.progress
         per_layer_s = told.seconds / told.num_layers
         return max((told.of_layers - told.num_layers) * per_layer_s - (now - self.at), 0.0)
 
     def hides(self, profile: PrefillProfile, start: int, end: int, now: float) -> bool:
-        """Whether computing [start, end) now is not expected to wait: the engine comes to the last layers that
-        arrive together after all others."""
+        """Returns True if computing [start, end) now is not expected to wait for layers. The engine reaches the last
+        turn's layers after it has computed all others."""
         told = self.progress
         before_last = 1.0 - told.layers_at_once / told.of_layers
         return self.left_s(now) <= profile.seconds(end, start) * before_last

@@ -1,6 +1,6 @@
-"""The prefill worker's I/O: performs the actions of `state` and brings their outcomes back as events.
+"""I/O of the prefill worker: performs the actions of `state` and reports their results to it as events.
 
-The only part that awaits and reads the clock. Everything runs in one event loop; the engine has a thread of its own.
+This is the only part that awaits and reads the clock. It runs in one event loop; the engine has its own thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService(WorkerService):
-    """One prefill worker's live part."""
+    """The I/O shell of a prefill worker."""
 
     state: PrefillState
 
@@ -70,7 +70,7 @@ class PrefillService(WorkerService):
         self._landings = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
-        self._gates: dict[RequestId, LayerGate] = {}  # of prefixes that load layer by layer
+        self._gates: dict[RequestId, LayerGate] = {}  # gates of prefixes that load layer by layer
         self._reservations: dict[RequestId, asyncio.Task[Event | None]] = {}
         self._operations.start(self._keep_landings())
 
@@ -114,7 +114,7 @@ class PrefillService(WorkerService):
         self._reservations[action.request_id] = task
 
         def ended(_task: object) -> None:
-            if self._reservations.get(action.request_id) is task:  # else the request has come back
+            if self._reservations.get(action.request_id) is task:  # else the request was submitted again
                 del self._reservations[action.request_id]
 
         task.add_done_callback(ended)
@@ -153,7 +153,7 @@ class PrefillService(WorkerService):
         return ev.HandoffAccepted(request_id=request_id)
 
     async def _keep_landings(self) -> None:
-        """Renews the leases of whatever takes long, until cancelled."""
+        """Renews all held landing leases every third of their TTL, until cancelled."""
         while True:
             await asyncio.sleep(self._landing_ttl_s / 3)
             for request_id, decode, lease_id in self.state.held_landings():
@@ -169,7 +169,7 @@ class PrefillService(WorkerService):
             log.info(text, lease_id, error, extra=of(request_id))
         return None
 
-    # -- a prefix
+    # -- prefix loads and puts
 
     def _start_load(self, action: act.LoadPrefix) -> None:
         stores, memory, patience = self._stores, self._memory, self._patience
@@ -181,7 +181,7 @@ class PrefillService(WorkerService):
         task = self._operations.start(load.run())
 
         def ended(_task: object) -> None:
-            if self._gates.get(action.request_id) is gate:  # else the request has come back
+            if self._gates.get(action.request_id) is gate:  # else the request was submitted again
                 del self._gates[action.request_id]
 
         task.add_done_callback(ended)
@@ -196,7 +196,7 @@ class PrefillService(WorkerService):
 
     def _start_step(self, action: act.RunStep) -> None:
         wait = None
-        if action.max_wait_s is not None:  # its only prompt's prefix is arriving
+        if action.max_wait_s is not None:  # an early step: the prefix of its only prompt is arriving
             [plan] = action.plans
             wait = BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
         self._operations.start(self._run_step(action, wait))
@@ -208,7 +208,7 @@ class PrefillService(WorkerService):
         except PrefixLate as late:
             log.info("a step is given up: %s", late, extra=_whose(action))
             outcome: Event = ev.StepGivenUp()
-        except Exception as error:  # whatever the engine raises ends these requests, not the worker
+        except Exception as error:  # an error of the engine must fail only these requests, not the worker
             log.exception("a step failed", extra=_whose(action))
             outcome = ev.StepFailed(error=_as_failure(error), step_id=action.step_id)
         else:
@@ -220,8 +220,8 @@ class PrefillService(WorkerService):
                 step_id=action.step_id,
                 waited_s=wait.waited_s if wait is not None else 0.0,
             )
-        # The first token leaves before the last bytes: it is what the client waits for, and its stream has a turn of
-        # the loop before they are sent.
+        # The client waits for the first token, so the loop gets one iteration to send it before the last bytes are
+        # submitted.
         self.post(outcome)
         await asyncio.sleep(0)
         if isinstance(outcome, ev.StepDone):
@@ -265,7 +265,7 @@ def _whose(action: act.RunStep) -> Mapping[str, Any]:
 
 
 async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> Event:
-    """The outcome of some writes as an event."""
+    """Waits for writes and returns their outcome as an event."""
     try:
         await sent()
     except MoonserveError as error:
@@ -274,15 +274,15 @@ async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) ->
 
 
 def _as_failure(error: Exception) -> MoonserveError:
-    """A step's error as its requests' gateways may see it: another worker may do better."""
+    """Returns a step's error as a retryable one for the gateways, since another worker may succeed."""
     failure = PeerError("the prefill engine failed")
     failure.__cause__ = error
     return failure
 
 
 def trace_prefill(tracer: Tracer, action: SendFirstToken, now: float) -> None:
-    """From the submission to the first token. Its parts are laid end to end: a prompt that shares the engine waits and
-    computes in turns, and only the sums are known."""
+    """Writes the spans from the submission to the first token. Its parts are laid end to end: a prompt that shares the
+    engine waits and computes in turns, and only the sums are known."""
     report = action.report
     parts = {"queue": report.queue_s, "load": report.load_s, "compute": report.compute_s}
     at = now - sum(parts.values())
@@ -293,7 +293,7 @@ def trace_prefill(tracer: Tracer, action: SendFirstToken, now: float) -> None:
 
 
 def trace_transfer(tracer: Tracer, action: CommitHandoff, now: float) -> None:
-    """From the first token to the last byte, when the decode worker is told."""
+    """Writes the span from the first token to the commit, which follows the last byte."""
     tracer.span(
         "transfer",
         action.request.traceparent,

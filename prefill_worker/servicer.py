@@ -1,5 +1,5 @@
-"""Submissions to a prefill worker, checked before they become requests: one malformed submission must not fail the step
-it shares."""
+"""RPC service for submissions to a prefill worker. Checks them before they become requests, since a malformed
+submission must not fail the step that it shares with others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillServicer(WorkerServicer):
-    """Serves `Worker` of a worker that takes submissions."""
+    """Serves `Worker` to gateways, including submissions."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class PrefillServicer(WorkerServicer):
         vocab_size: int,
         prepare: Callable[[SamplingParams], Awaitable[None]] | None = None,
     ) -> None:
-        """`prepare`: awaited before a request comes to the service (`EngineThread.prepare`)."""
+        """`prepare` is awaited before a request reaches the service (`EngineThread.prepare`)."""
         super().__init__(service)
         self._prepare = prepare
         self._block_size = block_size
         self._vocab_size = vocab_size
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
-        """Raises NoWorker while draining and InvalidRequest for what cannot be a request or be held to its grammar."""
+        """Submits a request. Raises NoWorker while draining, InvalidRequest for a malformed request or grammar."""
         if self._service.is_draining:
             raise NoWorker("this prefill worker is draining", request=request.request_id)
         wish = self._parse(request)

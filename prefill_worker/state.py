@@ -1,16 +1,17 @@
-"""The prefill worker's automaton: `handle(event, now) -> actions`.
+"""The automaton of a prefill worker: `handle(event, now) -> actions`.
 
     QUEUED → RESERVING → LOADING → READY → RUNNING → SENDING → COMMITTING → CLOSING → CLOSED
                             |        ↑_____________________________|  blocks arrived corrupt: compute again
-                            |←---------------→ RUNNING before the prefix is there, and back if it is bad
+                            |←---------------→ RUNNING before the prefix has loaded, and back if it is corrupt
 
-Reserving and loading overlap each other and the step of earlier sequences; one step is under way at a time. Rules:
-blocks are released only when no operation under way uses them; every sequence ends in a handoff, a last token or a
-failure that its gateway is told. No clock, no I/O, no tensors; `now` is in monotonic seconds.
+Reserving and loading overlap each other and the steps of earlier sequences. One step is in flight per pipeline stage.
+Rules: blocks are released only when no operation in flight uses them; every sequence ends in a handoff, a last token or
+a failure that is reported to its gateway, if that is still there. No clock, no I/O, no tensors; `now` is in monotonic
+seconds.
 
-This file owns arrival, cancellation and deadlines; `preparation`, `steps` (with `early_steps`) and `handoffs` own the
-phases, `puts` the write-behind to the store, `load_or_compute`
-whether a stored prefix is worth reading, and `ledger` what all of them share.
+This file owns arrival, cancellation and deadlines. `preparation`, `steps` (with `early_steps`) and `handoffs` own the
+phases, `puts` owns the write-behind to the store, `load_or_compute` decides whether a stored prefix is read, and
+`ledger` holds the state that all of them share.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from worker.events import Action, Event
 
 
 class PrefillState:
-    """One prefill worker. `lease_prefix` makes its landing leases unique in the cluster."""
+    """The pure state of a prefill worker. `lease_prefix` makes its landing leases unique in the cluster."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class PrefillState:
         profile: PrefillProfile,
         home_store: str | None,
     ) -> None:
-        """`evicted` must be told of the keys that `pool` loses."""
+        """The caller must report the keys that `pool` evicts to `evicted`."""
         self.pool = pool
         self._ledger = Ledger(pool, limits, profile=profile, home_store=home_store)
         self._preparation = Preparation(self._ledger)
@@ -88,15 +89,15 @@ class PrefillState:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What `event` changes, and what is to be done about it, in order.
+        """Handles an event and returns the actions that follow, in order.
 
-        Raises IllegalTransition, KeyError or ValueError for an answer to an operation that is not under way.
+        Raises IllegalTransition, KeyError or ValueError for an answer to an operation that is not in flight.
         """
         ledger = self._ledger
         ledger.out = []
         self._handlers[type(event)](event, now)
         self._steps.settle(now)
-        ledger.pool.make_way()  # what is held here ends soon by itself
+        ledger.pool.make_way()  # held blocks need no preemption: prefill ends soon by itself
         while ledger.returned:
             self._submitted(ledger.returned.pop(), now)
         self._preparation.admit(now)
@@ -107,7 +108,7 @@ class PrefillState:
             ledger.out.append(put)
         return ledger.out
 
-    # -- figures
+    # -- load and status
 
     @property
     def counters(self) -> Counter[str]:
@@ -115,7 +116,7 @@ class PrefillState:
 
     @property
     def prefix_loads(self) -> PrefixLoads:
-        """For metrics."""
+        """Load choices and store speeds, for metrics."""
         return self._ledger.loads
 
     @property
@@ -124,7 +125,7 @@ class PrefillState:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences of which nothing is computed yet."""
+        """Number of sequences that are queued, being prepared or ready for a step."""
         return len(self._ledger.queue) + sum(sequence.phase in PREPARED for sequence in self._ledger.admitted.values())
 
     @property
@@ -136,16 +137,16 @@ class PrefillState:
         return self.pool.num_held
 
     def counted(self) -> dict[str, int]:
-        """What GetStatus shows of `counters`."""
+        """Returns the nonzero counters, which GetStatus shows."""
         return {name: count for name, count in self.counters.items() if count}
 
     def evicted(self, key: BlockKey) -> None:
-        """The pool cannot serve this block any more."""
+        """Called when the pool has evicted a findable block."""
         self._ledger.puts.evicted(key)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to compute before a request that came now would start."""
+        """Number of tokens to compute before a request that arrives now can start."""
         ledger = self._ledger
         left = sum(s.num_left for s in ledger.admitted.values() if s.phase not in ENDED)
         for sequence in ledger.queue:
@@ -156,11 +157,11 @@ class PrefillState:
 
     @property
     def needs_home_store(self) -> bool:
-        """Whether blocks cannot be put until HomeStoreFound says where."""
+        """True if blocks cannot be put before the next StoreFound event."""
         return self._ledger.home_store is not None and self._ledger.puts.needs_home
 
     def held_landings(self) -> list[tuple[RequestId, Endpoint, LeaseId]]:
-        """Leases that must not run out while work goes on."""
+        """Returns the landing leases to renew: those that are granted and not handed off."""
         return [
             (sequence.request_id, sequence.placement.decode, sequence.lease_id)
             for sequence in self._ledger.admitted.values()
@@ -169,7 +170,7 @@ class PrefillState:
 
     @property
     def wake_at(self) -> float | None:
-        """When a Tick is due; None = never."""
+        """Time at which a Tick is due; None = never."""
         return self._alarms.next_at
 
     # -- arrival
@@ -183,14 +184,14 @@ class PrefillState:
             if error is not None:
                 ledger.fail(sequence, error, now)
         elif earlier.phase is Phase.CLOSING:
-            ledger.successors[request_id] = event  # else the same submission came twice
+            ledger.successors[request_id] = event  # in any other phase it is a duplicate and ignored
 
     def _enqueue(self, event: ev.Submitted, now: float) -> Sequence:
         ledger, request = self._ledger, event.request
         self._num_submitted += 1
         priority = request.priority if ledger.limits.policy == "priority" else 0
         placement = event.placement
-        if ledger.limits.num_stages > 1:  # stored blocks are all layers, and each stage has its own
+        if ledger.limits.num_stages > 1:  # a stored block has all layers, but each stage has only its own
             placement = replace(placement, prefix_sources=())
         sequence = Sequence(
             request=request,
@@ -205,7 +206,7 @@ class PrefillState:
         return sequence
 
     def _refusal(self, sequence: Sequence, now: float) -> MoonserveError | None:
-        """Why a request can never run here."""
+        """Returns the error if a request can never run here, else None."""
         limits, ids = self._ledger.limits, {"request": sequence.request_id}
         if self._ledger.tombstones.take(sequence.request_id, now):
             self.counters["cancelled_unseen"] += 1
@@ -242,18 +243,18 @@ class PrefillState:
                 ledger.cancel(sequence, now)
 
     def _time_out(self, request_id: RequestId, now: float) -> None:
-        """The request's time may be over."""
+        """Fails the request's sequence if its deadline has passed."""
         sequence = self._ledger.sequences.get(request_id)
         if sequence is None or sequence.deadline_at > now:
             return
-        # A commit under way has its own limit, and the decode worker watches the time after it.
+        # A commit in flight has its own timeout, and after it the decode worker enforces the deadline.
         if sequence.phase not in ENDED and sequence.phase is not Phase.COMMITTING:
             self._ledger.fail(sequence, out_of_time(sequence), now)
 
     # -- proof
 
     def validate(self) -> None:
-        """Raises AssertionError unless every held block has its owners and every sequence its place."""
+        """Raises AssertionError unless every block's references equal its owners and every sequence is in one place."""
         ledger = self._ledger
         ledger.pool.validate()
         ledger.puts.validate()

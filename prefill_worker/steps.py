@@ -1,10 +1,10 @@
-"""READY → RUNNING: which tokens the engine computes next, and what follows when it has.
+"""Composition of prefill steps and handling of their results (READY → RUNNING).
 
-One step is under way at a time, or one per stage of a pipeline: the next chunk of a prompt follows one stage behind.
+One step is in flight at a time, or one per stage of a pipeline: the next chunk of a prompt follows one stage behind.
 A step holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order, so that a long prompt runs in
-chunks. **A step that a prompt ends with is not filled up with the next one**: its first token would wait for that. Only
-whole rests of prompts join it, and only where the step that is saved is worth more than the waiting
-(`PrefillProfile.joins`): short prompts share steps, and long ones in a long queue.
+chunks. **A step in which a prompt ends is not filled up with part of the next one**, since the first token would wait
+for it. Only prompts that end in the step join it, and only if the step that is saved is worth more than the wait
+(`PrefillProfile.joins`): short prompts share steps, and so do long ones in a long queue.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from protocol.errors import InvalidRequest
 from protocol.request import PrefillReport, Token, finish_reason
 
 MIN_SHARE = 16
-"""A chunk of fewer tokens takes nearly as long: it still reads all weights and passes all stages."""
+"""Minimum tokens per chunk in a pipeline. A smaller chunk takes nearly as long: it still reads all weights and passes
+all stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One that is under way."""
+    """A step in flight."""
 
     members: tuple[Sequence, ...]
-    ends: tuple[int, ...]  # of their slices
+    ends: tuple[int, ...]  # end of each member's slice
     began_at: float
 
     def ends_of(self, sequence: Sequence) -> list[int]:
@@ -39,23 +40,23 @@ class _Step:
 
 
 class Steps:
-    """Runs a ledger's sequences. `on_computed` takes over those that must be handed off."""
+    """Runs the sequences of a ledger. `on_computed` is called for each computed sequence that must be handed off."""
 
     def __init__(self, ledger: Ledger, on_computed: Callable[[Sequence, float], None]) -> None:
         self._ledger = ledger
         self._on_computed = on_computed
         self._early = EarlySteps(ledger, self._take)
-        self._under_way: dict[int, _Step] = {}  # by id, one of `num_stages`
+        self._under_way: dict[int, _Step] = {}  # by step id, 0 to `num_stages` - 1
         self._last_done_at = 0.0
 
     def run(self, now: float) -> None:
-        """Starts steps while there is a stage for one more and some sequence can run."""
+        """Starts steps while fewer than `num_stages` are in flight and a sequence can run."""
         num_stages = self._ledger.limits.num_stages
         while len(self._under_way) < num_stages and self._start_step(now):
             pass
 
     def _start_step(self, now: float) -> bool:
-        """Whether there was one to start."""
+        """Starts one step. Returns False if no sequence can run."""
         limits = self._ledger.limits
         runnable = [
             s for s in self._ledger.admitted.values() if s.phase in RUNNABLE and s.early is None and s.num_unplanned
@@ -100,7 +101,7 @@ class Steps:
         self._ledger.out.append(RunStep(plans=plans, step_id=step_id, max_wait_s=max_wait_s))
 
     def _run_early(self, sequence: Sequence, now: float) -> None:
-        """A step of its own: nobody whose blocks are there waits for others' to arrive."""
+        """Starts an early step. It has no other members, so no loaded sequence waits for another's blocks."""
         end, max_wait_s = self._early.begin(sequence, now)
         assert sequence.early is not None, "it has begun"
         num_tokens = end - sequence.early.start
@@ -108,11 +109,11 @@ class Steps:
         self._begin((sequence,), (plan,), max_wait_s, now)
 
     def settle(self, now: float) -> None:
-        """After every event: early steps whose prefix is known to be good, or bad."""
+        """Advances early steps whose prefix has been verified or has failed. Called after every event."""
         self._early.settle(now)
 
     def _joins(self, sequence: Sequence, budget: int, num_ending: int, num_waiting: int) -> bool:
-        """Whether a sequence is computed to its end in a step with others that end there."""
+        """Returns True if the rest of a sequence joins a step in which other sequences end."""
         return sequence.num_unplanned <= budget and self._ledger.loads.profile.joins(
             sequence.num_tokens,
             sequence.num_planned,
@@ -127,7 +128,7 @@ class Steps:
         sequence.enter(Phase.RUNNING, now)
 
     def _match_again(self, sequence: Sequence) -> None:
-        """Earlier sequences may have computed more of its prefix since it got its blocks."""
+        """Replaces blocks by cached ones that earlier sequences have computed since this one got its blocks."""
         pool, table = self._ledger.pool, sequence.block_table
         block_size = self._ledger.limits.block_size
         first = sequence.num_computed // block_size
@@ -143,7 +144,7 @@ class Steps:
 
     def done(self, event: ev.StepDone, now: float) -> None:
         step = self._under_way.pop(event.step_id)
-        # Of a pipeline's steps the later ones wait for those before them.
+        # In a pipeline a step waits for the steps before it, so its own time begins when the last one ended.
         began_at, self._last_done_at = max(step.began_at, self._last_done_at), now
         early = step.members[0].early
         if early is None:
@@ -158,7 +159,7 @@ class Steps:
             self._take(sequence, result, now)
 
     def _take(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
-        """What a step has computed of a sequence counts from now on."""
+        """Applies the result of a sequence's slice: publishes blocks and finishes a sequence that is computed."""
         for index, checksum in result.checksums if not sequence.is_spoilt else ():
             self._ledger.publish(sequence, index, checksum)
         self._ledger.counters["computed_slices"] += 1
@@ -168,7 +169,7 @@ class Steps:
             self._finish(sequence, result, now)
 
     def given_up(self, _event: ev.StepGivenUp, now: float) -> None:
-        """The prefix did not come in time. Only a step with one member waits for one."""
+        """Handles an early step that waited too long for its prefix. It is the only step and has one member."""
         _, step = self._under_way.popitem()
         (sequence,) = step.members
         assert sequence.early is not None, "only a step that began early waits"
@@ -177,8 +178,8 @@ class Steps:
         self._ledger.close_if_quiet(sequence, now)
 
     def _share(self, step: _Step, seconds: float) -> None:
-        """Each gets the part of a step that its tokens should have made of it: predictions of short prompts would learn
-        the times of long ones otherwise."""
+        """Divides a step's time among its members by their predicted times. Otherwise predictions for short prompts
+        would learn the times of long ones."""
         profile = self._ledger.loads.profile
         spans = zip(step.members, step.ends, strict=True)
         parts = [profile.seconds(end, sequence.num_computed) for sequence, end in spans]
@@ -187,19 +188,19 @@ class Steps:
             sequence.compute_s += seconds * (part / total if total else 1 / len(parts))
 
     def failed(self, event: ev.StepFailed, now: float) -> None:
-        """What the members' blocks hold is unknown, so the members end."""
+        """Handles a failed step. Its members fail, since the content of their blocks is undefined."""
         step = self._under_way.pop(event.step_id)
         self._ledger.counters["failed_steps"] += 1
         for sequence, end in zip(step.members, step.ends, strict=True):
             sequence.computing_to.remove(end)
             sequence.is_spoilt = True
             if sequence.early is not None and sequence.phase is Phase.RUNNING:
-                sequence.early.ended(event.error)  # which bytes that did not count may have caused
+                sequence.early.ended(event.error)  # unverified bytes of the prefix may have caused it
             else:
                 self._ledger.fail(sequence, event.error, now)
 
     def _finish(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
-        """All KV is there. The first token goes out at once, unless it did before blocks arrived corrupt."""
+        """Finishes a computed sequence. Sends its first token, unless it was sent before a corrupt handoff."""
         sampled = result.sampled
         if sequence.first_token is None and sampled is not None and sampled.failure is not None:
             self._ledger.fail(sequence, InvalidRequest(sampled.failure), now)
@@ -234,7 +235,7 @@ class Steps:
         return token
 
     def validate(self) -> None:
-        """Raises AssertionError when the steps and their members disagree."""
+        """Raises AssertionError if the steps and their members disagree."""
         self._early.validate()
         assert all(0 <= step_id < self._ledger.limits.num_stages for step_id in self._under_way)
         for sequence in self._ledger.admitted.values():
@@ -243,13 +244,13 @@ class Steps:
 
 
 def share_of_stage(num_left: int, num_stages: int) -> int:
-    """Tokens of a prompt's next chunk where nobody else is there to keep a pipeline's stages busy: with less than a
-    step's tokens for each, all stages get an equal share. `num_left` counts what is under way."""
+    """Returns the tokens of the next chunk of a prompt that alone must keep a pipeline's stages busy: an equal share of
+    `num_left` per stage, at least MIN_SHARE. `num_left` includes tokens in flight."""
     return num_left if num_stages == 1 else max(MIN_SHARE, -(-num_left // num_stages))
 
 
 def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePlan:
-    """The next `num_tokens` tokens of a sequence, noted in it as under way."""
+    """Plans the next `num_tokens` tokens of a sequence and records them in the sequence as in flight."""
     request, start = sequence.request, sequence.num_planned
     if sequence.early is not None:
         start = sequence.early.start
@@ -281,9 +282,9 @@ def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePla
 
 
 def prefill_report(sequence: Sequence, now: float) -> PrefillReport:
-    """Queueing, loading and computing add up to the time since the submission; loading is what the prefix delayed, not
-    what the engine computed beside. Whoever else has the engine while a
-    prompt runs, in steps of its own or in shared ones, is waited for like those before it."""
+    """Returns the report of a prompt's times. Queueing, loading and computing add up to the time since the submission.
+    Loading is the delay by the prefix, without the engine's computing meanwhile. Time in which other prompts use the
+    engine, in their own steps or in shared ones, counts as queueing."""
     load_s = sequence.ready_at - sequence.admitted_at + sequence.waited_s
     compute_s = sequence.compute_s
     return PrefillReport(

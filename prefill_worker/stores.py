@@ -1,6 +1,6 @@
-"""The worker's dealings with store nodes: prefixes in, computed blocks out.
+"""I/O between a prefill worker's pool and store nodes: reads of prefixes, prefetches, puts of computed blocks.
 
-The store client verifies what it reads; what did not arrive well counts as not there.
+The store client verifies the blocks that it reads. Blocks that did not arrive correctly count as missing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from worker.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
-# A store that stalls for longer is not worth waiting for: the prefix can be computed.
+# If a store stalls for longer than this, computing the prefix is the better choice.
 READ_STALL_S = 5.0
 
 
 async def load_prefix(
     client: BlockStores, memory: KvMemory, action: LoadPrefix, patience: Patience
 ) -> ev.PrefixLoaded | ev.PrefixLoadFailed:
-    """Reads the parts in order; the first block that is missing or bad ends the prefix."""
+    """Reads the parts in order. The first missing or corrupt block ends the prefix."""
     request_id, block_bytes = action.request_id, memory.layout.block_bytes
     log.debug("the prefix is read: %s", action.choice, extra=of(request_id))
     checksums: list[int] = []
@@ -74,7 +74,7 @@ async def _timed(client: BlockStores, memory: KvMemory, part: PrefixPart, patien
 
 
 async def _load_part(client: BlockStores, memory: KvMemory, part: PrefixPart, patience: Patience) -> list[int]:
-    """Checksums of the leading blocks that are good."""
+    """Reads one part and returns the checksums of the leading blocks that are correct."""
     patience = replace(patience, base_s=min(patience.base_s, READ_STALL_S))
     deadline_s = patience.deadline_s(len(part.keys) * memory.layout.block_bytes)
     spots = memory.spots_of(part.blocks)
@@ -84,7 +84,7 @@ async def _load_part(client: BlockStores, memory: KvMemory, part: PrefixPart, pa
 
 
 async def prefetch(client: BlockStores, action: PrefetchPrefix) -> None:
-    """Asks the stores of a waiting request for what they have on disk. Whatever fails is read later, or computed."""
+    """Requests the stores to load a waiting request's blocks from disk. On failure they are read later, or computed."""
     for part in action.parts:
         store, whose = part.store, of(action.request_id)
         try:
@@ -99,7 +99,7 @@ async def prefetch(client: BlockStores, action: PrefetchPrefix) -> None:
 async def put_blocks(
     client: BlockStores, memory: KvMemory, action: PutBlocks, patience: Patience
 ) -> ev.PutDone | ev.PutFailed:
-    """Writes blocks from the pool into the home store."""
+    """Puts blocks of the pool into the home store."""
     objects = [PutObject(key=item.key, parent=item.parent, checksum=item.checksum) for item in action.items]
     spots = memory.spots_of([item.block for item in action.items])
     deadline_s = patience.deadline_s(len(objects) * memory.layout.block_bytes)

@@ -1,6 +1,6 @@
-"""A prefill worker from start to stop, where it differs from others (`worker.process`).
+"""Assembly of a prefill worker's process; the part common to both roles is `worker.process`.
 
-Decides nothing about requests; that is `prefill_worker.state`, and `prefill_worker.service` runs it.
+Decides nothing about requests: `prefill_worker.state` does, and `prefill_worker.service` performs its decisions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COUNTERS = (
 
 
 class PrefixLoadCollector(Collector):
-    """Per store: what was read, predicted and actual time, and the speed that is assumed now."""
+    """Prometheus metrics per store: reads, predicted and actual times, and the measured speed."""
 
     def __init__(self, loads: PrefixLoads) -> None:
         self._loads = loads
@@ -60,7 +60,8 @@ class PrefixLoadCollector(Collector):
 
 
 class PrefillWorker(Worker):
-    """One worker over a loaded replica. `group`: whom it leads; the replica is its first stage then."""
+    """A prefill worker over a loaded replica. `group` is the pipeline group that it leads; the replica is its first
+    stage."""
 
     role = Role.PREFILL
 
@@ -143,10 +144,10 @@ class PrefillWorker(Worker):
 
 
 async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
-    """Runs a prefill worker until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs a prefill worker until the process is requested to stop. Raises ConfigError if it cannot start."""
     async with contextlib.AsyncExitStack() as stack:
         followers: FollowerProcesses | None = None
-        if config.pipeline_parallel_size > 1:  # they load while this process does
+        if config.pipeline_parallel_size > 1:  # followers load their layers while this process loads its own
             followers = await stack.enter_async_context(followers_of(config))
         equipment = await stack.enter_async_context(equipped(config, lifecycle, "prefill", config.faults()))
         group: Group | None = None

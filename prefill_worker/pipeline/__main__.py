@@ -1,4 +1,4 @@
-"""`python -m prefill_worker.pipeline`: a stage, started by its leader."""
+"""Command-line entry of a follower stage, started by its leader: `python -m prefill_worker.pipeline`."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""A follower from start to stop: its layers, its memory, its listener. It ends with its leader."""
+"""The process of a follower stage: its layers, its memory and its RPC server. It ends with its leader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from worker.memory import KvMemory
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerConfig(PrefillConfig):
-    """`python -m prefill_worker.pipeline`, as a leader starts it."""
+    """Configuration of a follower process, written by its leader."""
 
     pipeline_rank: int = option(help="which stage it is, from 1")
 
@@ -52,7 +52,8 @@ class FollowerConfig(PrefillConfig):
 
 
 def follower_config(leader: PrefillConfig, rank: int, status_fd: int) -> FollowerConfig:
-    """Of a process that `leader`'s starts. It is no member of the cluster, and nobody scrapes it."""
+    """Returns the configuration of a follower of `leader`. A follower is not a member of the cluster and has no metrics
+    port."""
     own = replace(
         leader,
         instance_id=f"{leader.instance_id}-stage-{rank}",
@@ -70,7 +71,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
-    """Serves `PipelineStage` for one leader. `facts`: what it says of itself, but for where hidden states go."""
+    """Serves `PipelineStage` to one leader. `facts` is the reply to Join without the source of hidden states."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
         row_bytes: int,
         patience: Patience,
     ) -> None:
-        """`row_bytes`: of one token's hidden states."""
+        """`row_bytes` is the size of one token's hidden states."""
         self._stage = stage
         self._transfer = transfer
         self._facts = facts
@@ -105,7 +106,8 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
         return reply
 
     async def RunStep(self, request: pipeline_pb2.StageStepRequest, context: Context) -> pipeline_pb2.StageStepReply:
-        """Raises InvalidRequest for a step that comes after a later one, whose KV may depend on it."""
+        """Computes this stage's share of a step. Raises InvalidRequest unless its number is higher than all before,
+        since a later step's KV may depend on it."""
         if request.step <= self._last_step:
             raise InvalidRequest(f"step {request.step} came after step {self._last_step}")
         self._last_step = request.step
@@ -124,7 +126,7 @@ class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):
     ) -> pipeline_pb2.StageFinishReply:
         reply = pipeline_pb2.StageFinishReply()
         step = self._unfinished.pop(request.step, None)
-        if step is None:  # it sent nothing, or never came here
+        if step is None:  # the step sent nothing, or never reached this stage
             return reply
         for position in range(step.num_slices):
             try:
@@ -142,7 +144,7 @@ STOP_GRACE_S = 0.5
 
 
 async def serve(config: FollowerConfig, lifecycle: Lifecycle) -> None:
-    """Runs one stage until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs one stage until the process is requested to stop. Raises ConfigError if it cannot start."""
     rank, size = config.pipeline_rank, config.pipeline_parallel_size
     with serving(config, config.faults()) as (transfer, _):
         async with loaded_replica(config, transfer.allocate, lifecycle, rank=rank, num_stages=size) as (
@@ -167,7 +169,7 @@ async def _run(config: FollowerConfig, servicer: StageServicer, lifecycle: Lifec
 def make_servicer(
     config: FollowerConfig, replica: Replica, transfer: TransferEngine, segment: Segment
 ) -> StageServicer:
-    """The stage behind its calls."""
+    """Returns the servicer of a stage over a loaded replica."""
     patience = config.transfer_patience()
     sender = Sender(transfer, patience)
     outbox = None if replica.plan.stage.is_last else make_outbox(config, replica, transfer)
@@ -176,7 +178,7 @@ def make_servicer(
 
 
 def make_outbox(config: PrefillConfig, replica: Replica, transfer: TransferEngine) -> HiddenOutbox:
-    """For the steps that can be under way at once."""
+    """Returns an outbox with one slot per stage, the number of steps that can be in flight."""
     return HiddenOutbox(
         transfer,
         row_bytes=row_bytes(replica),
@@ -186,7 +188,7 @@ def make_outbox(config: PrefillConfig, replica: Replica, transfer: TransferEngin
 
 
 def facts_of(replica: Replica) -> pipeline_pb2.StageJoinReply:
-    """What the stages of a group must agree in, and which one it is."""
+    """Returns a stage's rank and the properties that must be equal in all stages of a group."""
     engine, plan = replica.thread.engine, replica.plan
     return pipeline_pb2.StageJoinReply(
         rank=plan.stage.rank,
@@ -199,12 +201,12 @@ def facts_of(replica: Replica) -> pipeline_pb2.StageJoinReply:
 
 
 def row_bytes(replica: Replica) -> int:
-    """Of one token's hidden states."""
+    """Returns the size of one token's hidden states."""
     engine = replica.thread.engine
     return engine.config.hidden_size * DTYPE_BYTES[replica.plan.dtype]
 
 
 def own_memory(replica: Replica, segment: Segment) -> KvMemory:
-    """A stage's pool, and where its layers lie in others'."""
+    """Returns a stage's pool with the position of its layers in a pool of all layers."""
     plan = replica.plan
     return KvMemory(segment, plan.own_layout, plan.num_blocks, first_piece=2 * plan.stage.layers.start)

@@ -1,9 +1,9 @@
-"""A group as its leader drives it: all stages are told of a step when it begins, and each waits for the one before.
+"""The leader's side of a pipeline group: starts the followers, sends them each step, collects their results.
 
-While a step is at a later stage, the next one is at an earlier one: whoever has several steps under way keeps all
-stages busy. A stage has read its plan by the time it has something to compute from. Its rule: a group is whole or
-broken. When a stage behind the own one does not do what it was told, nobody knows any more what it computes or writes,
-so every step fails from then on, and the worker ends and starts again.
+All stages receive a step when it begins, and each waits for the stage before it. While a step is at a later stage, the
+next step is at an earlier one, so several steps in flight keep all stages busy. A stage has read its plan by the time
+its input arrives. Its rule: a group is whole or broken. If a follower fails to answer, its computing and its writes are
+unknown, so every step fails from then on, and the worker ends and starts again.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
-    """What one stage made of a step."""
+    """Result of one step at one stage."""
 
     sampled: list[Sampled | None]
-    checksums: list[tuple[int, ...]]  # per slice: of its layers of the complete blocks
+    checksums: list[tuple[int, ...]]  # per slice: one per complete block, over the stage's layers
 
 
 class Follower:
-    """A stage behind the leader's."""
+    """Client for one stage behind the leader's."""
 
     def __init__(self, channels: Channels, address: str, *, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._channels = channels
@@ -61,12 +61,13 @@ class Follower:
         self._stub: pipeline_pb2_grpc.PipelineStageAsyncStub = pipeline_pb2_grpc.PipelineStageStub(channels.to(address))
 
     async def join(self, previous: pipeline_pb2.HiddenSource) -> pipeline_pb2.StageJoinReply:
-        """`previous`: where it gets hidden states. What it says of itself. Raises MoonserveError."""
+        """Joins the stage to the group and returns its properties. `previous`: the source of its hidden states. Raises
+        MoonserveError."""
         request = pipeline_pb2.StageJoinRequest(previous=previous)
         return await self._channels.call(self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True)
 
     async def run(self, step: int, plans: Sequence[SlicePlan]) -> StageOutcome:
-        """To be called when the step begins at the first stage. Raises MoonserveError."""
+        """Runs a step at the stage. Call it when the step begins at the first stage. Raises MoonserveError."""
         request = pipeline_pb2.StageStepRequest(step=step, slices=map(plan_to_wire, plans))
         reply = await self._channels.call(self._stub.RunStep, request, timeout_s=self._step_timeout_s)
         if [len(done.checksums) for done in reply.slices] != [len(plan.complete) for plan in plans]:
@@ -76,18 +77,18 @@ class Follower:
         return StageOutcome(sampled, sums)
 
     async def finish(self, step: int) -> dict[int, MoonserveError]:
-        """When its writes of a step have ended: what went wrong, by place of the slice. Raises MoonserveError."""
+        """Waits for the stage's writes of a step. Returns their errors by slice position. Raises MoonserveError."""
         request = pipeline_pb2.StageFinishRequest(step=step)
         reply = await self._channels.call(self._stub.FinishStep, request, timeout_s=_WRITES_TIMEOUT_S)
         return {place: failure_from_wire(failure) for place, failure in reply.failures.items()}
 
     async def send_blocks(self, action: SendBlocks) -> None:
-        """Raises MoonserveError."""
+        """Sends the stage's layers of whole blocks. Raises MoonserveError."""
         await self._channels.call(self._stub.SendBlocks, send_to_wire(action), timeout_s=_WRITES_TIMEOUT_S)
 
 
 class Group:
-    """The leader's stage and its followers, in order. `failed` is done, with the exception, once it is broken."""
+    """The leader's stage and its followers, in order. `failed` gets an exception once the group is broken."""
 
     def __init__(self, own: OwnStage, followers: Sequence[Follower]) -> None:
         self.own = own
@@ -97,14 +98,14 @@ class Group:
         self._broken: PeerLost | None = None
 
     def begin(self, plans: Sequence[SlicePlan], on_prefix: Callable[[int], None] | None = None) -> GroupStep:
-        """At most as many steps may be under way as there are stages. A group loads no prefixes that it could wait
-        for."""
+        """Returns a new step. At most as many steps as stages may be in flight. `on_prefix` must be None, since a group
+        loads no prefixes."""
         assert on_prefix is None, "a group does not load"
         self._num_steps += 1
         return GroupStep(self, self._num_steps, plans)
 
     async def send_blocks(self, action: SendBlocks) -> None:
-        """All stages' layers of whole blocks. On return nothing is under way. Raises the first error."""
+        """Sends all stages' layers of whole blocks. On return no write is in flight. Raises the first error."""
         sends = [self.own.send_blocks(action)]
         sends += [self.obeyed(follower.send_blocks(action)) for follower in self.followers]
         await all_ended(sends)
@@ -115,17 +116,18 @@ class Group:
             raise PeerLost(self._broken.message)
 
     async def obeyed(self, call: Awaitable[T]) -> T:
-        """What a follower answers; without an answer the group is broken. Raises the follower's error."""
+        """Returns a follower's answer. Raises the follower's error, which breaks the group unless it is an
+        IntegrityError."""
         try:
             return await call
         except IntegrityError:
-            raise  # what it was given is bad, and it did nothing
+            raise  # the follower's input was corrupt, and it did nothing
         except MoonserveError as error:
             self.lost(error)
             raise
 
     def lost(self, error: MoonserveError) -> None:
-        """The group is broken, if it was not before."""
+        """Marks the group as broken. The first error stays."""
         if self._broken is None:
             self._broken = PeerLost(f"a pipeline stage is lost: {error.message}")
             self._broken.__cause__ = error
@@ -133,7 +135,7 @@ class Group:
 
 
 class GroupStep:
-    """One step on its way through all stages."""
+    """One step at all stages of a group."""
 
     def __init__(self, group: Group, step: int, plans: Sequence[SlicePlan]) -> None:
         self._group = group
@@ -144,7 +146,7 @@ class GroupStep:
         self._sums: list[list[tuple[int, ...]]] = []
 
     async def compute(self) -> list[Sampled | None]:
-        """What the last stage sampled. Raises what went wrong at any stage."""
+        """Runs the step at all stages and returns what the last stage sampled. Raises an error of any stage."""
         group = self._group
         group.require_whole()
         told = [
@@ -163,18 +165,19 @@ class GroupStep:
         return outcomes[-1].sampled if outcomes else sampled
 
     def checksums(self) -> Checksums:
-        """After `compute`: all stages', joined (`protocol.checksum.join`)."""
+        """Returns the complete blocks' checksums, joined over all stages (`protocol.checksum.join`). Call after
+        `compute`."""
         return [
             tuple(zip(plan.complete, map(join, zip(*parts, strict=True)), strict=True))
             for plan, parts in zip(self._plans, zip(*self._sums, strict=True), strict=True)
         ]
 
     def finish(self) -> None:
-        """Sends what is left, after `compute`."""
+        """Sends the remaining bytes of the own stage. Call after `compute`."""
         self._own.finish()
 
     async def sent(self, position: int) -> None:
-        """Waits until no stage's write of the slice at `position` is under way. Raises the first error."""
+        """Waits until no stage has a write of the slice at `position` in flight. Raises the first error."""
         if not self._finishing:
             self._finishing = [
                 asyncio.create_task(self._group.obeyed(follower.finish(self._step)))
@@ -190,7 +193,7 @@ class GroupStep:
 
 
 async def all_ended(works: Sequence[Awaitable[None]]) -> None:
-    """Waits for all, also after one failed. Raises the first error."""
+    """Waits for all awaitables, even after one failed. Raises the first error."""
     outcomes = await asyncio.gather(*works, return_exceptions=True)
     for outcome in outcomes:
         if outcome is not None:
@@ -203,11 +206,11 @@ _STOP_S = 5.0
 @dataclass(frozen=True, slots=True)
 class _Started:
     process: asyncio.subprocess.Process
-    ready: asyncio.Task[str]  # its lean address
+    ready: asyncio.Task[str]  # result: the process's lean address
 
 
 class FollowerProcesses:
-    """All followers of one leader, on its host. They start while it loads its own layers, and die with it."""
+    """The follower processes of one leader, on its host. They load while the leader loads, and end with it."""
 
     def __init__(self, config: PrefillConfig, started: Sequence[_Started]) -> None:
         self._config = config
@@ -215,8 +218,8 @@ class FollowerProcesses:
         self._channels = Channels(config.cluster_token, config.tls())
 
     async def join(self, replica: Replica, transfer: TransferEngine, segment: Segment) -> Group:
-        """The group, once all followers have loaded. Raises ConfigError when one cannot start or is not like the
-        others."""
+        """Waits until all followers have loaded and returns the group. Raises ConfigError if one cannot start or
+        differs from the leader."""
         addresses = await asyncio.gather(*(each.ready for each in self._started))
         followers = [Follower(self._channels, address) for address in addresses]
         outbox = make_outbox(self._config, replica, transfer)
@@ -234,24 +237,24 @@ class FollowerProcesses:
         return Group(own, followers)
 
     async def watch(self, group: Group) -> None:
-        """Breaks the group as soon as one has ended."""
+        """Breaks the group as soon as a follower process has ended."""
         await until_one_has_ended(each.process for each in self._started)
         group.lost(PeerLost("its process has ended"))
 
     async def stop(self) -> None:
-        """Ends all of them."""
+        """Ends all follower processes."""
         await self._channels.close()
         await asyncio.gather(*(_stop(each) for each in self._started))
 
 
 @contextlib.asynccontextmanager
 async def followers_of(config: PrefillConfig) -> AsyncIterator[FollowerProcesses]:
-    """Starts the followers; they have ended when the block is left."""
+    """Starts the follower processes, and ends them when the block is left."""
     started: list[_Started] = []
     processes = FollowerProcesses(config, started)
     try:
         for rank in range(1, config.pipeline_parallel_size):
-            started.append(await _start(config, rank))  # noqa: PERF401 - those before are ended, too
+            started.append(await _start(config, rank))  # noqa: PERF401 - on an error `stop` needs the earlier ones
         yield processes
     finally:
         await processes.stop()
@@ -274,7 +277,7 @@ async def _start(config: PrefillConfig, rank: int) -> _Started:
 
 
 async def _ready(read_fd: int, rank: int) -> str:
-    """A follower's lean address, once it serves. Raises ConfigError when it will not."""
+    """Returns a follower's lean address once it serves. Raises ConfigError if it cannot start."""
     try:
         return (await until_ready(read_fd))["lean"]
     except NotReady as error:
@@ -282,7 +285,7 @@ async def _ready(read_fd: int, rank: int) -> str:
 
 
 def _require_equal(told: pipeline_pb2.StageJoinReply, own: pipeline_pb2.StageJoinReply, rank: int) -> None:
-    """Raises ConfigError where a stage would compute something else than the leader thinks."""
+    """Raises ConfigError if a stage's properties differ from the leader's."""
     expected = (rank, own.size, own.fingerprint, own.kernels, own.attention, own.num_blocks)
     found = (told.rank, told.size, told.fingerprint, told.kernels, told.attention, told.num_blocks)
     if found != expected:

@@ -1,7 +1,7 @@
-"""One stage of a group at work: its own layers of each step, from hidden states to hidden states or tokens.
+"""Execution of one pipeline stage: its own layers of each step, with hidden states or tokens as input and output.
 
-The same for leader and followers, and for a worker alone, whose stage has all layers. The KV of the stage's layers
-leaves for the decode worker while later layers compute. Knows neither requests' lives nor who drives it.
+Leader and followers use it, and so does a worker without a group, whose stage has all layers. The KV of the stage's
+layers is sent to the decode worker while later layers compute. Knows neither requests' lives nor its caller.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from worker.memory import KvMemory
 if TYPE_CHECKING:
     from engine.runtime import EngineThread  # imports torch
 
-HEADER_BYTES = 64  # a cache line, so that rows begin at one
-_HEADER = struct.Struct("<QQQ")  # step, checksum of the rows, whether there are any
+HEADER_BYTES = 64  # a cache line, so that rows are aligned to one
+_HEADER = struct.Struct("<QQQ")  # step, checksum of the rows, 1 if there are rows, else 0
 _STEP = struct.Struct("<Q")
-# Who has waited looks again after a fiftieth of that: a wait grows by 2 % at most, and a long one costs no core.
+# A reader polls again after a fiftieth of the time it has waited: a wait grows by 2 % at most, and a long one costs no
+# core.
 _PAUSE_PER_WAIT = 0.02
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 
 
 class HiddenOutbox:
-    """Where a stage leaves hidden states for the next one, in slots with a header that says of which step they are.
+    """A stage's memory for the hidden states that the next stage reads, in slots with a header that names the step.
 
-    The next stage is told of a step when it begins, and looks for its header with READs, which on one host are copies
-    without a message: waking somebody between two stages took longer than a short prompt can spare (LOG.md). Step n,
-    from 1, uses slot n mod slots; there are as many as steps can be under way. Headers carry their maker's checksum."""
+    The next stage knows of a step when the step begins, and polls the header with READs, which on one host are copies
+    without a message: waking a process between two stages took too long for short prompts (LOG.md). Step n, from 1,
+    uses slot n mod slots; there are as many slots as steps can be in flight. A header has the checksum of its rows."""
 
     def __init__(self, transfer: TransferEngine, *, row_bytes: int, slot_rows: int, num_slots: int) -> None:
-        """`row_bytes`: of one token's hidden states."""
+        """`row_bytes` is the size of one token's hidden states."""
         slot_bytes = HEADER_BYTES + -(-row_bytes * slot_rows // HEADER_BYTES) * HEADER_BYTES
         segment = transfer.allocate(slot_bytes * num_slots, readable=True, name="hidden states")
         self._buffer = segment.buffer
@@ -54,27 +55,27 @@ class HiddenOutbox:
         )
 
     def rows(self, step: int) -> memoryview:
-        """To be filled before `leave`."""
+        """Returns a step's rows, to be filled before `leave`."""
         start = _offset(self.source, step)
         return self._buffer[start + HEADER_BYTES : start + self.source.slot_bytes]
 
     def leave(self, step: int, num_tokens: int) -> None:
-        """The next stage may have so many rows."""
+        """Publishes the first `num_tokens` rows of a step to the next stage."""
         self._tell(step, checksum((self.rows(step)[: num_tokens * self._row_bytes],)), 1)
 
     def leave_nothing(self, step: int) -> None:
-        """This stage could not compute the step, so nobody behind it can."""
+        """Reports to the next stage that this stage could not compute the step."""
         self._tell(step, 0, 0)
 
     def _tell(self, step: int, rows_checksum: int, are_there: int) -> None:
-        """The step last: who finds it finds the rest."""
+        """Writes a header. The step number is written last: a reader that finds it finds the rest."""
         start = _offset(self.source, step)
         _HEADER.pack_into(self._buffer, start, 0, rows_checksum, are_there)
         _STEP.pack_into(self._buffer, start, step)
 
 
 class HiddenInbox:
-    """How a stage gets what the one before left."""
+    """Reads the hidden states that the stage before left in its outbox."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class HiddenInbox:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`longest_wait_s`: for the stage before to have computed a step."""
+        """`longest_wait_s` is the time that the stage before may take to compute a step."""
         self._transfer = transfer
         self._source = source
         self._row_bytes = row_bytes
@@ -98,9 +99,9 @@ class HiddenInbox:
         self._segment = transfer.allocate(source.slot_bytes)
 
     def fetch(self, step: int, num_tokens: int) -> memoryview:
-        """The rows of a step, until the next call, once they are there. Blocks: for the engine's thread. Raises
-        IntegrityError when their maker had others or none, PeerLost when it took too long, and what the transfer
-        engine raises."""
+        """Waits for the rows of a step and returns them; they are valid until the next call. Blocks, so call it in the
+        engine's thread. Raises IntegrityError if the rows are corrupt or the stage before has none, PeerLost if they
+        take too long, and what the transfer engine raises."""
         self._wait_for(step)
         nbytes = num_tokens * self._row_bytes
         _, expected, are_there = self._read(step, HEADER_BYTES + nbytes)
@@ -120,7 +121,7 @@ class HiddenInbox:
             self._sleep(min(max(waited * _PAUSE_PER_WAIT, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
 
     def _read(self, step: int, nbytes: int) -> tuple[int, int, int]:
-        """The beginning of a step's slot as it is now; what its header says."""
+        """Reads the first `nbytes` of a step's slot and returns its header."""
         source = self._source
         remote = RemoteSegment(source.transfer_address, source.segment_id)
         read = Transfer(Op.READ, self._segment, 0, remote, _offset(source, step), nbytes)
@@ -129,19 +130,19 @@ class HiddenInbox:
 
 
 def _offset(source: pipeline_pb2.HiddenSource, step: int) -> int:
-    """Of a step's slot in an outbox."""
+    """Returns the offset of a step's slot in an outbox."""
     return step % source.num_slots * source.slot_bytes
 
 
-# Longer than a step takes on any machine that could serve; one that is stopped must not hold requests for ever.
+# Longer than a step takes on any suitable machine; a stopped process must not hold requests for ever.
 STEP_TIMEOUT_S = 60.0
 
 Checksums = list[tuple[tuple[int, int], ...]]
-"""Per slice: (index in the block table, checksum of the stage's layers) of the blocks that it completes."""
+"""Per slice: (index in the block table, checksum over the stage's layers) of each block that the slice completes."""
 
 
 class OwnStage:
-    """This process's share of the layers. `inbox` is None for the first stage, `outbox` for the last."""
+    """The stage of this process. `inbox` is None for the first stage, `outbox` is None for the last."""
 
     def __init__(
         self,
@@ -165,12 +166,12 @@ class OwnStage:
         *,
         step: int = 0,
     ) -> OwnStep:
-        """Steps are computed in the order in which `OwnStep.compute` is called; `step` numbers a group's.
-        `on_prefix(layer)` waits, in the engine's thread, for what a layer looks at; it may raise PrefixLate."""
+        """Returns a new step. Steps are computed in the order of `OwnStep.compute` calls; `step` is a group's step
+        number. `on_prefix(layer)` waits, in the engine's thread, for the layer's prefix and may raise PrefixLate."""
         return OwnStep(self, step, plans, on_prefix)
 
     async def send_blocks(self, action: SendBlocks) -> None:
-        """On return the stage's layers of whole blocks have arrived. Raises MoonserveError."""
+        """Sends the stage's layers of whole blocks and waits until they have arrived. Raises MoonserveError."""
         layout = self.memory.layout
         route = Route(self.memory, action.landing, block_runs(action.pairs, layout))
         await self.submit(route.transfer(range(layout.pieces_per_block)))
@@ -198,8 +199,8 @@ class OwnStep:
         return len(self._slices)
 
     async def compute(self) -> list[Sampled | None]:
-        """On return the hidden states are where the next stage gets them. A stage behind the first waits for those of
-        the one before. Raises what engine and transfer engine raise; the stages behind fail then, too."""
+        """Computes the step and returns the sampled tokens. Waits for the hidden states of the stage before, if any,
+        and publishes its own. Raises what engine and transfer engine raise; the stages behind then fail, too."""
         stage = self._stage
         if stage.inbox is None and stage.outbox is None:
             return await stage.engine.execute(self._slices, self._writer.on_layer, before_attention=self._on_prefix)
@@ -221,13 +222,13 @@ class OwnStep:
         )
 
     def checksums(self) -> Checksums:
-        """After `compute`."""
+        """Returns the completed blocks' checksums. Call after `compute`."""
         return self._writer.checksums()
 
     def finish(self) -> None:
-        """Sends what is left, after `compute`."""
+        """Sends the remaining bytes. Call after `compute`."""
         self._writer.finish()
 
     async def sent(self, position: int) -> None:
-        """Waits until no write of the slice at `position` is under way. Raises the first error."""
+        """Waits until no write of the slice at `position` is in flight. Raises the first error."""
         await self._writer.sent(position)

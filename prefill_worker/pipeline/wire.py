@@ -1,4 +1,4 @@
-"""A group's messages from and to the types that its members use. Both ends are the same program of one start."""
+"""Conversion between a pipeline group's messages and its types. Both ends run the same program, started together."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def done_to_wire(
     *,
     is_last: bool,
 ) -> pipeline_pb2.StageStepReply:
-    """`is_last`: the stage that answers has the model's last layer."""
+    """Returns a stage's answer to a step. `is_last`: the stage has the model's last layer."""
     reply = pipeline_pb2.StageStepReply()
     for plan, result, sums in zip(plans, sampled, checksums, strict=True):
         done = reply.slices.add(checksums=[checksum for _, checksum in sums])
@@ -81,7 +81,7 @@ def done_to_wire(
 
 
 def sampled_from_wire(message: pipeline_pb2.StageSliceDone, plan: SlicePlan) -> Sampled | None:
-    """What the stage has sampled; what it has scored goes into the slice's scores."""
+    """Returns the sampled token of a slice, and adds the prompt's log-probabilities to the slice's scores."""
     piece = plan.slice
     if piece.scores is not None and message.HasField("prompt_logprobs"):
         piece.scores.put(piece.start, prompt_logprobs_from_wire(message.prompt_logprobs))
@@ -118,7 +118,7 @@ def _landing_to_wire(landing: Landing) -> pipeline_pb2.StageLanding:
 
 
 def _landing_from_wire(message: pipeline_pb2.StageLanding) -> Landing:
-    """As much of it as writing needs; the lease stays with the leader."""
+    """Returns a landing with the fields that writing needs. The lease stays with the leader."""
     blocks = tuple(message.block_ids)
     elsewhere = {"lease_id": LeaseId(""), "num_cached_blocks": 0, "ttl_s": 0.0}
     return from_message(Landing, message, block_ids=blocks, **elsewhere)
