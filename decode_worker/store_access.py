@@ -46,7 +46,7 @@ class StoreAccess:
         try:
             result = await self._client.put(action.store, objects, spots, deadline_s=deadline_s)
         except MoonserveError as error:
-            log.warning("preempted blocks not kept by %s: %s", action.store.instance_id, error)
+            log.warning("KV blocks not stored at %s: %s", action.store.instance_id, error)
             return Kept(
                 move_id=action.move_id,
                 checksums=checksums,

@@ -26,7 +26,7 @@ typedef struct {
     const int64_t *free_blocks;
 } Decodes;
 
-/* In the order of `Question` in sequences.py; `after`: a whole number, the instant at or after that of the look. */
+/* In the order of `_QUESTION` in kernels.py; `after`: a whole number, the instant at or after that of the look. */
 typedef struct {
     double after[NUM_LOOKS], weight[NUM_LOOKS], own_tokens[NUM_LOOKS];
     double num_overtaking, expected_output, needed_blocks, block_size;
